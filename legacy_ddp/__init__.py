@@ -1,0 +1,35 @@
+"""Explicit data parallelism for torch: gradient synchronisation that you can see and trust."""
+
+from legacy_ddp._errors import (
+    AgreedError,
+    DesyncError,
+    GradientError,
+    LayoutError,
+    LegacyDDPError,
+    LostPeerError,
+    PeerError,
+    PeerLostError,
+    SyncTimeoutError,
+)
+from legacy_ddp._record import RankRow, SyncRecord
+from legacy_ddp._settings import Checks
+from legacy_ddp._wrapper import LegacyDistributedDataParallel, all_reduce_gradients
+
+__all__ = [
+    "AgreedError",
+    "Checks",
+    "DesyncError",
+    "GradientError",
+    "LayoutError",
+    "LegacyDDPError",
+    "LegacyDistributedDataParallel",
+    "LostPeerError",
+    "PeerError",
+    "PeerLostError",
+    "RankRow",
+    "SyncRecord",
+    "SyncTimeoutError",
+    "all_reduce_gradients",
+]
+
+__version__ = "0.1.0"

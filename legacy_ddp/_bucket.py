@@ -1,0 +1,158 @@
+"""Gradients of one bucket <-> one flat tensor: pack them in, alias them to it. No communication.
+
+A gradient that already *is* its slot of the flat tensor is not copied at all. What makes that safe is one count: if anybody
+but such gradients shares the flat tensor's memory (a gradient the user kept, two gradients swapped by hand, a transposed
+one), this call takes a fresh tensor and leaves the old one to its other holders.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+import torch
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._errors import GradientError
+from legacy_ddp._layout import Bucket, Run, Slot
+from legacy_ddp._settings import Settings
+
+ABSENT, DENSE = 0, 1  # kinds of gradient; 1 + sparse_dim for a sparse one
+
+
+class FlatBuffer:
+    """The flat tensor of one bucket, shape (bucket.numel,), and the gradients that live in it."""
+
+    def __init__(self, bucket: Bucket, settings: Settings) -> None:
+        self.bucket = bucket
+        self.flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        self.wire: torch.Tensor | None = None
+        self._as_views = settings.gradient_as_bucket_view
+        self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
+        self._reduced = False  # the last call left its result here and nothing was packed since
+
+    def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
+        """Copy the dense gradients (one per slot; None and sparse are passed over) to their slots.
+
+        Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
+        """
+        dense = [
+            (slot, grad)
+            for slot, grad in zip(self.bucket.slots, grads, strict=True)
+            if grad is not None and kind_of(grad) == DENSE
+        ]
+        loose = [(slot, grad) for slot, grad in dense if not self.holds(slot, grad)]
+        if self._needs_fresh_flat(held=len(dense) - len(loose)):
+            self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
+            loose = dense
+        if self._wire_dtype != self.bucket.dtype and self.wire is None:
+            self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
+        if copy and loose:
+            torch._foreach_copy_([self.view(slot) for slot, _ in loose], [grad for _, grad in loose])
+        self._reduced = False
+
+    def holds(self, slot: Slot, grad: torch.Tensor | None) -> bool:
+        """Whether ``grad`` is exactly the slot: address, strides, dtype. Identity of the object proves nothing."""
+        return (
+            grad is not None
+            and grad.layout is torch.strided
+            and slot.numel > 0
+            and grad.data_ptr() == self._address(slot)
+            and grad.stride() == slot.stride
+            and grad.shape == slot.shape
+            and grad.dtype == self.bucket.dtype
+            and not grad.is_conj()
+            and not grad.is_neg()
+        )
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        """The slot as a tensor of the parameter's shape; an empty one has memory of its own."""
+        if slot.numel == 0:
+            return self.flat.new_empty(slot.shape)
+        return self.flat.as_strided(slot.shape, slot.stride, slot.offset)
+
+    def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every gradient is still the view that the last call left."""
+        return self._reduced and all(
+            grad is None or slot.numel == 0 or self.holds(slot, grad)
+            for slot, grad in zip(self.bucket.slots, grads, strict=True)
+        )
+
+    def zero(self, kinds: Sequence[int], *, runs: Sequence[Run]) -> None:
+        """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank."""
+        for slot, kind in zip(self.bucket.slots, kinds, strict=True):
+            if kind != DENSE and _inside(runs, slot.offset):
+                self.flat[slot.offset : slot.offset + slot.numel].zero_()
+
+    def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
+        """Give every parameter its reduced gradient: a view of the flat tensor, or a copy of it. Absent ones become None."""
+        for slot, parameter, kind in zip(self.bucket.slots, parameters, kinds, strict=True):
+            if kind == ABSENT:
+                parameter.grad = None
+            elif kind == DENSE and not self.holds(slot, parameter.grad):
+                parameter.grad = self.view(slot) if self._as_views else _copy_into(parameter.grad, self.view(slot))
+        self._reduced = True
+
+    @property
+    def travelling(self) -> torch.Tensor:
+        """What collectives carry: the flat tensor, or its copy in another dtype."""
+        return self.flat if self.wire is None else self.wire
+
+    def _address(self, slot: Slot) -> int:
+        return self.flat.data_ptr() + slot.offset * self.flat.itemsize
+
+    def _needs_fresh_flat(self, *, held: int) -> bool:
+        if self.flat.numel() != self.bucket.numel:
+            return True
+        return internals.storage_use_count(self.flat) != 1 + held
+
+
+def _inside(runs: Sequence[Run], offset: int) -> bool:
+    index = bisect_right(runs, offset, key=lambda run: run[0]) - 1
+    return index >= 0 and offset < runs[index][1]
+
+
+def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """In what a bucket of ``dtype`` travels: complex ones as they are, the others in ``reduce_dtype`` if there is one.
+
+    fp16 travels as fp32 unless the user asks for less: no divisor applied before the sum serves both ends of its range
+    (at two ranks 40000 + 40000 overflows undivided, and 6e-8 divided by 2 is 0).
+    """
+    if dtype.is_complex:
+        return dtype
+    if reduce_dtype is not None:
+        return reduce_dtype
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def kind_of(grad: torch.Tensor | None) -> int:
+    """ABSENT, DENSE, or 1 + sparse_dim."""
+    if grad is None:
+        return ABSENT
+    return DENSE if grad.layout is torch.strided else 1 + grad.sparse_dim()
+
+
+def check_gradient(slot: Slot, grad: torch.Tensor | None) -> None:
+    """Refuse what cannot be reduced, before anything is written.
+
+    Raises:
+        GradientError: the gradient requires grad, has another shape or device than its parameter, or an unsupported layout.
+    """
+    if grad is None:
+        return
+    if grad.requires_grad:
+        problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"
+    elif grad.layout not in (torch.strided, torch.sparse_coo):
+        problem = f"has layout {grad.layout}, expected strided or sparse_coo; convert it before all_reduce()"
+    elif grad.shape != slot.shape:
+        problem = (
+            f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}; assign a gradient of the parameter's shape"
+        )
+    else:
+        return
+    raise GradientError(f"grad of {slot.name!r} {problem}", parameter=slot.name)
+
+
+def _copy_into(grad: torch.Tensor | None, view: torch.Tensor) -> torch.Tensor:
+    """The reduced values in ``grad`` where it can take them, else in a tensor of their own."""
+    if grad is None or grad.layout is not torch.strided or grad.dtype != view.dtype or 0 in grad.stride():
+        return view.clone()
+    return grad.copy_(view)

@@ -1,0 +1,78 @@
+"""Who differs in what: one row per rank -> a Finding. Pure; headers, layouts and replicas all come through here."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+MISSING = "nothing"
+MAX_LINES = 10
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that ranks hold differently; ``holders`` maps each value to its ranks, most ranks first."""
+
+    what: str
+    holders: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        """The ranks outside the strict majority; empty where there is none, for then nobody can be blamed."""
+        total = sum(len(ranks) for _, ranks in self.holders)
+        if 2 * len(self.holders[0][1]) <= total:
+            return ()
+        return tuple(sorted(rank for _, ranks in self.holders[1:] for rank in ranks))
+
+    def __str__(self) -> str:
+        # The odd ones first: they are what the reader looks for.
+        parts = [f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in self.holders]
+        return f"{self.what}: {'; '.join(reversed(parts))}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """All differences between the rows; false if there are none."""
+
+    differences: tuple[Difference, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.differences)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that a majority speaks against in any of the differences."""
+        return tuple(sorted({rank for difference in self.differences for rank in difference.suspects}))
+
+    def __str__(self) -> str:
+        lines = [f"  {difference}" for difference in self.differences[:MAX_LINES]]
+        if len(self.differences) > MAX_LINES:
+            lines.append(f"  ... {len(self.differences) - MAX_LINES} more")
+        return "\n".join(lines)
+
+
+def compare_rows(rows: Sequence[Mapping[str, str]]) -> Finding:
+    """Compare what each rank says about each thing; a thing that a rank does not mention counts as ``nothing``.
+
+    ``rows[r]`` is rank r's: thing -> value, in words. Things are reported in the order in which the rows first name them.
+    """
+    things = dict.fromkeys(thing for row in rows for thing in row)
+    differences = []
+    for thing in things:
+        holders: dict[str, list[int]] = {}
+        for rank, row in enumerate(rows):
+            holders.setdefault(row.get(thing, MISSING), []).append(rank)
+        if len(holders) > 1:
+            by_count = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+            differences.append(Difference(thing, tuple((value, tuple(ranks)) for value, ranks in by_count)))
+    return Finding(tuple(differences))
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {text}" if len(spans) == 1 and spans[0][0] == spans[0][1] else f"ranks {text}"

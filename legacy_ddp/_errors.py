@@ -1,0 +1,70 @@
+"""What can go wrong, drawn as one tree.
+
+LegacyDDPError(RuntimeError)
+├── AgreedError            found by the header: same type, ranks and text on every rank;
+│   │                      every ``.grad`` untouched, the group stays usable
+│   ├── LayoutError            ranks hold different parameters, buffers or settings
+│   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
+│   └── PeerError              a rank failed on its own before the exchange; the text says how
+├── LostPeerError          a rank did not answer; the group is not usable any more
+│   ├── PeerLostError          its connection broke
+│   └── SyncTimeoutError       it was silent for ``timeout_seconds``
+└── GradientError          local: a gradient that cannot be reduced; reaches the peers as PeerError
+"""
+
+from collections.abc import Sequence
+
+
+class LegacyDDPError(RuntimeError):
+    """Base of everything raised here; the attributes say what is known.
+
+    ``ranks``: the ranks at fault, counted inside the group; empty where no majority tells them apart or nothing is known.
+    ``call``: number of the collective call on this wrapper, from 1. ``phase``: where in the call. ``parameter``: its name.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: Sequence[int] = (),
+        call: int | None = None,
+        phase: str | None = None,
+        parameter: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.call = call
+        self.phase = phase
+        self.parameter = parameter
+
+
+class AgreedError(LegacyDDPError):
+    """The ranks disagree, and all of them know it: the same error everywhere, nothing written."""
+
+
+class LayoutError(AgreedError):
+    """Ranks hold different parameters, buffers or settings; the text names them and who holds what."""
+
+
+class DesyncError(AgreedError):
+    """Ranks met in different calls, or mean different things by the same call."""
+
+
+class PeerError(AgreedError):
+    """A rank failed locally before the exchange, so nobody exchanged anything."""
+
+
+class LostPeerError(LegacyDDPError):
+    """A rank did not answer; this process group cannot be used any more."""
+
+
+class PeerLostError(LostPeerError):
+    """The connection to a rank broke: its process ended or its host vanished."""
+
+
+class SyncTimeoutError(LostPeerError):
+    """A rank did not arrive within ``timeout_seconds``."""
+
+
+class GradientError(LegacyDDPError):
+    """A gradient of this rank cannot be reduced."""

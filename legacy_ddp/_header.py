@@ -1,0 +1,100 @@
+"""The 16 words that a rank shows the others before it communicates anything else. Pure."""
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+import torch
+
+HEADER_WORDS = 16  # fixed for ever: gloo aborts the process when ranks exchange rows of different size
+HEADER_VERSION = 1
+
+
+class Operation(IntEnum):
+    """Everything that ranks do together; one header each."""
+
+    CONSTRUCTION = 1
+    BROADCAST_PARAMETERS = 2
+    BROADCAST_BUFFERS = 3
+    ALL_REDUCE = 4
+
+    def __str__(self) -> str:
+        return "construction" if self is Operation.CONSTRUCTION else f"{self.name.lower()}()"
+
+
+class Part(IntEnum):
+    """What a rank says of its gradients in an all_reduce."""
+
+    PLAIN = 0
+    SAMPLES = 1
+    SKIP = 2
+
+
+class Flag(IntFlag):
+    """Facts of one bit.
+
+    REPEAT: no backward since the last call, and its gradients are what that call left.
+    STEPPED: weights changed between the first backward since the last call and this call.
+    """
+
+    FAILED = 1
+    REPEAT = 2
+    STEPPED = 4
+    VALUES = 8
+    FINITE = 16
+
+
+class Header(NamedTuple):
+    """One rank's row, every field a signed 64-bit word; the order is the wire's."""
+
+    version: int = HEADER_VERSION
+    member: int = 0
+    operation: int = 0
+    call: int = 0
+    layout: int = 0
+    argument: int = 0
+    mask: int = 0
+    part: int = Part.PLAIN
+    sample_size: int = 0
+    micro_batches: int = 0
+    flags: int = 0
+    norm_bits: int = 0
+    waited_us: int = 0
+    reserved_13: int = 0
+    reserved_14: int = 0
+    reserved_15: int = 0
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the rank's gradients count."""
+        return self.part == Part.PLAIN or (self.part == Part.SAMPLES and self.sample_size > 0)
+
+    @property
+    def samples(self) -> int | None:
+        """The rank's sample_size, None if it gave none."""
+        return self.sample_size if self.part == Part.SAMPLES else None
+
+    @property
+    def local_norm(self) -> float | None:
+        """Norm of the rank's local gradient, None if it was not taken."""
+        return float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0]) if self.flags & Flag.VALUES else None
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether that gradient was finite, None if nobody looked."""
+        return bool(self.flags & Flag.FINITE) if self.flags & Flag.VALUES else None
+
+
+def norm_word(norm: float) -> int:
+    """The bits of a norm as a header word."""
+    return int(struct.unpack("<q", struct.pack("<d", norm))[0])
+
+
+def encode_row(header: Header) -> torch.Tensor:
+    """int64 tensor of shape (HEADER_WORDS,)."""
+    return torch.tensor(header, dtype=torch.int64)
+
+
+def decode_rows(rows: torch.Tensor) -> list[Header]:
+    """Inverse of :func:`encode_row` for a tensor of shape (world size, HEADER_WORDS)."""
+    return [Header(*row) for row in rows.tolist()]

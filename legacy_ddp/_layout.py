@@ -1,0 +1,193 @@
+"""Which gradient lies where: named parameters -> a plan that every rank with the same names plans alike."""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from legacy_ddp._settings import Settings
+
+# Absent slots between two present ones travel along as zeros up to this size: cheaper than one collective more.
+MAX_GAP_BYTES = 64 * 1024
+
+SUPPORTED_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The fixed place of one parameter's gradient in a flat buffer; ``offset`` and ``numel`` count elements."""
+
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The slots of all parameters of one device and dtype, end to end."""
+
+    device: torch.device
+    dtype: torch.dtype
+    slots: tuple[Slot, ...]
+    numel: int
+
+    def runs(self, present: Sequence[bool], *, max_gap: int = 0) -> list[Run]:
+        """Maximal stretches ``(start, stop)`` of present slots, in elements; those ``max_gap`` apart or less become one."""
+        joined: list[Run] = []
+        for slot, is_present in zip(self.slots, present, strict=True):
+            if not is_present or slot.numel == 0:
+                continue
+            start, stop = slot.offset, slot.offset + slot.numel
+            if joined and start - joined[-1][1] <= max_gap:
+                start = joined.pop()[0]
+            joined.append((start, stop))
+        return joined
+
+    @property
+    def max_gap(self) -> int:
+        """Elements of absent slots worth carrying instead of starting another collective."""
+        return MAX_GAP_BYTES // self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Buckets, and the inventory that ranks compare.
+
+    ``inventory`` says in words what every parameter is (frozen ones, too) and every setting that the ranks must share.
+    ``buffer_size``: the most elements that one collective carries.
+    """
+
+    buckets: tuple[Bucket, ...]
+    inventory: Mapping[str, str]
+    buffer_size: int
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """All slots, bucket after bucket: the order of masks and of gradients everywhere."""
+        return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits that are equal on two ranks if the inventories are."""
+        return fingerprint(json.dumps(sorted(self.inventory.items())).encode())
+
+
+@dataclass(frozen=True)
+class Named:
+    """A tensor and all its names; the first of them in alphabetical order is what it is called."""
+
+    names: tuple[str, ...]
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+def cut_runs(runs: Iterable[Run], *, max_numel: int) -> list[Run]:
+    """The same elements in stretches of at most ``max_numel``."""
+    return [(cut, min(cut + max_numel, stop)) for start, stop in runs for cut in range(start, stop, max_numel)]
+
+
+def distinct(named: Iterable[tuple[str, torch.Tensor]], ignore: Collection[str] = ()) -> list[Named]:
+    """Every tensor once, with all its names, sorted by name: the order of registration does not matter.
+
+    A tensor is left out if any of its names is in ``ignore``.
+    """
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    found = [Named(tuple(sorted(names[key])), tensor) for key, tensor in tensors.items()]
+    return sorted(
+        (item for item in found if not any(name in ignore for name in item.names)), key=lambda item: item.name
+    )
+
+
+def plan_layout(parameters: Sequence[Named], settings: Settings) -> Layout:
+    """Give every trainable parameter a slot, in name order, in the bucket of its device and dtype.
+
+    Raises:
+        ValueError: a parameter is lazy, on the meta device, a DTensor, sparse, or of a dtype that no gradient has.
+    """
+    for item in parameters:
+        _check_supported(item)
+    trainable = [item for item in parameters if item.tensor.requires_grad]
+    keys = dict.fromkeys((item.tensor.device, item.tensor.dtype) for item in trainable)
+    buckets = tuple(
+        _plan_bucket(device, dtype, [i for i in trainable if (i.tensor.device, i.tensor.dtype) == (device, dtype)])
+        for device, dtype in keys
+    )
+    inventory = describe(parameters, kind="parameter")
+    inventory.update({f"setting {name!r}": value for name, value in settings.shared.items()})
+    return Layout(buckets, inventory, settings.buffer_size)
+
+
+def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
+    """Say what each tensor is, in words that are equal on ranks whose tensors are alike.
+
+    Devices are numbered in order of appearance: rank 1's ``cuda:1`` is the same place as rank 0's ``cuda:0``.
+    """
+    seen: dict[torch.device, str] = {}
+    inventory = {}
+    for item in tensors:
+        tensor = item.tensor
+        device = seen.setdefault(tensor.device, f"{tensor.device.type}#{len(seen)}")
+        words = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {device}"]
+        if kind == "parameter":
+            words.append(f"strides {slot_stride(tensor)}, trainable" if tensor.requires_grad else "frozen")
+        if len(item.names) > 1:
+            words.append(f"shared with {', '.join(item.names[1:])}")
+        inventory[f"{kind} {item.name!r}"] = ", ".join(words)
+    return inventory
+
+
+def fingerprint(data: bytes) -> int:
+    """A signed 64-bit number for ``data``: BLAKE2b (RFC 7693), equal on all machines."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def slot_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides for a gradient of ``tensor``: its own where they are dense, else what torch would choose."""
+    # A stride of the parameter itself may overlap (expanded) or leave holes (sliced); those of empty_like never do.
+    return tuple(torch.empty_like(tensor, device="meta").stride())
+
+
+def _plan_bucket(device: torch.device, dtype: torch.dtype, parameters: Sequence[Named]) -> Bucket:
+    slots = []
+    offset = 0
+    for item in parameters:
+        tensor = item.tensor
+        slots.append(Slot(item.name, tensor.shape, slot_stride(tensor), offset, tensor.numel()))
+        offset += tensor.numel()
+    return Bucket(device, dtype, tuple(slots), offset)
+
+
+def _check_supported(item: Named) -> None:
+    tensor = item.tensor
+    if is_lazy(tensor):
+        problem, step = "is not initialised yet (lazy module)", "run one forward pass before wrapping"
+    elif hasattr(tensor, "device_mesh"):
+        problem, step = "is a DTensor", "list it in ignore= or wrap a module with plain parameters"
+    elif tensor.is_meta:
+        problem, step = "is on the meta device", "materialise it with to_empty() before wrapping"
+    elif tensor.requires_grad and not tensor.is_leaf:
+        problem, step = "is computed from other tensors", "pass the tensors that the optimizer holds"
+    elif tensor.layout is not torch.strided:
+        problem, step = f"has layout {tensor.layout}", "list it in ignore= or use a dense parameter"
+    elif tensor.requires_grad and tensor.dtype not in SUPPORTED_DTYPES:
+        problem, step = f"is trainable with dtype {tensor.dtype}", "freeze it or list it in ignore="
+    else:
+        return
+    raise ValueError(f"parameter {item.name!r} {problem}, expected a dense floating or complex leaf tensor; {step}")

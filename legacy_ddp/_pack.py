@@ -1,0 +1,132 @@
+"""What this rank brings to an all_reduce: its gradients, checked and packed, and the header that describes them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._agree import mask_word
+from legacy_ddp._bucket import ABSENT, DENSE, check_gradient, kind_of
+from legacy_ddp._call import Call
+from legacy_ddp._errors import GradientError, LegacyDDPError
+from legacy_ddp._header import Flag, Header, Part, norm_word
+from legacy_ddp._plan import Plan, Planner
+
+
+@dataclass(frozen=True)
+class Packed:
+    """``kinds``: of every slot's gradient, all absent on a rank that takes no part. ``sparse``: coalesced, by slot."""
+
+    kinds: Sequence[int]
+    sparse: Mapping[int, torch.Tensor]
+    header: Header
+
+
+def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip: bool) -> Packed:
+    """Check what the user asks and holds, and copy the gradients into the flat buffers. Writes nothing a user can see.
+
+    Raises:
+        TypeError, ValueError: an unusable ``sample_size``.
+        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time.
+        LegacyDDPError: called from inside backward or while a CUDA graph is captured.
+    """
+    with call.phase("pack"):
+        _check_moment()
+        header = _describe_part(sample_size, skip)
+        grads = plan.grads
+        if not header.takes_part:
+            for buffer, share in plan.shares:
+                buffer.pack(grads[share], copy=False)
+            kinds = [ABSENT] * len(grads)
+            return Packed(kinds, {}, _complete(call, plan, header, kinds))
+        for slot, grad in zip(plan.layout.slots, grads, strict=True):
+            check_gradient(slot, grad)
+        header = header._replace(micro_batches=planner.counter.micro_batches, flags=_history(planner, plan, grads))
+        if header.part == Part.SAMPLES and header.flags & Flag.REPEAT:
+            raise GradientError(
+                "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
+                "them a second time; call all_reduce() once per step"
+            )
+        kinds = [kind_of(grad) for grad in grads]
+        sparse = {
+            index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] > DENSE
+        }
+        for buffer, share in plan.shares:
+            buffer.pack(grads[share])
+        if planner.settings.checks.level != "off":
+            header = _add_values(header, plan, kinds, sparse)
+        return Packed(kinds, sparse, _complete(call, plan, header, kinds))
+
+
+def _check_moment() -> None:
+    if internals.inside_backward():
+        raise LegacyDDPError(
+            "all_reduce() was called from inside backward, expected after it; move it behind loss.backward()"
+        )
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LegacyDDPError("all_reduce() was called while a CUDA graph is captured; end the capture before it")
+
+
+def _describe_part(sample_size: int | None, skip: bool) -> Header:
+    if sample_size is not None and (isinstance(sample_size, bool) or not isinstance(sample_size, int)):
+        raise TypeError(
+            f"sample_size is of the wrong type: got {type(sample_size).__name__}, expected a host int or None; "
+            "use .item() on a tensor"
+        )
+    if sample_size is not None and not 0 <= sample_size < 2**62:
+        raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 or more; 0 leaves this rank out")
+    if skip:
+        return Header(part=Part.SKIP)
+    return Header(part=Part.PLAIN) if sample_size is None else Header(part=Part.SAMPLES, sample_size=sample_size)
+
+
+def _history(planner: Planner, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
+    """Flags about what happened to gradients and weights since the last call."""
+    flags = 0
+    if planner.counter.stepped(plan.parameters):
+        flags |= Flag.STEPPED
+    if planner.counter.micro_batches == 0 and all(buffer.untouched(grads[share]) for buffer, share in plan.shares):
+        # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
+        if any(bool(grad.any()) for grad in grads if grad is not None):
+            flags |= Flag.REPEAT
+    return flags
+
+
+def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
+    return header._replace(
+        layout=plan.layout.fingerprint, mask=mask_word(kinds), waited_us=int(call.seat.waited_seconds * 1e6)
+    )
+
+
+def _add_values(header: Header, plan: Plan, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> Header:
+    """Norm and finiteness of the local gradient; on other devices than CPU reading them would wait for the device."""
+    if any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
+        return header
+    pieces = [grad.values() for grad in sparse.values()]
+    for buffer, share in plan.shares:
+        runs = buffer.bucket.runs([kind == DENSE for kind in kinds[share]])
+        pieces.extend(buffer.flat[start:stop] for start, stop in runs)
+    norm, finite = norm_of(pieces)
+    flags = header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
+    return header._replace(flags=flags, norm_bits=norm_word(norm))
+
+
+def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """2-norm of all pieces together, and whether every element is finite.
+
+    Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are finite.
+    """
+    norm = math.hypot(*(_norm(piece, wide=False) for piece in pieces))
+    if math.isfinite(norm):
+        return norm, True
+    finite = all(bool(torch.isfinite(piece).all()) for piece in pieces)
+    return (math.hypot(*(_norm(piece, wide=True) for piece in pieces)) if finite else norm), finite
+
+
+def _norm(piece: torch.Tensor, *, wide: bool) -> float:
+    if piece.is_complex():
+        piece = torch.view_as_real(piece)
+    narrow = torch.float32 if piece.dtype in (torch.float16, torch.bfloat16) else piece.dtype
+    return float(torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow))

@@ -1,0 +1,93 @@
+"""Which parameter belongs to which slot: planned once, and again only when the parameters change."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from weakref import ref
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from legacy_ddp._bucket import FlatBuffer
+from legacy_ddp._counting import BackwardCounter
+from legacy_ddp._layout import Layout, distinct, plan_layout
+from legacy_ddp._settings import Settings
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one call works on: the layout's slots, the parameter of each, and the buffers they lie in.
+
+    Everything that is "one per slot" is a flat sequence over all buckets.
+    """
+
+    layout: Layout
+    parameters: Sequence[torch.Tensor]
+    buffers: Sequence[FlatBuffer]
+
+    @property
+    def grads(self) -> list[torch.Tensor | None]:
+        """The gradient of each slot's parameter, as it is now."""
+        return [parameter.grad for parameter in self.parameters]
+
+    @property
+    def shares(self) -> list[tuple[FlatBuffer, slice]]:
+        """Each buffer, and which of the slots are its."""
+        stops = list(accumulate(len(buffer.bucket.slots) for buffer in self.buffers))
+        return [(buffer, slice(start, stop)) for buffer, start, stop in zip(self.buffers, [0, *stops], stops)]
+
+    def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
+        """Give every parameter its reduced gradient; ``sparse`` has the sparse ones, by slot."""
+        for index, grad in sparse.items():
+            self.parameters[index].grad = grad
+        for buffer, share in self.shares:
+            buffer.alias(self.parameters[share], kinds[share])
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient to step with."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class Planner:
+    """Recognises one set of parameters from call to call. Keeps none of them alive."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.counter = BackwardCounter()
+        self._layout: Layout | None = None
+        self._buffers: list[FlatBuffer] = []
+        self._order: list[int] = []  # of each slot's parameter: its position among the named ones
+        self._known: list[ref[torch.Tensor]] = []
+        self._signature: list[tuple[object, ...]] = []
+
+    def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
+        """The plan for ``named`` (all names of every parameter): the last one, if nothing changed since.
+
+        Raises:
+            ValueError: a parameter that no plan has room for.
+        """
+        found = list(named)
+        signature = [_signature(name, tensor) for name, tensor in found]
+        if self._layout is None or signature != self._signature or not self._knows(found):
+            self._layout = self._replan(found)
+            self._signature = signature
+            self._known = [ref(tensor) for _, tensor in found]
+        return Plan(self._layout, [found[index][1] for index in self._order], self._buffers)
+
+    def _knows(self, found: Sequence[tuple[str, torch.Tensor]]) -> bool:
+        return all(known() is tensor for known, (_, tensor) in zip(self._known, found, strict=True))
+
+    def _replan(self, found: Sequence[tuple[str, torch.Tensor]]) -> Layout:
+        layout = plan_layout(distinct(found, self.settings.ignore), self.settings)
+        position = {name: index for index, (name, _) in enumerate(found)}
+        self._order = [position[slot.name] for slot in layout.slots]
+        self._buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
+        self.counter.watch([found[index][1] for index in self._order])
+        return layout
+
+
+def _signature(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
+    if is_lazy(tensor):  # has no shape to ask for
+        return (name,)
+    return name, tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride()

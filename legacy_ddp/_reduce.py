@@ -1,0 +1,186 @@
+"""Flat tensors of all ranks -> the same reduced flat tensor on every rank. Collective (payload).
+
+Division comes after the sum. Only where half precision travels is it split: see :func:`split_divisor`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._agree import Agreement, agree_on_kinds
+from legacy_ddp._bucket import ABSENT, DENSE, FlatBuffer
+from legacy_ddp._call import Call
+from legacy_ddp._errors import LostPeerError
+from legacy_ddp._layout import Run, cut_runs
+from legacy_ddp._pack import Packed
+from legacy_ddp._plan import Plan
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What the payload brought: the kind of every slot's gradient, the sparse ones by slot, and the bytes handed over."""
+
+    kinds: Sequence[int]
+    sparse: Mapping[int, torch.Tensor]
+    payload_bytes: int
+
+
+def reduce(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
+    """Sum what the participants packed and divide it; the buffers then hold the same bits on every rank.
+
+    Raises:
+        LostPeerError: a rank was lost on the way. What the buffers hold is undefined, so every gradient is dropped.
+    """
+    if agreement.divisor == 0:
+        return Reduced([ABSENT] * len(packed.kinds), {}, 0)
+    kinds = agree_on_kinds(call, agreement, packed.kinds)
+    with call.phase("payload", exposed=True):
+        try:
+            work = [(buffer, _fill(buffer, packed, kinds, share)) for buffer, share in plan.shares]
+            runs = [(buffer, cut_runs(joined, max_numel=plan.layout.buffer_size)) for buffer, joined in work]
+            dense_bytes = reduce_dense(call, runs, agreement.divisor)
+            sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
+        except LostPeerError:
+            plan.drop_gradients()
+            raise
+    return Reduced(kinds, sparse, dense_bytes + sparse_bytes)
+
+
+def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, float]:
+    """(before, after): what to divide by before and after the sum over ``size`` ranks.
+
+    fp16 is divided by about the square root of ``size`` on either side of the sum (the split that PyTorch's FSDP2 uses,
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before it. Both are powers of two
+    but the remainder, so that the first division is exact where it does not underflow.
+    """
+    if wire != torch.float16 or size == 1:
+        return 1.0, float(divisor)
+    samples_per_rank = 2 ** max(0, (divisor // size).bit_length() - 1)
+    before = float(samples_per_rank * 2 ** (((size - 1).bit_length() + 1) // 2))
+    return before, divisor / before
+
+
+def reduce_dense(call: Call, buffers: Sequence[tuple[FlatBuffer, list[Run]]], divisor: int) -> int:
+    """Replace ``runs`` of each buffer by the sum over the ranks divided by ``divisor``; return the bytes handed over.
+
+    All collectives are started before the first is waited for.
+    """
+    started = [(buffer, run, _start(call, buffer, run, divisor)) for buffer, runs in buffers for run in runs]
+    size_bytes = 0
+    for buffer, (start, stop), work in started:
+        if work is not None:
+            call.wait(work)
+            size_bytes += (stop - start) * buffer.travelling.itemsize
+        _finish(call, buffer, (start, stop), divisor)
+    return size_bytes
+
+
+def reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divisor: int) -> tuple[torch.Tensor, int]:
+    """Sum of every rank's coalesced sparse ``grad``, in rank order, divided; and the bytes handed over.
+
+    ``lengths[r]`` is the number of rank r's entries; equal lists on all ranks.
+    """
+    group, longest = call.groups.payload(grad.device), max(lengths)
+    indices = grad.indices().new_zeros((grad.sparse_dim(), longest))
+    indices[:, : lengths[call.groups.rank]] = grad.indices()
+    values = grad.values().new_zeros((longest, *grad.values().shape[1:]))
+    values[: lengths[call.groups.rank]] = grad.values()
+    all_indices = _gather(call, group, indices)
+    all_values = _gather(call, group, values)
+    total = torch.sparse_coo_tensor(
+        torch.cat([part[:, :length] for part, length in zip(all_indices, lengths, strict=True)], dim=1),
+        torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(_wide(grad.dtype)),
+        grad.shape,
+        check_invariants=False,
+    ).coalesce()
+    reduced = torch.sparse_coo_tensor(
+        total.indices(),
+        (total.values() / divisor if divisor != 1 else total.values()).to(grad.dtype),
+        grad.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    return reduced, indices.nbytes + values.nbytes
+
+
+def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice) -> list[Run]:
+    """Put into the runs that will travel what packing left out: zeros, and sparse gradients that became dense."""
+    runs = buffer.bucket.runs([kind == DENSE for kind in kinds[share]], max_gap=buffer.bucket.max_gap)
+    buffer.zero(packed.kinds[share], runs=runs)
+    for index in range(share.start, share.stop):
+        if kinds[index] == DENSE and index in packed.sparse:
+            buffer.view(buffer.bucket.slots[index - share.start]).copy_(packed.sparse[index].to_dense())
+    return runs
+
+
+def _reduce_all_sparse(
+    call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int
+) -> tuple[dict[int, torch.Tensor], int]:
+    indices = [index for index, kind in enumerate(kinds) if kind > DENSE]
+    if not indices:
+        return {}, 0
+    own = [packed.sparse.get(index, _no_entries(plan.parameters[index], kinds[index] - 1)) for index in indices]
+    lengths = call.gather(torch.tensor([grad._nnz() for grad in own])).T.tolist()
+    results = [reduce_sparse(call, grad, counts, divisor) for grad, counts in zip(own, lengths, strict=True)]
+    return {index: grad for index, (grad, _) in zip(indices, results, strict=True)}, sum(size for _, size in results)
+
+
+def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    values = parameter.detach().new_empty((0, *parameter.shape[sparse_dim:]))
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+
+
+def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
+    if call.groups.size == 1:
+        return None
+    start, stop = run
+    flat, wire = buffer.flat[start:stop], buffer.travelling[start:stop]
+    before, _ = split_divisor(divisor, call.groups.size, wire.dtype)
+    if before != 1.0:
+        torch.div(flat, before, out=wire)
+    elif buffer.wire is not None:
+        wire.copy_(flat)
+    options = internals.operation_options("Allreduce", call.timeout)
+    options.reduceOp = dist.ReduceOp.SUM
+    return call.groups.payload(flat.device).allreduce([_as_real(wire)], options)
+
+
+def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
+    start, stop = run
+    flat = buffer.flat[start:stop]
+    if call.groups.size == 1:
+        after = float(divisor)
+    else:
+        wire = buffer.travelling[start:stop]
+        _, after = split_divisor(divisor, call.groups.size, wire.dtype)
+        if buffer.wire is not None:
+            # Divide in the wider of the two, round once.
+            if wire.itemsize > flat.itemsize:
+                wire.div_(after)
+                after = 1.0
+            flat.copy_(wire)
+    if after != 1.0:
+        flat.div_(after)
+
+
+def _as_real(flat: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    if call.groups.size == 1:
+        return [tensor]
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    parts = [torch.empty_like(real) for _ in range(call.groups.size)]
+    options = internals.operation_options("Allgather", call.timeout)
+    call.wait(group.allgather([parts], [real.contiguous()], options))
+    return [torch.view_as_complex(part) for part in parts] if tensor.is_complex() else parts

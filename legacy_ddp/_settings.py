@@ -1,0 +1,92 @@
+"""What the user asks for, checked once: the constructor's arguments."""
+
+import math
+import os
+from dataclasses import dataclass, fields
+
+import torch
+
+ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
+_REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow")}
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What every :meth:`all_reduce` looks at besides what its arithmetic needs.
+
+    Args:
+        level: ``"off"``: the header alone, which every level has. ``"info"``: also a row of values per rank (norm of the
+            local gradient, finite or not, seconds waited), on CPU.
+        uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
+            ``"raise"`` a DesyncError on every rank; ``"allow"``.
+
+    Raises:
+        ValueError: a value that is not one of these.
+    """
+
+    level: str = "info"
+    uneven: str = "warn"
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, allowed = getattr(self, item.name), _ALLOWED[item.name]
+            if value not in allowed:
+                raise ValueError(f"checks: {item.name} is unknown: got {value!r}, expected one of {allowed}")
+
+
+def resolve_checks(checks: str | Checks) -> Checks:
+    """The checks to run: what the caller asked for, with the level of the environment if ``LEGACY_DDP_CHECKS`` is set.
+
+    Raises:
+        TypeError: neither a level nor a :class:`Checks`.
+        ValueError: an unknown level, here or in the environment.
+    """
+    if not isinstance(checks, str | Checks):
+        raise TypeError(f"checks is of the wrong type: got {type(checks).__name__}, expected a level (str) or Checks")
+    asked = Checks(level=checks) if isinstance(checks, str) else checks
+    level = os.environ.get(ENVIRONMENT_VARIABLE)
+    if not level:
+        return asked
+    try:
+        return Checks(level=level, uneven=asked.uneven)
+    except ValueError as error:
+        raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that a copy of a wrapper carries besides its module.
+
+    Raises:
+        ValueError: a value out of range; the text names the argument.
+    """
+
+    buffer_size: int = 2**28
+    gradient_as_bucket_view: bool = True
+    reduce_dtype: torch.dtype | None = None
+    ignore: frozenset[str] = frozenset()
+    checks: Checks = Checks()
+    timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        size, dtype, seconds = self.buffer_size, self.reduce_dtype, self.timeout_seconds
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(
+                f"buffer_size is not usable: got {size!r}, expected a number of elements, an int of at least 1"
+            )
+        if dtype is not None and dtype not in _REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype is not usable: got {dtype!r}, expected one of {_REDUCE_DTYPES} or None")
+        if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+            raise ValueError(
+                f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds, or None"
+            )
+
+    @property
+    def shared(self) -> dict[str, str]:
+        """What ranks must have in common, in words."""
+        return {
+            "buffer_size": str(self.buffer_size),
+            "reduce_dtype": str(self.reduce_dtype),
+            "uneven": self.checks.uneven,
+        }

@@ -1,0 +1,66 @@
+"""Everything used of torch that is not public API: the one file to read when torch changes.
+
+All of it exists in torch 2.6 to 2.13; only 2.13 is run by the tests.
+"""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import distributed_c10d as c10d
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["PrefixStore", "ProcessGroupGloo", "Store", "WeakIdKeyDictionary"]  # names that torch exports half-heartedly
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def storage_use_count(flat: torch.Tensor) -> int:
+    """How many tensors share the memory of ``flat``, itself included."""
+    storage = flat.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object `storage` is a holder, too
+
+
+def inside_backward() -> bool:
+    """Whether the calling thread runs as part of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch still knows the group: false after ``destroy_process_group()``."""
+    return group in c10d._world.pg_map
+
+
+def group_store(group: dist.ProcessGroup) -> Store:
+    """The key-value store that the members of ``group`` met on, under the group's own prefix."""
+    return c10d._world.pg_map[group][1]
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout the user gave to ``group``; torch's default where its backend does not tell."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return cast(timedelta, options._timeout)
+    return c10d.default_pg_timeout
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """``gloo``, ``nccl``, ...: what carries tensors of ``device`` in ``group``."""
+    return str(group._get_backend(torch.device(device.type)).name())
+
+
+def operation_options(kind: str, timeout: timedelta) -> Any:
+    """Options for one ``Allgather``, ``Allreduce`` or ``Broadcast``, with a timeout of its own."""
+    options = getattr(c10d, f"{kind}Options")()
+    options.timeout = timeout
+    return options
+
+
+def leaves_compiled_code(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark ``function`` as one that torch.compile never traces, without importing the compiler for it."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not in its stubs

@@ -1,0 +1,345 @@
+"""The wrapper, and the one call in which ranks meet: plan → pack → agree → reduce → alias → record."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._agree import Agreement, agree, announcing_failures, describe_micro_batches
+from legacy_ddp._broadcast import broadcast
+from legacy_ddp._call import Call, Seat
+from legacy_ddp._groups import groups_of, resolve_group
+from legacy_ddp._header import Header, Operation
+from legacy_ddp._layout import distinct
+from legacy_ddp._pack import pack
+from legacy_ddp._plan import Planner
+from legacy_ddp._record import SyncRecord
+from legacy_ddp._reduce import Reduced, reduce
+from legacy_ddp._settings import Checks, Settings, resolve_checks
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+class LegacyDistributedDataParallel(nn.Module):
+    """Data parallelism with one explicit meeting: ``backward()`` as often as you like, then :meth:`all_reduce`, then step.
+
+    Collective: construction. The ranks compare their parameters by name, then (``init_sync``) take rank 0's values.
+
+    Args:
+        module: what to train; reached as ``.module``, so state-dict keys carry ``module.`` as under torch DDP.
+        world_size: only checked against the group.
+        process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
+            inside it. Assignable between steps.
+        buffer_size: the most elements that one collective carries. No result depends on it but for the rounding of the
+            sum: from three ranks on, a backend's order of addition may depend on an element's place.
+        init_sync: take all parameters (frozen ones, too) and buffers of rank 0. Without it the caller guarantees equality.
+        gradient_as_bucket_view: after a call each ``.grad`` is a view of one flat tensor per device and dtype, so the next
+            call need not copy it. A ``.grad`` that you keep keeps the whole flat tensor. False: ``.grad`` stays a tensor of
+            its own, at the price of a second copy of all gradients and of copying them in and out.
+        reduce_dtype: floating dtype that real gradients travel in; None: their own, and fp32 for fp16 ones.
+        ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
+            (the module's ``_ddp_params_and_buffers_to_ignore``).
+        checks: ``"off"``, ``"info"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``, read here,
+            overrides the level.
+        timeout_seconds: how long to wait for the other ranks in any call; None: the group's own timeout.
+
+    Raises:
+        TypeError, ValueError: an unusable argument; a lazy, meta or DTensor parameter; a wrapper inside ``module``; no
+            process group.
+        LayoutError: ranks hold different parameters, buffers or settings; on every rank, naming them.
+        PeerError, DesyncError, LostPeerError: as for :meth:`all_reduce`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        world_size: int | None = None,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        buffer_size: int = 2**28,
+        *,
+        init_sync: bool = True,
+        gradient_as_bucket_view: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        ignore: Iterable[str] = (),
+        checks: str | Checks = "info",
+        timeout_seconds: float | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
+        self.module = module
+        self._settings = Settings(
+            buffer_size=buffer_size,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            reduce_dtype=reduce_dtype,
+            ignore=_names_to_ignore(module, ignore),
+            checks=resolve_checks(checks),
+            timeout_seconds=timeout_seconds,
+        )
+        self._group = _GroupHandle(process_group)
+        self._sync_enabled = True
+        self._synchronizer = _Synchronizer(self._settings)
+        self._construct(world_size)
+        if init_sync:
+            self.broadcast_parameters()
+            self.broadcast_buffers()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module. Never communicates, so evaluating on one rank is safe."""
+        return self.module(*args, **kwargs)
+
+    def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:
+        """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
+
+        Collective: once per step, on every rank, in this order:
+        scale → backward → **all_reduce** → unscale_ → clip → step. Later than that, ranks skip or clip differently and part.
+        Inside :meth:`no_sync` it does nothing.
+
+        ========================  ==================================================================================
+        plain                     mean over the ranks that took part
+        ``sample_size=n``         gradients are sums over n items (n >= 0, may differ per rank): Σ grads / Σ n
+        ``skip=True``, or n = 0   this rank's gradients are not used, whatever they hold
+        nobody took part          every ``.grad`` becomes None on every rank; ``record.skipped``
+        ========================  ==================================================================================
+
+        A rank without a gradient counts as zeros; a gradient that no rank has stays None. Sparse gradients stay sparse.
+        The whole window's gradients count, also those assigned or edited by hand. A plain call repeated averages equal
+        values, which may change their last bit (up to half of the fp32 elements at 5 to 7 ranks).
+
+        Args:
+            sample_size: number of items this rank's gradients are sums over, a host int.
+            skip: leave this rank out of the mean; ``sample_size`` is then not looked at.
+
+        Returns:
+            What the call did. ``record.rows`` has a row per rank.
+
+        Raises:
+            PeerError: a rank failed before the exchange (a gradient that requires grad, wrong arguments, called inside
+                backward, ...). If every rank failed with the same words, each raises its own error instead.
+            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or one of them skipped or repeated
+                a call.
+            LayoutError: parameters changed on some ranks only.
+            LostPeerError: a rank did not answer. In phase ``payload`` every ``.grad`` becomes None; the group is lost.
+
+        After the first three every ``.grad`` is untouched on every rank and the next call may succeed.
+        """
+        if not self._sync_enabled:
+            return SyncRecord(call=0, synchronized=False)
+        return _all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
+
+    def broadcast_parameters(self, src: int = 0) -> None:
+        """Collective: give every rank the parameters (frozen ones, too) of rank ``src`` of the group.
+
+        Raises:
+            As :meth:`all_reduce`; ValueError: ``src`` is no rank of the group.
+        """
+        self._broadcast(Operation.BROADCAST_PARAMETERS, self._named_parameters(), "parameter", src)
+
+    def broadcast_buffers(self, src: int = 0) -> None:
+        """Collective: give every rank the buffers of rank ``src`` of the group, for instance before evaluation.
+
+        Nothing else synchronises buffers: BatchNorm statistics drift apart between two calls.
+
+        Raises:
+            As :meth:`all_reduce`; ValueError: ``src`` is no rank of the group.
+        """
+        named = self.module.named_buffers(remove_duplicate=False)
+        self._broadcast(Operation.BROADCAST_BUFFERS, named, "buffer", src)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Make :meth:`all_reduce` a no-op inside the block. Nests; survives exceptions."""
+        previous, self._sync_enabled = self._sync_enabled, False
+        try:
+            yield
+        finally:
+            self._sync_enabled = previous
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that the ranks meet in."""
+        return self._group.resolve()
+
+    @process_group.setter
+    def process_group(self, process_group: dist.ProcessGroup | DeviceMesh | None) -> None:
+        self._group = _GroupHandle(process_group)
+
+    def extra_repr(self) -> str:
+        """The settings that differ from the defaults."""
+        defaults = Settings()
+        changed = {name: value for name, value in vars(self._settings).items() if value != getattr(defaults, name)}
+        return ", ".join(f"{name}={value!r}" for name, value in changed.items())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Module and settings; what belongs to this process appears anew at the copy's first collective."""
+        return {**self.__dict__, "_synchronizer": None, "_sync_enabled": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._synchronizer = _Synchronizer(self._settings)
+
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(remove_duplicate=False)
+
+    def _construct(self, world_size: int | None) -> None:
+        with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
+            with announcing_failures(call):
+                if world_size is not None and world_size != call.groups.size:
+                    raise ValueError(
+                        f"world_size does not match the process group: got {world_size}, expected {call.groups.size}; "
+                        "leave it out, or pass the group of that size"
+                    )
+                if any(isinstance(child, LegacyDistributedDataParallel) for child in self.module.modules()):
+                    raise ValueError("module contains a LegacyDistributedDataParallel; wrap the outermost module only")
+                _check_ignored(self.module, self._settings)
+                plan = self._synchronizer.planner.plan(self._named_parameters())
+            agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
+
+    def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
+        with torch.no_grad(), self._synchronizer.call(operation, self._group.resolve()) as call:
+            broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
+
+
+def all_reduce_gradients(
+    module_or_params: nn.Module | Iterable[torch.Tensor],
+    *,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    sample_size: int | None = None,
+    skip: bool = False,
+) -> SyncRecord:
+    """Do what :meth:`LegacyDistributedDataParallel.all_reduce` does, for a loop that wraps its model in something else.
+
+    Collective. What it needs from call to call (flat buffers, counts) is remembered for as long as the module, or the
+    first of the parameters, lives. Ranks do not compare anything before the first call. Parameters given without a module
+    are named by their position.
+
+    Raises:
+        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
+    """
+    if isinstance(module_or_params, nn.Module):
+        key: object = module_or_params
+        named: list[tuple[str, torch.Tensor]] = list(module_or_params.named_parameters(remove_duplicate=False))
+    else:
+        parameters = list(module_or_params)
+        if not all(isinstance(parameter, torch.Tensor) for parameter in parameters):
+            raise TypeError("module_or_params holds something else than tensors, expected a module or its parameters")
+        key = parameters[0] if parameters else _all_reduce
+        named = [(f"{index:06d}", parameter) for index, parameter in enumerate(parameters)]
+    if key not in _remembered:
+        _remembered[key] = _Synchronizer(Settings(checks=resolve_checks("info")))
+    synchronizer: _Synchronizer = _remembered[key]
+    return _all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
+
+
+_remembered = internals.WeakIdKeyDictionary()
+
+
+class _Synchronizer:
+    """What one set of parameters keeps from call to call: its plan and its seat in the group."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.planner = Planner(settings)
+        self._seat: Seat | None = None
+        self._warned_uneven = False
+
+    def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
+        """The next call on ``group``. Collective if this process makes its first one there."""
+        seconds = self.settings.timeout_seconds
+        timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
+        groups = groups_of(group, timeout)
+        if self._seat is None or self._seat.groups is not groups:
+            self._seat = Seat(groups, groups.enlist())
+        return Call(self._seat, operation, timeout)
+
+    def warn_if_uneven(self, call: Call, agreement: Agreement) -> None:
+        """Say once per run, on rank 0, who brings another number of micro-batches."""
+        finding = describe_micro_batches(agreement.rows)
+        if not finding or self._warned_uneven or self.settings.checks.uneven != "warn":
+            return
+        self._warned_uneven = True
+        if call.groups.rank == 0:
+            warnings.warn(
+                f"{call.operation} call {call.number}: ranks bring uneven work (said once; see Checks.uneven):\n{finding}",
+                stacklevel=4,
+            )
+
+
+@internals.leaves_compiled_code
+def _all_reduce(
+    synchronizer: _Synchronizer, named: NamedTensors, group: dist.ProcessGroup, sample_size: int | None, skip: bool
+) -> SyncRecord:
+    """The way of a gradient; section 3 of docs/design.md draws it."""
+    planner = synchronizer.planner
+    with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
+        with announcing_failures(call):
+            with call.phase("plan"):
+                plan = planner.plan(named)
+            packed = pack(call, planner, plan, sample_size, skip)
+        agreement = agree(call, packed.header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
+        reduced = reduce(call, plan, packed, agreement)
+        with call.phase("alias", exposed=True):
+            plan.alias(reduced.kinds, reduced.sparse)
+        planner.counter.reset()
+        synchronizer.warn_if_uneven(call, agreement)
+        return _record(call, agreement, reduced)
+
+
+def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
+    return SyncRecord(
+        call=call.number,
+        synchronized=True,
+        skipped=agreement.divisor == 0,
+        sample_size=agreement.sample_size,
+        divisor=agreement.divisor,
+        skipped_ranks=agreement.skipped_ranks,
+        payload_bytes=reduced.payload_bytes,
+        seconds=call.seconds,
+        headers=agreement.headers,
+    )
+
+
+class _GroupHandle:
+    """The user's process group; copies of a wrapper share it, pickles cannot carry it."""
+
+    def __init__(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, lost: bool = False) -> None:
+        self._process_group = process_group
+        self._lost = lost
+
+    def resolve(self) -> dist.ProcessGroup:
+        if self._lost:
+            raise ValueError(
+                "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
+            )
+        return resolve_group(self._process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_GroupHandle":
+        return _GroupHandle(self._process_group, lost=self._lost)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_process_group": None, "_lost": self._lost or self._process_group is not None}
+
+
+def _names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
+    if isinstance(ignore, str):
+        raise TypeError(
+            f"ignore is of the wrong type: got the string {ignore!r}, expected several names; write [{ignore!r}]"
+        )
+    return frozenset(ignore) | frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _check_ignored(module: nn.Module, settings: Settings) -> None:
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    unknown = sorted(settings.ignore - known - set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())))
+    if unknown:
+        raise ValueError(
+            f"ignore names what the module does not have: got {unknown}, expected parameter or buffer names"
+        )
