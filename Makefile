@@ -1,0 +1,86 @@
+# What can be run here? `make` lists it.
+#
+# The first target that needs packages sets up .venv, once: about a minute, and it downloads torch. To use a Python
+# that already has torch instead, with no .venv and nothing installed:   make test PYTHON=/path/to/python
+
+PYTHON ?=
+RANKS ?= 2
+UPDATE_FREQ ?= 4
+STEPS ?=
+ARGS ?=
+
+# One thread per rank; torchrun would set the same and print a warning about it.
+OMP_NUM_THREADS ?= 1
+export OMP_NUM_THREADS
+# Scripts in examples/ import legacy_ddp from here, installed or not.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+VENV := .venv
+PY := $(or $(strip $(PYTHON)),$(VENV)/bin/python)
+# Written last, so an interrupted set-up starts over; not needed with PYTHON=.
+READY := $(if $(strip $(PYTHON)),,$(VENV)/.ready)
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+TORCHRUN := $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
+
+# $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
+needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))
+define CHECK
+import importlib.util, sys
+if sys.version_info < (3, 11):
+    sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, expected 3.11 or newer")
+missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+if "torch" in missing:
+    sys.exit(f"{sys.executable} has no torch; leave PYTHON= out and make sets up its own .venv")
+if missing:
+    packages = " ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
+    sys.exit(f"missing; run: {sys.executable} -m pip install -c constraints.txt {packages}")
+import torch
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+    print(f"note: torch {torch.__version__} found; only 2.13 and newer are tested", file=sys.stderr)
+endef
+export CHECK
+
+.DEFAULT_GOAL := help
+.PHONY: help demo digits test lint bench clean
+.DELETE_ON_ERROR:
+
+help: ## list what can be run
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "PYTHON=/path/to/python   use this Python, which has torch, instead of setting up .venv"
+	@echo "RANKS=$(RANKS)   UPDATE_FREQ=$(UPDATE_FREQ)   STEPS=...   ARGS='-k name' for pytest"
+
+demo: $(READY) ## train a small language model on RANKS ranks, UPDATE_FREQ batches per all_reduce()
+	$(call needs,torch)
+	$(TORCHRUN) examples/train_lm.py --update-freq $(UPDATE_FREQ) $(if $(STEPS),--steps $(STEPS))
+
+digits: $(READY) ## train on the handwritten digits of scikit-learn
+	$(call needs,torch sklearn tqdm)
+	$(TORCHRUN) examples/train_digits.py
+
+test: $(READY) ## run the tests
+	$(call needs,torch pytest hypothesis numpy sklearn tqdm)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(READY) ## check style (ruff) and types (mypy)
+	$(call needs,torch ruff mypy)
+	$(PY) -m ruff check --config .ci/ruff.toml .
+	$(PY) -m ruff format --check --config .ci/ruff.toml .
+	$(PY) -m mypy legacy_ddp tests
+
+bench: $(READY) ## time all_reduce() against torch DDP on RANKS ranks
+	$(call needs,torch)
+	$(TORCHRUN) benchmarks/bench_all_reduce.py
+
+clean: ## remove .venv and everything else that was made here
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# setuptools comes first and without build isolation, so that its version is pinned too.
+$(VENV)/.ready: setup.cfg setup.py constraints.txt
+	@echo "setting up $(VENV) (once; downloads torch)"
+	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is too old: expected 3.11 or newer")'
+	python3 -m venv --clear $(VENV)
+	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation --use-pep517 -e '.[demo,test,lint]'
+	@touch $@
