@@ -1,8 +1,8 @@
 """Gradients of one bucket <-> one flat tensor: pack them in, alias them to it. No communication.
 
-A gradient that already *is* its slot of the flat tensor is not copied at all. What makes that safe is one count: if anybody
-but such gradients shares the flat tensor's memory (a gradient the user kept, two gradients swapped by hand, a transposed
-one), this call takes a fresh tensor and leaves the old one to its other holders.
+A gradient that already *is* its slot of the flat tensor is not copied at all. What makes that safe is one count: if
+anybody but such gradients shares the flat tensor's memory (a gradient the user kept, two gradients swapped by hand, a
+transposed one), this call takes a fresh tensor and leaves the old one to its other holders.
 """
 
 from bisect import bisect_right
@@ -83,7 +83,7 @@ class FlatBuffer:
                 self.flat[slot.offset : slot.offset + slot.numel].zero_()
 
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
-        """Give every parameter its reduced gradient: a view of the flat tensor, or a copy of it. Absent ones become None."""
+        """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""
         for slot, parameter, kind in zip(self.bucket.slots, parameters, kinds, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
@@ -134,7 +134,8 @@ def check_gradient(slot: Slot, grad: torch.Tensor | None) -> None:
     """Refuse what cannot be reduced, before anything is written.
 
     Raises:
-        GradientError: the gradient requires grad, has another shape or device than its parameter, or an unsupported layout.
+        GradientError: the gradient requires grad, has another shape or device than its parameter, or an unsupported
+        layout.
     """
     if grad is None:
         return

@@ -70,7 +70,7 @@ class Call:
 
     @contextmanager
     def phase(self, name: str, *, exposed: bool = False) -> Iterator[None]:
-        """Time a phase. In an ``exposed`` one the others may be waiting for us, so whatever breaks it breaks the group."""
+        """Time a phase. In an ``exposed`` one others may be waiting for us, so whatever breaks it breaks the group."""
         self._phase = name
         start = time.perf_counter()
         try:

@@ -52,7 +52,8 @@ class Finding:
 def compare_rows(rows: Sequence[Mapping[str, str]]) -> Finding:
     """Compare what each rank says about each thing; a thing that a rank does not mention counts as ``nothing``.
 
-    ``rows[r]`` is rank r's: thing -> value, in words. Things are reported in the order in which the rows first name them.
+    ``rows[r]`` is rank r's: thing -> value, in words. Things are reported in the order in which the rows first name
+    them.
     """
     things = dict.fromkeys(thing for row in rows for thing in row)
     differences = []

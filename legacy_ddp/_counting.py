@@ -1,7 +1,8 @@
 """How often backward reached each parameter since the last call: what "micro-batches" means here.
 
-The largest count is the number of micro-batches. It is too high when one layer runs inside several re-entrant checkpoint
-segments and too low when several losses use a part of the model each, so it feeds warnings and never the arithmetic.
+The largest count is the number of micro-batches. It is too high when one layer runs inside several re-entrant
+checkpoint segments and too low when several losses use a part of the model each, so it feeds warnings and never the
+arithmetic.
 """
 
 import weakref

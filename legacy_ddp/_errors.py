@@ -18,8 +18,8 @@ from collections.abc import Sequence
 class LegacyDDPError(RuntimeError):
     """Base of everything raised here; the attributes say what is known.
 
-    ``ranks``: the ranks at fault, counted inside the group; empty where no majority tells them apart or nothing is known.
-    ``call``: number of the collective call on this wrapper, from 1. ``phase``: where in the call. ``parameter``: its name.
+    ``ranks``: the ranks at fault, counted inside the group; empty where nothing tells them apart. ``call``: number of
+    the collective call on this wrapper, from 1. ``phase``: where in the call. ``parameter``: its name.
     """
 
     def __init__(

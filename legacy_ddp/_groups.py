@@ -1,7 +1,7 @@
 """The private groups of a parent group: nothing that users send can meet our headers or payloads there.
 
-Collective: the first call on a parent group, by its members alone. ``new_group`` would not do: it is collective over the
-whole world, and its names depend on how many groups a rank already owns.
+Collective: the first call on a parent group, by its members alone. ``new_group`` would not do: it is collective over
+the whole world, and its names depend on how many groups a rank already owns.
 """
 
 import atexit
@@ -59,7 +59,7 @@ class Groups:
         return self._members
 
     def gather(self, row: torch.Tensor, *, timeout: timedelta, place: Place) -> torch.Tensor:
-        """Collective: the host tensors ``row`` (shape s, equal on all ranks) of all ranks, as one of shape (size, *s)."""
+        """Collective: every rank's host tensor ``row``, of one shape s, as one tensor of shape (size, *s)."""
         rows = torch.empty((self.size, *row.shape), dtype=row.dtype)
         if self.size == 1:
             return rows.copy_(row)
@@ -146,7 +146,7 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
         process_group = dist.group.WORLD if dist.is_initialized() else None
         if process_group is None:
             raise ValueError(
-                "no default process group: call torch.distributed.init_process_group() first (and start with torchrun), "
+                "no default process group: start with torchrun and call torch.distributed.init_process_group() first, "
                 "or pass process_group="
             )
     if not isinstance(process_group, dist.ProcessGroup):
@@ -188,8 +188,8 @@ def check_usable(groups: Groups) -> None:
         return
     ranks = groups.lost.ranks if isinstance(groups.lost, LegacyDDPError) else ()
     raise LostPeerError(
-        "the process group is not usable after an earlier failure "
-        f"({type(groups.lost).__name__}: {groups.lost}); end this process, or destroy the process group and make a new one",
+        f"the process group is not usable after an earlier failure ({type(groups.lost).__name__}: {groups.lost}); "
+        "end this process, or destroy the process group and make a new one",
         ranks=ranks,
     ) from groups.lost
 

@@ -42,7 +42,7 @@ class Bucket:
     numel: int
 
     def runs(self, present: Sequence[bool], *, max_gap: int = 0) -> list[Run]:
-        """Maximal stretches ``(start, stop)`` of present slots, in elements; those ``max_gap`` apart or less become one."""
+        """Stretches ``(start, stop)`` of present slots, in elements; those at most ``max_gap`` apart become one."""
         joined: list[Run] = []
         for slot, is_present in zip(self.slots, present, strict=True):
             if not is_present or slot.numel == 0:

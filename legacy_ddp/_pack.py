@@ -87,10 +87,13 @@ def _history(planner: Planner, plan: Plan, grads: Sequence[torch.Tensor | None])
     flags = 0
     if planner.counter.stepped(plan.parameters):
         flags |= Flag.STEPPED
-    if planner.counter.micro_batches == 0 and all(buffer.untouched(grads[share]) for buffer, share in plan.shares):
+    if (
+        planner.counter.micro_batches == 0
+        and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
         # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
-        if any(bool(grad.any()) for grad in grads if grad is not None):
-            flags |= Flag.REPEAT
+        and any(bool(grad.any()) for grad in grads if grad is not None)
+    ):
+        flags |= Flag.REPEAT
     return flags
 
 
@@ -116,7 +119,8 @@ def _add_values(header: Header, plan: Plan, kinds: Sequence[int], sparse: Mappin
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """2-norm of all pieces together, and whether every element is finite.
 
-    Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are finite.
+    Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are
+    finite.
     """
     norm = math.hypot(*(_norm(piece, wide=False) for piece in pieces))
     if math.isfinite(norm):

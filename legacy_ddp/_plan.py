@@ -34,7 +34,10 @@ class Plan:
     def shares(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, and which of the slots are its."""
         stops = list(accumulate(len(buffer.bucket.slots) for buffer in self.buffers))
-        return [(buffer, slice(start, stop)) for buffer, start, stop in zip(self.buffers, [0, *stops], stops)]
+        return [
+            (buffer, slice(start, stop))
+            for buffer, start, stop in zip(self.buffers, [0, *stops[:-1]], stops, strict=True)
+        ]
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse ones, by slot."""

@@ -14,8 +14,9 @@ class RankRow:
     """What one rank brought to a call.
 
     ``local_norm``: 2-norm of its local gradient, before the reduction; None unless checks were on and all on CPU.
-    ``finite``: whether that gradient held neither NaN nor infinity; None likewise. ``micro_batches``: backward passes since
-    its last call. ``sample_size``: its own, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
+    ``finite``: whether that gradient held neither NaN nor infinity; None likewise. ``micro_batches``: backward passes
+    since its last call. ``sample_size``: its own, None for a plain call. ``took_part``: false for ``skip`` and
+    ``sample_size=0``.
     ``seconds_waited``: for the other ranks' headers, in its *previous* call; the straggler waited least.
     """
 
@@ -33,9 +34,9 @@ class SyncRecord:
     """What one :meth:`all_reduce` did on this rank. Host values, final when the call returns.
 
     ``call``: its number on this wrapper, from 1; 0 for the no-op inside ``no_sync()``. ``synchronized``: false for that
-    no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the ranks, None for a plain
-    call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of gradients that this rank handed
-    to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload, alias).
+    no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the ranks, None for a
+    plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of gradients that
+    this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload, alias).
     """
 
     call: int

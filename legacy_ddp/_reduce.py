@@ -22,7 +22,7 @@ from legacy_ddp._plan import Plan
 
 @dataclass(frozen=True)
 class Reduced:
-    """What the payload brought: the kind of every slot's gradient, the sparse ones by slot, and the bytes handed over."""
+    """What the payload brought: every slot's kind of gradient, the sparse ones by slot, and the bytes handed over."""
 
     kinds: Sequence[int]
     sparse: Mapping[int, torch.Tensor]
@@ -54,8 +54,8 @@ def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, fl
     """(before, after): what to divide by before and after the sum over ``size`` ranks.
 
     fp16 is divided by about the square root of ``size`` on either side of the sum (the split that PyTorch's FSDP2 uses,
-    ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before it. Both are powers of two
-    but the remainder, so that the first division is exact where it does not underflow.
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before it. Both are powers of
+    two but the remainder, so that the first division is exact where it does not underflow.
     """
     if wire != torch.float16 or size == 1:
         return 1.0, float(divisor)

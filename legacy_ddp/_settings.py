@@ -16,8 +16,8 @@ class Checks:
     """What every :meth:`all_reduce` looks at besides what its arithmetic needs.
 
     Args:
-        level: ``"off"``: the header alone, which every level has. ``"info"``: also a row of values per rank (norm of the
-            local gradient, finite or not, seconds waited), on CPU.
+        level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
+            (norm of the local gradient, finite or not).
         uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
             ``"raise"`` a DesyncError on every rank; ``"allow"``.
 

@@ -28,7 +28,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class LegacyDistributedDataParallel(nn.Module):
-    """Data parallelism with one explicit meeting: ``backward()`` as often as you like, then :meth:`all_reduce`, then step.
+    """Data parallelism with one explicit meeting: ``backward()`` as often as you like, then :meth:`all_reduce`.
 
     Collective: construction. The ranks compare their parameters by name, then (``init_sync``) take rank 0's values.
 
@@ -39,10 +39,11 @@ class LegacyDistributedDataParallel(nn.Module):
             inside it. Assignable between steps.
         buffer_size: the most elements that one collective carries. No result depends on it but for the rounding of the
             sum: from three ranks on, a backend's order of addition may depend on an element's place.
-        init_sync: take all parameters (frozen ones, too) and buffers of rank 0. Without it the caller guarantees equality.
-        gradient_as_bucket_view: after a call each ``.grad`` is a view of one flat tensor per device and dtype, so the next
-            call need not copy it. A ``.grad`` that you keep keeps the whole flat tensor. False: ``.grad`` stays a tensor of
-            its own, at the price of a second copy of all gradients and of copying them in and out.
+        init_sync: take all parameters (frozen ones, too) and buffers of rank 0. Without it the caller guarantees
+            equality.
+        gradient_as_bucket_view: after a call each ``.grad`` is a view of one flat tensor per device and dtype, so the
+            next call need not copy it. A ``.grad`` that you keep keeps the whole flat tensor. False: ``.grad`` stays
+            a tensor of its own, at the price of a second copy of all gradients and of copying them in and out.
         reduce_dtype: floating dtype that real gradients travel in; None: their own, and fp32 for fp16 ones.
         ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
             (the module's ``_ddp_params_and_buffers_to_ignore``).
@@ -99,8 +100,8 @@ class LegacyDistributedDataParallel(nn.Module):
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
         Collective: once per step, on every rank, in this order:
-        scale → backward → **all_reduce** → unscale_ → clip → step. Later than that, ranks skip or clip differently and part.
-        Inside :meth:`no_sync` it does nothing.
+        scale → backward → **all_reduce** → unscale_ → clip → step. Later than that, ranks skip or clip differently
+        and part. Inside :meth:`no_sync` it does nothing.
 
         ========================  ==================================================================================
         plain                     mean over the ranks that took part
@@ -123,8 +124,8 @@ class LegacyDistributedDataParallel(nn.Module):
         Raises:
             PeerError: a rank failed before the exchange (a gradient that requires grad, wrong arguments, called inside
                 backward, ...). If every rank failed with the same words, each raises its own error instead.
-            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or one of them skipped or repeated
-                a call.
+            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or one of them skipped or
+                repeated a call.
             LayoutError: parameters changed on some ranks only.
             LostPeerError: a rank did not answer. In phase ``payload`` every ``.grad`` becomes None; the group is lost.
 
@@ -217,8 +218,8 @@ def all_reduce_gradients(
     """Do what :meth:`LegacyDistributedDataParallel.all_reduce` does, for a loop that wraps its model in something else.
 
     Collective. What it needs from call to call (flat buffers, counts) is remembered for as long as the module, or the
-    first of the parameters, lives. Ranks do not compare anything before the first call. Parameters given without a module
-    are named by their position.
+    first of the parameters, lives. Ranks do not compare anything before the first call. Parameters given without a
+    module are named by their position.
 
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
@@ -267,7 +268,7 @@ class _Synchronizer:
         self._warned_uneven = True
         if call.groups.rank == 0:
             warnings.warn(
-                f"{call.operation} call {call.number}: ranks bring uneven work (said once; see Checks.uneven):\n{finding}",
+                f"{call.operation} call {call.number}: ranks bring uneven work (said once; Checks.uneven):\n{finding}",
                 stacklevel=4,
             )
 
