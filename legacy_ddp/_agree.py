@@ -208,10 +208,9 @@ def _find_lone_flag(call: Call, rows: Sequence[Header], flag: Flag, reading: str
     ranks = [rank for rank, row in enumerate(rows) if row.takes_part and row.flags & flag]
     if not ranks or len(ranks) == sum(row.takes_part for row in rows):
         return None
-    counts = describe_micro_batches(rows)
-    return _desync(
-        call, f"{name_ranks(ranks)}: {reading}\n{counts}\ncall all_reduce() once per step on every rank", ranks
-    )
+    lines = [f"{name_ranks(ranks)}: {reading}", str(describe_micro_batches(rows))]
+    lines.append("call all_reduce() once per step on every rank")
+    return _desync(call, "\n".join(line for line in lines if line), ranks)
 
 
 def _find_uneven(call: Call, rows: Sequence[Header]) -> AgreedError | None:

@@ -15,7 +15,7 @@ from legacy_ddp._errors import GradientError
 from legacy_ddp._layout import Bucket, Run, Slot
 from legacy_ddp._settings import Settings
 
-ABSENT, DENSE = 0, 1  # kinds of gradient; 1 + sparse_dim for a sparse one
+ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse one
 
 
 class FlatBuffer:
@@ -84,11 +84,14 @@ class FlatBuffer:
 
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""
+        written: set[int] = set()
         for slot, parameter, kind in zip(self.bucket.slots, parameters, kinds, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
+            elif kind == DENSE and not self._as_views:
+                parameter.grad = _copy_out(self.view(slot), parameter.grad, written)
             elif kind == DENSE and not self.holds(slot, parameter.grad):
-                parameter.grad = self.view(slot) if self._as_views else _copy_into(parameter.grad, self.view(slot))
+                parameter.grad = self.view(slot)
         self._reduced = True
 
     @property
@@ -124,18 +127,17 @@ def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dt
 
 
 def kind_of(grad: torch.Tensor | None) -> int:
-    """ABSENT, DENSE, or 1 + sparse_dim."""
+    """ABSENT, DENSE, or SPARSE + sparse_dim."""
     if grad is None:
         return ABSENT
-    return DENSE if grad.layout is torch.strided else 1 + grad.sparse_dim()
+    return DENSE if grad.layout is torch.strided else SPARSE + grad.sparse_dim()
 
 
-def check_gradient(slot: Slot, grad: torch.Tensor | None) -> None:
+def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor | None) -> None:
     """Refuse what cannot be reduced, before anything is written.
 
     Raises:
-        GradientError: the gradient requires grad, has another shape or device than its parameter, or an unsupported
-        layout.
+        GradientError: the gradient requires grad, or has another shape or dtype than planned, or an unsupported layout.
     """
     if grad is None:
         return
@@ -147,13 +149,24 @@ def check_gradient(slot: Slot, grad: torch.Tensor | None) -> None:
         problem = (
             f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}; assign a gradient of the parameter's shape"
         )
+    elif grad.dtype != bucket.dtype:
+        problem = f"has dtype {grad.dtype}, expected {bucket.dtype}; cast it, or set grad_dtype on the parameter"
     else:
         return
     raise GradientError(f"grad of {slot.name!r} {problem}", parameter=slot.name)
 
 
-def _copy_into(grad: torch.Tensor | None, view: torch.Tensor) -> torch.Tensor:
-    """The reduced values in ``grad`` where it can take them, else in a tensor of their own."""
-    if grad is None or grad.layout is not torch.strided or grad.dtype != view.dtype or 0 in grad.stride():
+def _copy_out(view: torch.Tensor, grad: torch.Tensor | None, written: set[int]) -> torch.Tensor:
+    """The reduced values in ``grad`` if nothing else lives in its memory, else in a new tensor."""
+    can_take = (
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.stride() == view.stride()
+        and not (grad.is_inference() or grad.is_conj() or grad.is_neg())
+        and grad.data_ptr() not in written  # one tensor may be the gradient of two parameters
+        and internals.storage_use_count(grad) == 1
+    )
+    if grad is None or not can_take:
         return view.clone()
+    written.add(grad.data_ptr())
     return grad.copy_(view)

@@ -16,16 +16,19 @@ class BackwardCounter:
     """Counts accumulations into ``.grad``; hand-assigned gradients count nothing."""
 
     def __init__(self) -> None:
+        self._ids: list[int] = []
         self._counts: list[int] = []
         self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count on these from now on, in place of the ones before."""
+        """Count on these from now on, in place of the ones before; what was counted on both stays counted."""
         _remove(self._handles)
-        self._counts[:] = [0] * len(parameters)
-        self._versions[:] = [0] * len(parameters)
+        counted = dict(zip(self._ids, self._counts, strict=True))
+        self._ids = [id(parameter) for parameter in parameters]
+        self._counts[:] = [counted.get(key, 0) for key in self._ids]
+        self._versions[:] = [parameter._version for parameter in parameters]
         for index, parameter in enumerate(parameters):
             hook = self._counting_hook(index)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
@@ -36,11 +39,15 @@ class BackwardCounter:
         return max(self._counts, default=0)
 
     def stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether a parameter was written to in place between its first backward since the last reset and now."""
-        return any(
-            count and parameter._version != version
-            for parameter, count, version in zip(parameters, self._counts, self._versions, strict=True)
-        )
+        """Whether a parameter was written to in place between its first backward since the last reset and now.
+
+        Says so once: whoever catches the error that follows can go on.
+        """
+        written = False
+        for index, parameter in enumerate(parameters):
+            if self._counts[index] and parameter._version != self._versions[index]:
+                written, self._versions[index] = True, parameter._version
+        return written
 
     def reset(self) -> None:
         """Start counting anew."""

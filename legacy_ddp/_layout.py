@@ -124,11 +124,10 @@ def plan_layout(parameters: Sequence[Named], settings: Settings) -> Layout:
     for item in parameters:
         _check_supported(item)
     trainable = [item for item in parameters if item.tensor.requires_grad]
-    keys = dict.fromkeys((item.tensor.device, item.tensor.dtype) for item in trainable)
-    buckets = tuple(
-        _plan_bucket(device, dtype, [i for i in trainable if (i.tensor.device, i.tensor.dtype) == (device, dtype)])
-        for device, dtype in keys
-    )
+    groups: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
+    for item in trainable:
+        groups.setdefault((item.tensor.device, gradient_dtype(item.tensor)), []).append(item)
+    buckets = tuple(_plan_bucket(device, dtype, group) for (device, dtype), group in groups.items())
     inventory = describe(parameters, kind="parameter")
     inventory.update({f"setting {name!r}": value for name, value in settings.shared.items()})
     return Layout(buckets, inventory, settings.buffer_size)
@@ -147,6 +146,8 @@ def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
         words = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {device}"]
         if kind == "parameter":
             words.append(f"strides {slot_stride(tensor)}, trainable" if tensor.requires_grad else "frozen")
+            if gradient_dtype(tensor) != tensor.dtype:
+                words.append(f"gradients {gradient_dtype(tensor)}")
         if len(item.names) > 1:
             words.append(f"shared with {', '.join(item.names[1:])}")
         inventory[f"{kind} {item.name!r}"] = ", ".join(words)
@@ -156,6 +157,11 @@ def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
 def fingerprint(data: bytes) -> int:
     """A signed 64-bit number for ``data``: BLAKE2b (RFC 7693), equal on all machines."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def gradient_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """The dtype of gradients of ``tensor``: its own, unless its ``grad_dtype`` says otherwise."""
+    return getattr(tensor, "grad_dtype", None) or tensor.dtype
 
 
 def slot_stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -186,8 +192,8 @@ def _check_supported(item: Named) -> None:
         problem, step = "is computed from other tensors", "pass the tensors that the optimizer holds"
     elif tensor.layout is not torch.strided:
         problem, step = f"has layout {tensor.layout}", "list it in ignore= or use a dense parameter"
-    elif tensor.requires_grad and tensor.dtype not in SUPPORTED_DTYPES:
-        problem, step = f"is trainable with dtype {tensor.dtype}", "freeze it or list it in ignore="
+    elif tensor.requires_grad and gradient_dtype(tensor) not in SUPPORTED_DTYPES:
+        problem, step = f"has gradients of dtype {gradient_dtype(tensor)}", "freeze it or list it in ignore="
     else:
         return
     raise ValueError(f"parameter {item.name!r} {problem}, expected a dense floating or complex leaf tensor; {step}")

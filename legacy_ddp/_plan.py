@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from weakref import ref
 
 import torch
@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._counting import BackwardCounter
-from legacy_ddp._layout import Layout, distinct, plan_layout
+from legacy_ddp._layout import Layout, distinct, gradient_dtype, plan_layout
 from legacy_ddp._settings import Settings
 
 
@@ -33,10 +33,9 @@ class Plan:
     @property
     def shares(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, and which of the slots are its."""
-        stops = list(accumulate(len(buffer.bucket.slots) for buffer in self.buffers))
+        bounds = accumulate((len(buffer.bucket.slots) for buffer in self.buffers), initial=0)
         return [
-            (buffer, slice(start, stop))
-            for buffer, start, stop in zip(self.buffers, [0, *stops[:-1]], stops, strict=True)
+            (buffer, slice(start, stop)) for buffer, (start, stop) in zip(self.buffers, pairwise(bounds), strict=True)
         ]
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
@@ -93,4 +92,12 @@ class Planner:
 def _signature(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
     if is_lazy(tensor):  # has no shape to ask for
         return (name,)
-    return name, tensor.requires_grad, tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+    return (
+        name,
+        tensor.requires_grad,
+        tensor.dtype,
+        tensor.device,
+        tensor.shape,
+        tensor.stride(),
+        gradient_dtype(tensor),
+    )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, agree_on_kinds
-from legacy_ddp._bucket import ABSENT, DENSE, FlatBuffer
+from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer
 from legacy_ddp._call import Call
 from legacy_ddp._errors import LostPeerError
 from legacy_ddp._layout import Run, cut_runs
@@ -120,10 +120,10 @@ def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice
 def _reduce_all_sparse(
     call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int
 ) -> tuple[dict[int, torch.Tensor], int]:
-    indices = [index for index, kind in enumerate(kinds) if kind > DENSE]
+    indices = [index for index, kind in enumerate(kinds) if kind >= SPARSE]
     if not indices:
         return {}, 0
-    own = [packed.sparse.get(index, _no_entries(plan.parameters[index], kinds[index] - 1)) for index in indices]
+    own = [packed.sparse.get(index, _no_entries(plan.parameters[index], kinds[index] - SPARSE)) for index in indices]
     lengths = call.gather(torch.tensor([grad._nnz() for grad in own])).T.tolist()
     results = [reduce_sparse(call, grad, counts, divisor) for grad, counts in zip(own, lengths, strict=True)]
     return {index: grad for index, (grad, _) in zip(indices, results, strict=True)}, sum(size for _, size in results)
@@ -159,8 +159,8 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
         wire = buffer.travelling[start:stop]
         _, after = split_divisor(divisor, call.groups.size, wire.dtype)
         if buffer.wire is not None:
-            # Divide in the wider of the two, round once.
-            if wire.itemsize > flat.itemsize:
+            # A sum may need the wider range of the two, its quotient not.
+            if torch.finfo(wire.dtype).max > torch.finfo(flat.dtype).max:
                 wire.div_(after)
                 after = 1.0
             flat.copy_(wire)

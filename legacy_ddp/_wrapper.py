@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -112,7 +112,9 @@ class LegacyDistributedDataParallel(nn.Module):
 
         A rank without a gradient counts as zeros; a gradient that no rank has stays None. Sparse gradients stay sparse.
         The whole window's gradients count, also those assigned or edited by hand. A plain call repeated averages equal
-        values, which may change their last bit (up to half of the fp32 elements at 5 to 7 ranks).
+        values, which may change their last bit (up to half of the fp32 elements at 5 to 7 ranks); one with
+        ``sample_size`` would divide twice, which is an error where it shows: no backward since, and every gradient
+        still the view left.
 
         Args:
             sample_size: number of items this rank's gradients are sums over, a host int.
@@ -133,7 +135,9 @@ class LegacyDistributedDataParallel(nn.Module):
         """
         if not self._sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        return _all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
+        record = _all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
+        self._synchronizer.emit_warning()
+        return record
 
     def broadcast_parameters(self, src: int = 0) -> None:
         """Collective: give every rank the parameters (frozen ones, too) of rank ``src`` of the group.
@@ -185,6 +189,8 @@ class LegacyDistributedDataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._synchronizer = _Synchronizer(self._settings)
+        with suppress(ValueError):  # told at the first collective; until then backward passes are counted already
+            self._synchronizer.planner.plan(self._named_parameters())
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(remove_duplicate=False)
@@ -236,7 +242,9 @@ def all_reduce_gradients(
     if key not in _remembered:
         _remembered[key] = _Synchronizer(Settings(checks=resolve_checks("info")))
     synchronizer: _Synchronizer = _remembered[key]
-    return _all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
+    record = _all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
+    synchronizer.emit_warning()
+    return record
 
 
 _remembered = internals.WeakIdKeyDictionary()
@@ -250,6 +258,7 @@ class _Synchronizer:
         self.planner = Planner(settings)
         self._seat: Seat | None = None
         self._warned_uneven = False
+        self._warning = ""
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
         """The next call on ``group``. Collective if this process makes its first one there."""
@@ -260,17 +269,20 @@ class _Synchronizer:
             self._seat = Seat(groups, groups.enlist())
         return Call(self._seat, operation, timeout)
 
-    def warn_if_uneven(self, call: Call, agreement: Agreement) -> None:
-        """Say once per run, on rank 0, who brings another number of micro-batches."""
-        finding = describe_micro_batches(agreement.rows)
-        if not finding or self._warned_uneven or self.settings.checks.uneven != "warn":
+    def note_uneven(self, call: Call, agreement: Agreement) -> None:
+        """Prepare the warning, once per run and on rank 0, if ranks bring different numbers of micro-batches."""
+        if self._warned_uneven or self.settings.checks.uneven != "warn":
             return
-        self._warned_uneven = True
-        if call.groups.rank == 0:
-            warnings.warn(
-                f"{call.operation} call {call.number}: ranks bring uneven work (said once; Checks.uneven):\n{finding}",
-                stacklevel=4,
-            )
+        if finding := describe_micro_batches(agreement.rows):
+            self._warned_uneven = True
+            if call.groups.rank == 0:
+                self._warning = f"{call.operation} call {call.number}: ranks bring uneven work (said once):\n{finding}"
+
+    def emit_warning(self) -> None:
+        """Say what there is to say, at the line that called our caller."""
+        if text := self._warning:
+            self._warning = ""
+            warnings.warn(f"{text}\nsee legacy_ddp.Checks(uneven=...)", stacklevel=3)
 
 
 @internals.leaves_compiled_code
@@ -289,8 +301,8 @@ def _all_reduce(
         with call.phase("alias", exposed=True):
             plan.alias(reduced.kinds, reduced.sparse)
         planner.counter.reset()
-        synchronizer.warn_if_uneven(call, agreement)
-        return _record(call, agreement, reduced)
+    synchronizer.note_uneven(call, agreement)
+    return _record(call, agreement, reduced)
 
 
 def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
