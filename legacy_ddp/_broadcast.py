@@ -38,7 +38,7 @@ def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> Non
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
     options = internals.operation_options("Broadcast", call.timeout)
     options.rootRank, options.rootTensor = src, 0
-    call.wait(call.groups.payload(flat.device).broadcast([flat.view(torch.uint8)], options))
+    call.wait(call.groups.payload(flat.device).broadcast([flat.view(torch.uint8)], options), flat.device)
     # The source writes its own values back: a write that only some ranks make would look like a lone weight update.
     for tensor, piece in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(piece.view(tensor.shape))

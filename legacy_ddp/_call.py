@@ -96,6 +96,6 @@ class Call:
         """Collective: element-wise maximum over the ranks, in place."""
         return self.groups.maximum(values, timeout=self.timeout, place=self.place)
 
-    def wait(self, work: Any) -> None:
-        """Wait for a payload operation started on :meth:`Groups.payload`."""
-        self.groups.wait(work, timeout=self.timeout, place=self.place)
+    def wait(self, work: Any, device: torch.device) -> None:
+        """Wait for an operation on tensors of ``device``, started on the payload group for them."""
+        self.groups.wait(work, timeout=self.timeout, place=self.place, device=device)

@@ -87,12 +87,12 @@ class Groups:
     def payload(self, device: torch.device) -> Any:
         """The group that carries tensors of ``device``: the private one on gloo, else the user's own."""
         parent = self._parent()
-        if parent is None or internals.backend_name(parent, device) == "gloo":
-            return self._payload
-        return parent
+        return self._payload if parent is None or _is_gloo(parent, device) else parent
 
-    def wait(self, work: Any, *, timeout: timedelta, place: Place) -> None:
-        """Wait for ``work`` of a gloo group; a signal handler may raise out of it.
+    def wait(self, work: Any, *, timeout: timedelta, place: Place, device: torch.device | None = None) -> None:
+        """Wait for ``work``: of the control group, or of the payload group for ``device``.
+
+        On gloo a signal handler may raise out of it.
 
         Raises:
             SyncTimeoutError: a rank did not arrive in time.
@@ -100,8 +100,11 @@ class Groups:
         """
         start = time.monotonic()
         try:
-            while not _finished(work):
-                pass
+            if device is None or self.payload(device) is self._payload:
+                while not _finished(work):
+                    pass
+            else:
+                work.wait()  # orders the stream behind it; the host goes on
         except RuntimeError as error:
             self.lost = _lost_error(error, time.monotonic() - start, timeout, place)
             raise self.lost from error
@@ -192,6 +195,10 @@ def check_usable(groups: Groups) -> None:
         "end this process, or destroy the process group and make a new one",
         ranks=ranks,
     ) from groups.lost
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    return internals.backend_name(group, device) == "gloo"
 
 
 def _finished(work: Any) -> bool:

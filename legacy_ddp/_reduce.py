@@ -73,7 +73,7 @@ def reduce_dense(call: Call, buffers: Sequence[tuple[FlatBuffer, list[Run]]], di
     size_bytes = 0
     for buffer, (start, stop), work in started:
         if work is not None:
-            call.wait(work)
+            call.wait(work, buffer.bucket.device)
             size_bytes += (stop - start) * buffer.travelling.itemsize
         _finish(call, buffer, (start, stop), divisor)
     return size_bytes
@@ -182,5 +182,5 @@ def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     parts = [torch.empty_like(real) for _ in range(call.groups.size)]
     options = internals.operation_options("Allgather", call.timeout)
-    call.wait(group.allgather([parts], [real.contiguous()], options))
+    call.wait(group.allgather([parts], [real.contiguous()], options), tensor.device)
     return [torch.view_as_complex(part) for part in parts] if tensor.is_complex() else parts
