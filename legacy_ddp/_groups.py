@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._compare import name_ranks
@@ -130,36 +129,6 @@ class Groups:
     def close(self) -> None:
         """Drop the groups; their threads end here and not somewhere in the interpreter's last breath."""
         self._control = self._payload = None
-
-
-def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group to use, from what the user gave.
-
-    Raises:
-        ValueError: no default group, a mesh of several dimensions, a group that was destroyed.
-        TypeError: something else, or what ``new_group`` returns on a process outside the group.
-    """
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(
-                f"process_group is a DeviceMesh of {process_group.ndim} dimensions, expected 1; pass mesh[name]"
-            )
-        process_group = process_group.get_group()
-    if process_group is None:
-        process_group = dist.group.WORLD if dist.is_initialized() else None
-        if process_group is None:
-            raise ValueError(
-                "no default process group: start with torchrun and call torch.distributed.init_process_group() first, "
-                "or pass process_group="
-            )
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise TypeError(
-            f"process_group is of the wrong type: got {process_group!r}, expected ProcessGroup, DeviceMesh or None "
-            "(new_group() returns no ProcessGroup on ranks outside it; wrap on its members only)"
-        )
-    if not internals.is_registered(process_group):
-        raise ValueError("process_group was destroyed; assign a live one to .process_group")
-    return process_group
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:

@@ -1,9 +1,7 @@
 """The wrapper, and the one call in which ranks meet: plan → pack → agree → reduce → alias → record."""
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,17 +10,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch_internals as internals
-from legacy_ddp._agree import Agreement, agree, announcing_failures, describe_micro_batches
+from legacy_ddp._agree import Agreement, agree, announcing_failures
 from legacy_ddp._broadcast import broadcast
-from legacy_ddp._call import Call, Seat
-from legacy_ddp._groups import groups_of, resolve_group
+from legacy_ddp._call import Call
 from legacy_ddp._header import Header, Operation
 from legacy_ddp._layout import distinct
 from legacy_ddp._pack import pack
-from legacy_ddp._plan import Planner
+from legacy_ddp._process_group import GroupHandle, resolve_group
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._reduce import Reduced, reduce
 from legacy_ddp._settings import Checks, Settings, resolve_checks
+from legacy_ddp._synchronizer import Synchronizer
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -84,9 +82,9 @@ class LegacyDistributedDataParallel(nn.Module):
             checks=resolve_checks(checks),
             timeout_seconds=timeout_seconds,
         )
-        self._group = _GroupHandle(process_group)
+        self._group = GroupHandle(process_group)
         self._sync_enabled = True
-        self._synchronizer = _Synchronizer(self._settings)
+        self._synchronizer = Synchronizer(self._settings)
         self._construct(world_size)
         if init_sync:
             self.broadcast_parameters()
@@ -135,7 +133,7 @@ class LegacyDistributedDataParallel(nn.Module):
         """
         if not self._sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        record = _all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
+        record = all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
         self._synchronizer.emit_warning()
         return record
 
@@ -174,7 +172,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | DeviceMesh | None) -> None:
-        self._group = _GroupHandle(process_group)
+        self._group = GroupHandle(process_group)
 
     def extra_repr(self) -> str:
         """The settings that differ from the defaults."""
@@ -188,7 +186,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._synchronizer = _Synchronizer(self._settings)
+        self._synchronizer = Synchronizer(self._settings)
         with suppress(ValueError):  # told at the first collective; until then backward passes are counted already
             self._synchronizer.planner.plan(self._named_parameters())
 
@@ -237,12 +235,12 @@ def all_reduce_gradients(
         parameters = list(module_or_params)
         if not all(isinstance(parameter, torch.Tensor) for parameter in parameters):
             raise TypeError("module_or_params holds something else than tensors, expected a module or its parameters")
-        key = parameters[0] if parameters else _all_reduce
+        key = parameters[0] if parameters else all_reduce
         named = [(f"{index:06d}", parameter) for index, parameter in enumerate(parameters)]
     if key not in _remembered:
-        _remembered[key] = _Synchronizer(Settings(checks=resolve_checks("info")))
-    synchronizer: _Synchronizer = _remembered[key]
-    record = _all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
+        _remembered[key] = Synchronizer(Settings(checks=resolve_checks("info")))
+    synchronizer: Synchronizer = _remembered[key]
+    record = all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
     synchronizer.emit_warning()
     return record
 
@@ -250,46 +248,11 @@ def all_reduce_gradients(
 _remembered = internals.WeakIdKeyDictionary()
 
 
-class _Synchronizer:
-    """What one set of parameters keeps from call to call: its plan and its seat in the group."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.planner = Planner(settings)
-        self._seat: Seat | None = None
-        self._warned_uneven = False
-        self._warning = ""
-
-    def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
-        """The next call on ``group``. Collective if this process makes its first one there."""
-        seconds = self.settings.timeout_seconds
-        timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
-        groups = groups_of(group, timeout)
-        if self._seat is None or self._seat.groups is not groups:
-            self._seat = Seat(groups, groups.enlist())
-        return Call(self._seat, operation, timeout)
-
-    def note_uneven(self, call: Call, agreement: Agreement) -> None:
-        """Prepare the warning, once per run and on rank 0, if ranks bring different numbers of micro-batches."""
-        if self._warned_uneven or self.settings.checks.uneven != "warn":
-            return
-        if finding := describe_micro_batches(agreement.rows):
-            self._warned_uneven = True
-            if call.groups.rank == 0:
-                self._warning = f"{call.operation} call {call.number}: ranks bring uneven work (said once):\n{finding}"
-
-    def emit_warning(self) -> None:
-        """Say what there is to say, at the line that called our caller."""
-        if text := self._warning:
-            self._warning = ""
-            warnings.warn(f"{text}\nsee legacy_ddp.Checks(uneven=...)", stacklevel=3)
-
-
 @internals.leaves_compiled_code
-def _all_reduce(
-    synchronizer: _Synchronizer, named: NamedTensors, group: dist.ProcessGroup, sample_size: int | None, skip: bool
+def all_reduce(
+    synchronizer: Synchronizer, named: NamedTensors, group: dist.ProcessGroup, sample_size: int | None, skip: bool
 ) -> SyncRecord:
-    """The way of a gradient; section 3 of docs/design.md draws it."""
+    """The way of a gradient, one step a line; docs/design.md says what each step promises."""
     planner = synchronizer.planner
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         with announcing_failures(call):
@@ -317,27 +280,6 @@ def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
         seconds=call.seconds,
         headers=agreement.headers,
     )
-
-
-class _GroupHandle:
-    """The user's process group; copies of a wrapper share it, pickles cannot carry it."""
-
-    def __init__(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, lost: bool = False) -> None:
-        self._process_group = process_group
-        self._lost = lost
-
-    def resolve(self) -> dist.ProcessGroup:
-        if self._lost:
-            raise ValueError(
-                "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
-            )
-        return resolve_group(self._process_group)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_GroupHandle":
-        return _GroupHandle(self._process_group, lost=self._lost)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_process_group": None, "_lost": self._lost or self._process_group is not None}
 
 
 def _names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
