@@ -146,6 +146,8 @@ def _find_failure(call: Call, rows: Sequence[Header], own: str) -> AgreedError |
 
 
 def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
+    if len({(row.version, row.member, row.operation, row.call, row.argument) for row in rows}) == 1:
+        return None
     finding = compare_rows(
         [
             {
@@ -158,8 +160,6 @@ def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
             for row in rows
         ]
     )
-    if not finding:
-        return None
     return _desync(
         call,
         f"ranks met in different calls:\n{finding}\nlet every rank make the same calls in the same order",

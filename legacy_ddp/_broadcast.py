@@ -8,7 +8,7 @@ from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import agree, announcing_failures
 from legacy_ddp._call import Call
 from legacy_ddp._header import Header
-from legacy_ddp._layout import Named, describe, fingerprint
+from legacy_ddp._layout import Named, check_dense, describe, fingerprint
 
 CHUNK_BYTES = 32 * 2**20
 
@@ -17,12 +17,14 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
     """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
 
     Raises:
-        ValueError: ``src`` is not a rank of the group (on every rank; PeerError where only some say so).
+        ValueError: ``src`` is not a rank of the group, or a tensor is not dense (PeerError where only some say so).
         LayoutError: ranks hold other tensors. DesyncError: another call or ``src``. Nothing is written in either case.
     """
     with announcing_failures(call):
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < call.groups.size:
             raise ValueError(f"src is no rank of the group: got {src!r}, expected 0 to {call.groups.size - 1}")
+        for item in tensors:
+            check_dense(item, kind=kind)
         inventory = describe(tensors, kind=kind)
     word = fingerprint(repr(sorted(inventory.items())).encode())
     agree(call, Header(layout=word, argument=src), inventory)

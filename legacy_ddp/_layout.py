@@ -119,11 +119,13 @@ def plan_layout(parameters: Sequence[Named], settings: Settings) -> Layout:
     """Give every trainable parameter a slot, in name order, in the bucket of its device and dtype.
 
     Raises:
-        ValueError: a parameter is lazy, on the meta device, a DTensor, sparse, or of a dtype that no gradient has.
+        ValueError: a parameter is not dense (see :func:`check_dense`), not a leaf, or of a dtype that no gradient has.
     """
     for item in parameters:
-        _check_supported(item)
+        check_dense(item, kind="parameter")
     trainable = [item for item in parameters if item.tensor.requires_grad]
+    for item in trainable:
+        _check_trainable(item)
     groups: dict[tuple[torch.device, torch.dtype], list[Named]] = {}
     for item in trainable:
         groups.setdefault((item.tensor.device, gradient_dtype(item.tensor)), []).append(item)
@@ -180,20 +182,34 @@ def _plan_bucket(device: torch.device, dtype: torch.dtype, parameters: Sequence[
     return Bucket(device, dtype, tuple(slots), offset)
 
 
-def _check_supported(item: Named) -> None:
+def check_dense(item: Named, *, kind: str) -> None:
+    """Refuse a tensor that has no plain values of its own.
+
+    Raises:
+        ValueError: it is lazy, on the meta device, a DTensor, nested or sparse.
+    """
     tensor = item.tensor
     if is_lazy(tensor):
         problem, step = "is not initialised yet (lazy module)", "run one forward pass before wrapping"
     elif hasattr(tensor, "device_mesh"):
-        problem, step = "is a DTensor", "list it in ignore= or wrap a module with plain parameters"
+        problem, step = "is a DTensor", "list it in ignore= or wrap a module with plain tensors"
     elif tensor.is_meta:
         problem, step = "is on the meta device", "materialise it with to_empty() before wrapping"
-    elif tensor.requires_grad and not tensor.is_leaf:
-        problem, step = "is computed from other tensors", "pass the tensors that the optimizer holds"
-    elif tensor.layout is not torch.strided:
-        problem, step = f"has layout {tensor.layout}", "list it in ignore= or use a dense parameter"
-    elif tensor.requires_grad and gradient_dtype(tensor) not in SUPPORTED_DTYPES:
-        problem, step = f"has gradients of dtype {gradient_dtype(tensor)}", "freeze it or list it in ignore="
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else tensor.layout
+        problem, step = f"has layout {layout}", "list it in ignore= or use a dense one"
     else:
         return
-    raise ValueError(f"parameter {item.name!r} {problem}, expected a dense floating or complex leaf tensor; {step}")
+    raise ValueError(f"{kind} {item.name!r} {problem}, expected a dense tensor; {step}")
+
+
+def _check_trainable(item: Named) -> None:
+    tensor = item.tensor
+    if not tensor.is_leaf:
+        problem, step = "is computed from other tensors, expected a leaf", "pass the tensors that the optimizer holds"
+    elif gradient_dtype(tensor) not in SUPPORTED_DTYPES:
+        problem = f"has gradients of dtype {gradient_dtype(tensor)}, expected floating or complex of 16 bits or more"
+        step = "freeze it or list it in ignore="
+    else:
+        return
+    raise ValueError(f"parameter {item.name!r} {problem}; {step}")

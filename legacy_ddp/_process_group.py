@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch_internals as internals
 
+_DESTROYED = "process_group was destroyed; assign a live one to .process_group"
+
 
 class GroupHandle:
     """The user's process group; copies of a wrapper share it, pickles cannot carry it."""
@@ -41,7 +43,10 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
             raise ValueError(
                 f"process_group is a DeviceMesh of {process_group.ndim} dimensions, expected 1; pass mesh[name]"
             )
-        process_group = process_group.get_group()
+        try:
+            process_group = process_group.get_group()
+        except RuntimeError as error:  # torch looks the group up by a name that it has forgotten
+            raise ValueError(_DESTROYED) from error
     if process_group is None:
         process_group = dist.group.WORLD if dist.is_initialized() else None
         if process_group is None:
@@ -55,5 +60,5 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
             "(new_group() returns no ProcessGroup on ranks outside it; wrap on its members only)"
         )
     if not internals.is_registered(process_group):
-        raise ValueError("process_group was destroyed; assign a live one to .process_group")
+        raise ValueError(_DESTROYED)
     return process_group

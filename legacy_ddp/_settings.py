@@ -1,6 +1,5 @@
 """What the user asks for, checked once: the constructor's arguments."""
 
-import math
 import os
 from dataclasses import dataclass, fields
 
@@ -8,6 +7,7 @@ import torch
 
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
 _ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow")}
 
 
@@ -77,9 +77,10 @@ class Settings:
             )
         if dtype is not None and dtype not in _REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype is not usable: got {dtype!r}, expected one of {_REDUCE_DTYPES} or None")
-        if seconds is not None and not (isinstance(seconds, int | float) and 0 < seconds < math.inf):
+        if seconds is not None and not _is_duration(seconds):
             raise ValueError(
-                f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds, or None"
+                f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds "
+                f"(up to {_LONGEST:g}), or None"
             )
 
     @property
@@ -90,3 +91,7 @@ class Settings:
             "reduce_dtype": str(self.reduce_dtype),
             "uneven": self.checks.uneven,
         }
+
+
+def _is_duration(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= _LONGEST

@@ -3,8 +3,10 @@
 All of it exists in torch 2.6 to 2.13; only 2.13 is run by the tests.
 """
 
+import sys
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -20,9 +22,19 @@ T = TypeVar("T")
 
 
 def storage_use_count(flat: torch.Tensor) -> int:
-    """How many tensors share the memory of ``flat``, itself included."""
-    storage = flat.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object `storage` is a holder, too
+    """How many tensors and storage objects share the memory of ``flat``, itself included."""
+    return 1 + _references(flat) - _references_alone()
+
+
+def _references(flat: torch.Tensor) -> int:
+    storage = flat.untyped_storage()  # one Python object per memory: a user who keeps it adds to its own count only
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+@cache
+def _references_alone() -> int:
+    """What a tensor that nobody shares counts: how torch ties the two objects together differs between its versions."""
+    return _references(torch.empty(1))
 
 
 def inside_backward() -> bool:

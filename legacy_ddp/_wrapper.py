@@ -74,18 +74,22 @@ class LegacyDistributedDataParallel(nn.Module):
         if not isinstance(module, nn.Module):
             raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
         self.module = module
-        self._settings = Settings(
-            buffer_size=buffer_size,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            reduce_dtype=reduce_dtype,
-            ignore=_names_to_ignore(module, ignore),
-            checks=resolve_checks(checks),
-            timeout_seconds=timeout_seconds,
-        )
         self._group = GroupHandle(process_group)
         self._sync_enabled = True
+        problem = None
+        try:
+            self._settings = Settings(
+                buffer_size=buffer_size,
+                gradient_as_bucket_view=gradient_as_bucket_view,
+                reduce_dtype=reduce_dtype,
+                ignore=_names_to_ignore(module, ignore),
+                checks=resolve_checks(checks),
+                timeout_seconds=timeout_seconds,
+            )
+        except (TypeError, ValueError) as error:
+            problem, self._settings = error, Settings()
         self._synchronizer = Synchronizer(self._settings)
-        self._construct(world_size)
+        self._construct(world_size, problem)
         if init_sync:
             self.broadcast_parameters()
             self.broadcast_buffers()
@@ -193,9 +197,11 @@ class LegacyDistributedDataParallel(nn.Module):
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(remove_duplicate=False)
 
-    def _construct(self, world_size: int | None) -> None:
+    def _construct(self, world_size: int | None, problem: Exception | None) -> None:
         with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
             with announcing_failures(call):
+                if problem is not None:  # found on the way here; the other ranks wait to hear of it
+                    raise problem
                 if world_size is not None and world_size != call.groups.size:
                     raise ValueError(
                         f"world_size does not match the process group: got {world_size}, expected {call.groups.size}; "
