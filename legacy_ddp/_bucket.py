@@ -24,6 +24,7 @@ class FlatBuffer:
     def __init__(self, bucket: Bucket, settings: Settings) -> None:
         self.bucket = bucket
         self.flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        self._carried = self.flat
         self.wire: torch.Tensor | None = None
         self._as_views = settings.gradient_as_bucket_view
         self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
@@ -42,6 +43,7 @@ class FlatBuffer:
         loose = [(slot, grad) for slot, grad in dense if not self.holds(slot, grad)]
         if self._needs_fresh_flat(held=len(dense) - len(loose)):
             self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
+            self._carried = torch.from_dlpack(self.flat)  # type: ignore[attr-defined]  # not in its stubs
             loose = dense
         if self._wire_dtype != self.bucket.dtype and self.wire is None:
             self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
@@ -96,8 +98,12 @@ class FlatBuffer:
 
     @property
     def travelling(self) -> torch.Tensor:
-        """What collectives carry: the flat tensor, or its copy in another dtype."""
-        return self.flat if self.wire is None else self.wire
+        """What collectives carry: the flat tensor's memory, or its copy in another dtype.
+
+        The memory under a second storage: a transport's thread may keep what it carried for milliseconds after the wait,
+        which must not look like a gradient that somebody kept.
+        """
+        return self._carried if self.wire is None else self.wire
 
     def _address(self, slot: Slot) -> int:
         return self.flat.data_ptr() + slot.offset * self.flat.itemsize
