@@ -55,7 +55,7 @@ demo: $(READY) ## train a small language model on RANKS ranks, UPDATE_FREQ batch
 	$(TORCHRUN) examples/train_lm.py --update-freq $(UPDATE_FREQ) $(if $(STEPS),--steps $(STEPS))
 
 digits: $(READY) ## train on the handwritten digits of scikit-learn
-	$(call needs,torch sklearn tqdm)
+	$(call needs,torch sklearn)
 	$(TORCHRUN) examples/train_digits.py
 
 test: $(READY) ## run the tests
@@ -66,7 +66,7 @@ lint: $(READY) ## check style (ruff) and types (mypy)
 	$(call needs,torch ruff mypy)
 	$(PY) -m ruff check --config .ci/ruff.toml .
 	$(PY) -m ruff format --check --config .ci/ruff.toml .
-	$(PY) -m mypy legacy_ddp tests
+	$(PY) -m mypy legacy_ddp
 
 bench: $(READY) ## time all_reduce() against torch DDP on RANKS ranks
 	$(call needs,torch)

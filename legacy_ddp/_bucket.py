@@ -100,8 +100,8 @@ class FlatBuffer:
     def travelling(self) -> torch.Tensor:
         """What collectives carry: the flat tensor's memory, or its copy in another dtype.
 
-        The memory under a second storage: a transport's thread may keep what it carried for milliseconds after the wait,
-        which must not look like a gradient that somebody kept.
+        The memory under a second storage: a transport's thread may hold what it carried for milliseconds after the
+        wait, which must not look like a gradient that somebody kept.
         """
         return self._carried if self.wire is None else self.wire
 

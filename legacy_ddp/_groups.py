@@ -174,9 +174,10 @@ def _finished(work: Any) -> bool:
     try:
         work.wait(_SLICE)
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        # It may have finished between the slice's end and that question: ask again, now for what really happened.
+        work.wait()
     return True
 
 

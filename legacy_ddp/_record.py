@@ -33,10 +33,11 @@ class RankRow:
 class SyncRecord:
     """What one :meth:`all_reduce` did on this rank. Host values, final when the call returns.
 
-    ``call``: its number on this wrapper, from 1; 0 for the no-op inside ``no_sync()``. ``synchronized``: false for that
-    no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the ranks, None for a
-    plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of gradients that
-    this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload, alias).
+    ``call``: its number on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``. ``synchronized``:
+    false for that no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the
+    ranks, None for a plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of
+    gradients that this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload,
+    alias).
     """
 
     call: int

@@ -1,0 +1,115 @@
+"""Is what users import what the package promises: listed, documented, and fit to cross a process border?"""
+
+import ast
+import inspect
+import pickle
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import legacy_ddp
+from legacy_ddp import (
+    AgreedError,
+    DesyncError,
+    GradientError,
+    LayoutError,
+    LegacyDDPError,
+    LegacyDistributedDataParallel,
+    LostPeerError,
+    PeerError,
+    PeerLostError,
+    RankRow,
+    SyncRecord,
+    SyncTimeoutError,
+)
+
+_ERRORS = [
+    AgreedError,
+    DesyncError,
+    GradientError,
+    LayoutError,
+    LegacyDDPError,
+    LostPeerError,
+    PeerError,
+    PeerLostError,
+    SyncTimeoutError,
+]
+
+
+def test_all_is_sorted_and_names_exactly_what_is_public() -> None:
+    public = {name for name, value in vars(legacy_ddp).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+
+    assert list(legacy_ddp.__all__) == sorted(public)
+
+
+@pytest.mark.parametrize("name", legacy_ddp.__all__)
+def test_every_public_object_has_a_docstring_of_its_own(name: str) -> None:
+    thing = getattr(legacy_ddp, name)
+    members = vars(thing).items() if inspect.isclass(thing) else []
+    methods = [
+        member
+        for key, member in members
+        if key[0] != "_" and (inspect.isroutine(member) or isinstance(member, property))
+    ]
+
+    for documented in [thing, *methods]:
+        text = inspect.cleandoc(documented.__doc__ or "")
+        assert text, documented
+        assert not text.startswith(f"{name}("), "a dataclass wrote it, nobody else did"
+
+
+@pytest.mark.parametrize("kind", _ERRORS)
+def test_errors_keep_text_and_attributes_through_pickle(kind: type[LegacyDDPError]) -> None:
+    error = kind("what happened", ranks=[2, 0], call=7, phase="payload", parameter="layer.weight")
+
+    copy = pickle.loads(pickle.dumps(error))
+
+    assert type(copy) is kind
+    assert (str(copy), copy.ranks, copy.call) == ("what happened", (2, 0), 7)
+    assert (copy.phase, copy.parameter) == ("payload", "layer.weight")
+
+
+def test_the_errors_form_one_tree() -> None:
+    assert {name for name in legacy_ddp.__all__ if name.endswith("Error")} == {kind.__name__ for kind in _ERRORS}
+    parents = {kind.__name__: kind.__base__.__name__ for kind in _ERRORS if kind.__base__}
+    assert parents == {
+        "LegacyDDPError": "RuntimeError",
+        "AgreedError": "LegacyDDPError",
+        "LostPeerError": "LegacyDDPError",
+        "GradientError": "LegacyDDPError",
+        "LayoutError": "AgreedError",
+        "DesyncError": "AgreedError",
+        "PeerError": "AgreedError",
+        "PeerLostError": "LostPeerError",
+        "SyncTimeoutError": "LostPeerError",
+    }
+
+
+def test_records_cannot_be_changed_and_travel_through_pickle() -> None:
+    record = SyncRecord(call=3, synchronized=True, seconds={"plan": 0.5})
+    row = RankRow(0, 1.5, True, 1, None, True, 0.25)
+
+    assert pickle.loads(pickle.dumps([record, row])) == [record, row]
+    for frozen, name in [(record, "call"), (row, "rank")]:
+        with pytest.raises(AttributeError):
+            setattr(frozen, name, 9)
+
+
+def test_the_version_is_a_literal_that_can_be_read_without_importing_torch() -> None:
+    source = ast.parse(Path(legacy_ddp.__file__).read_text(encoding="utf-8"))
+    (value,) = (
+        statement.value
+        for statement in source.body
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__version__"
+    )
+
+    assert ast.literal_eval(value) == legacy_ddp.__version__
+    assert legacy_ddp.__version__.count(".") == 2
+
+
+def test_the_first_four_arguments_are_those_of_the_legacy_class() -> None:
+    parameters = list(inspect.signature(LegacyDistributedDataParallel).parameters.values())
+
+    assert [parameter.name for parameter in parameters[:4]] == ["module", "world_size", "process_group", "buffer_size"]
+    assert all(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters[4:])

@@ -1,0 +1,180 @@
+"""Is every unusable argument refused with words that say which one, what it was and what to pass instead?"""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    """A process group of this one process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _wrap(**arguments: Any) -> LegacyDistributedDataParallel:
+    return LegacyDistributedDataParallel(**{"module": nn.Linear(2, 1), **arguments})
+
+
+_BUFFER_SIZE = "buffer_size is not usable: got {}, expected a number of elements, an int of at least 1"
+_TIMEOUT = "timeout_seconds is not usable: got {}, expected a positive number of seconds"
+_LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info')"
+
+
+@pytest.mark.parametrize(
+    "arguments, error, text",
+    [
+        ({"module": "model"}, TypeError, "module is of the wrong type: got str, expected torch.nn.Module"),
+        ({"module": nn.Linear}, TypeError, "module is of the wrong type: got type, expected torch.nn.Module"),
+        ({"world_size": 2}, ValueError, "world_size does not match the process group: got 2, expected 1; leave it out"),
+        ({"world_size": 0}, ValueError, "world_size does not match the process group: got 0, expected 1"),
+        ({"process_group": 3}, TypeError, "process_group is of the wrong type: got 3, expected ProcessGroup"),
+        ({"buffer_size": 0}, ValueError, _BUFFER_SIZE.format(0)),
+        ({"buffer_size": -1}, ValueError, _BUFFER_SIZE.format(-1)),
+        ({"buffer_size": 2.0**28}, ValueError, _BUFFER_SIZE.format(2.0**28)),
+        ({"buffer_size": True}, ValueError, _BUFFER_SIZE.format(True)),
+        ({"buffer_size": None}, ValueError, _BUFFER_SIZE.format(None)),
+        ({"buffer_size": "1"}, ValueError, _BUFFER_SIZE.format("'1'")),
+        ({"reduce_dtype": torch.int32}, ValueError, "reduce_dtype is not usable: got torch.int32, expected one of"),
+        ({"reduce_dtype": torch.complex64}, ValueError, "reduce_dtype is not usable: got torch.complex64, expected"),
+        ({"reduce_dtype": "bfloat16"}, ValueError, "reduce_dtype is not usable: got 'bfloat16', expected one of"),
+        ({"ignore": "weight"}, TypeError, "ignore is of the wrong type: got the string 'weight', expected several"),
+        (
+            {"ignore": ["weight", "wieght", "0.bias"]},
+            ValueError,
+            "ignore names what the module does not have: got ['0.bias', 'wieght'], expected parameter or buffer names",
+        ),
+        ({"checks": "on"}, ValueError, _LEVEL.format("'on'")),
+        ({"checks": ""}, ValueError, _LEVEL.format("''")),
+        ({"checks": None}, TypeError, "checks is of the wrong type: got NoneType, expected a level (str) or Checks"),
+        ({"checks": True}, TypeError, "checks is of the wrong type: got bool, expected a level (str) or Checks"),
+        ({"timeout_seconds": 0}, ValueError, _TIMEOUT.format(0)),
+        ({"timeout_seconds": -1.5}, ValueError, _TIMEOUT.format(-1.5)),
+        ({"timeout_seconds": math.inf}, ValueError, _TIMEOUT.format("inf")),
+        ({"timeout_seconds": math.nan}, ValueError, _TIMEOUT.format("nan")),
+        ({"timeout_seconds": "60"}, ValueError, _TIMEOUT.format("'60'")),
+        ({"timeout_seconds": 1e300}, ValueError, _TIMEOUT.format("1e+300")),
+        ({"timeout_seconds": True}, ValueError, _TIMEOUT.format(True)),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match="^" + re.escape(text)) as caught:
+        _wrap(**arguments)
+
+    assert caught.type is error
+
+
+@pytest.mark.parametrize(
+    "arguments, text",
+    [
+        ({"level": "detail"}, _LEVEL.format("'detail'")),
+        ({"level": None}, _LEVEL.format(None)),
+        ({"uneven": "ignore"}, "checks: uneven is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
+        ({"uneven": True}, "checks: uneven is unknown: got True, expected one of ('warn', 'raise', 'allow')"),
+    ],
+)
+def test_checks_refuses_what_it_does_not_know(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(text)):
+        Checks(**arguments)
+
+
+def test_an_unknown_level_in_the_environment_is_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGACY_DDP_CHECKS", "verbose")
+
+    text = "environment variable LEGACY_DDP_CHECKS: " + _LEVEL.format("'verbose'")
+    with pytest.raises(ValueError, match="^" + re.escape(text)):
+        _wrap()
+
+
+def test_the_environment_overrides_the_level_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
+
+    assert _wrap(checks=Checks(uneven="raise")).extra_repr() == "checks=Checks(level='off', uneven='raise')"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"world_size": 1, "buffer_size": 1},
+        {"timeout_seconds": 0.5},
+        {"timeout_seconds": 86400},
+        {"ignore": iter(["weight"])},
+        {"ignore": {"bias"}},
+        {"reduce_dtype": torch.float16},
+        {"checks": "off"},
+        {"checks": Checks()},
+        {"init_sync": False, "gradient_as_bucket_view": False},
+    ],
+    ids=str,
+)
+def test_usable_arguments_are_taken(arguments: dict[str, Any]) -> None:
+    model = _wrap(**arguments)
+    model(torch.ones(1, 2)).sum().backward()
+
+    assert model.all_reduce().call == 1
+
+
+def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str] | None:
+    try:
+        LegacyDistributedDataParallel(nn.Linear(2, 1), **{name: values[rank]})
+    except Exception as error:  # noqa: BLE001 - the test looks at its type
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    "name, values, words",
+    [
+        ("buffer_size", [7, 7, 8], "setting 'buffer_size': rank 2 has 8; ranks 0-1 have 7"),
+        (
+            "reduce_dtype",
+            [None, torch.bfloat16, None],
+            "setting 'reduce_dtype': rank 1 has torch.bfloat16; ranks 0, 2 have None",
+        ),
+        (
+            "checks",
+            [Checks(uneven="raise"), "info", "info"],
+            "setting 'uneven': rank 0 has raise; ranks 1-2 have warn",
+        ),
+    ],
+)
+def test_settings_that_ranks_must_share_are_compared(name: str, values: list[Any], words: str) -> None:
+    results = run_ranks(_settings_differ, 3, name, values)
+
+    assert results[0] == results[1] == results[2]
+    assert results[0][0] == "LayoutError"
+    assert words in results[0][1]
+
+
+@pytest.mark.parametrize(
+    "name, values",
+    [
+        ("checks", ["off", "info"]),
+        ("timeout_seconds", [5, None]),
+        ("gradient_as_bucket_view", [True, False]),
+    ],
+)
+def test_settings_that_concern_one_rank_may_differ(name: str, values: list[Any]) -> None:
+    assert run_ranks(_settings_differ, 2, name, values) == [None, None]
+
+
+@pytest.mark.parametrize("name, wrong", [("buffer_size", 0), ("checks", "on"), ("ignore", ["no.such.name"])])
+def test_an_unusable_argument_on_one_rank_is_an_error_on_all_instead_of_a_hang(name: str, wrong: Any) -> None:
+    good = {"buffer_size": 1, "checks": "info", "ignore": []}[name]
+
+    for said in run_ranks(_settings_differ, 2, name, [good, wrong], timeout_seconds=20):
+        assert said is not None
+        assert said[0] == "PeerError"
+        assert "rank 1" in said[1]
