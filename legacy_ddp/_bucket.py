@@ -68,7 +68,7 @@ class FlatBuffer:
     def view(self, slot: Slot) -> torch.Tensor:
         """The slot as a tensor of the parameter's shape; an empty one has memory of its own."""
         if slot.numel == 0:
-            return self.flat.new_empty(slot.shape)
+            return self.flat.new_empty_strided(slot.shape, slot.stride)
         return self.flat.as_strided(slot.shape, slot.stride, slot.offset)
 
     def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:

@@ -1,9 +1,11 @@
 """What the user asks for, checked once: the constructor's arguments."""
 
 import os
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, fields
 
 import torch
+from torch import nn
 
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -91,6 +93,37 @@ class Settings:
             "reduce_dtype": str(self.reduce_dtype),
             "uneven": self.checks.uneven,
         }
+
+
+_TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
+
+
+def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
+    """The names in ``ignore``, and those that torch DDP would leave out of ``module``.
+
+    Raises:
+        TypeError: one string, which would be taken for its letters.
+    """
+    if isinstance(ignore, str):
+        raise TypeError(
+            f"ignore is of the wrong type: got the string {ignore!r}, expected several names; write [{ignore!r}]"
+        )
+    return frozenset(ignore) | frozenset(getattr(module, _TORCH_DDP_IGNORE, ()))
+
+
+def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
+    """Refuse a name that nothing in ``module`` has; torch DDP allows that for its own list.
+
+    Raises:
+        ValueError: with the unknown names.
+    """
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    unknown = sorted(set(ignore) - known - set(getattr(module, _TORCH_DDP_IGNORE, ())))
+    if unknown:
+        raise ValueError(
+            f"ignore names what the module does not have: got {unknown}, expected parameter or buffer names"
+        )
 
 
 def _is_duration(seconds: object) -> bool:

@@ -19,7 +19,7 @@ from legacy_ddp._pack import pack
 from legacy_ddp._process_group import GroupHandle, resolve_group
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._reduce import Reduced, reduce
-from legacy_ddp._settings import Checks, Settings, resolve_checks
+from legacy_ddp._settings import Checks, Settings, check_ignored, names_to_ignore, resolve_checks
 from legacy_ddp._synchronizer import Synchronizer
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -82,7 +82,7 @@ class LegacyDistributedDataParallel(nn.Module):
                 buffer_size=buffer_size,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 reduce_dtype=reduce_dtype,
-                ignore=_names_to_ignore(module, ignore),
+                ignore=names_to_ignore(module, ignore),
                 checks=resolve_checks(checks),
                 timeout_seconds=timeout_seconds,
             )
@@ -209,7 +209,7 @@ class LegacyDistributedDataParallel(nn.Module):
                     )
                 if any(isinstance(child, LegacyDistributedDataParallel) for child in self.module.modules()):
                     raise ValueError("module contains a LegacyDistributedDataParallel; wrap the outermost module only")
-                _check_ignored(self.module, self._settings)
+                check_ignored(self.module, self._settings.ignore)
                 plan = self._synchronizer.planner.plan(self._named_parameters())
             agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
 
@@ -286,21 +286,3 @@ def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
         seconds=call.seconds,
         headers=agreement.headers,
     )
-
-
-def _names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
-    if isinstance(ignore, str):
-        raise TypeError(
-            f"ignore is of the wrong type: got the string {ignore!r}, expected several names; write [{ignore!r}]"
-        )
-    return frozenset(ignore) | frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-
-
-def _check_ignored(module: nn.Module, settings: Settings) -> None:
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    unknown = sorted(settings.ignore - known - set(getattr(module, "_ddp_params_and_buffers_to_ignore", ())))
-    if unknown:
-        raise ValueError(
-            f"ignore names what the module does not have: got {unknown}, expected parameter or buffer names"
-        )
