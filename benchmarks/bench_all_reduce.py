@@ -6,7 +6,9 @@ Every variant has its own copy of one model; all are run once per round, in an o
 so that whatever else the machine does hits all of them alike. A ratio is the median of the rounds' ratios. Two
 questions:
 
-call   all_reduce() alone, the ranks aligned by a barrier first, so that waiting for a late rank is not counted
+call   all_reduce() alone, the ranks aligned by a barrier first, so that waiting for a late rank is not counted;
+       "fresh" is the memory that one run allocates on its rank, as torch's profiler counts it (in a step: activations
+       and gradients, too)
 step   a whole training step: zero_grad, `update-freq` times forward and backward, synchronisation, SGD
 """
 
@@ -28,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import LegacyDistributedDataParallel
 
@@ -56,6 +59,7 @@ class Variant:
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
     seconds: list[float] = field(default_factory=list)
+    fresh_bytes: int = 0
 
 
 def main() -> None:
@@ -71,6 +75,8 @@ def main() -> None:
         results = {}
         for title, variants in tables.items():
             _measure(variants, arguments.rounds, arguments.warm_up)
+            for variant in variants:
+                variant.fresh_bytes = _fresh_bytes(variant)
             results[title] = _summary(variants)
             if dist.get_rank() == 0:
                 _print_table(title, results[title])
@@ -165,6 +171,13 @@ def _measure(variants: list[Variant], rounds: int, warm_up: int) -> None:
                 variant.seconds.append(elapsed)
 
 
+def _fresh_bytes(variant: Variant) -> int:
+    variant.prepare()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        variant.run()
+    return sum(max(0, event.self_cpu_memory_usage) for event in profiler.events())
+
+
 def _summary(variants: list[Variant]) -> dict[str, dict[str, float]]:
     reference = variants[0].seconds
     summary = {}
@@ -174,6 +187,7 @@ def _summary(variants: list[Variant]) -> dict[str, dict[str, float]]:
             "n": len(ratios),
             "median_ms": 1e3 * statistics.median(variant.seconds),
             "p90_ms": 1e3 * statistics.quantiles(variant.seconds, n=10)[-1],
+            "fresh_mib_per_run": variant.fresh_bytes / 2**20,
             "median_ratio": statistics.median(ratios),
             "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
         }
@@ -181,9 +195,10 @@ def _summary(variants: list[Variant]) -> dict[str, dict[str, float]]:
 
 
 def _print_table(title: str, summary: dict[str, dict[str, float]]) -> None:
-    print(f"\n{title}\n{'':44}{'median':>9}{'p90':>9}{'ratio':>8}")
+    print(f"\n{title}\n{'':41}{'median':>9}{'p90':>9}{'ratio':>7}{'fresh':>11}")
     for name, row in summary.items():
-        print(f"{name:44}{row['median_ms']:7.1f}ms{row['p90_ms']:7.1f}ms{row['median_ratio']:8.2f}", flush=True)
+        times = f"{row['median_ms']:7.1f}ms{row['p90_ms']:7.1f}ms{row['median_ratio']:7.2f}"
+        print(f"{name:41}{times}{row['fresh_mib_per_run']:8.1f}MiB", flush=True)
 
 
 def _environment() -> dict[str, object]:
