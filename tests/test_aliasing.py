@@ -102,7 +102,7 @@ def _detach(net: _Net, rank: int) -> None:
 
 
 def _negate(net: _Net, rank: int) -> None:
-    net.a.grad = torch._neg_view(_grad(net.a))  # the same memory, read with the other sign
+    net.a.grad = torch._neg_view(_grad(net.a)).data  # the same memory, read with the other sign
 
 
 def _borrow_weights(net: _Net, rank: int) -> None:
@@ -171,13 +171,18 @@ def _conjugate(rank: int) -> list[Any]:
     wrapped = _wrap(net)
     net.a.grad = 2 * rank * (A + 1j * B)
     wrapped.all_reduce()
-    net.a.grad = _grad(net.a).conj()
+    net.a.grad = _grad(net.a).conj().data  # the same memory, read with the other sign of the imaginary part
     wrapped.all_reduce()
-    return _values(net.a.grad.resolve_conj())
+    both = _grad(net.a).resolve_conj().clone()
+    if rank == 0:
+        net.a.grad = _grad(net.a).conj().data
+    net.c.sum().real.backward()
+    wrapped.all_reduce()
+    return _values(both, net.a.grad)
 
 
 def test_conjugated_gradient_is_not_taken_for_the_one_in_its_place() -> None:
-    assert run_ranks(_conjugate, 2) == [_values(A - 1j * B)] * 2
+    assert run_ranks(_conjugate, 2) == [_values(A - 1j * B, A + 0j * B)] * 2
 
 
 # --- what a user kept -------------------------------------------------------------------------------------------------

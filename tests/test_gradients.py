@@ -17,12 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from legacy_ddp import (
+    AgreedError,
     Checks,
     DesyncError,
     GradientError,
     LegacyDDPError,
     LegacyDistributedDataParallel,
-    LostPeerError,
     PeerError,
     SyncRecord,
     all_reduce_gradients,
@@ -376,20 +376,21 @@ def test_frozen_integer_parameter_in_front_is_left_alone() -> None:
 def test_fp16_gradients_neither_overflow_nor_underflow(
     world_size: int, table: list[tuple[float, int | None, float]]
 ) -> None:
-    like = [torch.zeros(2, dtype=torch.float16)]
+    like = [torch.zeros(2, dtype=torch.float16), torch.zeros(5, dtype=torch.float16)]
     cases: dict[Any, Case] = {}
     expected: dict[Any, Grads] = {}
     for (value, items, mean), wire in product(table, (None, torch.bfloat16, torch.float64)):
         if wire is None or torch.tensor(value * world_size).to(wire).double() == value * world_size:
-            grads = _vectors(*[[value, -value]] * world_size, dtype=torch.float16)
+            own, quotient = (torch.tensor([number, -number], dtype=torch.float16) for number in (value, mean))
+            grads: list[Grads] = [[own, _sparse([0, 3], own)]] * world_size
             cases[value, wire] = Case(like, grads, [{"sample_size": items}] * world_size, {"reduce_dtype": wire})
-            expected[value, wire] = [torch.tensor([mean, -mean], dtype=torch.float16)]
+            expected[value, wire] = [quotient, _sparse([0, 3], quotient)]
 
     _check(cases, expected)
 
 
-@pytest.mark.parametrize("size, value", [(64, 2000.0), (512, 2000.0), (3, 30000.0), (7, 35000.0)])
-def test_fp16_divisor_split_keeps_the_sum_of_many_ranks_finite(size: int, value: float) -> None:
+@pytest.mark.parametrize("size, value", [(64, 2000.0), (512, 2000.0), (3, 30000.0), (7, 35000.0), (64, 2.0**-20)])
+def test_fp16_divisor_split_keeps_the_sum_of_many_ranks_in_range(size: int, value: float) -> None:
     before, after = split_divisor(size, size, torch.float16)
     total = torch.zeros((), dtype=torch.float16)
     for _ in range(size):
@@ -632,27 +633,43 @@ def test_gradient_that_requires_grad_is_refused_on_every_rank(guilty: tuple[int,
         assert _all_bits(later) == [_bits(torch.ones(2, 2)), None, None]
 
 
-def _other_grad_dtype(rank: int) -> tuple[bool, Grads]:
+def _other_dtype(grad_dtypes: Sequence[torch.dtype | None], rank: int) -> tuple[str, Grads, Grads]:
     wrapped = _wrap([torch.zeros(2, dtype=torch.bfloat16)])
     parameter = wrapped.module[0]
-    parameter.grad_dtype = torch.float32 if rank == 0 else torch.bfloat16
-    parameter.grad = torch.tensor([1.001, 2.0]).to(parameter.grad_dtype)
+    parameter.grad_dtype = grad_dtypes[rank]
+    parameter.grad = torch.tensor([1.001, 1e-3], dtype=grad_dtypes[rank] or torch.float32)
     try:
         wrapped.all_reduce()
-    except (LegacyDDPError, ValueError) as error:
-        refused = not isinstance(error, LostPeerError)
-    else:
-        refused = False
-    parameter.grad = None
-    parameter.grad_dtype = torch.bfloat16
+        told = ""
+    except AgreedError as error:
+        told = type(error).__name__
+    except GradientError as error:
+        told = str(error)
+    result = _get(wrapped)
+    parameter.grad, parameter.grad_dtype = None, torch.bfloat16
     parameter.grad = torch.ones(2, dtype=torch.bfloat16)
     wrapped.all_reduce()
-    return refused, _get(wrapped)
+    return told, result, _get(wrapped)
 
 
-def test_gradient_of_another_dtype_than_its_parameter_is_refused_and_the_group_stays_usable() -> None:
-    for refused, later in run_ranks(_other_grad_dtype, 2):
-        assert refused
+@pytest.mark.parametrize(
+    "grad_dtypes, told",
+    [
+        ((torch.float32, torch.float32), ""),  # asked for on every rank: reduced in that dtype
+        ((torch.float32, torch.bfloat16), "LayoutError"),
+        ((None, None), "has dtype torch.float32, expected torch.bfloat16"),
+        ((torch.bfloat16, None), "PeerError"),
+    ],
+)
+def test_gradient_of_another_dtype_than_its_parameter_is_never_rounded(
+    grad_dtypes: Sequence[torch.dtype | None], told: str
+) -> None:
+    results = run_ranks(partial(_other_dtype, grad_dtypes), 2)
+
+    for grad_dtype, (what, grads, later) in zip(grad_dtypes, results, strict=True):
+        assert told in what
+        assert bool(told) == bool(what)
+        assert _all_bits(grads) == [_bits(torch.tensor([1.001, 1e-3], dtype=grad_dtype or torch.float32))]
         assert _all_bits(later) == [_bits(torch.ones(2, dtype=torch.bfloat16))]
 
 
