@@ -1,10 +1,13 @@
 """What holds for every test: reproducible examples in CI, and skipping what needs a GPU."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import settings
+from torch._C._distributed_c10d import HashStore
 
 # No deadline: a shared machine makes any example slow once in a while.
 settings.register_profile("default", deadline=None)
@@ -19,3 +22,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this one process."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -332,7 +332,8 @@ def _infer(rank: int) -> list[list[Any]]:
     results = []
     for guard in (torch.no_grad, torch.inference_mode):
         for as_view in (True, False):
-            wrapped, net = _after_one_call(rank, as_view=as_view)
+            net = _Net()
+            wrapped = _wrap(net, as_view=as_view)
             for set_to_none in (True, False):
                 wrapped.zero_grad(set_to_none=set_to_none)
                 _backward(net, rank)

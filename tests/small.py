@@ -1,0 +1,57 @@
+"""A wrapper of two weights, and short ways to step it and to hear what it says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel
+
+Said = tuple[str, str] | None
+
+
+def wrap(**arguments: Any) -> LegacyDistributedDataParallel:
+    return LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False), **arguments)
+
+
+def add_gradients(model: nn.Module, value: float) -> None:
+    """Add ``value`` to every element of every trainable parameter's gradient."""
+    torch.stack([(p * value).sum() for p in model.parameters() if p.requires_grad]).sum().backward()
+
+
+def gradient_values(model: nn.Module) -> dict[str, float | None]:
+    """The value that fills each gradient."""
+    found: dict[str, float | None] = {}
+    for name, parameter in model.named_parameters():
+        values = set() if parameter.grad is None else set(parameter.grad.flatten().tolist())
+        assert len(values) <= 1
+        found[name.removeprefix("module.")] = values.pop() if values else None
+    return found
+
+
+def step(model: LegacyDistributedDataParallel, value: float) -> float | None:
+    """One step on fresh gradients of ``value``; what the first of them is afterwards."""
+    model.zero_grad()
+    add_gradients(model, value)
+    model.all_reduce()
+    return next(iter(gradient_values(model).values()))
+
+
+def error_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Said:
+    """Type and text of what ``function`` raises."""
+    try:
+        function(*args, **kwargs)
+    except Exception as error:  # noqa: BLE001 - the test looks at its type
+        return type(error).__name__, str(error)
+    return None
+
+
+class Net(nn.Module):
+    """A few kinds of parameters, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 2)
+        self.head = nn.Linear(4, 4)
+        self.frozen = nn.Linear(2, 2, bias=False).requires_grad_(False)

@@ -1,0 +1,238 @@
+"""Is what a call says about itself true, and does it speak up about uneven work?"""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import (
+    Checks,
+    DesyncError,
+    LegacyDistributedDataParallel,
+    SyncRecord,
+    all_reduce_gradients,
+)
+from tests.ranks import run_ranks
+from tests.small import Said, add_gradients, error_of, gradient_values, step, wrap
+
+# What a call says about itself
+
+
+def _records(rank: int) -> tuple[list[SyncRecord], list[float | None]]:
+    model = wrap(checks=Checks(uneven="allow"))
+    records, grads = [], []
+    for arguments in ({}, {"sample_size": 3 * rank}, {"skip": rank == 2}, {"skip": True}):
+        model.zero_grad()
+        for _ in range(rank + 1):
+            add_gradients(model, rank + 1)
+        records.append(model.all_reduce(**arguments))
+        grads.append(gradient_values(model)["weight"])
+        model.broadcast_parameters()  # has a count of its own
+    return records, grads
+
+
+def test_the_record_says_what_the_call_did() -> None:
+    for records, grads in run_ranks(_records, 3):
+        # rank r brings (r+1)²; rank 0 is left out of the second call, rank 2 of the third
+        assert grads == [pytest.approx(14 / 3), pytest.approx(13 / 9), 2.5, None]
+        plain, weighted, without_rank_2, _ = records
+        facts = [(r.call, r.synchronized, r.skipped, r.sample_size, r.divisor, r.skipped_ranks) for r in records]
+        assert facts == [
+            (1, True, False, None, 3, ()),
+            (2, True, False, 9, 9, (0,)),
+            (3, True, False, None, 2, (2,)),
+            (4, True, True, None, 0, (0, 1, 2)),
+        ]
+        assert [record.payload_bytes for record in records] == [8, 8, 8, 0]
+        for record in records:
+            phases = {"plan", "pack", "agree"} | ({"payload", "alias"} if not record.skipped else {"alias"})
+            assert record.seconds.keys() == phases
+            assert all(0 <= seconds < 60 for seconds in record.seconds.values())
+            assert [row.rank for row in record.rows] == [0, 1, 2]
+            assert all(row.seconds_waited >= 0 for row in record.rows)
+        assert [row.took_part for row in weighted.rows] == [False, True, True]
+        assert [row.took_part for row in without_rank_2.rows] == [True, True, False]
+        assert [row.sample_size for row in weighted.rows] == [0, 3, 6]
+        assert [row.sample_size for row in plain.rows] == [None] * 3
+        assert [row.micro_batches for row in plain.rows] == [1, 2, 3]
+        # rank r adds r+1 to both elements r+1 times
+        norms = [(rank + 1) ** 2 * 2**0.5 for rank in range(3)]
+        assert [row.local_norm for row in plain.rows] == pytest.approx(norms, rel=1e-6)
+        assert all(row.finite for row in plain.rows)
+
+
+class _Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.half_ = nn.Parameter(torch.ones(5, dtype=torch.float16))
+        self.single_ = nn.Parameter(torch.ones(3))
+        self.double_ = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.complex_ = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+        self.unused = nn.Parameter(torch.ones(100, dtype=torch.complex128))
+        self.unused_last = nn.Parameter(torch.ones(100))
+
+
+def _mixed_bytes(rank: int, reduce_dtype: torch.dtype | None) -> tuple[int, float | None, float]:
+    model = LegacyDistributedDataParallel(_Mixed(), reduce_dtype=reduce_dtype)
+    for index, parameter in enumerate(model.parameters()):
+        if index < 4:
+            parameter.grad = torch.full_like(parameter, (index + 1) * (3 + 4j if parameter.is_complex() else 2))
+    norm = sum(float(p.grad.abs().double().square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    record = model.all_reduce()
+    return record.payload_bytes, record.rows[rank].local_norm, norm
+
+
+@pytest.mark.parametrize(
+    "reduce_dtype, size_bytes",
+    # fp16 travels as fp32 unless asked otherwise; complex numbers as they are; unused ones not at all
+    [(None, 5 * 4 + 3 * 4 + 2 * 8 + 8), (torch.bfloat16, (5 + 3 + 2) * 2 + 8), (torch.float64, (5 + 3 + 2) * 8 + 8)],
+)
+def test_payload_bytes_and_norm_are_those_of_the_gradients_that_travel(
+    reduce_dtype: torch.dtype | None, size_bytes: int
+) -> None:
+    for payload_bytes, local_norm, expected in run_ranks(_mixed_bytes, 2, reduce_dtype):
+        assert payload_bytes == size_bytes
+        assert local_norm == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "value, norm, finite", [(1e20, 2**0.5 * 1e20, True), (float("inf"), float("inf"), False), (3e38, 4.2426e38, True)]
+)
+def test_the_norm_of_large_gradients_does_not_overflow(value: float, norm: float, finite: bool) -> None:
+    model = wrap()
+    add_gradients(model, value)
+
+    (row,) = model.all_reduce().rows
+
+    assert row.local_norm == pytest.approx(norm, rel=1e-4)
+    assert row.finite is finite
+
+
+def _non_finite(rank: int) -> list[bool | None]:
+    model = wrap()
+    model.module.weight.grad = torch.tensor([[1.0, torch.nan if rank == 1 else 2.0]])
+    rows = model.all_reduce().rows
+    assert rows[1].local_norm is not None
+    assert rows[1].local_norm != rows[1].local_norm
+    return [row.finite for row in rows]
+
+
+def test_the_record_names_the_rank_whose_gradient_is_not_finite() -> None:
+    assert run_ranks(_non_finite, 3) == [[True, False, True]] * 3
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "environment, checks, looked",
+    [
+        (None, "info", True),
+        (None, "off", False),
+        ("off", "info", False),
+        ("info", Checks(level="off"), True),
+        ("", "off", False),
+    ],
+)
+def test_checks_off_takes_no_values_and_the_environment_overrides(
+    monkeypatch: pytest.MonkeyPatch, environment: str | None, checks: str | Checks, looked: bool
+) -> None:
+    monkeypatch.delenv("LEGACY_DDP_CHECKS", raising=False)
+    if environment is not None:
+        monkeypatch.setenv("LEGACY_DDP_CHECKS", environment)
+    model = wrap(checks=checks)
+    monkeypatch.delenv("LEGACY_DDP_CHECKS", raising=False)  # read at construction only
+    add_gradients(model, 1)
+
+    (row,) = model.all_reduce().rows
+
+    assert (row.local_norm is not None, row.finite is not None) == (looked, looked)
+    assert row.micro_batches == 1
+
+
+# Uneven work
+
+
+def _uneven(rank: int, uneven: str) -> tuple[list[tuple[str, str, str]], list[Said], list[float | None]]:
+    model = wrap(checks=Checks(uneven=uneven))
+    said, grads = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for _ in range(1 + (rank == 2)):
+                add_gradients(model, rank)
+            said.append(error_of(model.all_reduce))
+            grads.append(gradient_values(model)["weight"])
+            model.zero_grad()
+    return [(w.category.__name__, str(w.message), w.filename) for w in caught], said, grads
+
+
+def test_uneven_work_is_averaged_silently_if_allowed() -> None:
+    for caught, said, grads in run_ranks(_uneven, 3, "allow"):
+        assert (caught, said) == ([], [None] * 3)
+        assert grads == pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)
+
+
+def test_uneven_work_is_warned_of_once_and_on_rank_0_naming_ranks_and_counts() -> None:
+    results = run_ranks(_uneven, 3, "warn")
+
+    (category, text, _), *more = results[0][0]
+    assert (category, more) == ("UserWarning", [])
+    assert text.startswith("all_reduce() call 1: ranks bring uneven work (said once")
+    assert "micro-batches since the last call: rank 2 has 2; ranks 0-1 have 1" in text
+    assert [caught for caught, *_ in results[1:]] == [[], []]
+    for _, said, grads in results:
+        assert said == [None] * 3
+        assert grads == pytest.approx([(0 + 1 + 2 + 2) / 3] * 3)
+
+
+def _uneven_filename(rank: int, how: str) -> list[str]:
+    model = wrap()
+    function = model.all_reduce if how == "method" else partial(all_reduce_gradients, model.module)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for micro_batches in (1, 1 + rank):
+            for _ in range(micro_batches):
+                add_gradients(model, rank)
+            function()
+    return [warning.filename for warning in caught]
+
+
+@pytest.mark.parametrize("how", ["method", "function"])
+def test_the_warning_of_uneven_work_points_at_the_caller(how: str) -> None:
+    assert run_ranks(_uneven_filename, 2, how) == [[__file__], []]
+
+
+def _uneven_with_warnings_as_errors(rank: int) -> tuple[Said, float | None, float | None]:
+    model = wrap()
+    for _ in range(1 + rank):
+        add_gradients(model, rank)
+    return error_of(model.all_reduce), gradient_values(model)["weight"], step(model, rank)
+
+
+def test_a_warning_that_became_an_error_leaves_the_ranks_in_step() -> None:
+    (said, *grads), second = run_ranks(_uneven_with_warnings_as_errors, 2)
+
+    assert said[0] == "UserWarning"
+    assert grads == [1.0, 0.5]
+    assert second == (None, 1.0, 0.5)
+
+
+def _uneven_then_even(rank: int) -> tuple[tuple[int, ...], int | None, float | None, float | None]:
+    model = wrap(checks=Checks(uneven="raise"))
+    for _ in range(1 + (rank == 2)):
+        add_gradients(model, rank)
+    with pytest.raises(DesyncError) as caught:
+        model.all_reduce()
+    left = gradient_values(model)["weight"]
+    if rank != 2:
+        add_gradients(model, rank)
+    model.all_reduce()
+    return caught.value.ranks, caught.value.call, left, gradient_values(model)["weight"]
+
+
+def test_uneven_work_raises_on_all_ranks_if_asked_and_the_call_works_once_it_is_even() -> None:
+    assert run_ranks(_uneven_then_even, 3) == [((2,), 1, left, 2.0) for left in (0.0, 1.0, 4.0)]
+    results = run_ranks(_uneven, 3, "raise")
+    assert all(said == results[0][1] for _, said, _ in results)
