@@ -15,9 +15,8 @@ import torch
 from legacy_ddp._bucket import ABSENT, DENSE
 from legacy_ddp._call import Call
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
-from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
-from legacy_ddp._header import Flag, Header, Operation, Part, decode_rows, encode_row
-from legacy_ddp._layout import fingerprint
+from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
+from legacy_ddp._header import Flag, Header, Part, decode_rows, encode_row
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,14 @@ def announcing_failures(call: Call) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        header = Header(member=call.seat.member, operation=call.operation, call=call.number, flags=Flag.FAILED)
-        with call.phase("agree", exposed=True):
+        if isinstance(error, LegacyDDPError) and error.call is None:
+            error.call, error.phase = call.number, call.phase_name
+        header = Header(member=call.member, operation=call.operation, call=call.number, flags=Flag.FAILED)
+        with call.phase("agree"):
             rows = decode_rows(call.gather(encode_row(header)))
             problem = _find_failure(call, rows, f"{type(error).__name__}: {error}")
         if problem is None:
+            call.settle()
             raise
         raise problem from error
 
@@ -81,15 +83,15 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
             ``uneven="raise"`` other numbers of micro-batches.
         LayoutError: another inventory.
     """
-    header = header._replace(member=call.seat.member, operation=call.operation, call=call.number)
-    with call.phase("agree", exposed=True):
+    header = header._replace(member=call.member, operation=call.operation, call=call.number)
+    with call.phase("agree"):
         headers = call.gather(encode_row(header))
         rows = decode_rows(headers)
         problem = (
             _find_failure(call, rows, "")
-            or _find_other_call(call, rows)
+            or _find_other_call(rows)
             or _find_other_layout(call, rows, inventory)
-            or _find_other_meaning(call, rows, uneven)
+            or _find_other_meaning(rows, uneven)
         )
     if problem is not None:
         raise problem
@@ -105,10 +107,10 @@ def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> li
     """
     if len({row.mask for row in agreement.rows}) == 1:
         return list(kinds)
-    own = torch.tensor(kinds, dtype=torch.uint8)
+    own = torch.tensor(kinds, dtype=torch.uint8, device="cpu")
     # One maximum gives both ends: the largest kind, and 255 minus the smallest kind that is not absent.
     lowest = torch.where(own == ABSENT, 0, 255 - own)
-    with call.phase("agree", exposed=True):
+    with call.phase("agree"):
         ends = call.maximum(torch.stack([own, lowest.to(torch.uint8)]))
     largest, smallest = ends[0], 255 - ends[1]
     return [int(kind) for kind in torch.where((largest == ABSENT) | (largest == smallest), largest, DENSE)]
@@ -116,16 +118,11 @@ def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> li
 
 def describe_micro_batches(rows: Sequence[Header]) -> Finding:
     """Who brings how many micro-batches, if those who take part differ."""
-    counted = {rank: row.micro_batches for rank, row in enumerate(rows) if row.takes_part}
-    if len(set(counted.values())) <= 1:
+    taking_part = [rank for rank, row in enumerate(rows) if row.takes_part]
+    if len({rows[rank].micro_batches for rank in taking_part}) <= 1:
         return Finding(())
-    words = [str(counted[rank]) if rank in counted else "left out" for rank in range(len(rows))]
-    return compare_rows([{"micro-batches since the last call": word} for word in words])
-
-
-def mask_word(kinds: Sequence[int]) -> int:
-    """The kinds of all gradients as one header word."""
-    return fingerprint(bytes(kinds))
+    counts = [{"micro-batches since the last call": str(rows[rank].micro_batches)} for rank in taking_part]
+    return compare_rows(counts, taking_part)
 
 
 def _find_failure(call: Call, rows: Sequence[Header], own: str) -> AgreedError | None:
@@ -135,17 +132,12 @@ def _find_failure(call: Call, rows: Sequence[Header], own: str) -> AgreedError |
     texts = [text.decode() for text in call.gather_bytes(own.encode())]
     if len(failed) == len(rows) and len(set(texts)) == 1:
         return None
-    lines = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
-    return PeerError(
-        f"{call.place.operation} call {call.number}: {name_ranks(failed)} failed before the exchange, so nothing was "
-        f"exchanged and no gradient changed. {lines}",
-        ranks=failed,
-        call=call.number,
-        phase="agree",
-    )
+    said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+    what = f"{name_ranks(failed)} failed before the exchange, so nothing was exchanged and no gradient changed. {said}"
+    return _error(PeerError, rows, what, failed)
 
 
-def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
+def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
     if len({(row.version, row.member, row.operation, row.call, row.argument) for row in rows}) == 1:
         return None
     finding = compare_rows(
@@ -153,72 +145,69 @@ def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
             {
                 "header version": str(row.version),
                 "wrapper": f"number {row.member} on this group",
-                "operation": str(Operation(row.operation)),
-                "call": f"number {row.call}",
+                "call": row.call_name,
                 "src": str(row.argument),
             }
             for row in rows
         ]
     )
-    return _desync(
-        call,
-        f"ranks met in different calls:\n{finding}\nlet every rank make the same calls in the same order",
-        finding.ranks,
-    )
+    what = f"ranks met in different calls:\n{finding}\nlet every rank make the same calls in the same order"
+    return _error(DesyncError, rows, what, finding.ranks)
 
 
 def _find_other_layout(call: Call, rows: Sequence[Header], inventory: Mapping[str, str]) -> AgreedError | None:
     if len({row.layout for row in rows}) == 1:
         return None
     finding = compare_rows([json.loads(text) for text in call.gather_bytes(json.dumps(dict(inventory)).encode())])
-    return LayoutError(
-        f"{call.place.operation} call {call.number}: ranks hold different things:\n{finding}\n"
-        "build the same module with the same settings on every rank",
-        ranks=finding.ranks,
-        call=call.number,
-        phase="agree",
-    )
+    what = f"ranks hold different things:\n{finding}\nbuild the same module with the same settings on every rank"
+    error = _error(LayoutError, rows, what, finding.ranks)
+    names = [item.what for item in finding.differences]
+    if len(names) == 1 and names[0].startswith("parameter "):
+        error.parameter = names[0].removeprefix("parameter ").strip("'")
+    return error
 
 
-def _find_other_meaning(call: Call, rows: Sequence[Header], uneven: str) -> AgreedError | None:
+def _find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | None:
     """Ranks are in the same all_reduce() but do not mean the same by it."""
-    return (
-        _find_mixed_parts(call, rows)
-        or _find_lone_flag(
-            call, rows, Flag.REPEAT, "no backward since the last call, gradients as it left them: an extra call"
-        )
-        or _find_lone_flag(
-            call, rows, Flag.STEPPED, "weights changed between its first backward and now: a skipped call"
-        )
-        or (_find_uneven(call, rows) if uneven == "raise" else None)
-    )
+    if mixed := _find_mixed_parts(rows):
+        return mixed
+    if repeating := _ranks_alone_with(Flag.REPEAT, rows):
+        return _slipped(rows, repeating, "no backward since the last call, gradients as it left them: an extra call")
+    finding = describe_micro_batches(rows)
+    stepping = _ranks_alone_with(Flag.STEPPED, rows)
+    # Weights change for other reasons, too; that and more backward passes than elsewhere is a step that nobody shared.
+    if stepping and finding:
+        return _slipped(rows, stepping, "weights changed between its first backward and now: a skipped call")
+    if finding and uneven == "raise":
+        return _error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
+    return None
 
 
-def _find_mixed_parts(call: Call, rows: Sequence[Header]) -> AgreedError | None:
-    if not {Part.PLAIN, Part.SAMPLES} <= {row.part for row in rows}:
+def _find_mixed_parts(rows: Sequence[Header]) -> AgreedError | None:
+    meant = {Part.PLAIN: "sample_size=None", Part.SAMPLES: "an int sample_size"}
+    ranks = [rank for rank, row in enumerate(rows) if row.part != Part.SKIP]
+    finding = compare_rows([{"argument": meant[Part(rows[rank].part)]} for rank in ranks], ranks)
+    if not finding:
         return None
-    meant = {Part.PLAIN: "sample_size=None", Part.SAMPLES: "an int sample_size", Part.SKIP: "skip=True"}
-    finding = compare_rows([{"argument": meant[Part(row.part)]} for row in rows])
-    ranks = [rank for rank in finding.ranks if rows[rank].part != Part.SKIP]
-    return _desync(call, f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none", ranks)
+    what = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"
+    return _error(DesyncError, rows, what, finding.ranks)
 
 
-def _find_lone_flag(call: Call, rows: Sequence[Header], flag: Flag, reading: str) -> AgreedError | None:
-    """A fact that holds on some of the ranks that take part; one that holds on all of them is how they train."""
+def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
+    """The ranks of which a fact is true; nobody if it is true of all that take part, for then it is how they train."""
     ranks = [rank for rank, row in enumerate(rows) if row.takes_part and row.flags & flag]
-    if not ranks or len(ranks) == sum(row.takes_part for row in rows):
-        return None
+    return ranks if len(ranks) < sum(row.takes_part for row in rows) else []
+
+
+def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> AgreedError:
     lines = [f"{name_ranks(ranks)}: {reading}", str(describe_micro_batches(rows))]
     lines.append("call all_reduce() once per step on every rank")
-    return _desync(call, "\n".join(line for line in lines if line), ranks)
+    return _error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
 
 
-def _find_uneven(call: Call, rows: Sequence[Header]) -> AgreedError | None:
-    finding = describe_micro_batches(rows)
-    return _desync(call, f"ranks bring uneven work:\n{finding}", finding.ranks) if finding else None
-
-
-def _desync(call: Call, what: str, ranks: Sequence[int]) -> DesyncError:
-    return DesyncError(
-        f"{call.place.operation} call {call.number}: {what}", ranks=ranks, call=call.number, phase="agree"
-    )
+def _error(kind: type[AgreedError], rows: Sequence[Header], what: str, ranks: Sequence[int]) -> AgreedError:
+    """The same error on every rank: made from the rows alone, and without a call where ranks are in different ones."""
+    names = {row.call_name for row in rows}
+    shared = len(names) == 1
+    text = f"{names.pop()}: {what}" if shared else what[0].upper() + what[1:]
+    return kind(text, ranks=ranks, call=rows[0].call if shared else None, phase="agree")

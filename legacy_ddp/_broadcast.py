@@ -6,13 +6,14 @@ import torch
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import agree, announcing_failures
-from legacy_ddp._call import Call
+from legacy_ddp._call import Call, check_moment
 from legacy_ddp._header import Header
-from legacy_ddp._layout import Named, check_dense, describe, fingerprint
+from legacy_ddp._layout import Named, check_dense, describe, inventory_word
 
 CHUNK_BYTES = 32 * 2**20
 
 
+@internals.leaves_compiled_code
 def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> None:
     """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
 
@@ -21,16 +22,17 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
         LayoutError: ranks hold other tensors. DesyncError: another call or ``src``. Nothing is written in either case.
     """
     with announcing_failures(call):
+        check_moment(call)
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < call.groups.size:
             raise ValueError(f"src is no rank of the group: got {src!r}, expected 0 to {call.groups.size - 1}")
         for item in tensors:
             check_dense(item, kind=kind)
+            call.groups.payload(item.tensor.device)
         inventory = describe(tensors, kind=kind)
-    word = fingerprint(repr(sorted(inventory.items())).encode())
-    agree(call, Header(layout=word, argument=src), inventory)
+    agree(call, Header(layout=inventory_word(inventory), argument=src), inventory)
     if call.groups.size == 1:
         return
-    with call.phase("payload", exposed=True):
+    with call.phase("payload"):
         for chunk in _chunks([_writable(item.tensor) for item in tensors]):
             _broadcast_chunk(call, chunk, src)
 
@@ -38,9 +40,9 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
 def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> None:
     # Element by element in logical order, as bytes: strides may differ between ranks and gloo knows few dtypes.
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
-    options = internals.operation_options("Broadcast", call.timeout)
+    options = call.options("Broadcast")
     options.rootRank, options.rootTensor = src, 0
-    call.wait(call.groups.payload(flat.device).broadcast([flat.view(torch.uint8)], options), flat.device)
+    call.carry(call.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
     # The source writes its own values back: a write that only some ranks make would look like a lone weight update.
     for tensor, piece in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(piece.view(tensor.shape))

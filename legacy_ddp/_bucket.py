@@ -28,28 +28,37 @@ class FlatBuffer:
         self.wire: torch.Tensor | None = None
         self._as_views = settings.gradient_as_bucket_view
         self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
-        self._reduced = False  # the last call left its result here and nothing was packed since
+        self._held = [False] * len(bucket.slots)  # whose gradient was its slot already when the call packed
+        self._left_version = -1  # of the flat tensor, when the last call left its result in it
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
         """Copy the dense gradients (one per slot; None and sparse are passed over) to their slots.
 
         Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
         """
-        dense = [
-            (slot, grad)
-            for slot, grad in zip(self.bucket.slots, grads, strict=True)
-            if grad is not None and kind_of(grad) == DENSE
-        ]
-        loose = [(slot, grad) for slot, grad in dense if not self.holds(slot, grad)]
-        if self._needs_fresh_flat(held=len(dense) - len(loose)):
+        slots = self.bucket.slots
+        self._held = [self.holds(slot, grad) for slot, grad in zip(slots, grads, strict=True)]
+        if self._needs_fresh_flat(held=sum(self._held)):
             self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
             self._carried = torch.from_dlpack(self.flat)  # type: ignore[attr-defined]  # not in its stubs
-            loose = dense
-        if self._wire_dtype != self.bucket.dtype and self.wire is None:
-            self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
+            self._held = [False] * len(slots)
+        loose = [
+            (slot, grad)
+            for slot, grad, held in zip(slots, grads, self._held, strict=True)
+            if not held and grad is not None and kind_of(grad) == DENSE
+        ]
         if copy and loose:
             torch._foreach_copy_([self.view(slot) for slot, _ in loose], [grad for _, grad in loose])
-        self._reduced = False
+
+    def make_wire(self) -> None:
+        """Make room for the copy in the wire's dtype, where it is another one."""
+        if self._wire_dtype != self.bucket.dtype and self.wire is None:
+            self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
+
+    def forget(self) -> None:
+        """Start from no memory at all."""
+        self.flat = self._carried = self.flat.new_empty(0)
+        self.wire = None
 
     def holds(self, slot: Slot, grad: torch.Tensor | None) -> bool:
         """Whether ``grad`` is exactly the slot: address, strides, dtype. Identity of the object proves nothing."""
@@ -72,11 +81,16 @@ class FlatBuffer:
         return self.flat.as_strided(slot.shape, slot.stride, slot.offset)
 
     def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every gradient is still the view that the last call left."""
-        return self._reduced and all(
+        """Whether every gradient is still the view that the last call left, whatever was written into it since."""
+        return all(
             grad is None or slot.numel == 0 or self.holds(slot, grad)
             for slot, grad in zip(self.bucket.slots, grads, strict=True)
         )
+
+    @property
+    def written(self) -> bool:
+        """Whether the flat tensor, or any view of it, was written to since the last call left its result."""
+        return self.flat._version != self._left_version
 
     def zero(self, kinds: Sequence[int], *, runs: Sequence[Run]) -> None:
         """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank."""
@@ -87,14 +101,14 @@ class FlatBuffer:
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""
         written: set[int] = set()
-        for slot, parameter, kind in zip(self.bucket.slots, parameters, kinds, strict=True):
+        for slot, parameter, kind, held in zip(self.bucket.slots, parameters, kinds, self._held, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self._as_views:
                 parameter.grad = _copy_out(self.view(slot), parameter.grad, written)
-            elif kind == DENSE and not self.holds(slot, parameter.grad):
+            elif kind == DENSE and not held:
                 parameter.grad = self.view(slot)
-        self._reduced = True
+        self._left_version = self.flat._version
 
     @property
     def travelling(self) -> torch.Tensor:
@@ -167,7 +181,7 @@ def _copy_out(view: torch.Tensor, grad: torch.Tensor | None, written: set[int]) 
     can_take = (
         grad is not None
         and grad.layout is torch.strided
-        and grad.stride() == view.stride()
+        and (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
         and not (grad.is_inference() or grad.is_conj() or grad.is_neg())
         and grad.data_ptr() not in written  # one tensor may be the gradient of two parameters
         and internals.storage_use_count(grad) == 1

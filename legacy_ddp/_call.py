@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -10,24 +10,31 @@ from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from legacy_ddp._errors import LegacyDDPError
-from legacy_ddp._groups import Groups, Place, check_usable
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._groups import Groups
 from legacy_ddp._header import Operation
+
+# Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run; one that ends early breaks nothing.
+_SLICE = timedelta(milliseconds=100)
 
 
 @dataclass
 class Seat:
-    """A wrapper's place in a group: its number there and how many calls of each kind it has completed."""
+    """A wrapper's place in a group: its number there, given at its first success, and how many calls it completed."""
 
     groups: Groups
-    member: int
+    member: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
     waited_seconds: float = 0.0
 
 
 class Call:
     """Context of one call: one at a time per group; counts the call when it succeeds.
+
+    Once it has met the others it either succeeds, ends in an agreed error, or leaves the group unusable.
 
     Raises:
         LegacyDDPError: another call on this group is under way in this process.
@@ -38,10 +45,13 @@ class Call:
         self.seat = seat
         self.groups = seat.groups
         self.operation = operation
-        self.number = seat.calls[operation] + 1
         self.timeout = timeout
+        self.number = 0
+        self.member = 0
+        self.phase_name = ""
         self.seconds: dict[str, float] = {}
-        self._phase = ""
+        self._phase_start = 0.0
+        self._is_open = False  # the others are, or may be, waiting for what this rank does next
 
     def __enter__(self) -> "Call":
         if not self.groups.busy.acquire(blocking=False):
@@ -50,52 +60,134 @@ class Call:
                 "time; call from one thread, and not from a signal handler"
             )
         try:
-            check_usable(self.groups)
+            self.groups.check_usable()
         except BaseException:
             self.groups.busy.release()
             raise
+        self.number = self.seat.calls[self.operation] + 1
+        # Numbers are equal on ranks that make their first calls in the same order; a failed first call uses none up.
+        self.member = self.seat.member or self.groups.members + 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.groups.busy.release()
         if error is None:
             self.seat.calls[self.operation] = self.number
+            if self.seat.member is None:
+                self.seat.member = self.groups.members = self.member
+        elif self._is_open and not isinstance(error, AgreedError):
+            self.groups.lose(error)
+        self.groups.busy.release()
 
-    @property
-    def place(self) -> Place:
-        """Where the call is now."""
-        return Place(str(self.operation), self.number, self._phase)
+    def __str__(self) -> str:
+        return f"{self.operation} call {self.number}"
+
+    def settle(self) -> None:
+        """Every rank knows that the call ends here: no one waits any more."""
+        self._is_open = False
 
     @contextmanager
-    def phase(self, name: str, *, exposed: bool = False) -> Iterator[None]:
-        """Time a phase. In an ``exposed`` one others may be waiting for us, so whatever breaks it breaks the group."""
-        self._phase = name
-        start = time.perf_counter()
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase, and say that the call is in it."""
+        self.phase_name, self._phase_start = name, time.perf_counter()
         try:
             yield
-        except LegacyDDPError:
-            raise
-        except BaseException as error:
-            if exposed:
-                self.groups.lost = error
-            raise
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._phase_start
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Collective: a host tensor of every rank, shape (size, *row.shape)."""
-        return self.groups.gather(row, timeout=self.timeout, place=self.place)
+        """Collective: every rank's host tensor ``row``, of one shape s, as one tensor of shape (size, *s)."""
+        rows = torch.empty((self.groups.size, *row.shape), dtype=row.dtype, device="cpu")
+        if self.groups.size == 1:
+            return rows.copy_(row)
+        options = self.options("Allgather")
+        self.carry(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
+        return rows
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Collective: the bytes of every rank."""
-        return self.groups.gather_bytes(data, timeout=self.timeout, place=self.place)
+        """Collective: the bytes of every rank, of any length each."""
+        length = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
+        lengths = self.gather(length).flatten().tolist()
+        padded = torch.zeros(max(1, *lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+        return [bytes(row[:length].tolist()) for row, length in zip(self.gather(padded), lengths, strict=True)]
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: element-wise maximum over the ranks, in place."""
-        return self.groups.maximum(values, timeout=self.timeout, place=self.place)
+        """Collective: element-wise maximum over the ranks of a host tensor, in place."""
+        if self.groups.size > 1:
+            options = self.options("Allreduce")
+            options.reduceOp = dist.ReduceOp.MAX
+            self.carry(self.groups.control, lambda group: group.allreduce([values], options))
+        return values
 
-    def wait(self, work: Any, device: torch.device) -> None:
-        """Wait for an operation on tensors of ``device``, started on the payload group for them."""
-        self.groups.wait(work, timeout=self.timeout, place=self.place, device=device)
+    def options(self, kind: str) -> Any:
+        """Options for one ``Allgather``, ``Allreduce`` or ``Broadcast`` that may take this call's time."""
+        return internals.operation_options(kind, self.timeout)
+
+    def carry(self, group: Any, start: Callable[[Any], Any]) -> None:
+        """Start an operation on ``group`` and wait for it."""
+        self.wait(group, self.start(group, start))
+
+    def start(self, group: Any, start: Callable[[Any], Any]) -> Any:
+        """``start(group)``: from here on the others count on this rank."""
+        self._is_open = True
+        return start(group)
+
+    def wait(self, group: Any, work: Any) -> None:
+        """Wait for ``work``. On gloo a signal handler may raise out of it; elsewhere only the stream waits.
+
+        Raises:
+            SyncTimeoutError: a rank did not arrive in time.
+            PeerLostError: a connection broke.
+        """
+        if not self.groups.is_private(group):
+            work.wait()
+            return
+        while (outcome := _poll(work)) is None:
+            pass
+        if isinstance(outcome, RuntimeError):
+            raise self._lost_error(outcome) from outcome
+
+    def _lost_error(self, error: RuntimeError) -> LostPeerError:
+        waited, limit = time.perf_counter() - self._phase_start, self.timeout.total_seconds()
+        late = waited >= 0.99 * limit
+        kind = SyncTimeoutError if late else PeerLostError
+        happened = f"no answer within {limit:g} s" if late else f"connection lost after {waited:.2f} s"
+        return kind(
+            f"{self}, phase {self.phase_name}: {happened}; missing ranks unknown (saw: {str(error).splitlines()[0]}); "
+            "look for the rank that ended or did not make this call",
+            call=self.number,
+            phase=self.phase_name,
+        )
+
+
+def check_moment(call: Call) -> None:
+    """Refuse a call where communicating cannot be right.
+
+    Raises:
+        LegacyDDPError: inside backward, or while a CUDA graph is captured.
+    """
+    if internals.inside_backward():
+        raise LegacyDDPError(
+            f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"
+        )
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise LegacyDDPError(f"{call.operation} was called while a CUDA graph is captured; end the capture before it")
+
+
+def _poll(work: Any) -> bool | RuntimeError | None:
+    """True if ``work`` succeeded, its error if it failed, None if it is still under way after a slice."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError:
+        if not work.is_completed():
+            return None
+    else:
+        return True
+    # It may have finished between the slice's end and that question: ask again, now for what really happened.
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return True

@@ -1,4 +1,4 @@
-"""Who differs in what: one row per rank -> a Finding. Pure; headers, layouts and replicas all come through here."""
+"""Who differs in what: one row per rank -> a Finding. Pure; headers and layouts both come through here."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,21 +49,21 @@ class Finding:
         return "\n".join(lines)
 
 
-def compare_rows(rows: Sequence[Mapping[str, str]]) -> Finding:
+def compare_rows(rows: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> Finding:
     """Compare what each rank says about each thing; a thing that a rank does not mention counts as ``nothing``.
 
-    ``rows[r]`` is rank r's: thing -> value, in words. Things are reported in the order in which the rows first name
-    them.
+    ``rows[r]`` is rank r's (``ranks[r]``'s, if given): thing -> value, in words. Things are reported in the order in
+    which the rows first name them.
     """
     things = dict.fromkeys(thing for row in rows for thing in row)
     differences = []
     for thing in things:
         holders: dict[str, list[int]] = {}
-        for rank, row in enumerate(rows):
+        for rank, row in zip(range(len(rows)) if ranks is None else ranks, rows, strict=True):
             holders.setdefault(row.get(thing, MISSING), []).append(rank)
         if len(holders) > 1:
             by_count = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            differences.append(Difference(thing, tuple((value, tuple(ranks)) for value, ranks in by_count)))
+            differences.append(Difference(thing, tuple((value, tuple(which)) for value, which in by_count)))
     return Finding(tuple(differences))
 
 

@@ -11,23 +11,31 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from legacy_ddp import _torch_internals as internals
+
 
 class BackwardCounter:
-    """Counts accumulations into ``.grad``; hand-assigned gradients count nothing."""
+    """Counts accumulations into ``.grad``; hand-assigned gradients count nothing. Keeps no parameter alive."""
 
     def __init__(self) -> None:
-        self._ids: list[int] = []
         self._counts: list[int] = []
         self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles)
 
+    def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these are the parameters counted on, in this order: our hooks tell, where weak references would
+        forbid torch to swap a parameter's contents."""
+        return len(parameters) == len(self._handles) and all(
+            handle.id in internals.accumulate_hooks(parameter)
+            for parameter, handle in zip(parameters, self._handles, strict=True)
+        )
+
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Count on these from now on, in place of the ones before; what was counted on both stays counted."""
+        counts = [self._count_of(parameter) for parameter in parameters]
         _remove(self._handles)
-        counted = dict(zip(self._ids, self._counts, strict=True))
-        self._ids = [id(parameter) for parameter in parameters]
-        self._counts[:] = [counted.get(key, 0) for key in self._ids]
+        self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
         for index, parameter in enumerate(parameters):
             hook = self._counting_hook(index)
@@ -39,19 +47,26 @@ class BackwardCounter:
         return max(self._counts, default=0)
 
     def stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether a parameter was written to in place between its first backward since the last reset and now.
+        """Whether every parameter that backward reached since the last reset was written to in place since then.
 
-        Says so once: whoever catches the error that follows can go on.
+        An optimizer does that; a layer that renormalises its weight in forward does it to its own alone. Says so once:
+        whoever catches the error that follows can go on.
         """
-        written = False
-        for index, parameter in enumerate(parameters):
-            if self._counts[index] and parameter._version != self._versions[index]:
-                written, self._versions[index] = True, parameter._version
-        return written
+        reached = [index for index, count in enumerate(self._counts) if count]
+        written = [index for index in reached if parameters[index]._version != self._versions[index]]
+        if not reached or len(written) < len(reached):
+            return False
+        for index in written:
+            self._versions[index] = parameters[index]._version
+        return True
 
     def reset(self) -> None:
         """Start counting anew."""
         self._counts[:] = [0] * len(self._counts)
+
+    def _count_of(self, parameter: torch.Tensor) -> int:
+        hooks = internals.accumulate_hooks(parameter)
+        return next((count for count, handle in zip(self._counts, self._handles, strict=True) if handle.id in hooks), 0)
 
     def _counting_hook(self, index: int) -> Callable[[torch.Tensor], None]:
         counts, versions = self._counts, self._versions  # not self: the hook must not keep the counter alive

@@ -65,6 +65,12 @@ class Header(NamedTuple):
     reserved_15: int = 0
 
     @property
+    def call_name(self) -> str:
+        """Which call the rank is in, in words."""
+        known = self.operation in list(Operation)
+        return f"{Operation(self.operation) if known else f'operation {self.operation}'} call {self.call}"
+
+    @property
     def takes_part(self) -> bool:
         """Whether the rank's gradients count."""
         return self.part == Part.PLAIN or (self.part == Part.SAMPLES and self.sample_size > 0)
@@ -92,7 +98,7 @@ def norm_word(norm: float) -> int:
 
 def encode_row(header: Header) -> torch.Tensor:
     """int64 tensor of shape (HEADER_WORDS,)."""
-    return torch.tensor(header, dtype=torch.int64)
+    return torch.tensor(header, dtype=torch.int64, device="cpu")
 
 
 def decode_rows(rows: torch.Tensor) -> list[Header]:

@@ -79,7 +79,7 @@ class Layout:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal on two ranks if the inventories are."""
-        return fingerprint(json.dumps(sorted(self.inventory.items())).encode())
+        return inventory_word(self.inventory)
 
 
 @dataclass(frozen=True)
@@ -150,10 +150,18 @@ def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
             words.append(f"strides {slot_stride(tensor)}, trainable" if tensor.requires_grad else "frozen")
             if gradient_dtype(tensor) != tensor.dtype:
                 words.append(f"gradients {gradient_dtype(tensor)}")
+        # No values fit into an expanded tensor but those of another one expanded alike.
+        if expanded := [i for i, size in enumerate(tensor.shape) if size > 1 and tensor.stride(i) == 0]:
+            words.append(f"expanded in dimensions {expanded}")
         if len(item.names) > 1:
             words.append(f"shared with {', '.join(item.names[1:])}")
         inventory[f"{kind} {item.name!r}"] = ", ".join(words)
     return inventory
+
+
+def inventory_word(inventory: Mapping[str, str]) -> int:
+    """The fingerprint of an inventory, whatever its order."""
+    return fingerprint(json.dumps(sorted(inventory.items())).encode())
 
 
 def fingerprint(data: bytes) -> int:

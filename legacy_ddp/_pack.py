@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from legacy_ddp import _torch_internals as internals
-from legacy_ddp._agree import mask_word
-from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, check_gradient, kind_of
-from legacy_ddp._call import Call
-from legacy_ddp._errors import GradientError, LegacyDDPError
+from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer, check_gradient, kind_of
+from legacy_ddp._call import Call, check_moment
+from legacy_ddp._errors import GradientError
 from legacy_ddp._header import Flag, Header, Part, norm_word
+from legacy_ddp._layout import fingerprint
 from legacy_ddp._plan import Plan, Planner
 
 
@@ -31,13 +30,15 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
         TypeError, ValueError: an unusable ``sample_size``.
         GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time.
         LegacyDDPError: called from inside backward or while a CUDA graph is captured.
+        ValueError: the group carries nothing for a device.
     """
     with call.phase("pack"):
-        _check_moment()
+        check_moment(call)
         header = _describe_part(sample_size, skip)
         grads = plan.grads
         if not header.takes_part:
             for buffer, share in plan.shares:
+                _make_room(call, buffer)
                 buffer.pack(grads[share], copy=False)
             kinds = [ABSENT] * len(grads)
             return Packed(kinds, {}, _complete(call, plan, header, kinds))
@@ -45,7 +46,7 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
             for slot, grad in zip(buffer.bucket.slots, grads[share], strict=True):
                 check_gradient(buffer.bucket, slot, grad)
         header = header._replace(micro_batches=planner.counter.micro_batches, flags=_history(planner, plan, grads))
-        if header.part == Part.SAMPLES and header.flags & Flag.REPEAT:
+        if header.part == Part.SAMPLES and header.flags & Flag.REPEAT and not any(b.written for b in plan.buffers):
             raise GradientError(
                 "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
                 "them a second time; call all_reduce() once per step"
@@ -55,19 +56,18 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }
         for buffer, share in plan.shares:
+            _make_room(call, buffer)
             buffer.pack(grads[share])
         if planner.settings.checks.level != "off":
             header = _add_values(header, plan, kinds, sparse)
         return Packed(kinds, sparse, _complete(call, plan, header, kinds))
 
 
-def _check_moment() -> None:
-    if internals.inside_backward():
-        raise LegacyDDPError(
-            "all_reduce() was called from inside backward, expected after it; move it behind loss.backward()"
-        )
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise LegacyDDPError("all_reduce() was called while a CUDA graph is captured; end the capture before it")
+def _make_room(call: Call, buffer: FlatBuffer) -> None:
+    """Whatever a bucket needs to travel, found or made before the others wait."""
+    if call.groups.size > 1:
+        call.groups.payload(buffer.bucket.device)
+        buffer.make_wire()
 
 
 def _describe_part(sample_size: int | None, skip: bool) -> Header:
@@ -92,7 +92,7 @@ def _history(planner: Planner, plan: Plan, grads: Sequence[torch.Tensor | None])
         planner.counter.micro_batches == 0
         and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
         # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
-        and any(_has_nonzero(grad) for grad in grads if grad is not None)
+        and any(_has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
     ):
         flags |= Flag.REPEAT
     return flags
@@ -105,7 +105,7 @@ def _has_nonzero(grad: torch.Tensor) -> bool:
 
 def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
     return header._replace(
-        layout=plan.layout.fingerprint, mask=mask_word(kinds), waited_us=int(call.seat.waited_seconds * 1e6)
+        layout=plan.layout.fingerprint, mask=fingerprint(bytes(kinds)), waited_us=int(call.seat.waited_seconds * 1e6)
     )
 
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
-from weakref import ref
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -30,7 +30,7 @@ class Plan:
         """The gradient of each slot's parameter, as it is now."""
         return [parameter.grad for parameter in self.parameters]
 
-    @property
+    @cached_property
     def shares(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, and which of the slots are its."""
         bounds = accumulate((len(buffer.bucket.slots) for buffer in self.buffers), initial=0)
@@ -45,10 +45,12 @@ class Plan:
         for buffer, share in self.shares:
             buffer.alias(self.parameters[share], kinds[share])
 
-    def drop_gradients(self) -> None:
-        """Leave no gradient to step with."""
+    def abandon(self) -> None:
+        """Leave no gradient to step with, and no memory that a broken-off collective may still write to."""
         for parameter in self.parameters:
             parameter.grad = None
+        for buffer in self.buffers:
+            buffer.forget()
 
 
 class Planner:
@@ -60,7 +62,6 @@ class Planner:
         self._layout: Layout | None = None
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # of each slot's parameter: its position among the named ones
-        self._known: list[ref[torch.Tensor]] = []
         self._signature: list[tuple[object, ...]] = []
 
     def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
@@ -71,14 +72,12 @@ class Planner:
         """
         found = list(named)
         signature = [_signature(name, tensor) for name, tensor in found]
-        if self._layout is None or signature != self._signature or not self._knows(found):
+        parameters = [found[index][1] for index in self._order] if signature == self._signature else []
+        if self._layout is None or signature != self._signature or not self.counter.watches(parameters):
             self._layout = self._replan(found)
             self._signature = signature
-            self._known = [ref(tensor) for _, tensor in found]
-        return Plan(self._layout, [found[index][1] for index in self._order], self._buffers)
-
-    def _knows(self, found: Sequence[tuple[str, torch.Tensor]]) -> bool:
-        return all(known() is tensor for known, (_, tensor) in zip(self._known, found, strict=True))
+            parameters = [found[index][1] for index in self._order]
+        return Plan(self._layout, parameters, self._buffers)
 
     def _replan(self, found: Sequence[tuple[str, torch.Tensor]]) -> Layout:
         layout = plan_layout(distinct(found, self.settings.ignore), self.settings)

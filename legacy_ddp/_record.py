@@ -48,14 +48,14 @@ class SyncRecord:
     skipped_ranks: tuple[int, ...] = ()
     payload_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
-    headers: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    _headers: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def rows(self) -> tuple[RankRow, ...]:
         """One row per rank of the group, in rank order; decoded when first asked for."""
-        if self.headers is None:
+        if self._headers is None:
             return ()
-        return tuple(_row(rank, header) for rank, header in enumerate(decode_rows(self.headers)))
+        return tuple(_row(rank, header) for rank, header in enumerate(decode_rows(self._headers)))
 
 
 def _row(rank: int, header: Header) -> RankRow:

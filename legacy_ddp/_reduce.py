@@ -10,12 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, agree_on_kinds
 from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer
 from legacy_ddp._call import Call
-from legacy_ddp._errors import LostPeerError
-from legacy_ddp._layout import Run, cut_runs
+from legacy_ddp._layout import Run, cut_runs, gradient_dtype
 from legacy_ddp._pack import Packed
 from legacy_ddp._plan import Plan
 
@@ -33,19 +31,20 @@ def reduce(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Redu
     """Sum what the participants packed and divide it; the buffers then hold the same bits on every rank.
 
     Raises:
-        LostPeerError: a rank was lost on the way. What the buffers hold is undefined, so every gradient is dropped.
+        LostPeerError: a rank was lost on the way. What the buffers hold after that, or after an interrupt, is
+            undefined, so every gradient is dropped.
     """
     if agreement.divisor == 0:
         return Reduced([ABSENT] * len(packed.kinds), {}, 0)
     kinds = agree_on_kinds(call, agreement, packed.kinds)
-    with call.phase("payload", exposed=True):
+    with call.phase("payload"):
         try:
             work = [(buffer, _fill(buffer, packed, kinds, share)) for buffer, share in plan.shares]
             runs = [(buffer, cut_runs(joined, max_numel=plan.layout.buffer_size)) for buffer, joined in work]
             dense_bytes = reduce_dense(call, runs, agreement.divisor)
             sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
-        except LostPeerError:
-            plan.drop_gradients()
+        except BaseException:
+            plan.abandon()
             raise
     return Reduced(kinds, sparse, dense_bytes + sparse_bytes)
 
@@ -73,7 +72,7 @@ def reduce_dense(call: Call, buffers: Sequence[tuple[FlatBuffer, list[Run]]], di
     size_bytes = 0
     for buffer, (start, stop), work in started:
         if work is not None:
-            call.wait(work, buffer.bucket.device)
+            call.wait(call.groups.payload(buffer.bucket.device), work)
             size_bytes += (stop - start) * buffer.travelling.itemsize
         _finish(call, buffer, (start, stop), divisor)
     return size_bytes
@@ -124,13 +123,14 @@ def _reduce_all_sparse(
     if not indices:
         return {}, 0
     own = [packed.sparse.get(index, _no_entries(plan.parameters[index], kinds[index] - SPARSE)) for index in indices]
-    lengths = call.gather(torch.tensor([grad._nnz() for grad in own])).T.tolist()
+    lengths = call.gather(torch.tensor([grad._nnz() for grad in own], device="cpu")).T.tolist()
     results = [reduce_sparse(call, grad, counts, divisor) for grad, counts in zip(own, lengths, strict=True)]
     return {index: grad for index, (grad, _) in zip(indices, results, strict=True)}, sum(size for _, size in results)
 
 
 def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
-    values = parameter.detach().new_empty((0, *parameter.shape[sparse_dim:]))
+    dtype = gradient_dtype(parameter)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
     indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
@@ -145,9 +145,9 @@ def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
         torch.div(flat, before, out=wire)
     elif buffer.wire is not None:
         wire.copy_(flat)
-    options = internals.operation_options("Allreduce", call.timeout)
+    options = call.options("Allreduce")
     options.reduceOp = dist.ReduceOp.SUM
-    return call.groups.payload(flat.device).allreduce([_as_real(wire)], options)
+    return call.start(call.groups.payload(flat.device), lambda group: group.allreduce([_as_real(wire)], options))
 
 
 def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
@@ -181,6 +181,6 @@ def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     parts = [torch.empty_like(real) for _ in range(call.groups.size)]
-    options = internals.operation_options("Allgather", call.timeout)
-    call.wait(group.allgather([parts], [real.contiguous()], options), tensor.device)
+    options = call.options("Allgather")
+    call.carry(group, lambda carrier: carrier.allgather([parts], [real.contiguous()], options))
     return [torch.view_as_complex(part) for part in parts] if tensor.is_complex() else parts

@@ -1,9 +1,13 @@
-"""What one set of parameters keeps from call to call: its plan, its seat in the group, and what it has warned of."""
+"""What one set of parameters keeps from call to call."""
 
 import warnings
+import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, describe_micro_batches
@@ -11,16 +15,19 @@ from legacy_ddp._call import Call, Seat
 from legacy_ddp._groups import groups_of
 from legacy_ddp._header import Operation
 from legacy_ddp._plan import Planner
-from legacy_ddp._settings import Settings
+from legacy_ddp._settings import Settings, resolve_checks
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Synchronizer:
-    """What one set of parameters keeps from call to call: its plan and its seat in the group."""
+    """Its plan, its seat in every group it was used with, and what it has warned of."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.planner = Planner(settings)
-        self._seat: Seat | None = None
+        # By the user's group, so that coming back to one finds the seat there again.
+        self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, Seat] = weakref.WeakKeyDictionary()
         self._warned_uneven = False
         self._warning = ""
 
@@ -29,9 +36,9 @@ class Synchronizer:
         seconds = self.settings.timeout_seconds
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         groups = groups_of(group, timeout)
-        if self._seat is None or self._seat.groups is not groups:
-            self._seat = Seat(groups, groups.enlist())
-        return Call(self._seat, operation, timeout)
+        if group not in self._seats:
+            self._seats[group] = Seat(groups)
+        return Call(self._seats[group], operation, timeout)
 
     def note_uneven(self, call: Call, agreement: Agreement) -> None:
         """Prepare the warning, once per run and on rank 0, if ranks bring different numbers of micro-batches."""
@@ -47,3 +54,38 @@ class Synchronizer:
         if text := self._warning:
             self._warning = ""
             warnings.warn(f"{text}\nsee legacy_ddp.Checks(uneven=...)", stacklevel=3)
+
+
+def remember(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:
+    """The synchronizer of a module or of parameters, and their names; it lives as long as that module or the first one.
+
+    What is wrong with the argument shows where the names are looked at: inside the call, so that the other ranks hear
+    of it. Without any process group there are no others, and it shows here.
+    """
+    try:
+        key, named = _key_and_names(module_or_params)
+        if key not in _remembered:
+            _remembered[key] = Synchronizer(Settings(checks=resolve_checks("info")))
+    except (TypeError, ValueError) as problem:
+        if not dist.is_initialized():
+            raise
+        return Synchronizer(Settings()), _raising(problem)
+    return _remembered[key], named
+
+
+_remembered = internals.WeakIdKeyDictionary()
+
+
+def _key_and_names(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[object, NamedTensors]:
+    if isinstance(module_or_params, nn.Module):
+        return module_or_params, list(module_or_params.named_parameters(remove_duplicate=False))
+    parameters = list(module_or_params)
+    if not all(isinstance(parameter, torch.Tensor) for parameter in parameters):
+        raise TypeError("module_or_params holds something else than tensors, expected a module or its parameters")
+    key: object = parameters[0] if parameters else _raising  # or anything else that lives for ever
+    return key, [(f"{index:06d}", tensor) for index, tensor in enumerate(parameters)]
+
+
+def _raising(problem: Exception) -> NamedTensors:
+    raise problem
+    yield  # type: ignore[unreachable]  # makes it a generator, which raises only when it is looked at

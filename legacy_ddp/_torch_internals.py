@@ -1,10 +1,10 @@
-"""Everything used of torch that is not public API: the one file to read when torch changes.
+"""What is used of torch's groups, storages, hooks and compiler beyond their public API: read this when torch changes.
 
 Only torch 2.13 was tried.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from datetime import timedelta
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
@@ -39,7 +39,12 @@ def _references(flat: torch.Tensor) -> int:
 @cache
 def _references_alone() -> int:
     """What a tensor that nobody shares counts: how torch ties the two objects together differs between its versions."""
-    return _references(torch.empty(1))
+    return _references(torch.empty(1, device="cpu"))
+
+
+def accumulate_hooks(parameter: torch.Tensor) -> Container[int]:
+    """The ids of the post-accumulate hooks on ``parameter``, as their handles know them."""
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
 
 
 def inside_backward() -> bool:
@@ -67,7 +72,7 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """``gloo``, ``nccl``, ...: what carries tensors of ``device`` in ``group``."""
+    """``gloo``, ``nccl``, ...: what carries tensors of ``device`` in ``group``; RuntimeError if nothing does."""
     return str(group._get_backend(torch.device(device.type)).name())
 
 

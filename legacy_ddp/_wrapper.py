@@ -20,9 +20,7 @@ from legacy_ddp._process_group import GroupHandle, resolve_group
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._reduce import Reduced, reduce
 from legacy_ddp._settings import Checks, Settings, check_ignored, names_to_ignore, resolve_checks
-from legacy_ddp._synchronizer import Synchronizer
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+from legacy_ddp._synchronizer import NamedTensors, Synchronizer, remember
 
 
 class LegacyDistributedDataParallel(nn.Module):
@@ -71,13 +69,13 @@ class LegacyDistributedDataParallel(nn.Module):
         timeout_seconds: float | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
         self.module = module
         self._group = GroupHandle(process_group)
         self._sync_enabled = True
         problem = None
         try:
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
             self._settings = Settings(
                 buffer_size=buffer_size,
                 gradient_as_bucket_view=gradient_as_bucket_view,
@@ -234,24 +232,10 @@ def all_reduce_gradients(
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
     """
-    if isinstance(module_or_params, nn.Module):
-        key: object = module_or_params
-        named: list[tuple[str, torch.Tensor]] = list(module_or_params.named_parameters(remove_duplicate=False))
-    else:
-        parameters = list(module_or_params)
-        if not all(isinstance(parameter, torch.Tensor) for parameter in parameters):
-            raise TypeError("module_or_params holds something else than tensors, expected a module or its parameters")
-        key = parameters[0] if parameters else all_reduce
-        named = [(f"{index:06d}", parameter) for index, parameter in enumerate(parameters)]
-    if key not in _remembered:
-        _remembered[key] = Synchronizer(Settings(checks=resolve_checks("info")))
-    synchronizer: Synchronizer = _remembered[key]
+    synchronizer, named = remember(module_or_params)
     record = all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
     synchronizer.emit_warning()
     return record
-
-
-_remembered = internals.WeakIdKeyDictionary()
 
 
 @internals.leaves_compiled_code
@@ -267,7 +251,7 @@ def all_reduce(
             packed = pack(call, planner, plan, sample_size, skip)
         agreement = agree(call, packed.header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
         reduced = reduce(call, plan, packed, agreement)
-        with call.phase("alias", exposed=True):
+        with call.phase("alias"):
             plan.alias(reduced.kinds, reduced.sparse)
         planner.counter.reset()
     synchronizer.note_uneven(call, agreement)
@@ -284,5 +268,5 @@ def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
         skipped_ranks=agreement.skipped_ranks,
         payload_bytes=reduced.payload_bytes,
         seconds=call.seconds,
-        headers=agreement.headers,
+        _headers=agreement.headers,
     )

@@ -572,6 +572,20 @@ def test_sparse_gradients_become_dense_only_where_ranks_differ() -> None:
         )
 
 
+def _empty_sparse(rank: int) -> list[bool]:
+    wrapped = _wrap([torch.zeros(0, 2)])
+    seen = []
+    for _ in range(3):
+        _set(wrapped, [_sparse([], torch.zeros(0, 2), 0)])
+        wrapped.all_reduce(sample_size=2)
+        seen += [grad is not None and grad.is_sparse for grad in _get(wrapped)]
+    return seen
+
+
+def test_sparse_gradient_of_an_empty_parameter_is_reduced_call_after_call() -> None:
+    assert run_ranks(_empty_sparse, 2) == [[True] * 3] * 2
+
+
 def _embeddings(rank: int) -> list[Grads]:
     results = []
     for as_view, sparse in ((True, False), (True, True), (False, True)):
@@ -801,7 +815,12 @@ def test_function_with_nothing_to_reduce_does_nothing() -> None:
     assert run_ranks(_reduce_nothing, 2) == [[0, 0]] * 2
 
 
-@pytest.mark.parametrize("wrong", [[1.0], ["weight"]])
-def test_function_refuses_what_is_not_a_tensor(wrong: list[Any]) -> None:
+def _reduce_numbers(rank: int) -> int:
+    numbers: list[Any] = [1.0]
     with pytest.raises(TypeError, match="expected a module or its parameters"):
-        all_reduce_gradients(wrong)
+        all_reduce_gradients(numbers)
+    return all_reduce_gradients([nn.Parameter(torch.zeros(2))]).call
+
+
+def test_function_refuses_what_is_not_a_tensor_and_the_group_stays_usable() -> None:
+    assert run_ranks(_reduce_numbers, 2) == [1, 1]

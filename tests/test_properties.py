@@ -172,8 +172,10 @@ def _train(training: Training, rank: int) -> list[Seen]:
         for index, parameter in enumerate(training.parameters):
             kind, values = step.kinds[rank][index], _new_values(parameter, generator)
             if not parameter.frozen and kind != NONE:
+                own = module.made[index].grad
                 with warnings.catch_warnings():
-                    if not training.options["gradient_as_bucket_view"]:  # a gradient keeps the strides it was given
+                    if own is not None and (own.is_sparse or not training.options["gradient_as_bucket_view"]):
+                        # Not ours: without views a gradient keeps the strides it was given; sparse ones have none.
                         warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")
                     _bring(module.made[index], kind, values)
                 due[index] = values
