@@ -1,8 +1,10 @@
 """What happens when ranks disagree? The same clear error on every rank, gradients untouched, training goes on."""
 
+import gc
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FrameType
@@ -13,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.ranks import run_ranks
 
 # Faults make uneven work, too; its warning has tests of its own.
@@ -168,14 +170,7 @@ def _other_operation(rank: int) -> Outcome:
 @pytest.mark.parametrize("world_size, blamed", [(2, ()), (3, (1,))])
 def test_another_operation_on_one_rank_is_named_on_all(world_size: int, blamed: tuple[int, ...]) -> None:
     outcomes = run_ranks(_other_operation, world_size)
-    texts = {outcome.text.split(":", 1)[1] for outcome in outcomes}
-    assert len(texts) == 1
-    for outcome in outcomes:
-        assert (outcome.error, outcome.ranks) == ("DesyncError", blamed)
-        assert "all_reduce()" in outcome.text
-        assert "rank 1 has broadcast_buffers()" in outcome.text
-        assert outcome.untouched
-        assert outcome.recovered
+    _agreed(outcomes, "DesyncError", blamed, "rank 1 has broadcast_buffers() call 2", "all_reduce() call 1")
 
 
 def _other_wrapper(rank: int) -> list[Outcome]:
@@ -259,6 +254,87 @@ def test_a_wrong_argument_reaches_the_ranks_that_did_not_make_it() -> None:
         assert "rank 1: ValueError: sample_size is out of range: got -1" in text
         assert fine
     assert [(kind, fine) for kind, _, fine in run_ranks(_wrong_argument, 2, (0, 1))] == [("ValueError", True)] * 2
+
+
+def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
+    model = Model(_net())
+    _backward(model, 1.0)
+    return _outcome(model, rank, model.broadcast_buffers if rank == 0 else partial(model.all_reduce, -1))
+
+
+def test_a_failure_that_meets_another_call_has_one_text_on_all_ranks() -> None:
+    _agreed(run_ranks(_fails_while_the_other_broadcasts, 2), "PeerError", (1,), "rank 1: ValueError: sample_size")
+
+
+def _uneven_beside_skip(rank: int) -> tuple[tuple[int, ...], str]:
+    model = LegacyDistributedDataParallel(_net(), checks=Checks(uneven="raise"))
+    for _ in range(1 if rank >= 2 else 2):
+        _backward(model, 1.0)
+    error = _attempt(partial(model.all_reduce, skip=rank == 3))
+    assert error is not None
+    return error.ranks, str(error)
+
+
+def test_a_rank_that_skips_is_not_blamed_for_uneven_work() -> None:
+    for ranks, text in run_ranks(_uneven_beside_skip, 4):
+        assert ranks == (2,)
+        assert "rank 2 has 1; ranks 0-1 have 2" in text
+
+
+def _wrong_function_first(rank: int) -> list[float]:
+    first, second = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
+    for module in (first, second):
+        module.weight.grad = torch.full_like(module.weight, float(rank))
+    error = _attempt(lambda: all_reduce_gradients(second if rank else first))
+    assert type(error).__name__ == "LayoutError"
+    all_reduce_gradients(first)
+    all_reduce_gradients(second)
+    return [float(module.weight.grad.mean()) for module in (first, second)]
+
+
+def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up() -> None:
+    assert run_ranks(_wrong_function_first, 2) == [[0.5, 0.5]] * 2
+
+
+class _MaxNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2, max_norm=1.0)  # renormalises its weight in forward
+        self.head = nn.Linear(2, 1)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def _evaluates_between(rank: int) -> int:
+    model = Model(_MaxNorm())
+    with torch.no_grad():
+        model.module.embedding.weight.fill_(9.0)
+    for _ in range(1 + rank):
+        model(torch.tensor([0])).sum().backward()
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.tensor([1, 2]))
+    return model.all_reduce().call
+
+
+def test_a_layer_that_renormalises_its_weight_in_forward_is_no_skipped_call() -> None:
+    assert run_ranks(_evaluates_between, 2) == [1, 1]
+
+
+def _edited_in_place(rank: int) -> list[float]:
+    model = Model(nn.Linear(2, 1, bias=False))
+    weight, seen = model.module.weight, []
+    weight.grad = torch.zeros_like(weight)
+    for step in range(3):
+        weight.grad.copy_(torch.full_like(weight, 2.0 * step + 2.0 * rank))
+        model.all_reduce(sample_size=2)
+        seen.append(float(weight.grad[0, 0]))
+    return seen
+
+
+def test_gradients_written_in_place_at_every_step_are_no_second_division() -> None:
+    assert run_ranks(_edited_in_place, 2) == [[0.5, 1.5, 2.5]] * 2
 
 
 # Layouts
@@ -419,12 +495,12 @@ def test_a_rank_that_never_constructs_is_named() -> None:
     assert "rank 1 did not arrive within 1 s" in text
 
 
-def _exit_when(function: str) -> Callable[[FrameType, str, object], None]:
-    """A profiler that ends the process, like a kill, when ``function`` is entered."""
+def _do_when(function: str, act: Callable[[], None]) -> Callable[[FrameType, str, object], None]:
+    """A profiler that acts when ``function`` is entered: a fault at an exact place, in code as it is."""
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_name == function:
-            os._exit(9)
+            act()
 
     return profile
 
@@ -433,7 +509,7 @@ def _dies_in(rank: int, function: str) -> tuple[Any, ...]:
     model = Model(nn.Linear(512, 512))
     model.module(torch.ones(1, 512)).sum().backward()
     if rank == 1:
-        sys.setprofile(_exit_when(function))
+        sys.setprofile(_do_when(function, partial(os._exit, 9)))
     error = _attempt(model.all_reduce)
     assert error is not None
     left = [parameter.grad is None for parameter in model.parameters()]
@@ -450,6 +526,48 @@ def test_a_peer_that_dies_is_reported_in_its_phase_and_leaves_nothing_half_reduc
         kind, where, dropped, again = results[rank]
         assert (kind, where, again) == ("PeerLostError", phase, "LostPeerError")
         assert dropped == [phase == "payload"] * 2
+
+
+def _interrupted_in(rank: int, function: str) -> tuple[Any, ...]:
+    model = Model(nn.Linear(512, 512))
+    weight = model.module.weight
+    weight.grad = torch.ones_like(weight)
+    if rank == 1:
+        sys.setprofile(_do_when(function, _interrupt))
+    try:
+        error: BaseException | None = _attempt(model.all_reduce)
+    except KeyboardInterrupt as interrupt:
+        error = interrupt
+    sys.setprofile(None)
+    return type(error).__name__, weight.grad is None, type(_attempt(model.all_reduce)).__name__
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function, dropped", [("agree_on_kinds", False), ("reduce_dense", True)])
+def test_an_interrupt_after_the_header_leaves_no_gradient_half_reduced_and_no_group_out_of_step(
+    function: str, dropped: bool
+) -> None:
+    results = run_ranks(_interrupted_in, 2, function, lost=(0,))
+    assert results[1] == ("KeyboardInterrupt", dropped, "LostPeerError")
+
+
+def _dead_model_is_freed(rank: int) -> bool:
+    model = Model(nn.Linear(2, 2), timeout_seconds=1)
+    module = weakref.ref(model.module)
+    if rank == 0:
+        assert _attempt(model.all_reduce) is not None
+    else:
+        time.sleep(2)
+    del model
+    gc.collect()
+    return module() is None
+
+
+def test_a_lost_group_does_not_keep_the_model_alive() -> None:
+    assert run_ranks(_dead_model_is_freed, 2, lost=(1,))[0]
 
 
 # Other people's traffic
