@@ -112,21 +112,21 @@ def _calls() -> list[Variant]:
     variants = [Variant("bare all_reduce of the same bytes", partial(dist.all_reduce, flat))]
     for level in ("off", "info"):
         held = LegacyDistributedDataParallel(Transformer(), checks=level)
-        _fill_gradients(held)
-        held.all_reduce()
-        variants.append(Variant(f"ours, {level}, gradients are views", held.all_reduce))
+        variants.append(Variant(f"ours, {level}, gradients are views", held.all_reduce, partial(_refill, held, False)))
     loose = LegacyDistributedDataParallel(Transformer(), checks="off")
-    variants.append(Variant("ours, off, gradients to pack", loose.all_reduce, partial(_fill_gradients, loose)))
+    variants.append(Variant("ours, off, gradients to pack", loose.all_reduce, partial(_refill, loose, True)))
     copied = LegacyDistributedDataParallel(Transformer(), checks="off", gradient_as_bucket_view=False)
-    _fill_gradients(copied)
-    variants.append(Variant("ours, off, gradient_as_bucket_view=False", copied.all_reduce))
+    prepare = partial(_refill, copied, False)
+    variants.append(Variant("ours, off, gradient_as_bucket_view=False", copied.all_reduce, prepare))
     variants.append(Variant("one collective per parameter", lambda: [dist.all_reduce(tensor) for tensor in tensors]))
     return variants
 
 
-def _fill_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+def _refill(model: nn.Module, set_to_none: bool) -> None:
+    """A real backward pass, into gradients that are kept or made anew."""
+    model.zero_grad(set_to_none=set_to_none)
+    tokens = torch.arange(SEQUENCE)[None]
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
 
 
 def _steps(update_freq: int, set_to_none: bool) -> list[Variant]:

@@ -28,23 +28,39 @@ class FlatBuffer:
         self.wire: torch.Tensor | None = None
         self._as_views = settings.gradient_as_bucket_view
         self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
-        self._held = [False] * len(bucket.slots)  # whose gradient was its slot already when the call packed
+        self._held = [False] * len(bucket.slots)  # whose gradient is its slot already
         self._left_version = -1  # of the flat tensor, when the last call left its result in it
 
+    def recognise(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Note which gradients (one per slot) are their slots already."""
+        address, itemsize = self.flat.data_ptr(), self.flat.itemsize
+        self._held = [
+            grad is not None and _is_slot(grad, slot, address + slot.offset * itemsize, self.bucket.dtype)
+            for slot, grad in zip(self.bucket.slots, grads, strict=True)
+        ]
+
+    def check(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Refuse what cannot be reduced, before anything is written; for gradients that :meth:`recognise` has seen.
+
+        Raises:
+            GradientError: a gradient requires grad, has another shape or dtype than planned, or an unsupported layout.
+        """
+        for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True):
+            if grad is not None and not held:
+                _check_gradient(self.bucket, slot, grad)
+
     def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
-        """Copy the dense gradients (one per slot; None and sparse are passed over) to their slots.
+        """Copy the dense gradients to their slots, but those that are there; None and sparse ones are passed over.
 
         Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
         """
-        slots = self.bucket.slots
-        self._held = [self.holds(slot, grad) for slot, grad in zip(slots, grads, strict=True)]
-        if self._needs_fresh_flat(held=sum(self._held)):
+        if self._needs_fresh_flat():
             self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
             self._carried = torch.from_dlpack(self.flat)  # type: ignore[attr-defined]  # not in its stubs
-            self._held = [False] * len(slots)
+            self._held = [False] * len(self._held)
         loose = [
             (slot, grad)
-            for slot, grad, held in zip(slots, grads, self._held, strict=True)
+            for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True)
             if not held and grad is not None and kind_of(grad) == DENSE
         ]
         if copy and loose:
@@ -60,20 +76,6 @@ class FlatBuffer:
         self.flat = self._carried = self.flat.new_empty(0)
         self.wire = None
 
-    def holds(self, slot: Slot, grad: torch.Tensor | None) -> bool:
-        """Whether ``grad`` is exactly the slot: address, strides, dtype. Identity of the object proves nothing."""
-        return (
-            grad is not None
-            and grad.layout is torch.strided
-            and slot.numel > 0
-            and grad.data_ptr() == self._address(slot)
-            and grad.stride() == slot.stride
-            and grad.shape == slot.shape
-            and grad.dtype == self.bucket.dtype
-            and not grad.is_conj()
-            and not grad.is_neg()
-        )
-
     def view(self, slot: Slot) -> torch.Tensor:
         """The slot as a tensor of the parameter's shape; an empty one has memory of its own."""
         if slot.numel == 0:
@@ -81,10 +83,10 @@ class FlatBuffer:
         return self.flat.as_strided(slot.shape, slot.stride, slot.offset)
 
     def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every gradient is still the view that the last call left, whatever was written into it since."""
+        """Whether every packed gradient was the view that the last call left, whatever was written into it since."""
         return all(
-            grad is None or slot.numel == 0 or self.holds(slot, grad)
-            for slot, grad in zip(self.bucket.slots, grads, strict=True)
+            held or grad is None or slot.numel == 0
+            for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True)
         )
 
     @property
@@ -119,13 +121,23 @@ class FlatBuffer:
         """
         return self._carried if self.wire is None else self.wire
 
-    def _address(self, slot: Slot) -> int:
-        return self.flat.data_ptr() + slot.offset * self.flat.itemsize
-
-    def _needs_fresh_flat(self, *, held: int) -> bool:
+    def _needs_fresh_flat(self) -> bool:
         if self.flat.numel() != self.bucket.numel:
             return True
-        return internals.storage_use_count(self.flat) != 1 + held
+        return internals.storage_use_count(self.flat) != 1 + sum(self._held)
+
+
+def _is_slot(grad: torch.Tensor, slot: Slot, address: int, dtype: torch.dtype) -> bool:
+    """Whether ``grad`` is exactly the slot that begins at ``address``. Identity of the object proves nothing."""
+    return (
+        grad.layout is torch.strided
+        and slot.numel > 0
+        and grad.data_ptr() == address
+        and grad.stride() == slot.stride
+        and grad.shape == slot.shape
+        and grad.dtype == dtype
+        and not (grad.requires_grad or grad.is_conj() or grad.is_neg())
+    )
 
 
 def _inside(runs: Sequence[Run], offset: int) -> bool:
@@ -153,14 +165,7 @@ def kind_of(grad: torch.Tensor | None) -> int:
     return DENSE if grad.layout is torch.strided else SPARSE + grad.sparse_dim()
 
 
-def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor | None) -> None:
-    """Refuse what cannot be reduced, before anything is written.
-
-    Raises:
-        GradientError: the gradient requires grad, or has another shape or dtype than planned, or an unsupported layout.
-    """
-    if grad is None:
-        return
+def _check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
     if grad.requires_grad:
         problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"
     elif grad.layout not in (torch.strided, torch.sparse_coo):

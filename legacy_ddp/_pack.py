@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer, check_gradient, kind_of
+from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer, kind_of
 from legacy_ddp._call import Call, check_moment
 from legacy_ddp._errors import GradientError
 from legacy_ddp._header import Flag, Header, Part, norm_word
@@ -36,15 +36,16 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
         check_moment(call)
         header = _describe_part(sample_size, skip)
         grads = plan.grads
+        for buffer, share in plan.shares:
+            buffer.recognise(grads[share])
+            if header.takes_part:
+                buffer.check(grads[share])
+        for buffer, share in plan.shares:
+            _make_room(call, buffer)
+            buffer.pack(grads[share], copy=header.takes_part)
         if not header.takes_part:
-            for buffer, share in plan.shares:
-                _make_room(call, buffer)
-                buffer.pack(grads[share], copy=False)
             kinds = [ABSENT] * len(grads)
             return Packed(kinds, {}, _complete(call, plan, header, kinds))
-        for buffer, share in plan.shares:
-            for slot, grad in zip(buffer.bucket.slots, grads[share], strict=True):
-                check_gradient(buffer.bucket, slot, grad)
         header = header._replace(micro_batches=planner.counter.micro_batches, flags=_history(planner, plan, grads))
         if header.part == Part.SAMPLES and header.flags & Flag.REPEAT and not any(b.written for b in plan.buffers):
             raise GradientError(
@@ -55,9 +56,6 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }
-        for buffer, share in plan.shares:
-            _make_room(call, buffer)
-            buffer.pack(grads[share])
         if planner.settings.checks.level != "off":
             header = _add_values(header, plan, kinds, sparse)
         return Packed(kinds, sparse, _complete(call, plan, header, kinds))
