@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_all_reduce.py [--json FILE]
 
 Every variant has its own copy of one model; all are run once per round, in an order that rotates from round to round,
-so that whatever else the machine does hits all of them alike. A ratio is the median of the rounds' ratios. Two
-questions:
+so that whatever else the machine does hits all of them alike, and everything is built several times, because where
+memory happens to lie is worth some per cent. A ratio is the median of the rounds' ratios. Two questions:
 
 call   all_reduce() alone, the ranks aligned by a barrier first, so that waiting for a late rank is not counted;
        "fresh" is the memory that one run allocates on its rank, as torch's profiler counts it (in a step: activations
@@ -67,28 +67,26 @@ def main() -> None:
     arguments = _arguments()
     with _process_group():
         torch.set_num_threads(1)
-        tables = {"call": _calls()}
+        tables: dict[str, Callable[[], list[Variant]]] = {"call": _calls}
         for update_freq in (1, 4):
             for set_to_none in (True, False):
                 name = f"step, update-freq {update_freq}, zero_grad(set_to_none={set_to_none})"
-                tables[name] = _steps(update_freq, set_to_none)
+                tables[name] = partial(_steps, update_freq, set_to_none)
         results = {}
-        for title, variants in tables.items():
-            _measure(variants, arguments.rounds, arguments.warm_up)
-            for variant in variants:
-                variant.fresh_bytes = _fresh_bytes(variant)
-            results[title] = _summary(variants)
+        for title, build in tables.items():
+            results[title] = _summary(_measure(build, arguments))
             if dist.get_rank() == 0:
                 _print_table(title, results[title])
         if dist.get_rank() == 0 and arguments.json:
-            document = {"environment": _environment(), "rounds": arguments.rounds, "results": results}
+            document = {"environment": _environment(), "results": results}
             arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--warm-up", type=int, default=3, help="rounds before them (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, help="times that all is built (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds before them (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write medians, ratios and the environment here")
     return parser.parse_args()
 
@@ -158,7 +156,21 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tens
     optimizer.step()
 
 
-def _measure(variants: list[Variant], rounds: int, warm_up: int) -> None:
+def _measure(build: Callable[[], list[Variant]], arguments: argparse.Namespace) -> list[Variant]:
+    """The variants with the seconds of all their buildings."""
+    pooled: list[Variant] = []
+    for _ in range(arguments.repeats):
+        variants = build()
+        _time(variants, arguments.rounds, arguments.warm_up)
+        for variant, earlier in zip(variants, pooled, strict=False):
+            variant.seconds[:0] = earlier.seconds
+        pooled = variants
+    for variant in pooled:
+        variant.fresh_bytes = _fresh_bytes(variant)
+    return pooled
+
+
+def _time(variants: list[Variant], rounds: int, warm_up: int) -> None:
     for round_number in range(-warm_up, rounds):
         shift = round_number % len(variants)
         for variant in variants[shift:] + variants[:shift]:
