@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp import LayoutError, LegacyDDPError, LegacyDistributedDataParallel
 from legacy_ddp._broadcast import CHUNK_BYTES
 from tests.ranks import run_ranks
 
@@ -269,3 +269,37 @@ def _unusable_buffer(rank: int, how: str) -> str:
 @pytest.mark.parametrize("how", _WITHOUT_VALUES)
 def test_a_buffer_without_dense_values_is_refused_by_name(how: str) -> None:
     assert len(set(run_ranks(_unusable_buffer, 2, how))) == 1
+
+
+def _expanded_on(rank: int, guilty: int) -> tuple[str, str, float]:
+    module = nn.Linear(2, 1)
+    expanded = torch.full((1, 1), float(rank)).expand(2, 2)
+    module.register_buffer("table", expanded if rank == guilty else torch.zeros(2, 2))
+    try:
+        LegacyDistributedDataParallel(module)
+    except LayoutError as error:
+        return type(error).__name__, str(error), float(module.table.sum())
+    return "", "", 0.0
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_buffer_expanded_on_one_rank_only_is_named_and_not_broadcast(guilty: int) -> None:
+    for rank, (kind, text, total) in enumerate(run_ranks(_expanded_on, 2, guilty)):
+        assert kind == "LayoutError"
+        assert f"rank {guilty} has float32 (2, 2) on cpu#0, expanded in dimensions [0, 1]" in text
+        assert total == (4.0 * rank if rank == guilty else 0.0)
+
+
+def _broadcast_inside_backward(rank: int) -> str:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+    model.module.weight.register_hook(lambda _: model.broadcast_buffers())
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except LegacyDDPError as error:
+        return str(error)
+    return ""
+
+
+def test_a_broadcast_from_inside_backward_is_refused() -> None:
+    for text in run_ranks(_broadcast_inside_backward, 2):
+        assert "broadcast_buffers() was called from inside backward" in text

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import (
-    LegacyDistributedDataParallel,
-)
+from legacy_ddp import LegacyDistributedDataParallel
 from tests.ranks import run_ranks
 from tests.small import Net, add_gradients, gradient_values, step, wrap
 
@@ -79,3 +77,19 @@ def test_parameters_that_were_all_replaced_are_counted_from_the_second_call_on()
         counts.append(model.all_reduce().rows[0].micro_batches)
 
     assert counts == [0, 1]  # nobody saw the new one before the first call
+
+
+def _swap_contents(rank: int) -> float | None:
+    model = wrap()
+    step(model, rank)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.zero_grad()
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return step(model, rank + 1.0)
+
+
+def test_torch_may_swap_the_contents_of_a_wrapped_parameter() -> None:
+    assert run_ranks(_swap_contents, 2) == [1.5, 1.5]

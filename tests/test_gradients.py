@@ -824,3 +824,20 @@ def _reduce_numbers(rank: int) -> int:
 
 def test_function_refuses_what_is_not_a_tensor_and_the_group_stays_usable() -> None:
     assert run_ranks(_reduce_numbers, 2) == [1, 1]
+
+
+def _sparse_of_another_dtype(rank: int) -> list[float]:
+    embedding = nn.Embedding(3, 1, sparse=True, dtype=torch.bfloat16)
+    model = LegacyDistributedDataParallel(embedding, checks=Checks(uneven="allow"))
+    embedding.weight.grad_dtype = torch.float32
+    if rank == 0:
+        embedding.weight.grad = torch.tensor([[1.5], [0.0], [3.0]]).to_sparse(1)
+    model.all_reduce()
+    grad = embedding.weight.grad
+    assert grad is not None
+    assert grad.is_sparse
+    return grad.to_dense().flatten().tolist()
+
+
+def test_a_sparse_gradient_of_another_dtype_than_its_parameter_may_be_missing_on_a_rank() -> None:
+    assert run_ranks(_sparse_of_another_dtype, 2) == [[0.75, 0.0, 1.5]] * 2

@@ -10,9 +10,7 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from legacy_ddp import (
-    LegacyDistributedDataParallel,
-)
+from legacy_ddp import LegacyDistributedDataParallel
 from tests.ranks import run_ranks
 from tests.small import Said, error_of, step, wrap
 
@@ -126,3 +124,42 @@ def test_a_gan_of_two_wrappers_trains_like_one_process() -> None:
 
     for parameters in run_ranks(_train_gan, 2, 2):
         torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)
+
+
+def _visit_another_group(rank: int) -> tuple[list[float | None], int]:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    model = wrap()
+    seen = [step(model, rank)]
+    if rank == 0:
+        model.process_group = alone
+        seen.append(step(model, 5.0))
+        model.process_group = None
+    seen.append(step(model, rank + 1.0))
+    return seen, model.all_reduce(skip=True).call
+
+
+def test_a_visit_to_another_group_on_one_rank_loses_no_seat() -> None:
+    assert run_ranks(_visit_another_group, 2) == [([0.5, 5.0, 1.5], 3), ([0.5, 1.5], 3)]
+
+
+def _under_another_default_device(rank: int) -> tuple[float | None, list[int]]:
+    model = wrap()
+    torch.set_default_device("meta")
+    try:
+        mean = step(model, rank)
+        record = model.all_reduce(skip=rank == 0)
+    finally:
+        torch.set_default_device("cpu")
+    return mean, [row.micro_batches for row in record.rows]
+
+
+def test_the_default_device_is_the_user_s_and_not_the_header_s() -> None:
+    assert [mean for mean, _ in run_ranks(_under_another_default_device, 2)] == [0.5, 0.5]
+
+
+def _cpu_model_on_a_group_for_cuda(rank: int) -> float | None:
+    return step(wrap(process_group=dist.new_group([0, 1], backend="cuda:gloo")), rank)
+
+
+def test_cpu_gradients_need_no_cpu_backend_of_the_user_s_group() -> None:
+    assert run_ranks(_cpu_model_on_a_group_for_cuda, 2) == [0.5, 0.5]

@@ -16,9 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FileStore
 
-from legacy_ddp import (
-    LegacyDistributedDataParallel,
-)
+from legacy_ddp import LegacyDistributedDataParallel
 from tests.ranks import run_ranks
 from tests.small import Net, Said, add_gradients, error_of, gradient_values, step, wrap
 
