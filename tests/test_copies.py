@@ -12,10 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import (
-    Checks,
-    LegacyDistributedDataParallel,
-)
+from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.ranks import run_ranks
 from tests.small import Said, add_gradients, error_of, gradient_values, step, wrap
 

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import (
-    Checks,
-    DesyncError,
-    LegacyDistributedDataParallel,
-    SyncRecord,
-    all_reduce_gradients,
-)
+from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, SyncRecord, all_reduce_gradients
 from tests.ranks import run_ranks
 from tests.small import Said, add_gradients, error_of, gradient_values, step, wrap
 
