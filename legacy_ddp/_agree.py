@@ -159,7 +159,7 @@ def _find_other_layout(call: Call, rows: Sequence[Header], inventory: Mapping[st
     if len({row.layout for row in rows}) == 1:
         return None
     finding = compare_rows([json.loads(text) for text in call.gather_bytes(json.dumps(dict(inventory)).encode())])
-    what = f"ranks hold different things:\n{finding}\nbuild the same module with the same settings on every rank"
+    what = f"ranks hold different things:\n{finding}\nmake the module and the settings alike on every rank"
     error = _error(LayoutError, rows, what, finding.ranks)
     names = [item.what for item in finding.differences]
     if len(names) == 1 and names[0].startswith("parameter "):

@@ -147,7 +147,7 @@ def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
         device = seen.setdefault(tensor.device, f"{tensor.device.type}#{len(seen)}")
         words = [f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {device}"]
         if kind == "parameter":
-            words.append(f"strides {slot_stride(tensor)}, trainable" if tensor.requires_grad else "frozen")
+            words.append(f"trainable, strides {slot_stride(tensor)}" if tensor.requires_grad else "frozen")
             if gradient_dtype(tensor) != tensor.dtype:
                 words.append(f"gradients {gradient_dtype(tensor)}")
         # No values fit into an expanded tensor but those of another one expanded alike.

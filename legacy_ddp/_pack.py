@@ -69,15 +69,17 @@ def _make_room(call: Call, buffer: FlatBuffer) -> None:
 
 
 def _describe_part(sample_size: int | None, skip: bool) -> Header:
+    if not isinstance(skip, bool):
+        raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
         return Header(part=Part.SKIP)
     if sample_size is not None and (isinstance(sample_size, bool) or not isinstance(sample_size, int)):
+        hint = "; use .item() on a tensor" if hasattr(sample_size, "item") else ""
         raise TypeError(
-            f"sample_size is of the wrong type: got {type(sample_size).__name__}, expected a host int or None; "
-            "use .item() on a tensor"
+            f"sample_size is of the wrong type: got {type(sample_size).__name__}, expected a host int or None{hint}"
         )
     if sample_size is not None and not 0 <= sample_size < 2**62:
-        raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 or more; 0 leaves this rank out")
+        raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 to 2**62; 0 leaves this rank out")
     return Header(part=Part.PLAIN) if sample_size is None else Header(part=Part.SAMPLES, sample_size=sample_size)
 
 

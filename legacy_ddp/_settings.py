@@ -61,7 +61,7 @@ class Settings:
     """All that a copy of a wrapper carries besides its module.
 
     Raises:
-        ValueError: a value out of range; the text names the argument.
+        TypeError, ValueError: an unusable value; the text names the argument.
     """
 
     buffer_size: int = 2**28
@@ -76,6 +76,10 @@ class Settings:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ValueError(
                 f"buffer_size is not usable: got {size!r}, expected a number of elements, an int of at least 1"
+            )
+        if not isinstance(self.gradient_as_bucket_view, bool):
+            raise TypeError(
+                f"gradient_as_bucket_view is not usable: got {self.gradient_as_bucket_view!r}, expected True or False"
             )
         if dtype is not None and dtype not in _REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype is not usable: got {dtype!r}, expected one of {_REDUCE_DTYPES} or None")

@@ -79,9 +79,10 @@ _remembered = internals.WeakIdKeyDictionary()
 def _key_and_names(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[object, NamedTensors]:
     if isinstance(module_or_params, nn.Module):
         return module_or_params, list(module_or_params.named_parameters(remove_duplicate=False))
-    parameters = list(module_or_params)
-    if not all(isinstance(parameter, torch.Tensor) for parameter in parameters):
-        raise TypeError("module_or_params holds something else than tensors, expected a module or its parameters")
+    parameters = list(module_or_params) if isinstance(module_or_params, Iterable) else [module_or_params]
+    others = [type(parameter).__name__ for parameter in parameters if not isinstance(parameter, torch.Tensor)]
+    if others:
+        raise TypeError(f"module_or_params is unusable: got {others[0]}, expected a module or its parameters (tensors)")
     key: object = parameters[0] if parameters else _raising  # or anything else that lives for ever
     return key, [(f"{index:06d}", tensor) for index, tensor in enumerate(parameters)]
 

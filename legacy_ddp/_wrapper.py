@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, agree, announcing_failures
@@ -205,8 +206,9 @@ class LegacyDistributedDataParallel(nn.Module):
                         f"world_size does not match the process group: got {world_size}, expected {call.groups.size}; "
                         "leave it out, or pass the group of that size"
                     )
-                if any(isinstance(child, LegacyDistributedDataParallel) for child in self.module.modules()):
-                    raise ValueError("module contains a LegacyDistributedDataParallel; wrap the outermost module only")
+                wrappers = (LegacyDistributedDataParallel, DistributedDataParallel)
+                if inside := [type(child).__name__ for child in self.module.modules() if isinstance(child, wrappers)]:
+                    raise ValueError(f"module contains a {inside[0]}, expected no wrapper; wrap the plain module, once")
                 check_ignored(self.module, self._settings.ignore)
                 plan = self._synchronizer.planner.plan(self._named_parameters())
             agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)

@@ -369,7 +369,7 @@ WORDS = {
     "extra": "parameter 'scale': ranks 0, 2 have nothing; rank 1 has float32 (1,)",
     "cast": "parameter '1.weight': rank 1 has float64",
     "frozen": "parameter '1.bias': rank 1 has float32 (3,) on cpu#0, frozen",
-    "strides": "parameter '0.weight': rank 1 has float32 (3, 2) on cpu#0, strides (1, 3)",
+    "strides": "parameter '0.weight': rank 1 has float32 (3, 2) on cpu#0, trainable, strides (1, 3)",
     "untied": "shared with 2.weight",
 }
 

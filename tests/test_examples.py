@@ -206,8 +206,8 @@ def test_a_resume_with_other_settings_is_refused_by_rank_0_alone(undisturbed: An
 @pytest.mark.parametrize(
     "arguments,message",
     [
-        (["--steps", "0"], "argument --steps: got 0, expected at least 1"),
-        (["--update-freq", "-1"], "argument --update-freq: got -1, expected at least 1"),
+        (["--steps", "0"], "argument --steps: got '0', expected a whole number of at least 1"),
+        (["--update-freq", "-1"], "argument --update-freq: got '-1', expected a whole number of at least 1"),
         (["--update-freq", "many"], "argument --update-freq: invalid positive_int value: 'many'"),
         (["--lr", "nan"], "argument --lr: got nan, expected a finite number above 0"),
         (["--batch-size", "1000000"], "global batch is larger than the text: got 4000000 windows"),

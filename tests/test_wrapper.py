@@ -72,7 +72,7 @@ def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off() -> Non
 
 @pytest.mark.usefixtures("alone")
 def test_a_wrapper_inside_the_module_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"^module contains a LegacyDistributedDataParallel; wrap the outermost"):
+    with pytest.raises(ValueError, match=r"^module contains a LegacyDistributedDataParallel, expected no wrapper"):
         LegacyDistributedDataParallel(nn.Sequential(nn.Linear(1, 1), wrap()))
 
 
