@@ -208,8 +208,8 @@ def test_a_resume_with_other_settings_is_refused_by_rank_0_alone(undisturbed: An
     [
         (["--steps", "0"], "argument --steps: got '0', expected a whole number of at least 1"),
         (["--update-freq", "-1"], "argument --update-freq: got '-1', expected a whole number of at least 1"),
-        (["--update-freq", "many"], "argument --update-freq: invalid positive_int value: 'many'"),
-        (["--lr", "nan"], "argument --lr: got nan, expected a finite number above 0"),
+        (["--update-freq", "many"], "argument --update-freq: got 'many', expected a whole number of at least 1"),
+        (["--lr", "nan"], "argument --lr: got 'nan', expected a finite number above 0"),
         (["--batch-size", "1000000"], "global batch is larger than the text: got 4000000 windows"),
         (["--resume"], "--resume has no folder: got no --save, expected --save DIR"),
         (["--resume", "--save", "{empty}"], "has nothing to resume: got no step-*.pt, expected one"),
