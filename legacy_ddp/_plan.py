@@ -71,7 +71,11 @@ class Planner:
             ValueError: a parameter that no plan has room for.
         """
         found = list(named)
-        signature = [_signature(name, tensor) for name, tensor in found]
+        first: dict[int, int] = {}  # which names belong to one tensor is part of it
+        signature = [
+            (first.setdefault(id(tensor), index), *_signature(name, tensor))
+            for index, (name, tensor) in enumerate(found)
+        ]
         parameters = [found[index][1] for index in self._order] if signature == self._signature else []
         if self._layout is None or signature != self._signature or not self.counter.watches(parameters):
             self._layout = self._replan(found)

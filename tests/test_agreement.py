@@ -462,7 +462,7 @@ def _late_by(rank: int, timeout_seconds: float, missing: int) -> tuple[Any, ...]
     model = Model(_net(), timeout_seconds=timeout_seconds)
     _backward(model, 1.0)
     if rank == missing:
-        time.sleep(timeout_seconds + 2)
+        time.sleep(timeout_seconds + 2)  # being late is the fault
         return ()
     start = time.monotonic()
     error = _attempt(model.all_reduce)
@@ -482,7 +482,7 @@ def test_a_rank_that_does_not_call_ends_the_wait_at_the_timeout() -> None:
 
 def _never_constructs(rank: int) -> tuple[str, tuple[int, ...], str]:
     if rank == 1:
-        time.sleep(3)
+        time.sleep(3)  # being absent is the fault
         return "", (), ""
     error = _attempt(lambda: Model(_net(), timeout_seconds=1))
     assert error is not None
@@ -560,7 +560,7 @@ def _dead_model_is_freed(rank: int) -> bool:
     if rank == 0:
         assert _attempt(model.all_reduce) is not None
     else:
-        time.sleep(2)
+        time.sleep(2)  # being late is the fault
     del model
     gc.collect()
     return module() is None

@@ -9,7 +9,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.ranks import run_ranks
-from tests.small import Net, add_gradients, gradient_values, step, wrap
+from tests.small import Net, add_gradients, error_of, gradient_values, step, wrap
 
 
 def _add_lora(net: Any) -> None:
@@ -93,3 +93,28 @@ def _swap_contents(rank: int) -> float | None:
 
 def test_torch_may_swap_the_contents_of_a_wrapped_parameter() -> None:
     assert run_ranks(_swap_contents, 2) == [1.5, 1.5]
+
+
+def _untie(rank: int, guilty: tuple[int, ...]) -> list[Any]:
+    net: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    model = LegacyDistributedDataParallel(net)
+    step(model, rank)
+    if rank in guilty:
+        net[1].weight = nn.Parameter(net[0].weight.detach().clone())
+    model.zero_grad()
+    add_gradients(model, float(rank))
+    return [error_of(model.all_reduce), gradient_values(model)]
+
+
+def test_a_weight_untied_after_wrapping_gets_a_gradient_of_its_own() -> None:
+    for error, values in run_ranks(_untie, 2, (0, 1)):
+        assert error is None
+        assert values == {"0.weight": 0.5, "1.weight": 0.5}
+
+
+def test_a_weight_untied_on_one_rank_is_named_on_all() -> None:
+    for error, _ in run_ranks(_untie, 2, (1,)):
+        assert error is not None
+        assert error[0] == "LayoutError"
+        assert "shared with 1.weight" in error[1]
