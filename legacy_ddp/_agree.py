@@ -57,6 +57,7 @@ def announcing_failures(call: Call) -> Iterator[None]:
         Exception: what failed here, unchanged, if every rank failed with the same words: then nobody waits.
     """
     try:
+        call.prepare()
         yield
     except Exception as error:
         if isinstance(error, LegacyDDPError) and error.call is None:
@@ -93,8 +94,9 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
             or _find_other_layout(call, rows, inventory)
             or _find_other_meaning(rows, uneven)
         )
-    if problem is not None:
-        raise problem
+        if problem is not None:
+            raise problem
+        call.meet()
     call.seat.waited_seconds = call.seconds["agree"]
     return Agreement(headers, rows)
 

@@ -1,5 +1,6 @@
 """One collective call of ours on this rank: its place in the sequence, its clock, and its way to the others."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from legacy_ddp import _torch_internals as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._groups import Groups
 from legacy_ddp._header import Operation
+from legacy_ddp._settings import Checks
+from legacy_ddp._watch import HERE, USER_CODE, Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run; one that ends early breaks nothing.
 _SLICE = timedelta(milliseconds=100)
@@ -41,16 +44,18 @@ class Call:
         LostPeerError: an earlier failure left the group unusable.
     """
 
-    def __init__(self, seat: Seat, operation: Operation, timeout: timedelta) -> None:
+    def __init__(self, seat: Seat, operation: Operation, timeout: timedelta, checks: Checks) -> None:
         self.seat = seat
         self.groups = seat.groups
         self.operation = operation
         self.timeout = timeout
+        self.checks = checks
         self.number = 0
         self.member = 0
         self.phase_name = ""
         self.seconds: dict[str, float] = {}
         self._phase_start = 0.0
+        self._name = ""
         self._is_open = False  # the others are, or may be, waiting for what this rank does next
 
     def __enter__(self) -> "Call":
@@ -65,8 +70,11 @@ class Call:
             self.groups.busy.release()
             raise
         self.number = self.seat.calls[self.operation] + 1
+        self._name = str(self)
         # Numbers are equal on ranks that make their first calls in the same order; a failed first call uses none up.
         self.member = self.seat.member or self.groups.members + 1
+        if self.groups.watch is not None:
+            self.groups.watch.begin(self._name)
         return self
 
     def __exit__(
@@ -78,10 +86,32 @@ class Call:
                 self.seat.member = self.groups.members = self.member
         elif self._is_open and not isinstance(error, AgreedError):
             self.groups.lose(error)
+        if self.groups.watch is not None:
+            self.groups.watch.end()
+        HERE.enter(USER_CODE)
         self.groups.busy.release()
 
     def __str__(self) -> str:
         return f"{self.operation} call {self.number}"
+
+    def prepare(self) -> None:
+        """What is needed to look after the other ranks, if this is the first call here and checks want it.
+
+        Raises:
+            OSError: no report file can be made, or no socket.
+        """
+        if watch := self.groups.open_watch(self.checks):
+            watch.begin(self._name)
+
+    def meet(self) -> None:
+        """Collective, once per group, when headers matched for the first time: ranks learn how to reach each other."""
+        if self.groups.has_met:
+            return
+        watch = self.groups.watch
+        cards = self.gather_bytes(b"" if watch is None else watch.card())
+        if watch is not None:
+            watch.start(cards)
+        self.groups.has_met = True
 
     def settle(self) -> None:
         """Every rank knows that the call ends here: no one waits any more."""
@@ -91,6 +121,7 @@ class Call:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, and say that the call is in it."""
         self.phase_name, self._phase_start = name, time.perf_counter()
+        HERE.enter(name, self._name)
         try:
             yield
         finally:
@@ -145,21 +176,37 @@ class Call:
             work.wait()
             return
         while (outcome := _poll(work)) is None:
-            pass
+            if self.groups.watch is not None and (failure := self.groups.watch.look(self._waited_seconds)):
+                raise self._lost_error(failure)
         if isinstance(outcome, RuntimeError):
-            raise self._lost_error(outcome) from outcome
+            raise self._lost_error(self._failure(outcome)) from outcome
 
-    def _lost_error(self, error: RuntimeError) -> LostPeerError:
-        waited, limit = time.perf_counter() - self._phase_start, self.timeout.total_seconds()
-        late = waited >= 0.99 * limit
-        kind = SyncTimeoutError if late else PeerLostError
-        happened = f"no answer within {limit:g} s" if late else f"connection lost after {waited:.2f} s"
-        return kind(
-            f"{self}, phase {self.phase_name}: {happened}; missing ranks unknown (saw: {str(error).splitlines()[0]}); "
-            "look for the rank that ended or did not make this call",
-            call=self.number,
-            phase=self.phase_name,
-        )
+    @property
+    def _waited_seconds(self) -> float:
+        return time.perf_counter() - self._phase_start
+
+    def _failure(self, error: RuntimeError) -> Failure:
+        waited, limit = self._waited_seconds, self.timeout.total_seconds()
+        if waited >= 0.99 * limit:
+            return Failure(f"no answer within {limit:g} s", is_late=True)
+        return Failure(f"connection lost after {waited:.2f} s ({_first_sentence(error)})")
+
+    def _lost_error(self, failure: Failure) -> LostPeerError:
+        kind = SyncTimeoutError if failure.is_late else PeerLostError
+        watch = self.groups.watch
+        if watch is None:
+            text = f"{self}: {failure.reason}; missing ranks unknown: nobody looks after them with checks off"
+            return kind(text, call=self.number, phase=self.phase_name)
+        report = watch.conclude(failure)
+        text = f"{report.text}\n\n(also in {watch.file.path})"
+        error = kind(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
+        error.report = report.text
+        return error
+
+
+def _first_sentence(error: RuntimeError) -> str:
+    """What gloo says, without the place in its own source before it and the advice behind it."""
+    return re.sub(r"^\[[^\]]*\] ?", "", str(error)).splitlines()[0].split(". ")[0]
 
 
 def check_moment(call: Call) -> None:

@@ -55,7 +55,12 @@ class PeerError(AgreedError):
 
 
 class LostPeerError(LegacyDDPError):
-    """A rank did not answer; this process group cannot be used any more."""
+    """A rank did not answer; this process group cannot be used any more.
+
+    ``report``: what every rank was doing, the same text on all that raise; empty with checks off.
+    """
+
+    report = ""
 
 
 class PeerLostError(LostPeerError):

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._settings import Checks
+from legacy_ddp._watch import Watchdog
 
 # Asking the store is cut into slices, so that Python's signal handlers (Ctrl-C) run in between.
 _STORE_SLICE = timedelta(seconds=1)
@@ -36,6 +38,9 @@ class Groups:
         self.members = 0  # wrappers that have met their peers here
         self.busy = threading.Lock()
         self.control: Any = None
+        self.watch: Watchdog | None = None  # None: not wanted, or the ranks have not met yet
+        self.has_met = False
+        self._end_watch: weakref.finalize[..., Groups] | None = None
         self._payload: Any = None
         self._parent = weakref.ref(parent)
         self._lost = ""
@@ -54,6 +59,23 @@ class Groups:
             internals.ProcessGroupGloo(internals.PrefixStore(name, store), self.rank, self.size, timeout)
             for name in ("control", "payload")
         )
+
+    def open_watch(self, checks: Checks) -> Watchdog | None:
+        """Make ready to look after the other ranks, if ``checks`` want it and the ranks have not met without.
+
+        Returns:
+            The watchdog, if it was made now.
+
+        Raises:
+            OSError: no report file can be made, or no socket.
+        """
+        if self.has_met or self.watch is not None or self.size == 1 or checks.level == "off":
+            return None
+        self.watch = Watchdog(
+            self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
+        )
+        self._end_watch = weakref.finalize(self, self.watch.close)  # also at exit
+        return self.watch
 
     def payload(self, device: torch.device) -> Any:
         """The group that carries tensors of ``device``: the private one for CPU and on gloo, else the user's own.
@@ -98,6 +120,8 @@ class Groups:
     def close(self) -> None:
         """Drop the groups; their threads end here and not somewhere in the interpreter's last breath."""
         self.control = self._payload = None
+        if self._end_watch is not None:
+            self._end_watch()
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -13,7 +13,11 @@ _LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
 _ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow")}
 
 
-@dataclass(frozen=True)
+def _is_duration(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= _LONGEST
+
+
+@dataclass(frozen=True, repr=False)
 class Checks:
     """What every :meth:`all_reduce` looks at besides what its arithmetic needs.
 
@@ -22,19 +26,37 @@ class Checks:
             (norm of the local gradient, finite or not).
         uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
             ``"raise"`` a DesyncError on every rank; ``"allow"``.
+        warn_after_seconds: how long a rank waits for others before it says for whom and what they do. On a process
+            group the first wrapper's value counts, as for ``report_dir``.
+        report_dir: where every rank keeps a file of its reports; None: the system's directory for temporary files.
 
     Raises:
-        ValueError: a value that is not one of these.
+        TypeError, ValueError: a value that is not one of these.
     """
 
     level: str = "info"
     uneven: str = "warn"
+    warn_after_seconds: float = 60.0
+    report_dir: str | os.PathLike[str] | None = None
+
+    def __repr__(self) -> str:
+        changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
+        return f"Checks({', '.join(f'{item.name}={getattr(self, item.name)!r}' for item in changed)})"
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            value, allowed = getattr(self, item.name), _ALLOWED[item.name]
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
             if value not in allowed:
-                raise ValueError(f"checks: {item.name} is unknown: got {value!r}, expected one of {allowed}")
+                raise ValueError(f"checks: {name} is unknown: got {value!r}, expected one of {allowed}")
+        if not _is_duration(self.warn_after_seconds):
+            raise ValueError(
+                f"checks: warn_after_seconds is not usable: got {self.warn_after_seconds!r}, "
+                f"expected a positive number of seconds (up to {_LONGEST:g})"
+            )
+        if self.report_dir is not None and not isinstance(self.report_dir, str | os.PathLike):
+            raise TypeError(
+                f"checks: report_dir is of the wrong type: got {self.report_dir!r}, expected a path or None"
+            )
 
 
 def resolve_checks(checks: str | Checks) -> Checks:
@@ -51,7 +73,7 @@ def resolve_checks(checks: str | Checks) -> Checks:
     if not level:
         return asked
     try:
-        return Checks(level=level, uneven=asked.uneven)
+        return replace(asked, level=level)
     except ValueError as error:
         raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
 
@@ -128,7 +150,3 @@ def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
         raise ValueError(
             f"ignore names what the module does not have: got {unknown}, expected parameter or buffer names"
         )
-
-
-def _is_duration(seconds: object) -> bool:
-    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= _LONGEST

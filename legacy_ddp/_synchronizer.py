@@ -38,7 +38,7 @@ class Synchronizer:
         groups = groups_of(group, timeout)
         if group not in self._seats:
             self._seats[group] = Seat(groups)
-        return Call(self._seats[group], operation, timeout)
+        return Call(self._seats[group], operation, timeout, self.settings.checks)
 
     def note_uneven(self, call: Call, agreement: Agreement) -> None:
         """Prepare the warning, once per run and on rank 0, if ranks bring different numbers of micro-batches."""

@@ -22,6 +22,7 @@ from legacy_ddp._record import SyncRecord
 from legacy_ddp._reduce import Reduced, reduce
 from legacy_ddp._settings import Checks, Settings, check_ignored, names_to_ignore, resolve_checks
 from legacy_ddp._synchronizer import NamedTensors, Synchronizer, remember
+from legacy_ddp._watch import HERE
 
 
 class LegacyDistributedDataParallel(nn.Module):
@@ -95,7 +96,10 @@ class LegacyDistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Never communicates, so evaluating on one rank is safe."""
-        return self.module(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self.module(*args, **kwargs)
+        with HERE.forward():
+            return self.module(*args, **kwargs)
 
     def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.

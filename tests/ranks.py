@@ -126,6 +126,7 @@ def _run_rank(rank: int, world_size: int, job: bytes, store: Path, stack_path: P
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    tempfile.tempdir = str(stack_path.parent)  # what a rank leaves behind when it is killed goes with the test
     try:
         fn, args = pickle.loads(job)
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)

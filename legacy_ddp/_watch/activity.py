@@ -1,0 +1,96 @@
+"""What does this process do right now? The training thread says so in passing; whoever asks reads it off later."""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import NamedTuple
+
+FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
+_MAX_FRAMES = 12
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+class Mark(NamedTuple):
+    """What was last said: the call's name ("" outside), the phase, since when, by which thread, and how many before."""
+
+    call: str
+    phase: str
+    since: float
+    thread: int
+    changes: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a process was seen doing. ``stack``: innermost frame last. ``changes`` grows whenever the phase changes."""
+
+    call: str
+    phase: str
+    age_seconds: float
+    changes: int
+    stack: tuple[str, ...]
+
+
+class Activity:
+    """One per process. Saying costs a microsecond; all else is paid by who asks."""
+
+    def __init__(self) -> None:
+        self._mark = Mark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
+
+    def enter(self, phase: str, call: str = "") -> None:
+        """Say what the calling thread does from now on."""
+        self._mark = Mark(call, phase, time.monotonic(), threading.get_ident(), self._mark.changes + 1)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Say that a forward pass runs in the block."""
+        self.enter(FORWARD)
+        try:
+            yield
+        finally:
+            self.enter(USER_CODE)
+
+    def sample(self) -> Sample:
+        """Look at the thread that spoke last. Backward and a debugger say nothing: they are seen on its stack."""
+        mark = self._mark
+        frame = sys._current_frames().get(mark.thread)
+        files = {code.co_filename for code in _codes(frame)}
+        phase = mark.phase
+        if any(name.endswith(("/bdb.py", "/pdb.py")) for name in files):
+            phase = DEBUGGER
+        elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
+            phase = BACKWARD
+        return Sample(mark.call, phase, time.monotonic() - mark.since, mark.changes, _stack(frame, bool(mark.call)))
+
+
+HERE = Activity()
+
+
+def _codes(frame: FrameType | None) -> Iterator[CodeType]:
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def _stack(frame: FrameType | None, in_call: bool) -> tuple[str, ...]:
+    """The innermost frames, outermost first; of a call of ours only the user's way into it."""
+    if frame is None:
+        return ()
+    # Without looking up source lines: that would read files, perhaps from the disk that everybody waits for.
+    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    entries = list(reversed(summary))
+    if in_call:
+        ours = [index for index, entry in enumerate(entries) if entry.filename.startswith(_PACKAGE)]
+        entries = entries[: ours[0] + 1] if ours else entries
+    return tuple(f"{_short(entry.filename)}:{entry.lineno} in {entry.name}" for entry in entries[-_MAX_FRAMES:])
+
+
+def _short(filename: str) -> str:
+    """The last two parts of a path: enough to find the file, short enough for a line of 80 columns."""
+    return "/".join(Path(filename).parts[-2:])

@@ -1,0 +1,68 @@
+"""What does the kernel say of another process on this machine: running, stopped, dead?"""
+
+import os
+import socket
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
+_STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One process, and where it lives. ``machine`` is equal where processes can see each other in /proc.
+
+    ``started`` tells a process from a later one with the same pid.
+    """
+
+    host: str
+    pid: int
+    started: str
+    machine: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+
+def own_identity() -> Identity:
+    """Of this process."""
+    return Identity(socket.gethostname(), os.getpid(), _started(os.getpid()), _machine())
+
+
+def state_of(process: Identity) -> str:
+    """``running``, ``stopped``, ``held by a debugger``, ``dead``; empty for one that cannot be seen from here."""
+    if not process.machine or process.machine != _machine():
+        return UNKNOWN
+    fields = _stat(process.pid)
+    if not fields or fields[_STARTED] != process.started:
+        return DEAD
+    return _STATES.get(fields[_STATE], RUNNING)
+
+
+# Fields of /proc/<pid>/stat behind the command's name, see proc(5): state is field 3, start time field 22.
+_STATE, _STARTED = 0, 19
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
+
+
+def _started(pid: int) -> str:
+    fields = _stat(pid)
+    return fields[_STARTED] if fields else ""
+
+
+@cache
+def _machine() -> str:
+    """Boot and pid namespace: containers on one machine do not see each other's processes. Empty without /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""

@@ -1,0 +1,170 @@
+"""Who is waited for, and what does everybody do? What the ranks said -> a text of 80 columns. Pure."""
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._watch.activity import DEBUGGER, Sample
+from legacy_ddp._watch.line import Outcome
+from legacy_ddp._watch.processes import DEAD, RUNNING, STOPPED, TRACED
+
+MAX_ROWS = 24
+MAX_STACKS = 8
+# Where in one call a rank stands; the later, the farther. A rank that has left the call is the farthest.
+_PHASES = ("plan", "pack", "agree", "payload", "alias")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is known of one rank: ``sample`` is None if it did not answer. ``serial``: calls that it began on the group.
+
+    ``process``: what the kernel of its machine says, if anybody there could look. ``note``: its goodbye, or its error.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    outcome: Outcome
+    sample: Sample | None = None
+    serial: int = 0
+    in_call: bool = False
+    last_call: str = ""
+    process: str = ""
+    note: str = ""
+    advancing: bool = False
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Comparable between ranks: how far this one is. Behind everybody if nothing is known."""
+        if self.sample is None:
+            return (-1, 0)
+        if not self.in_call:
+            return (self.serial, len(_PHASES))
+        return (self.serial, _PHASES.index(self.sample.phase) if self.sample.phase in _PHASES else 0)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything at all speaks for what it says here."""
+        return self.outcome not in (Outcome.NOT_ASKED, Outcome.DEAF) or self.process not in ("", RUNNING)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody stopped it on purpose and may let it go on."""
+        return self.sample is not None and self.sample.phase == DEBUGGER
+
+    @property
+    def doing(self) -> str:
+        """What it does, in words."""
+        if self.sample is None:
+            return str(self.outcome)
+        if self.in_call:
+            return f"{self.last_call}: {self.sample.phase}"
+        return f"{self.sample.phase} after {self.last_call}" if self.last_call else self.sample.phase
+
+    @property
+    def condition(self) -> str:
+        """Its process in one word, as well as it is known."""
+        if self.outcome is Outcome.GONE:
+            return DEAD
+        return self.process or ("answers" if self.outcome is Outcome.ANSWERED else "unknown")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One text for every rank, its first lines in one (``head``), and the ranks that it names.
+
+    ``is_harmless``: those ranks are alive and get on. ``speakers``: one waiting rank per machine, to print it there.
+    """
+
+    head: str
+    text: str
+    awaited: tuple[int, ...]
+    is_harmless: bool
+    speakers: tuple[int, ...]
+
+
+def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
+    """The ranks that are not as far as the farthest that is in a call; nobody, if all wait at the same place."""
+    farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
+    behind = [row for row in rows if row.progress < farthest]
+    # Those of whom nothing is known are named only if it can be nobody else.
+    return tuple(row.rank for row in behind if row.is_known) or tuple(row.rank for row in behind)
+
+
+def compose(rows: Sequence[Row], reason: str = "") -> Report:
+    """The report on the farthest call. ``reason``: what went wrong; else some rank only waits longer than expected."""
+    missing = awaited(rows)
+    waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
+    waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
+    head = f"{_where(rows)}: {reason or f'ranks have waited for {waited_seconds:.1f} s'}; {_summary(rows, missing)}"
+    lines = [*_wrap(head), "", *_table(rows, missing), *_stacks(rows, missing)]
+    return Report(
+        head=head,
+        text="\n".join(lines),
+        awaited=missing,
+        is_harmless=bool(missing) and all(rows[rank].advancing or rows[rank].is_held for rank in missing),
+        speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
+    )
+
+
+def _where(rows: Sequence[Row]) -> str:
+    """The farthest place that a rank is known to be at."""
+    row = max(rows, key=lambda row: (row.in_call, row.progress))
+    return f"{row.last_call}, phase {row.sample.phase}" if row.in_call and row.sample else row.last_call
+
+
+def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
+    """Who is waited for and why, in half a sentence."""
+    if not missing:
+        return "no rank is missing, every rank is in this call; look at the network between them"
+    why: dict[str, list[int]] = {}
+    for rank in missing:
+        why.setdefault(_why(rows[rank]), []).append(rank)
+    parts = [f"{name_ranks(ranks)} ({reason})" for reason, ranks in sorted(why.items(), key=lambda item: item[1])]
+    return "missing " + "; ".join(parts)
+
+
+def _why(row: Row) -> str:
+    at = f", at {row.sample.stack[-1]}" if row.sample and row.sample.stack else ""
+    what = row.note or f"{row.doing}{at}"
+    if row.process in (STOPPED, TRACED):
+        what = f"its process is {row.process}"
+    elif row.outcome is Outcome.SILENT and row.process == RUNNING:
+        what = "its process is running but does not answer: Python may be held up by C code"
+    return f"{what}, on host {row.host}"
+
+
+def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
+    """Those waited for first; ranks of one kind share a line when there are too many to list."""
+    shown = sorted(rows, key=lambda row: (row.rank not in missing, row.rank))
+    lines = [f"{'rank':>5}  {'doing':38}{'for':>8}  process on host:pid"]
+    for row in shown[:MAX_ROWS]:
+        age = f"{row.sample.age_seconds:.1f} s" if row.sample else "?"
+        lines.append(f"{row.rank:5}  {row.doing:38}{age:>8}  {row.condition} on {row.host}:{row.pid}")
+    rest: dict[str, list[int]] = {}
+    for row in shown[MAX_ROWS:]:
+        rest.setdefault(row.doing, []).append(row.rank)
+    for doing, ranks in rest.items():
+        lines.extend(_wrap(f"... {name_ranks(ranks)}: {doing}"))
+    return lines
+
+
+def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
+    """The Python stacks of those that answered, equal ones together, the rarest first: it is the one to read."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        if row.sample is not None and row.sample.stack:
+            groups.setdefault(row.sample.stack, []).append(row.rank)
+    lines = []
+    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1][0] not in missing, item[1]))
+    for stack, ranks in ordered[:MAX_STACKS]:
+        lines += ["", *_wrap(f"stack of {name_ranks(ranks)}, innermost last:"), *(f"  {frame}" for frame in stack)]
+    if len(ordered) > MAX_STACKS:
+        left = sorted(rank for _, ranks in ordered[MAX_STACKS:] for rank in ranks)
+        lines += ["", *_wrap(f"... other stacks of {name_ranks(left)}")]
+    return lines
+
+
+def _wrap(text: str) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

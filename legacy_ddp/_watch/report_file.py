@@ -1,0 +1,66 @@
+"""Where do the reports of this process lie? In a file of its own that outlives it, if there was anything to say."""
+
+import faulthandler
+import os
+import signal
+import socket
+import tempfile
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+
+
+class ReportFile:
+    """Opened before anything is wrong, so that a process that is being ended needs no more than one write.
+
+    Readable for its owner alone: stacks name files and functions. Removed on :meth:`close` if nothing was written.
+
+    Raises:
+        OSError: it cannot be made there.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None, rank: int, size: int) -> None:
+        folder = Path(directory or tempfile.gettempdir())
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"legacy_ddp-{socket.gethostname()}-rank{rank}-pid{os.getpid()}"
+        self._owner = os.getpid()
+        self._is_empty = True
+        self.path, self._descriptor = _create(folder, stem)
+        self._write(f"rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}")
+        _dump_stacks_on_sigterm(self._descriptor)
+
+    def append(self, text: str) -> None:
+        """Add a report; one write, so that a kill leaves all of it or none. A full disk is no reason to fail."""
+        self._is_empty = False
+        with suppress(OSError):
+            self._write(text)
+
+    def close(self) -> None:
+        """Remove the file if it tells nothing. The descriptor stays open, for faulthandler may still hold it."""
+        if self._is_empty and os.getpid() == self._owner:
+            with suppress(OSError):
+                self.path.unlink()
+
+    def abandon(self) -> None:
+        """In a forked child: what happens to it is not the parent's report."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._descriptor)
+        os.close(nowhere)
+
+    def _write(self, text: str) -> None:
+        os.write(self._descriptor, f"[{datetime.now().astimezone().isoformat(' ', 'seconds')}]\n{text}\n\n".encode())
+
+
+def _create(folder: Path, stem: str) -> tuple[Path, int]:
+    """A new file, never somebody else's: the directory may be writable for all."""
+    for attempt in range(1000):
+        path = folder / (f"{stem}.txt" if attempt == 0 else f"{stem}-{attempt}.txt")
+        with suppress(FileExistsError):
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    raise FileExistsError(f"report_dir is full of {stem}-*.txt: got 1000 of them; remove them")
+
+
+def _dump_stacks_on_sigterm(descriptor: int) -> None:
+    """A launcher ends the siblings of a failed rank with SIGTERM, perhaps before they know of anything: let them leave
+    their stacks. faulthandler's handler is C, so it works whatever Python does; then it calls the one before it."""
+    faulthandler.register(signal.SIGTERM, file=descriptor, all_threads=True, chain=True)
