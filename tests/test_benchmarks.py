@@ -28,7 +28,7 @@ def _run_agree(rank: int, *given: str) -> None:
 def test_step_writes_the_control_and_a_verdict_per_update_freq(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
 
-    run_ranks(_run_agree, 2, "step", "--layers", "1", "--update-freq", "1", "5", *SHORT, "--json", str(path))
+    run_ranks(_run_agree, 2, "step", "--layers", "1", "--update-freq", "1", "4", *SHORT, "--json", str(path))
     results = json.loads(path.read_text())["results"]
 
     assert [result["aim"] for result in results.values()] == [1.05, 1.03]
@@ -96,3 +96,18 @@ def test_the_most_ranks_are_those_whose_hops_and_bytes_just_fit() -> None:
 def test_the_interval_of_the_median_is_that_of_the_sign_test(count: int, low: int, high: int) -> None:
     # The tables' 95 % order statistics, counted from 0.
     assert bench_agree.median_interval(range(count)) == (low, high)
+
+
+@pytest.mark.parametrize(
+    "info,control,said",
+    [
+        ((0.99, 1.04), (0.98, 1.02), "met"),
+        ((1.01, 1.06), (0.98, 1.02), "not decided"),
+        ((1.06, 1.09), (0.98, 1.02), "missed"),
+        ((1.06, 1.59), (0.77, 1.15), "not decided"),  # two equal variants differed as much
+    ],
+)
+def test_an_aim_is_missed_only_beyond_what_two_equal_variants_differ_by(
+    info: tuple[float, float], control: tuple[float, float], said: str
+) -> None:
+    assert bench_agree.verdict(info, control, 1.05) == said
