@@ -20,7 +20,8 @@ PY := $(or $(strip $(PYTHON)),$(VENV)/bin/python)
 # Written last, so an interrupted set-up starts over; not needed with PYTHON=.
 READY := $(if $(strip $(PYTHON)),,$(VENV)/.ready)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
-TORCHRUN := $(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS)
+LAUNCH := $(PY) -m torch.distributed.run --standalone --nproc-per-node
+TORCHRUN := $(LAUNCH) $(RANKS)
 
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))
@@ -41,16 +42,16 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits test lint bench clean
+.PHONY: help demo digits test lint bench bench-agree clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "PYTHON=/path/to/python   use this Python, which has torch, instead of setting up .venv"
+	@echo "PYTHON=/path/to/python   use this Python and its torch, not a .venv"
 	@echo "RANKS=$(RANKS)   UPDATE_FREQ=$(UPDATE_FREQ)   STEPS=...   ARGS='-k name' for pytest"
 
-demo: $(READY) ## train a small language model on RANKS ranks, UPDATE_FREQ batches per all_reduce()
+demo: $(READY) ## train a language model on RANKS ranks; UPDATE_FREQ, STEPS
 	$(call needs,torch)
 	$(TORCHRUN) examples/train_lm.py --update-freq $(UPDATE_FREQ) $(if $(STEPS),--steps $(STEPS))
 
@@ -71,6 +72,11 @@ lint: $(READY) ## check style (ruff) and types (mypy)
 bench: $(READY) ## time all_reduce() against torch DDP on RANKS ranks
 	$(call needs,torch)
 	$(TORCHRUN) benchmarks/bench_all_reduce.py
+
+bench-agree: $(READY) ## time agreeing: in steps on RANKS ranks, alone on 2 to 16
+	$(call needs,torch)
+	$(TORCHRUN) benchmarks/bench_agree.py step
+	$(LAUNCH) 16 benchmarks/bench_agree.py header
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

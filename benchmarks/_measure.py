@@ -1,0 +1,148 @@
+"""How do the benchmarks measure? Every variant once per round, in rotating order, all of it built several times.
+
+Whatever else the machine does then hits all variants alike; building again is there because where memory happens to lie
+is worth some per cent. A ratio is the median of the rounds' ratios to the first variant.
+"""
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from legacy_ddp._settings import ENVIRONMENT_VARIABLE
+
+Summary = dict[str, dict[str, Any]]
+
+
+@dataclass
+class Variant:
+    """One way to do it; ``run`` is what is timed, ``prepare`` comes before the barrier."""
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    fresh_bytes: int | None = None  # not counted yet
+
+
+def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What was asked for, how often to run it, and where to write it."""
+    parser.add_argument("--repeats", type=int, default=5, help="times that all is built (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each (default: %(default)s)")
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds before them (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write medians, ratios and the environment here")
+    arguments = parser.parse_args(given)
+    if arguments.repeats * arguments.rounds < 2:
+        parser.error(f"too little to compare: got {arguments.rounds} --rounds, expected 2 or more; or raise --repeats")
+    return arguments
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Collective: gloo, one thread per rank."""
+    if "RANK" not in os.environ:
+        sys.exit(f"start with: torchrun --standalone --nproc-per-node 2 benchmarks/{Path(sys.argv[0]).name}")
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        sys.exit(f"{ENVIRONMENT_VARIABLE} is set, expected not to be: it overrides the levels that are compared")
+    dist.init_process_group("gloo")
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(
+    build: Callable[[], list[Variant]], arguments: argparse.Namespace, group: dist.ProcessGroup | None = None
+) -> list[Variant]:
+    """Collective: the variants with the seconds of all their buildings."""
+    pooled: list[Variant] = []
+    for _ in range(arguments.repeats):
+        variants = build()
+        _time(variants, arguments.rounds, arguments.warm_up, group)
+        for variant, earlier in zip(variants, pooled, strict=False):
+            variant.seconds[:0] = earlier.seconds
+        pooled = variants
+    return pooled
+
+
+def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.ProcessGroup | None) -> None:
+    for round_number in range(-warm_up, rounds):
+        shift = round_number % len(variants)
+        for variant in variants[shift:] + variants[:shift]:
+            variant.prepare()
+            dist.barrier(group)
+            start = time.perf_counter()
+            variant.run()
+            elapsed = time.perf_counter() - start
+            if round_number >= 0:
+                variant.seconds.append(elapsed)
+
+
+def count_fresh_bytes(variants: list[Variant]) -> list[Variant]:
+    """Collective: the variants with the memory that one run of each allocates on this rank."""
+    for variant in variants:
+        variant.prepare()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            variant.run()
+        variant.fresh_bytes = sum(max(0, event.self_cpu_memory_usage) for event in profiler.events())
+    return variants
+
+
+def round_ratios(variant: Variant, reference: Variant) -> list[float]:
+    """One ratio of times per round, ascending."""
+    return sorted(own / other for own, other in zip(variant.seconds, reference.seconds, strict=True))
+
+
+def summarize(variants: list[Variant]) -> Summary:
+    """Medians, and ratios to the first variant, of what this rank saw."""
+    summary: Summary = {}
+    for variant in variants:
+        ratios = round_ratios(variant, variants[0])
+        fresh_bytes = variant.fresh_bytes
+        summary[variant.name] = {
+            "n": len(ratios),
+            "median_ms": 1e3 * statistics.median(variant.seconds),
+            "p90_ms": 1e3 * statistics.quantiles(variant.seconds, n=10)[-1],
+            **({} if fresh_bytes is None else {"fresh_mib_per_run": fresh_bytes / 2**20}),
+            "median_ratio": statistics.median(ratios),
+            "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
+        }
+    return summary
+
+
+def print_table(title: str, summary: Summary) -> None:
+    """One line per variant."""
+    with_memory = all("fresh_mib_per_run" in row for row in summary.values())
+    print(f"\n{title}\n{'':41}{'median':>9}{'p90':>9}{'ratio':>7}" + (f"{'fresh':>11}" if with_memory else ""))
+    for name, row in summary.items():
+        times = f"{row['median_ms']:7.1f}ms{row['p90_ms']:7.1f}ms{row['median_ratio']:7.2f}"
+        print(f"{name:41}{times}" + (f"{row['fresh_mib_per_run']:8.1f}MiB" if with_memory else ""), flush=True)
+
+
+def environment() -> dict[str, Any]:
+    """Where these figures come from."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "world_size": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "threads_per_rank": torch.get_num_threads(),
+        "load_average_at_end": os.getloadavg(),
+        "commit": commit.stdout.strip() or "unknown",
+    }

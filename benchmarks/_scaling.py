@@ -1,0 +1,76 @@
+"""How would the header's time grow with the ranks? A model, reasoned and not run; pure.
+
+    seconds = hops x alpha + (ranks - 1) x 128 bytes x beta + reading
+
+all_gather           a ring, as gloo does it (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves of 64
+                     bytes, so each rank sends 2 (ranks - 1) messages
+recursive doubling   ceil(log2 ranks) hops, each with all rows so far; not built. gloo's barrier makes as many hops with
+                     nothing in them (gloo/barrier.cc, a dissemination barrier), so a barrier shows what they take
+reading              decoding and comparing the rows, on every rank: so many seconds a row, measured on one rank
+"""
+
+import bisect
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from legacy_ddp._header import HEADER_WORDS
+
+ROW_BYTES = 8 * HEADER_WORDS
+MOST_RANKS = 2**20  # where the search for a limit ends
+
+Hops = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class Network:
+    """``alpha_seconds`` for a hop, whatever it carries, and ``beta_seconds`` for a byte."""
+
+    name: str
+    alpha_seconds: float
+    beta_seconds: float
+
+    def exchange_seconds(self, hops: Hops, size: int) -> float:
+        """Until every rank has every row, without reading them."""
+        return hops(size) * self.alpha_seconds + (size - 1) * ROW_BYTES * self.beta_seconds
+
+
+def ring_hops(size: int) -> int:
+    """Hops one after the other in gloo's all_gather."""
+    return size - 1
+
+
+def doubling_hops(size: int) -> int:
+    """Hops one after the other in recursive doubling, and in gloo's barrier."""
+    return (size - 1).bit_length()
+
+
+def fit_alpha(hops: Hops, seconds: Mapping[int, float]) -> float:
+    """Seconds per hop by least squares through 0, from times by number of ranks."""
+    return sum(hops(size) * time for size, time in seconds.items()) / sum(hops(size) ** 2 for size in seconds)
+
+
+def seconds_per_row(reading: Mapping[int, float], *, least_size: int = 64) -> float:
+    """What reading one row takes, from times by number of ranks: the median, few rows left out."""
+    return statistics.median(seconds / size for size, seconds in reading.items() if size >= least_size)
+
+
+def limits(network: Network, row_seconds: float, limit_seconds: float, sizes: Iterable[int]) -> dict[str, Any]:
+    """What both algorithms would take there, and the most ranks that stay within ``limit_seconds``."""
+    result: dict[str, Any] = {"network": network.name, "alpha_us": 1e6 * network.alpha_seconds}
+    sizes = tuple(sizes)
+    for way, hops in {"all_gather": ring_hops, "recursive_doubling": doubling_hops}.items():
+        exchange = partial(network.exchange_seconds, hops)
+        result[way] = {
+            "exchange_ms": {str(size): 1e3 * exchange(size) for size in sizes},
+            "most_ranks": most_ranks(exchange, limit_seconds),
+            "most_ranks_with_reading": most_ranks(lambda size, e=exchange: e(size) + size * row_seconds, limit_seconds),
+        }
+    return result
+
+
+def most_ranks(seconds: Callable[[int], float], limit_seconds: float) -> int:
+    """The most ranks, up to ``MOST_RANKS``, whose exchange takes no longer; ``seconds`` grows with the ranks."""
+    return bisect.bisect_right(range(1, MOST_RANKS + 1), limit_seconds, key=seconds)

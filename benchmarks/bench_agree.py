@@ -1,0 +1,300 @@
+"""What does agreeing cost? In a training step, and alone as the ranks grow.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_agree.py step [--json FILE]
+    torchrun --standalone --nproc-per-node 16 benchmarks/bench_agree.py header [--json FILE]
+
+Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. Two questions:
+
+step     a whole training step with checks="info" against "off", and "off" a second time as a control: what the control
+         differs from 1 by is noise. Aims: info/off <= 1.05 at update-freq 1, <= 1.03 from 4 on. "off" agrees, too;
+         what that takes is told beside it: of each step, the time that the last rank to arrive spent in phase agree,
+         for it waits for nobody
+header   the exchange of 128 bytes a rank, in groups of 2, 4, 8, ... ranks, against a barrier of the same ranks; then,
+         reasoned and not run, what it would take with up to 4,096 ranks
+
+Ranks that outnumber the cores wait for each other's time slices: such figures are upper bounds, and marked.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _measure import Variant, environment, measure, parse, print_table, process_group, round_ratios, summarize
+from _model import LAYERS, Transformer, random_tokens, step
+from _scaling import ROW_BYTES, Network, doubling_hops, fit_alpha, limits, ring_hops, seconds_per_row
+
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._agree import agree
+from legacy_ddp._call import Call, Seat
+from legacy_ddp._groups import Groups
+from legacy_ddp._header import Header, Operation, encode_row
+from legacy_ddp._settings import Settings
+from legacy_ddp._synchronizer import Synchronizer
+
+STEP_AIMS = {1: 1.05, 4: 1.03}  # from this update-freq on: info/off
+HEADER_AIM = 0.03  # of a step
+LARGE = (64, 128, 256, 512, 1024, 2048, 4096)
+READINGS = 20  # of each number of rows
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure, print on rank 0, write JSON if asked."""
+    arguments = parse_arguments(given)
+    with process_group():
+        run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Collective: answer the question that was asked."""
+    results = {"step": _answer_step, "header": _answer_header}[arguments.question](arguments)
+    if dist.get_rank() == 0 and arguments.json:
+        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+        document = {"environment": environment(), "arguments": settings, "results": results}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("question", choices=("step", "header"))
+    group = parser.add_argument_group("step")
+    group.add_argument("--update-freq", type=int, nargs="+", default=[1, 4, 16], help="default: %(default)s")
+    group.add_argument("--layers", type=int, default=LAYERS, help="of the transformer (default: %(default)s)")
+    group = parser.add_argument_group("header, the part that is not run")
+    group.add_argument("--alpha-us", type=float, default=50.0, help="of a hop in your network (default: %(default)s)")
+    group.add_argument("--gigabytes-per-second", type=float, default=1.0, help="between ranks (default: %(default)s)")
+    group.add_argument("--step-ms", type=float, default=300.0, help="your training step (default: %(default)s)")
+    return parse(parser, given)
+
+
+def _say(*lines: str) -> None:
+    if dist.get_rank() == 0:
+        print("\n".join(lines), flush=True)
+
+
+def _crowded(size: int) -> bool:
+    return size > (os.cpu_count() or 1)
+
+
+def _answer_step(arguments: argparse.Namespace) -> dict[str, Any]:
+    size, results = dist.get_world_size(), {}
+    if _crowded(size):
+        _say(f"{size} ranks on {os.cpu_count()} cores: oversubscribed, read times as upper bounds")
+    for update_freq in arguments.update_freq:
+        agree_seconds: dict[str, list[float]] = defaultdict(list)
+        variants = measure(partial(_steps, update_freq, arguments.layers, agree_seconds), arguments)
+        summary = summarize(variants)
+        for variant in variants:
+            row = summary[variant.name]
+            row["ratio_interval"] = median_interval(round_ratios(variant, variants[0]))
+            row["last_rank_agree_ms"] = 1e3 * _last_rank_seconds(agree_seconds[variant.name], arguments)
+        title = f"step, update-freq {update_freq}, {size} ranks, zero_grad()"
+        aim = STEP_AIMS[max(least for least in STEP_AIMS if least <= update_freq)]
+        info, control = (summary[name]["ratio_interval"] for name in ("info", "off again"))
+        results[title] = {"aim": aim, "verdict": verdict(info, control, aim), "variants": summary}
+        if dist.get_rank() == 0:
+            _print_step(title, results[title])
+    return results
+
+
+def _steps(update_freq: int, layers: int, agree_seconds: dict[str, list[float]]) -> list[Variant]:
+    """The first variant is what the others are compared with."""
+    tokens = random_tokens(update_freq)
+    variants = []
+    for name, level in {"off": "off", "off again": "off", "info": "info"}.items():
+        model = LegacyDistributedDataParallel(Transformer(layers), checks=level)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        timed = partial(_step, model, optimizer, tokens, agree_seconds[name])
+        variants.append(Variant(name, timed))
+    return variants
+
+
+def _step(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, agree_seconds: list[float]
+) -> None:
+    record = step(model, optimizer, tokens, set_to_none=True)
+    agree_seconds.append(record.seconds["agree"])
+
+
+def _last_rank_seconds(own: list[float], arguments: argparse.Namespace) -> float:
+    """Collective: the median over the timed steps of the shortest phase agree of any rank."""
+    per_building = arguments.warm_up + arguments.rounds
+    timed = [seconds for index, seconds in enumerate(own) if index % per_building >= arguments.warm_up]
+    shortest = torch.tensor(timed, dtype=torch.float64)
+    dist.all_reduce(shortest, dist.ReduceOp.MIN)
+    return statistics.median(shortest.tolist())
+
+
+def verdict(info: tuple[float, float], control: tuple[float, float], aim: float) -> str:
+    """Whether info/off is within the aim; noise as large as the control's decides nothing against it."""
+    if info[1] <= aim:
+        return "met"
+    return "missed" if info[0] > max(aim, control[1]) else "not decided"
+
+
+def _print_step(title: str, result: dict[str, Any]) -> None:
+    variants = result["variants"]
+    print_table(title, variants)
+    for name, what in {"off again": "control, off/off", "info": "info/off"}.items():
+        low, high = variants[name]["ratio_interval"]
+        aim = f"   aim {result['aim']:.2f}: {result['verdict']}" if name == "info" else ""
+        print(f"{what + ', 95 % of median':41}{low:10.3f} to {high:.3f}{aim}")
+    for name in ("off", "info"):
+        row = variants[name]
+        share = row["last_rank_agree_ms"] / row["median_ms"]
+        print(f"{name + ', last rank in agree':41}{row['last_rank_agree_ms']:7.2f}ms   {share:.1%}", flush=True)
+
+
+def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
+    """At least 95 % for the median, from order statistics alone, if the ascending values are independent.
+
+    With fewer than 6 values nothing reaches 95 %: then the least and the greatest.
+    """
+    outside, tail = 0, 0.0
+    while (tail := tail + math.comb(len(ordered), outside) / 2 ** len(ordered)) <= 0.025:
+        outside += 1
+    skipped = max(outside, 1) - 1
+    return ordered[skipped], ordered[-1 - skipped]
+
+
+def _answer_header(arguments: argparse.Namespace) -> dict[str, Any]:
+    if dist.get_world_size() == 1:
+        sys.exit("nothing to exchange: got 1 rank, expected 2 or more; raise --nproc-per-node")
+    sizes = [2**power for power in range(1, dist.get_world_size().bit_length())]
+    summaries = {size: _exchange_summary(size, arguments) for size in sizes}
+    reading = {size: _reading_seconds(size) for size in (*sizes, *LARGE)} if dist.get_rank() == 0 else {}
+    dist.barrier()  # the others wait, instead of disturbing by leaving
+    if dist.get_rank() != 0:
+        return {}
+    _print_exchanges(summaries)
+    _print_shape(reading, fit_alpha(doubling_hops, _median_seconds(summaries, "barrier")))
+    limit_seconds = HEADER_AIM * arguments.step_ms / 1e3
+    reasoned = [
+        limits(network, seconds_per_row(reading), limit_seconds, reading)
+        for network in _networks(_median_seconds(summaries, "all_gather"), arguments)
+    ]
+    for result in reasoned:
+        _print_limits(result, arguments.step_ms)
+    return {
+        "row_bytes": ROW_BYTES,
+        "run": {str(size): summary for size, summary in summaries.items()},
+        "reading_us": {str(size): 1e6 * seconds for size, seconds in reading.items()},
+        "reasoned": reasoned,
+    }
+
+
+def _exchange_summary(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Collective over the world: the first ``size`` ranks measure, the others wait, which takes no core."""
+    group = dist.new_group(list(range(size)))
+    summary: dict[str, Any] = {}
+    if dist.get_rank() < size:
+        summary = summarize(measure(partial(_exchanges, group), arguments, group))
+    dist.barrier()
+    return summary
+
+
+def _exchanges(group: dist.ProcessGroup) -> list[Variant]:
+    synchronizer = Synchronizer(Settings())
+    row = encode_row(Header())
+
+    def call(body: Callable[[Call], object]) -> None:
+        with synchronizer.call(Operation.ALL_REDUCE, group) as opened, opened.phase("agree"):
+            body(opened)
+
+    call(lambda opened: opened.gather(row))  # connects the private groups
+    return [
+        Variant("barrier", partial(dist.barrier, group)),
+        Variant("all_gather", partial(call, lambda opened: opened.gather(row))),
+        Variant("agree()", partial(call, lambda opened: agree(opened, Header(), {}))),
+    ]
+
+
+class _Imagined(Call):
+    """A call that ``size`` ranks make exactly as this one does; nothing travels."""
+
+    size = 1
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        return row.repeat(self.size, 1)
+
+
+def _reading_seconds(size: int) -> float:
+    """Median time of one agree() of ``size`` rows that match, without the exchange."""
+    seconds = []
+    groups = Groups(dist.group.WORLD)  # never connected
+    for _ in range(READINGS):
+        with _Imagined(Seat(groups), Operation.ALL_REDUCE, timedelta(seconds=1)) as call:
+            call.size = size
+            start = time.perf_counter()
+            agreement = agree(call, Header(), {})
+            assert agreement.divisor == size
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def _networks(gathers: dict[int, float], arguments: argparse.Namespace) -> list[Network]:
+    """The networks to reason with; the fitted ones are this machine's own, and as crowded as it was."""
+    beta = 1e-9 / arguments.gigabytes_per_second
+    networks = [Network("given", arguments.alpha_us / 1e6, beta)]
+    if fitting := {size: seconds for size, seconds in gathers.items() if not _crowded(size)}:
+        networks.append(
+            Network(f"fitted to the runs of up to {max(fitting)} ranks", fit_alpha(ring_hops, fitting), beta)
+        )
+    if any(_crowded(size) for size in gathers):
+        name = f"fitted to all runs, up to {max(gathers)} ranks; inflated by oversubscription"
+        networks.append(Network(name, fit_alpha(ring_hops, gathers), beta))
+    return networks
+
+
+def _median_seconds(summaries: dict[int, dict[str, Any]], name: str) -> dict[int, float]:
+    return {size: summary[name]["median_ms"] / 1e3 for size, summary in summaries.items()}
+
+
+def _print_exchanges(summaries: dict[int, dict[str, Any]]) -> None:
+    rounds = summaries[2]["barrier"]["n"]
+    print(f"\nheader, run: us, medians of {rounds} rounds; * more ranks than cores, an upper bound")
+    print(
+        f"{'ranks':>6} {'bytes':>8}{'barrier':>10}{'all_gather':>12}{'p90':>8}{'a hop':>8}{'ratio':>8}{'agree()':>10}"
+    )
+    for size, summary in summaries.items():
+        barrier, gather, whole = (summary[name] for name in ("barrier", "all_gather", "agree()"))
+        times = f"{1e3 * barrier['median_ms']:10.0f}{1e3 * gather['median_ms']:12.0f}{1e3 * gather['p90_ms']:8.0f}"
+        hop = f"{1e3 * gather['median_ms'] / ring_hops(size):8.0f}{gather['median_ratio']:8.2f}"
+        mark = "*" if _crowded(size) else " "
+        print(f"{size:6}{mark}{size * ROW_BYTES:8}{times}{hop}{1e3 * whole['median_ms']:10.0f}")
+    print("bytes: what each rank then holds; ratio: all_gather to barrier; agree(): with reading")
+
+
+def _print_shape(reading: dict[int, float], barrier_alpha: float) -> None:
+    print("\nheader, REASONED, NOT RUN, but for reading, which one rank ran alone")
+    print(f"{'':15}{'all_gather, a ring':>22}{'recursive doubling':>22}{'reading':>12}")
+    print(f"{'ranks':>6}{'bytes':>9}{'messages':>12}{'hops':>10}{'hops':>22}{'ms':>12}")
+    for size, seconds in reading.items():
+        counts = f"{2 * ring_hops(size):12,}{ring_hops(size):10,}{doubling_hops(size):22}"
+        print(f"{size:6,}{size * ROW_BYTES:9,}{counts}{1e3 * seconds:12.2f}")
+    print(f"messages: sent by each rank; a hop of gloo's barrier, run here: {1e6 * barrier_alpha:.0f} us")
+
+
+def _print_limits(result: dict[str, Any], step_ms: float) -> None:
+    sizes = (64, 256, 1024, 4096)
+    print(f"\nREASONED, alpha {result['alpha_us']:.0f} us, {result['network']}:")
+    print(f"exchange alone in ms, and the most ranks under {HEADER_AIM:.0%} of a step of {step_ms:g} ms")
+    print(f"{'ranks':>20}" + "".join(f"{size:8,}" for size in sizes) + f"{'most':>10}{'+ reading':>10}")
+    for way in ("all_gather", "recursive_doubling"):
+        times = "".join(f"{result[way]['exchange_ms'].get(str(size), math.nan):8.1f}" for size in sizes)
+        most = f"{result[way]['most_ranks']:10,}{result[way]['most_ranks_with_reading']:10,}"
+        print(f"{way.replace('_', ' '):20}{times}{most}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
