@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from tests.ranks import run_ranks
@@ -302,3 +304,31 @@ def _with_another(stage: Stage, number: int) -> None:
     stage.note_the_fault()
     os.kill(stage.pid(stage.scene.victims[1]), number)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_while_reporting(stage: Stage, *, function: str) -> None:
+    """The second victim is killed; the first, who reports on it for all, kills itself when it enters ``function``."""
+    reporter, other = stage.scene.victims
+    if stage.rank == other:
+        stage.await_waiting([reporter, *stage.survivors])
+        stage.note_the_fault()
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait = do_when("_poll", partial(stage.note, f"waiting {reporter}"))
+    end = do_when(function, partial(os.kill, os.getpid(), signal.SIGKILL))
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        wait(frame, event, argument)
+        end(frame, event, argument)
+
+    threading.setprofile(profile)  # for the threads that start from now on
+    sys.setprofile(profile)
+    stage.backward(1.0)
+    stage.model.all_reduce()
+
+
+def killed_with_a_worker(stage: Stage) -> None:
+    """By SIGKILL, with a forked worker of a data loader, which holds all its open connections for seconds more."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads: what data loaders do
+        next(iter(DataLoader(range(100), num_workers=1, multiprocessing_context="fork")))
+    killed(stage)

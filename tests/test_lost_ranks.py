@@ -7,10 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,11 +17,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
+from legacy_ddp import LegacyDDPError, PeerLostError
 from tests import faults
 from tests.faults import Scene, Seen, Stage, do_when, entries, play
 from tests.ranks import run_ranks
+from tests.small import add_gradients, wrap
+
+ROOT = Path(__file__).parents[1]
 
 # Promised: an error within timeout_seconds and this much more.
 SLACK_SECONDS = 5.0
@@ -168,3 +169,169 @@ def test_a_killed_and_a_stopped_rank_are_both_named(lose: Lose) -> None:
     seen = lose(4, (1, 2), faults.killed_after_stopping_another, timeout_seconds=3.0)
     said = "rank 1 (its process has ended, on host", "rank 2 (its process is stopped, on host"
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, *said)
+
+
+@pytest.mark.parametrize("function", ["append", "_make_report", "compose", "_spread"])
+def test_the_others_still_get_a_report_when_the_reporting_rank_is_killed(lose: Lose, function: str) -> None:
+    seen = lose(4, (0, 3), partial(faults.killed_while_reporting, function=function))
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 0, 3 (its process has ended")
+
+
+def test_several_silent_ranks_are_named_by_all_others(lose: Lose) -> None:
+    """They were asked one after the other for a report, until time was up: a living rank was then blamed."""
+    seen = lose(5, (0, 1, 2), faults.holds_the_gil, timeout_seconds=TIMEOUT_SECONDS)
+    said = "missing ranks 0-2 (its process is running but does not answer"
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
+
+
+# What else holds connections
+
+
+def _start_own_collective(stage: Stage) -> None:
+    stage.kept = dist.all_reduce(torch.zeros(1000), async_op=True)
+
+
+def test_a_collective_of_the_user_in_flight_neither_delays_the_report_nor_the_exit(lose: Lose) -> None:
+    seen = lose(4, (1,), faults.killed, before=_start_own_collective)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_at_once_though_its_forked_worker_holds_its_connections(lose: Lose, victim: int) -> None:
+    seen = lose(3, (victim,), faults.killed_with_a_worker, timeout_seconds=4.0)  # until then gloo waits for the worker
+    _check_all(seen, "PeerLostError", "agree", 3.0, f"missing rank {victim} (its process has ended")
+
+
+# Not lost after all
+
+
+def _goes_on_after_a_stop(rank: int, directory: Path, where: str) -> tuple[list[float], bool]:
+    """Four steps; rank 1 is stopped in the third, for a second."""
+    stage = Stage(Scene(directory, (1,), faults.stopped, timeout_seconds=10.0, numel=2**16, buffer_size=2**10), rank)
+    means = [stage.step(float(rank)) for _ in range(2)]
+    if rank == 1:
+        sys.setprofile(do_when(where, partial(os.kill, os.getpid(), signal.SIGSTOP)))
+    else:
+        threading.Thread(target=_wake_when_stopped, args=(stage.pid(1),), daemon=True).start()
+    start = time.monotonic()
+    means.append(stage.step(float(rank)))
+    waited = time.monotonic() - start
+    sys.setprofile(None)
+    means.append(stage.step(float(rank)))
+    return means, waited > 0.9
+
+
+def _wake_when_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)  # no event tells of the stop of a process that is no child
+    time.sleep(1.0)  # being stopped for so long is the fault
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("where", ["backward", "agree", "_finish"])
+def test_a_rank_that_is_stopped_and_goes_on_in_time_changes_nothing(tmp_path: Path, where: str) -> None:
+    results = run_ranks(_goes_on_after_a_stop, 3, tmp_path, where)
+    assert [means for means, _ in results] == [[1.0] * 4] * 3  # of 0, 1 and 2
+    assert results[1][1]  # it was stopped, indeed
+    assert list(tmp_path.glob("legacy_ddp-*")) == []  # nothing to report: no file stays
+
+
+# Before the ranks have met, and beside others
+
+
+def _dies_in_construction(rank: int, victim: int) -> tuple[str, tuple[int, ...], str, float] | None:
+    if rank == victim:
+        sys.setprofile(do_when("agree", partial(os.kill, os.getpid(), signal.SIGKILL)))
+    start = time.monotonic()
+    try:
+        wrap(timeout_seconds=30.0)
+    except LegacyDDPError as error:
+        return type(error).__name__, error.ranks, str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_death_in_the_first_collective_blames_no_living_rank(victim: int) -> None:
+    """Each survivor named all others: nobody had told it where they listen, which it took for a reason."""
+    seen = run_ranks(_dies_in_construction, 3, victim, lost=(victim,))
+    for kind, ranks, text, seconds in filter(None, seen):
+        assert (kind, ranks) == ("PeerLostError", ())
+        assert "who is missing is not known" in " ".join(text.split())
+        assert seconds < AT_ONCE_SECONDS
+
+
+def test_death_in_the_first_collective_of_two_names_the_other() -> None:
+    kind, ranks, _, _ = run_ranks(_dies_in_construction, 2, 1, lost=(1,))[0]
+    assert (kind, ranks) == ("PeerLostError", (1,))
+
+
+def _lost_in_a_subgroup(rank: int) -> tuple[int, ...] | None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    model = wrap(process_group=group, timeout_seconds=30.0)
+    add_gradients(model, 1.0)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        model.all_reduce()
+    return caught.value.ranks
+
+
+def test_the_ranks_of_a_subgroup_count_inside_it() -> None:
+    assert run_ranks(_lost_in_a_subgroup, 3, lost=(2,)) == [None, (1,), None]
+
+
+# Scripts, as users write them
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
+
+
+def train():
+    checks = Checks(report_dir=folder + "/reports")
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=checks, timeout_seconds=30.0)
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            raise ValueError("bad batch")
+        model(torch.ones(1, 2)).sum().backward()
+        model.all_reduce()
+        model.zero_grad()
+"""
+ENDINGS = {
+    "the group destroyed": "try:\n    train()\nfinally:\n    dist.destroy_process_group()\n",
+    "nothing done at the end": "train()\n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + ENDINGS[ending])
+    ranks = [_start_script(script, tmp_path, rank) for rank in range(3)]
+    try:
+        said = [process.communicate(timeout=120.0)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert "ValueError: bad batch" in said[1]
+    for rank in (0, 2):
+        words = " ".join(said[rank].split())
+        assert "PeerLostError: all_reduce() call 3, phase agree" in words
+        assert "missing rank 1 (left after all_reduce() call 2 with ValueError: bad batch" in words
+        (report,) = (tmp_path / "reports").glob(f"legacy_ddp-*-rank{rank}-*")
+        assert "ValueError: bad batch" in report.read_text()
+    if ending == "the group destroyed":  # otherwise torch's own threads may abort the process
+        assert [process.returncode for process in ranks] == [1, 1, 1]
+
+
+def _start_script(script: Path, folder: Path, rank: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(folder), str(rank)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
