@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch import nn
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
-_ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow")}
+_ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow"), "unsynchronized_step": ("raise", "allow")}
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class Checks:
             (norm of the local gradient, finite or not).
         uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
             ``"raise"`` a DesyncError on every rank; ``"allow"``.
+        unsynchronized_step: what to do when an optimizer's ``step()`` would use gradients that were not reduced since
+            the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
+            ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is taken as meant.
 
     Raises:
         ValueError: a value that is not one of these.
@@ -29,12 +32,18 @@ class Checks:
 
     level: str = "info"
     uneven: str = "warn"
+    unsynchronized_step: str = "raise"
 
     def __post_init__(self) -> None:
         for item in fields(self):
             value, allowed = getattr(self, item.name), _ALLOWED[item.name]
             if value not in allowed:
                 raise ValueError(f"checks: {item.name} is unknown: got {value!r}, expected one of {allowed}")
+
+    @property
+    def guards_steps(self) -> bool:
+        """Whether a step without the call is an error."""
+        return self.level != "off" and self.unsynchronized_step == "raise"
 
 
 def resolve_checks(checks: str | Checks) -> Checks:
@@ -51,7 +60,7 @@ def resolve_checks(checks: str | Checks) -> Checks:
     if not level:
         return asked
     try:
-        return Checks(level=level, uneven=asked.uneven)
+        return replace(asked, level=level)
     except ValueError as error:
         raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
 
