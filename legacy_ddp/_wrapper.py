@@ -160,7 +160,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make :meth:`all_reduce` a no-op inside the block, and let optimizers step there. Nests; survives exceptions."""
+        """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions."""
         policy = self._synchronizer.policy
         previous, policy.sync_enabled = policy.sync_enabled, False
         try:

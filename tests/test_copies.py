@@ -70,7 +70,7 @@ def _step_original_and_copy(rank: int, how: str) -> list[Any]:
 
 @pytest.mark.parametrize("how", _COPIES)
 def test_a_copy_synchronises_by_itself_from_its_first_call(how: str) -> None:
-    settings = "buffer_size=5, checks=Checks(level='info', uneven='raise')"
+    settings = "buffer_size=5, checks=Checks(level='info', uneven='raise', unsynchronized_step='raise')"
 
     assert (
         run_ranks(_step_original_and_copy, 2, how)
@@ -112,6 +112,6 @@ def test_repr_shows_the_settings_that_differ_from_the_defaults() -> None:
     model = wrap(reduce_dtype=torch.bfloat16, ignore=["weight"], checks="off")
 
     assert "reduce_dtype=torch.bfloat16" in repr(model)
-    assert "ignore=frozenset({'weight'}), checks=Checks(level='off', uneven='warn')" in repr(model)
+    assert "ignore=frozenset({'weight'}), checks=Checks(level='off', uneven='warn', " in repr(model)
     assert "buffer_size" not in repr(model)
     assert wrap().extra_repr() == ""
