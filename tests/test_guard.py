@@ -19,11 +19,13 @@ from torch.optim import SGD, AdamW, Optimizer
 from legacy_ddp import (
     Checks,
     LegacyDistributedDataParallel,
+    PeerError,
     PeerLostError,
     UnsynchronizedStepError,
     all_reduce_gradients,
 )
 from tests.ranks import run_ranks
+from tests.small import error_of
 
 ROOT = Path(__file__).parent.parent
 Model = LegacyDistributedDataParallel
@@ -701,3 +703,20 @@ def test_the_others_hear_of_a_rank_that_forgot_when_it_ends() -> None:
 
     assert first[:2] == (2, "PeerLostError")
     assert second == (2, "UnsynchronizedStepError", first[2])
+
+
+def _swallow_an_agreed_error(rank: int) -> tuple[str, bool, bool]:
+    model = Model(_net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    _backward(model)
+    try:
+        model.all_reduce("wrong" if rank else None)  # type: ignore[arg-type]
+    except PeerError as error:
+        said = type(error).__name__
+    refused = error_of(optimizer.step) is not None
+    model.all_reduce()
+    return said, refused, error_of(optimizer.step) is None
+
+
+def test_an_agreed_error_that_is_swallowed_leaves_the_step_refused_on_every_rank() -> None:
+    assert run_ranks(_swallow_an_agreed_error, 2) == [("PeerError", True, True)] * 2
