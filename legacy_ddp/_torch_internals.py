@@ -44,7 +44,8 @@ def _references_alone() -> int:
 
 def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Callable[[torch.Tensor], None]]]:
     """The post-accumulate hooks on each parameter, by the ids that their handles have."""
-    return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
+    with torch._C.DisableTorchFunction():  # subclasses need not know the name; torch.set_default_device costs 5 µs each
+        return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
 
 
 _NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
