@@ -33,14 +33,20 @@ def _train(rank: int, what: str, name: str, checks: str, forgotten: int) -> tupl
     called = compiled(model) if what == "model" else model
     optimizer_step = compiled(optimizer.step) if what == "optimizer" else optimizer.step
 
-    def step(call: bool) -> None:
+    def backward(call: bool) -> None:
         called(torch.ones(2, 3)).square().sum().backward()
         if call:
             model.all_reduce()
-        optimizer_step()
+
+    def step(call: bool) -> None:
+        if what == "step with closure":
+            optimizer_step(lambda: backward(call))
+        else:
+            backward(call)
+            optimizer_step()
         optimizer.zero_grad()
 
-    if what == "step":
+    if what.startswith("step"):
         step = compiled(step)
     refused = -1
     for index in range(STEPS):
@@ -55,7 +61,7 @@ def _train(rank: int, what: str, name: str, checks: str, forgotten: int) -> tupl
 
 
 @pytest.mark.parametrize("name", _OPTIMIZERS)
-@pytest.mark.parametrize("what", ["model", "optimizer", "step"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "step", "step with closure"])
 def test_the_guard_adds_no_graph_and_compiles_nothing_again(what: str, name: str) -> None:
     ((graphs, again, refused),) = run_ranks(_train, 1, what, name, "info", -1, timeout_seconds=120)
 
@@ -64,7 +70,7 @@ def test_the_guard_adds_no_graph_and_compiles_nothing_again(what: str, name: str
     assert refused == -1
 
 
-@pytest.mark.parametrize("what", ["model", "optimizer", "step"])
+@pytest.mark.parametrize("what", ["model", "optimizer", "step", "step with closure"])
 def test_a_compiled_program_that_was_right_four_times_is_refused_the_fifth(what: str) -> None:
     ((_, _, refused),) = run_ranks(_train, 1, what, "AdamW", "info", 4, timeout_seconds=120)
 
