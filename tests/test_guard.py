@@ -242,6 +242,19 @@ def test_a_step_on_gradients_of_this_rank_alone_is_refused_until_the_call_is_mad
 
 
 @pytest.mark.usefixtures("alone")
+def test_hooks_of_somebody_else_on_the_parameters_hide_nothing() -> None:
+    net, seen = _net(), []
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+    model = Model(net)
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(seen.append)
+
+    _assert_guards(model, SGD(model.parameters(), lr=0.1))
+    assert len(seen) == 8
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_scaled_step_is_refused_and_so_is_one_under_a_schedule() -> None:
     model = Model(_net())
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -704,6 +717,20 @@ def test_the_others_hear_of_a_rank_that_forgot_when_it_ends() -> None:
 
     assert first[:2] == (2, "PeerLostError")
     assert second == (2, "UnsynchronizedStepError", first[2])
+
+
+def _sit_out(rank: int) -> tuple[bool, bool]:
+    model = Model(_net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    _backward(model, 1.0 + rank)
+    model.all_reduce(skip=rank == 1)
+    stepped = error_of(optimizer.step) is None
+    _backward(model)
+    return stepped, error_of(optimizer.step) is None
+
+
+def test_a_rank_that_sat_out_may_step_on_what_the_others_brought() -> None:
+    assert run_ranks(_sit_out, 2) == [(True, False)] * 2
 
 
 def _swallow_an_agreed_error(rank: int) -> tuple[str, bool, bool]:
