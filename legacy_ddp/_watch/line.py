@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     SILENT = "does not answer"
     UNREACHABLE = "cannot be reached"
     NOT_ASKED = "not asked"
-    DEAF = "does not listen: its checks are off"
+    DEAF = "unknown: checks off, or never met"
 
 
 @dataclass(frozen=True)

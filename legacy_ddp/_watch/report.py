@@ -46,7 +46,8 @@ class Row:
     @property
     def is_known(self) -> bool:
         """Whether anything at all speaks for what it says here."""
-        return self.outcome not in (Outcome.NOT_ASKED, Outcome.DEAF) or self.process not in ("", RUNNING)
+        was_asked = self.outcome not in (Outcome.NOT_ASKED, Outcome.DEAF)
+        return was_asked or bool(self.note) or self.process not in ("", RUNNING)
 
     @property
     def is_held(self) -> bool:
@@ -90,8 +91,10 @@ def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
     """The ranks that are not as far as the farthest that is in a call; nobody, if all wait at the same place."""
     farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
     behind = [row for row in rows if row.progress < farthest]
-    # Those of whom nothing is known are named only if it can be nobody else.
-    return tuple(row.rank for row in behind if row.is_known) or tuple(row.rank for row in behind)
+    known = tuple(row.rank for row in behind if row.is_known)
+    unknown = tuple(row.rank for row in behind if not row.is_known)
+    # One of whom nothing is known is named only if it can be nobody else.
+    return known or (unknown if len(unknown) == 1 else ())
 
 
 def compose(rows: Sequence[Row], reason: str = "") -> Report:
@@ -119,6 +122,8 @@ def _where(rows: Sequence[Row]) -> str:
 
 def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     """Who is waited for and why, in half a sentence."""
+    if not missing and (unknown := [row.rank for row in rows if not row.is_known]):
+        return f"who is missing is not known: nobody asked {name_ranks(unknown)}"
     if not missing:
         return "no rank is missing, every rank is in this call; look at the network between them"
     why: dict[str, list[int]] = {}
