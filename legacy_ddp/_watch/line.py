@@ -28,7 +28,7 @@ logger = logging.getLogger("legacy_ddp")
 
 ANSWER_SECONDS = 0.7  # a Python thread answers in milliseconds; one that waits for the GIL of a busy process, in tens
 _MAX_BYTES = 2**20
-_CONCURRENT_QUESTIONS = 32
+CONCURRENT_QUESTIONS = 32
 
 
 class Outcome(StrEnum):
@@ -198,7 +198,7 @@ def ask(peer: Peer, message: Message, me: Identity, seconds: float = ANSWER_SECO
 
 def ask_all(peers: Sequence[Peer], message: Message, me: Identity) -> dict[int, tuple[Outcome, Message | None]]:
     """Put one question to many ranks at the same time; ranks not heard in time are silent."""
-    with ThreadPoolExecutor(_CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
+    with ThreadPoolExecutor(CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
         asked = {peer.rank: pool.submit(ask, peer, message, me) for peer in peers}
         wait(asked.values())
     return {rank: future.result() for rank, future in asked.items()}

@@ -6,14 +6,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._watch.inquiry import Place, ask_everybody, own_state, rows_of
-from legacy_ddp._watch.line import Line, Message, Outcome, Peer, ask, ask_all, decode_peer
+from legacy_ddp._watch.line import CONCURRENT_QUESTIONS, Line, Message, Outcome, Peer, ask, ask_all, decode_peer
 from legacy_ddp._watch.report import Report, compose
 from legacy_ddp._watch.report_file import ReportFile
 
@@ -159,7 +159,7 @@ class Watchdog:
         """The report of the lowest rank that answers, so that all who ask get the same; from here if nobody answers."""
         give_up = time.monotonic() + _REPORT_SECONDS
         question = {"ask": "report", "serial": serial, "failure": failure and asdict(failure)}
-        for peer in filter(None, self._peers):
+        for peer in self._answering():
             while time.monotonic() < give_up:
                 outcome, answer = ask(peer, question, self._line.me.identity)
                 if outcome is not Outcome.ANSWERED:
@@ -168,6 +168,14 @@ class Watchdog:
                     return _report_from(answer)
                 time.sleep(_POLL_SECONDS + _POLL_SECONDS_PER_RANK * len(self._peers))
         return self._report_from_here(failure)
+
+    def _answering(self) -> Iterator[Peer]:
+        """Those who answer, by rank; many are asked at once, for a few silent ones would use up the time."""
+        known = [peer for peer in self._peers if peer is not None]
+        for start in range(0, len(known), CONCURRENT_QUESTIONS):
+            some = known[start : start + CONCURRENT_QUESTIONS]
+            answers = ask_all(some, {"ask": "note", "failure": None, "report": None}, self._line.me.identity)
+            yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
 
     def _report_from_here(self, failure: Failure | None) -> Report:
         """What is known without asking anybody."""
