@@ -199,7 +199,10 @@ def ask(peer: Peer, message: Message, me: Identity, seconds: float = ANSWER_SECO
 def ask_all(peers: Sequence[Peer], message: Message, me: Identity) -> dict[int, tuple[Outcome, Message | None]]:
     """Put one question to many ranks at the same time; ranks not heard in time are silent."""
     with ThreadPoolExecutor(CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
-        asked = {peer.rank: pool.submit(ask, peer, message, me) for peer in peers}
+        try:
+            asked = {peer.rank: pool.submit(ask, peer, message, me) for peer in peers}
+        except RuntimeError:  # the interpreter is ending, in which no thread can be started any more
+            return {peer.rank: (Outcome.NOT_ASKED, None) for peer in peers}
         wait(asked.values())
     return {rank: future.result() for rank, future in asked.items()}
 
