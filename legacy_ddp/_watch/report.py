@@ -78,6 +78,7 @@ class Report:
     """One text for every rank, its first lines in one (``head``), and the ranks that it names.
 
     ``is_harmless``: those ranks are alive and get on. ``speakers``: one waiting rank per machine, to print it there.
+    ``is_late``: nothing broke, the time was up.
     """
 
     head: str
@@ -85,6 +86,7 @@ class Report:
     awaited: tuple[int, ...]
     is_harmless: bool
     speakers: tuple[int, ...]
+    is_late: bool = False
 
 
 def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
@@ -97,7 +99,7 @@ def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
     return known or (unknown if len(unknown) == 1 else ())
 
 
-def compose(rows: Sequence[Row], reason: str = "") -> Report:
+def compose(rows: Sequence[Row], reason: str = "", *, is_late: bool = False) -> Report:
     """The report on the farthest call. ``reason``: what went wrong; else some rank only waits longer than expected."""
     missing = awaited(rows)
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
@@ -111,6 +113,7 @@ def compose(rows: Sequence[Row], reason: str = "") -> Report:
         awaited=missing,
         is_harmless=is_harmless,
         speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
+        is_late=is_late,
     )
 
 

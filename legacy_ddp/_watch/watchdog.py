@@ -14,7 +14,7 @@ from typing import Any
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._watch.inquiry import Place, ask_everybody, own_state, rows_of
 from legacy_ddp._watch.line import CONCURRENT_QUESTIONS, Line, Message, Outcome, Peer, ask, ask_all, decode_peer
-from legacy_ddp._watch.report import Report, compose
+from legacy_ddp._watch.report import Report, Row, compose
 from legacy_ddp._watch.report_file import ReportFile
 
 logger = logging.getLogger("legacy_ddp")
@@ -150,7 +150,7 @@ class Watchdog:
 
     def _make_report(self, made: _Made, failure: Failure | None) -> None:
         rows = ask_everybody(self._peers, self._line.me, twice=failure is None)
-        report = compose(rows, failure.reason if failure else "")
+        report = _compose(rows, failure)
         if failure is not None:
             self._spread(failure, report)  # before anybody has it: who has it leaves, and would be missing then
         made.report, made.at = report, time.monotonic()
@@ -181,7 +181,7 @@ class Watchdog:
         """What is known without asking anybody."""
         answers = {self.rank: (Outcome.ANSWERED, own_state(self._place, self._peers))}
         lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.GONE, None))
-        return compose(rows_of(self._peers, {**answers, **lost}), failure.reason if failure else "")
+        return _compose(rows_of(self._peers, {**answers, **lost}), failure)
 
     def _warn(self, serial: int) -> None:
         try:
@@ -233,6 +233,10 @@ class Watchdog:
         others = [peer for peer in self._peers if peer is not None and peer.rank != self.rank]
         message = {"ask": "note", "failure": asdict(failure), "report": report and asdict(report)}
         ask_all(others, message, self._line.me.identity)
+
+
+def _compose(rows: Sequence[Row], failure: Failure | None) -> Report:
+    return compose(rows, failure.reason, is_late=failure.is_late) if failure else compose(rows)
 
 
 def _failure_from(said: dict[str, Any] | None) -> Failure | None:
