@@ -18,11 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from legacy_ddp import LegacyDDPError, PeerLostError
 from tests import faults
 from tests.faults import Scene, Seen, Stage, do_when, entries, play
 from tests.ranks import run_ranks
-from tests.small import add_gradients, wrap
 
 ROOT = Path(__file__).parents[1]
 
@@ -234,52 +232,6 @@ def test_a_rank_that_is_stopped_and_goes_on_in_time_changes_nothing(tmp_path: Pa
     assert [means for means, _ in results] == [[1.0] * 4] * 3  # of 0, 1 and 2
     assert results[1][1]  # it was stopped, indeed
     assert list(tmp_path.glob("legacy_ddp-*")) == []  # nothing to report: no file stays
-
-
-# Before the ranks have met, and beside others
-
-
-def _dies_in_construction(rank: int, victim: int) -> tuple[str, tuple[int, ...], str, float] | None:
-    if rank == victim:
-        sys.setprofile(do_when("meet", partial(os.kill, os.getpid(), signal.SIGKILL)))
-    start = time.monotonic()
-    try:
-        wrap(timeout_seconds=30.0)
-    except LegacyDDPError as error:
-        return type(error).__name__, error.ranks, str(error), time.monotonic() - start
-    return None
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_death_in_the_first_collective_blames_no_living_rank(victim: int) -> None:
-    """Each survivor named all others: nobody had told it where they listen, which it took for a reason."""
-    seen = run_ranks(_dies_in_construction, 3, victim, lost=(victim,))
-    for kind, ranks, text, seconds in filter(None, seen):
-        assert (kind, ranks) == ("PeerLostError", ())
-        assert "who is missing is not known" in " ".join(text.split())
-        assert seconds < AT_ONCE_SECONDS
-
-
-def test_death_in_the_first_collective_of_two_names_the_other() -> None:
-    kind, ranks, _, _ = run_ranks(_dies_in_construction, 2, 1, lost=(1,))[0]
-    assert (kind, ranks) == ("PeerLostError", (1,))
-
-
-def _lost_in_a_subgroup(rank: int) -> tuple[int, ...] | None:
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        return None
-    model = wrap(process_group=group, timeout_seconds=30.0)
-    add_gradients(model, 1.0)
-    if rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError) as caught:
-        model.all_reduce()
-    return caught.value.ranks
-
-
-def test_the_ranks_of_a_subgroup_count_inside_it() -> None:
-    assert run_ranks(_lost_in_a_subgroup, 3, lost=(2,)) == [None, (1,), None]
 
 
 # Scripts, as users write them
