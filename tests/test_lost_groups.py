@@ -100,6 +100,29 @@ def test_the_ranks_of_a_subgroup_count_inside_it() -> None:
     assert run_ranks(_lost_in_a_subgroup, 3, lost=(2,)) == [None, (1,), None]
 
 
+# Between two calls
+
+
+def _reads_of_a_loss_at_work(rank: int, directory: Path) -> bool:
+    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=directory))
+    add_gradients(model, 1.0)
+    model.all_reduce()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (report,) = directory.glob(f"legacy_ddp-*-rank{rank}-*")
+    give_up = time.monotonic() + AT_ONCE_SECONDS
+    while "missing rank 2 (its process has ended" not in " ".join(report.read_text().split()):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)  # no event tells of a line in a file
+    return True
+
+
+def test_all_write_down_who_was_lost_though_none_calls(tmp_path: Path) -> None:
+    # Ranks 1 and 3 hold a connection to it; 0 and 4 are told by them.
+    assert run_ranks(_reads_of_a_loss_at_work, 5, tmp_path, lost=(2,)) == [True, True, None, True, True]
+
+
 # Late
 
 
