@@ -9,7 +9,6 @@ import re
 import select
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -329,9 +328,8 @@ def killed_while_reporting(stage: Stage, *, function: str) -> None:
 
 def killed_with_a_worker(stage: Stage) -> None:
     """By SIGKILL, with a forked worker of a data loader, which holds all its open connections for seconds more."""
-    tempfile.tempdir = str(stage.scene.directory)  # the worker outlives this run and cleans up after itself
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads: what data loaders do
-        batches = iter(DataLoader(range(100), num_workers=1, multiprocessing_context="fork"))
+        batches = iter(DataLoader(range(100), num_workers=1, collate_fn=list, multiprocessing_context="fork"))
     next(batches)  # the worker lives as long as this iterator
     killed(stage)
