@@ -32,6 +32,9 @@ TIMEOUT_SECONDS = 2.0
 WHO = [pytest.param(0, "file", id="rank 0"), pytest.param(2, "file", id="rank 2")]
 WHO_OR_STORE = [*WHO, pytest.param(0, "rank0", id="rank 0 with the store")]
 
+# For all others to exit by themselves, once they know.
+EXIT_SECONDS = 15.0
+
 Lose = Callable[..., dict[int, Seen]]
 
 
@@ -268,7 +271,10 @@ def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, e
     script.write_text(SCRIPT + ENDINGS[ending])
     ranks = [_start_script(script, tmp_path, rank) for rank in range(3)]
     try:
+        ranks[1].wait(120.0)
+        ended = time.monotonic()
         said = [process.communicate(timeout=120.0)[1] for process in ranks]
+        assert time.monotonic() - ended < EXIT_SECONDS
     finally:
         for process in ranks:
             process.kill()
