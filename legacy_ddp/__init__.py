@@ -10,6 +10,7 @@ from legacy_ddp._errors import (
     PeerError,
     PeerLostError,
     SyncTimeoutError,
+    UnsynchronizedStepError,
 )
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._settings import Checks
@@ -29,6 +30,7 @@ __all__ = [
     "RankRow",
     "SyncRecord",
     "SyncTimeoutError",
+    "UnsynchronizedStepError",
     "all_reduce_gradients",
 ]
 

@@ -1,4 +1,4 @@
-"""How often backward reached each parameter since the last call: what "micro-batches" means here.
+"""How often backward reached each parameter since the last call: what "micro-batches" means, and what a step may use.
 
 The largest count is the number of micro-batches. It is too high when one layer runs inside several re-entrant
 checkpoint segments and too low when several losses use a part of the model each, so it feeds warnings and never the
@@ -6,7 +6,8 @@ arithmetic.
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -14,10 +15,36 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch_internals as internals
 
 
+@dataclass(slots=True)
+class StepPolicy:
+    """How steps on one counter's parameters are judged. ``sync_enabled``: false inside ``no_sync()``."""
+
+    guarded: bool
+    sync_enabled: bool = True
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """The hook on one parameter: counts there, and tells who finds it there. Refers to no counter and no parameter."""
+
+    name: str
+    index: int
+    counts: list[int]
+    versions: list[int]
+    policy: StepPolicy
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        index, counts = self.index, self.counts
+        if not counts[index]:
+            self.versions[index] = parameter._version
+        counts[index] += 1
+
+
 class BackwardCounter:
     """Counts accumulations into ``.grad``; hand-assigned gradients count nothing. Keeps no parameter alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, guarded: bool) -> None:
+        self.policy = StepPolicy(guarded)
         self._counts: list[int] = []
         self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
@@ -27,19 +54,19 @@ class BackwardCounter:
         """Whether these are the parameters counted on, in this order: our hooks tell, where weak references would
         forbid torch to swap a parameter's contents."""
         return len(parameters) == len(self._handles) and all(
-            handle.id in internals.accumulate_hooks(parameter)
-            for parameter, handle in zip(parameters, self._handles, strict=True)
+            handle.id in hooks
+            for hooks, handle in zip(internals.accumulate_hooks(parameters), self._handles, strict=True)
         )
 
-    def watch(self, parameters: Sequence[torch.Tensor]) -> None:
+    def watch(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         """Count on these from now on, in place of the ones before; what was counted on both stays counted."""
-        counts = [self._count_of(parameter) for parameter in parameters]
+        counts = [self._count_in(hooks) for hooks in internals.accumulate_hooks(parameters)]
         _remove(self._handles)
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
-        for index, parameter in enumerate(parameters):
-            hook = self._counting_hook(index)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+            watch = Watch(name, index, self._counts, self._versions, self.policy)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(watch))  # type: ignore[no-untyped-call]
 
     @property
     def micro_batches(self) -> int:
@@ -64,19 +91,28 @@ class BackwardCounter:
         """Start counting anew."""
         self._counts[:] = [0] * len(self._counts)
 
-    def _count_of(self, parameter: torch.Tensor) -> int:
-        hooks = internals.accumulate_hooks(parameter)
+    def _count_in(self, hooks: Container[int]) -> int:
         return next((count for count, handle in zip(self._counts, self._handles, strict=True) if handle.id in hooks), 0)
 
-    def _counting_hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        counts, versions = self._counts, self._versions  # not self: the hook must not keep the counter alive
 
-        def count(parameter: torch.Tensor) -> None:
-            if not counts[index]:
-                versions[index] = parameter._version
-            counts[index] += 1
+def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Watch]]:
+    """The parameters that no step may follow, each with the watch that says so: one that was asked to guard.
 
-        return count
+    Those that backward reached after the last call of every wrapper or function that counts there: where several share
+    a parameter, one call is enough. A watcher inside ``no_sync()`` lets every step pass.
+    """
+    for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
+        guard = None
+        for hook in hooks.values():
+            if type(hook) is not Watch:  # somebody else's
+                continue
+            if not hook.counts[hook.index] or not hook.policy.sync_enabled:
+                break
+            if hook.policy.guarded and guard is None:
+                guard = hook
+        else:
+            if guard is not None:
+                yield parameter, guard
 
 
 def _remove(handles: list[RemovableHandle]) -> None:

@@ -9,7 +9,8 @@ LegacyDDPError(RuntimeError)
 ├── LostPeerError          a rank did not answer; the group is not usable any more
 │   ├── PeerLostError          its connection broke
 │   └── SyncTimeoutError       it was silent for ``timeout_seconds``
-└── GradientError          local: a gradient that cannot be reduced; reaches the peers as PeerError
+├── GradientError          local: a gradient that cannot be reduced; reaches the peers as PeerError
+└── UnsynchronizedStepError  local: an optimizer's step() without the call; nothing was stepped
 """
 
 from collections.abc import Sequence
@@ -73,3 +74,7 @@ class SyncTimeoutError(LostPeerError):
 
 class GradientError(LegacyDDPError):
     """A gradient of this rank cannot be reduced."""
+
+
+class UnsynchronizedStepError(LegacyDDPError):
+    """An optimizer was about to use gradients of this rank alone: :meth:`all_reduce` was forgotten. Nothing changed."""

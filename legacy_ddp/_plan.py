@@ -58,7 +58,7 @@ class Planner:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.counter = BackwardCounter()
+        self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
         self._layout: Layout | None = None
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # of each slot's parameter: its position among the named ones
@@ -88,7 +88,7 @@ class Planner:
         position = {name: index for index, (name, _) in enumerate(found)}
         self._order = [position[slot.name] for slot in layout.slots]
         self._buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
-        self.counter.watch([found[index][1] for index in self._order])
+        self.counter.watch([slot.name for slot in layout.slots], [found[index][1] for index in self._order])
         return layout
 
 

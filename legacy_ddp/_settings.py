@@ -10,7 +10,7 @@ from torch import nn
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
-_ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow")}
+_ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow"), "unsynchronized_step": ("raise", "allow")}
 
 
 def _is_duration(seconds: object) -> bool:
@@ -26,6 +26,9 @@ class Checks:
             (norm of the local gradient, finite or not).
         uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
             ``"raise"`` a DesyncError on every rank; ``"allow"``.
+        unsynchronized_step: what to do when an optimizer's ``step()`` would use gradients that were not reduced since
+            the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
+            ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is taken as meant.
         warn_after_seconds: how long a rank waits for others before it says for whom and what they do. On a process
             group the first wrapper's value counts, as for ``report_dir``.
         report_dir: where every rank keeps a file of its reports; None: the system's directory for temporary files.
@@ -36,6 +39,7 @@ class Checks:
 
     level: str = "info"
     uneven: str = "warn"
+    unsynchronized_step: str = "raise"
     warn_after_seconds: float = 60.0
     report_dir: str | os.PathLike[str] | None = None
 
@@ -57,6 +61,11 @@ class Checks:
             raise TypeError(
                 f"checks: report_dir is of the wrong type: got {self.report_dir!r}, expected a path or None"
             )
+
+    @property
+    def guards_steps(self) -> bool:
+        """Whether a step without the call is an error."""
+        return self.level != "off" and self.unsynchronized_step == "raise"
 
 
 def resolve_checks(checks: str | Checks) -> Checks:

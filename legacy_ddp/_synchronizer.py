@@ -12,10 +12,12 @@ from torch import nn
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, describe_micro_batches
 from legacy_ddp._call import Call, Seat
+from legacy_ddp._counting import StepPolicy
 from legacy_ddp._groups import groups_of
+from legacy_ddp._guard import guard_steps
 from legacy_ddp._header import Operation
 from legacy_ddp._plan import Planner
-from legacy_ddp._settings import Settings, resolve_checks
+from legacy_ddp._settings import Checks, Settings, resolve_checks
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -26,10 +28,17 @@ class Synchronizer:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.planner = Planner(settings)
+        if settings.checks.guards_steps:
+            guard_steps()
         # By the user's group, so that coming back to one finds the seat there again.
         self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, Seat] = weakref.WeakKeyDictionary()
         self._warned_uneven = False
         self._warning = ""
+
+    @property
+    def policy(self) -> StepPolicy:
+        """Whether calls happen at all, and how a step without one is judged."""
+        return self.planner.counter.policy
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
         """The next call on ``group``. Collective if this process makes its first one there."""
@@ -65,14 +74,15 @@ def remember(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Sync
     try:
         key, named = _key_and_names(module_or_params)
         if key not in _remembered:
-            _remembered[key] = Synchronizer(Settings(checks=resolve_checks("info")))
+            _remembered[key] = Synchronizer(Settings(checks=resolve_checks(_UNGUARDED)))
     except (TypeError, ValueError) as problem:
         if not dist.is_initialized():
             raise
-        return Synchronizer(Settings()), _raising(problem)
+        return Synchronizer(Settings(checks=_UNGUARDED)), _raising(problem)
     return _remembered[key], named
 
 
+_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
 _remembered = internals.WeakIdKeyDictionary()
 
 

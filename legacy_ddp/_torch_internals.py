@@ -4,7 +4,7 @@ Only torch 2.13 was tried.
 """
 
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
@@ -42,9 +42,13 @@ def _references_alone() -> int:
     return _references(torch.empty(1, device="cpu"))
 
 
-def accumulate_hooks(parameter: torch.Tensor) -> Container[int]:
-    """The ids of the post-accumulate hooks on ``parameter``, as their handles know them."""
-    return getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
+def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Callable[[torch.Tensor], None]]]:
+    """The post-accumulate hooks on each parameter, by the ids that their handles have."""
+    with torch._C.DisableTorchFunction():  # subclasses need not know the name; torch.set_default_device costs 5 µs each
+        return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
+
+
+_NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
 
 
 def inside_backward() -> bool:

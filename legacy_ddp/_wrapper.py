@@ -73,7 +73,6 @@ class LegacyDistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._group = GroupHandle(process_group)
-        self._sync_enabled = True
         problem = None
         try:
             if not isinstance(module, nn.Module):
@@ -138,7 +137,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
         After the first three every ``.grad`` is untouched on every rank and the next call may succeed.
         """
-        if not self._sync_enabled:
+        if not self._synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
         record = all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
         self._synchronizer.emit_warning()
@@ -165,12 +164,13 @@ class LegacyDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make :meth:`all_reduce` a no-op inside the block. Nests; survives exceptions."""
-        previous, self._sync_enabled = self._sync_enabled, False
+        """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions."""
+        policy = self._synchronizer.policy
+        previous, policy.sync_enabled = policy.sync_enabled, False
         try:
             yield
         finally:
-            self._sync_enabled = previous
+            policy.sync_enabled = previous
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -189,7 +189,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings; what belongs to this process appears anew at the copy's first collective."""
-        return {**self.__dict__, "_synchronizer": None, "_sync_enabled": True}
+        return {**self.__dict__, "_synchronizer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

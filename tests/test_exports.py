@@ -22,6 +22,7 @@ from legacy_ddp import (
     RankRow,
     SyncRecord,
     SyncTimeoutError,
+    UnsynchronizedStepError,
 )
 
 _ERRORS = [
@@ -34,6 +35,7 @@ _ERRORS = [
     PeerError,
     PeerLostError,
     SyncTimeoutError,
+    UnsynchronizedStepError,
 ]
 
 
@@ -78,6 +80,7 @@ def test_the_errors_form_one_tree() -> None:
         "AgreedError": "LegacyDDPError",
         "LostPeerError": "LegacyDDPError",
         "GradientError": "LegacyDDPError",
+        "UnsynchronizedStepError": "LegacyDDPError",
         "LayoutError": "AgreedError",
         "DesyncError": "AgreedError",
         "PeerError": "AgreedError",

@@ -82,6 +82,10 @@ def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Ex
         ({"level": "detail"}, _LEVEL.format("'detail'")),
         ({"level": None}, _LEVEL.format(None)),
         ({"uneven": "ignore"}, "checks: uneven is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
+        (
+            {"unsynchronized_step": "warn"},
+            "checks: unsynchronized_step is unknown: got 'warn', expected one of ('raise', ",
+        ),
         ({"uneven": True}, "checks: uneven is unknown: got True, expected one of ('warn', 'raise', 'allow')"),
     ],
 )
@@ -101,7 +105,9 @@ def test_an_unknown_level_in_the_environment_is_blamed_on_the_environment(monkey
 def test_the_environment_overrides_the_level_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
 
-    assert _wrap(checks=Checks(uneven="raise")).extra_repr() == "checks=Checks(level='off', uneven='raise')"
+    model = _wrap(checks=Checks(uneven="raise", unsynchronized_step="allow"))
+
+    assert model.extra_repr() == "checks=Checks(level='off', uneven='raise', unsynchronized_step='allow')"
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, field, replace
 
 from legacy_ddp._watch.activity import HERE, Sample
 from legacy_ddp._watch.line import Message, Outcome, Peer, ask_all
-from legacy_ddp._watch.processes import state_of
+from legacy_ddp._watch.processes import moved_bytes, state_of
 from legacy_ddp._watch.report import Row
 
 # Two looks at a rank, this far apart, tell whether it gets on.
 _SECOND_LOOK_SECONDS = 0.3
+# Between two looks; less is no checkpoint that is being written but other threads, and the looking itself.
+_MANY_BYTES = 2**20
 
 
 @dataclass
@@ -31,6 +33,7 @@ def own_state(place: Place, peers: Sequence[Peer | None]) -> Message:
         "serial": place.serial,
         "in_call": place.in_call,
         "call": place.call,
+        "moved_bytes": moved_bytes(),
         "seen": {rank: state for rank, state in seen.items() if state},
         "goodbyes": {str(rank): text for rank, text in place.goodbyes.items()},
     }
@@ -70,9 +73,8 @@ def _with_answer(row: Row, answer: Message) -> Row:
 
 
 def _gets_on(first: Message | None, second: Message | None) -> bool:
-    """Whether a rank entered or left something meanwhile, or stands at another line."""
-
-    def progress(state: Message) -> object:
-        return state["serial"], state["sample"]["changes"], state["sample"]["stack"]
-
-    return first is not None and second is not None and progress(first) != progress(second)
+    """Whether a rank entered or left something meanwhile, stands at another line, or reads or writes a file."""
+    if first is None or second is None:
+        return False
+    before, after = ((said["serial"], said["sample"]["changes"], said["sample"]["stack"]) for said in (first, second))
+    return before != after or second["moved_bytes"] - first["moved_bytes"] >= _MANY_BYTES

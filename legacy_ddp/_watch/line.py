@@ -7,6 +7,7 @@ nothing until somebody asks, and its failures tell something: a closed port mean
 
 import hmac
 import json
+import logging
 import secrets
 import selectors
 import socket
@@ -23,6 +24,7 @@ from legacy_ddp._watch.addresses import Address, own_hosts, reachable
 from legacy_ddp._watch.processes import DEAD, STOPPED, TRACED, Identity, own_identity, state_of
 
 Message = Mapping[str, Any]
+logger = logging.getLogger("legacy_ddp")
 
 ANSWER_SECONDS = 0.7  # a Python thread answers in milliseconds; one that waits for the GIL of a busy process, in tens
 _MAX_BYTES = 2**20
@@ -110,8 +112,10 @@ class Line:
                     self._release()
                     return
                 end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-                with suppress(OSError):
+                try:
                     self._accept() if end is self._listener else self._attend(end)
+                except Exception:  # whatever it is, the others still need answers
+                    logger.exception("an answer to another rank failed")
 
     def _hold(self, neighbour: Peer) -> None:
         with suppress(OSError):
@@ -121,7 +125,10 @@ class Line:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _accept(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it left before it was let in
+            return
         connection.settimeout(ANSWER_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ)
 
@@ -140,7 +147,9 @@ class Line:
             self._held[end] = int(message["rank"])
         else:
             try:
-                end.sendall(json.dumps(self._answer(message)).encode() + b"\n")
+                answer = json.dumps(self._answer(message)).encode() + b"\n"
+                with suppress(OSError):  # it asked, and did not wait
+                    end.sendall(answer)
             finally:
                 self._drop(end)
 

@@ -60,6 +60,8 @@ class Row:
             return str(self.outcome)
         if self.in_call:
             return f"{self.last_call}: {self.sample.phase}"
+        if self.sample.call:
+            return f"{self.sample.call} of another group: {self.sample.phase}"
         return f"{self.sample.phase} after {self.last_call}" if self.last_call else self.sample.phase
 
     @property
@@ -98,12 +100,13 @@ def compose(rows: Sequence[Row], reason: str = "") -> Report:
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
     head = f"{_where(rows)}: {reason or f'ranks have waited for {waited_seconds:.1f} s'}; {_summary(rows, missing)}"
+    is_harmless = bool(missing) and all(rows[rank].advancing or rows[rank].is_held for rank in missing)
     lines = [*_wrap(head), "", *_table(rows, missing), *_stacks(rows, missing)]
     return Report(
-        head=head,
+        head=f"{head}, alive and getting on" if is_harmless else head,
         text="\n".join(lines),
         awaited=missing,
-        is_harmless=bool(missing) and all(rows[rank].advancing or rows[rank].is_held for rank in missing),
+        is_harmless=is_harmless,
         speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
     )
 
@@ -141,12 +144,12 @@ def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     lines = [f"{'rank':>5}  {'doing':38}{'for':>8}  process on host:pid"]
     for row in shown[:MAX_ROWS]:
         age = f"{row.sample.age_seconds:.1f} s" if row.sample else "?"
-        lines.append(f"{row.rank:5}  {row.doing:38}{age:>8}  {row.condition} on {row.host}:{row.pid}")
+        lines += _wrap(f"{row.rank:5}  {row.doing:38}{age:>8}  {row.condition} on {row.host}:{row.pid}", indent=9)
     rest: dict[str, list[int]] = {}
     for row in shown[MAX_ROWS:]:
         rest.setdefault(row.doing, []).append(row.rank)
     for doing, ranks in rest.items():
-        lines.extend(_wrap(f"... {name_ranks(ranks)}: {doing}"))
+        lines += _wrap(f"... {name_ranks(ranks)}: {doing}")
     return lines
 
 
@@ -166,5 +169,5 @@ def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     return lines
 
 
-def _wrap(text: str) -> list[str]:
-    return textwrap.wrap(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: int = 2) -> list[str]:
+    return textwrap.wrap(text, 80, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,190 @@
+"""Does the report blame whom the answers speak against, and can it be read?"""
+
+import textwrap
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legacy_ddp._watch.activity import Sample
+from legacy_ddp._watch.line import Outcome
+from legacy_ddp._watch.report import MAX_ROWS, MAX_STACKS, Report, Row, awaited, compose
+
+WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
+
+
+def _waits(rank: int, serial: int = 5, phase: str = "agree", seconds: float = 10.2) -> Row:
+    call = f"all_reduce() call {serial}"
+    sample = Sample(call, phase, seconds, 7, WAITING_STACK)
+    return Row(rank, "node-a", 4710 + rank, Outcome.ANSWERED, sample, serial, True, call, "running")
+
+
+def _works(rank: int, serial: int = 4, phase: str = "user code", stack: tuple[str, ...] = ("train.py:88 in f",)) -> Row:
+    sample = Sample("", phase, 12.34, 6, stack)
+    call = f"all_reduce() call {serial}" if serial else ""
+    return Row(rank, "node-a", 4710 + rank, Outcome.ANSWERED, sample, serial, False, call, "running")
+
+
+def _is_lost(rank: int, outcome: Outcome, process: str = "", note: str = "") -> Row:
+    return Row(rank, "node-b", 4710 + rank, outcome, process=process, note=note)
+
+
+def _line(report: Report) -> str:
+    """What the report says before its table."""
+    return " ".join(report.text.split("\n\n")[0].split())
+
+
+def test_a_rank_in_user_code_is_named_with_its_line_and_its_stack_comes_first() -> None:
+    report = compose([_waits(0), _works(1), _waits(2)])
+
+    assert report.awaited == (1,)
+    assert report.text == textwrap.dedent(
+        """\
+        all_reduce() call 5, phase agree: ranks have waited for 10.2 s; missing rank 1
+          (user code after all_reduce() call 4, at train.py:88 in f, on host node-a)
+
+         rank  doing                                      for  process on host:pid
+            1  user code after all_reduce() call 4     12.3 s  running on node-a:4711
+            0  all_reduce() call 5: agree              10.2 s  running on node-a:4710
+            2  all_reduce() call 5: agree              10.2 s  running on node-a:4712
+
+        stack of rank 1, innermost last:
+          train.py:88 in f
+
+        stack of ranks 0, 2, innermost last:
+          train.py:91 in <module>
+          legacy_ddp/_wrapper.py:143 in all_reduce"""
+    )
+
+
+@pytest.mark.parametrize(
+    "lost, words",
+    [
+        (_is_lost(1, Outcome.GONE), "its process has ended"),
+        (_is_lost(1, Outcome.SILENT, "stopped"), "its process is stopped"),
+        (_is_lost(1, Outcome.SILENT, "held by a debugger"), "its process is held by a debugger"),
+        (_is_lost(1, Outcome.SILENT, "running"), "its process is running but does not answer: Python may be held up"),
+        (_is_lost(1, Outcome.SILENT), "does not answer"),
+        (_is_lost(1, Outcome.UNREACHABLE), "cannot be reached"),
+        (_is_lost(1, Outcome.GONE, note="left after call 4 with ValueError: bad"), "left after call 4 with ValueError"),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_named_with_what_is_known_of_its_process(lost: Row, words: str) -> None:
+    report = compose([_waits(0), lost, _waits(2)], "no answer within 10 s")
+
+    assert report.awaited == (1,)
+    assert f"call 5, phase agree: no answer within 10 s; missing rank 1 ({words}" in _line(report)
+    assert "on host node-b)" in _line(report)
+    assert not report.is_harmless
+
+
+def test_a_rank_that_is_dead_is_not_called_running_while_its_process_ends() -> None:
+    assert _is_lost(1, Outcome.GONE, "running").condition == "dead"
+
+
+def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> None:
+    report = compose([_waits(0), _is_lost(1, Outcome.GONE), _waits(2), _works(3)])
+
+    assert report.awaited == (1, 3)
+    assert "missing rank 1 (its process has ended, on host node-b); rank 3 (user code after" in _line(report)
+
+
+@pytest.mark.parametrize(
+    "rows, missing",
+    [
+        ([_waits(0), _waits(1)], ()),
+        ([_waits(0), _waits(1, serial=4)], (1,)),  # still in the call before
+        ([_waits(0), _works(1, serial=5)], ()),  # through this call already
+        ([_waits(0), _waits(1, phase="pack")], (1,)),
+        ([_waits(0, phase="payload"), _waits(1, phase="agree")], (1,)),
+        ([_works(0), _works(1)], ()),  # nobody waits any more
+        ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _works(2)], (2,)),  # somebody is known to be behind
+        ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _waits(2)], (1,)),  # it can be nobody else
+        ([_waits(0), _is_lost(1, Outcome.DEAF), _is_lost(2, Outcome.GONE)], (2,)),
+        ([_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.NOT_ASKED)], (1,)),
+    ],
+)
+def test_those_behind_the_farthest_are_awaited(rows: list[Row], missing: tuple[int, ...]) -> None:
+    assert awaited(rows) == missing
+
+
+def test_when_nobody_is_missing_the_network_is_suspected() -> None:
+    report = compose([_waits(0), _waits(1)], "connection lost")
+
+    assert report.awaited == ()
+    assert not report.is_harmless
+    assert "no rank is missing, every rank is in this call; look at the network" in _line(report)
+
+
+def test_a_rank_that_gets_on_or_sits_in_a_debugger_is_harmless_and_one_line_says_so() -> None:
+    moving, held = replace(_works(1), advancing=True), _works(2, phase="debugger")
+
+    report = compose([_waits(0), moving, held])
+
+    assert report.is_harmless
+    assert report.head.endswith("on host node-a), alive and getting on")
+    assert "rank 2 (debugger after all_reduce() call 4" in report.head
+    assert "\n" not in report.head
+    assert not compose([_waits(0), moving, _works(2)]).is_harmless
+
+
+def test_one_waiting_rank_speaks_for_each_host() -> None:
+    elsewhere = replace(_waits(2), host="node-c")
+
+    assert sorted(compose([_works(0), _waits(1), elsewhere, replace(_waits(3), host="node-c")]).speakers) == [1, 2]
+
+
+def test_a_call_on_another_group_is_named() -> None:
+    other = replace(_works(1), sample=Sample("broadcast_buffers() call 2", "payload", 1.0, 3, ()))
+
+    assert "rank 1 (broadcast_buffers() call 2 of another group: payload, on" in _line(compose([_waits(0), other]))
+
+
+def test_a_thousand_ranks_make_a_page_and_not_a_book() -> None:
+    rows = [_works(rank, stack=(f"train.py:{rank} in f",)) if rank % 100 == 7 else _waits(rank) for rank in range(1000)]
+
+    report = compose(rows)
+
+    assert report.awaited == tuple(range(7, 1000, 100))
+    assert len(report.text.splitlines()) < MAX_ROWS + 5 * MAX_STACKS + 40
+    assert "... other stacks of ranks" in report.text
+    assert "... ranks 15-106, 108-206" in report.text
+
+
+_SAMPLES = st.builds(
+    Sample,
+    st.sampled_from(["", "all_reduce() call 3"]),
+    st.sampled_from(["plan", "agree", "payload", "forward", "backward", "user code", "debugger"]),
+    st.floats(0, 1e6),
+    st.integers(0, 9),
+    st.lists(st.sampled_from(["a.py:1 in f", "b.py:2 in g"]), max_size=3).map(tuple),
+)
+_ROWS = st.builds(
+    Row,
+    rank=st.just(0),
+    host=st.sampled_from(["node-a", "node-b"]),
+    pid=st.integers(1, 99999),
+    outcome=st.sampled_from(Outcome),
+    sample=st.none() | _SAMPLES,
+    serial=st.integers(0, 4),
+    in_call=st.booleans(),
+    last_call=st.sampled_from(["", "all_reduce() call 3"]),
+    process=st.sampled_from(["", "running", "stopped", "dead"]),
+    note=st.sampled_from(["", "left"]),
+    advancing=st.booleans(),
+)
+
+
+@given(st.lists(_ROWS, min_size=1, max_size=40))
+def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_columns(rows: list[Row]) -> None:
+    rows = [replace(row, rank=rank, in_call=row.in_call and row.sample is not None) for rank, row in enumerate(rows)]
+
+    report = compose(rows)
+
+    assert report.awaited == awaited(rows)
+    assert all(len(line) <= 80 for line in report.text.splitlines())
+    farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
+    assert all(rows[rank].progress < farthest for rank in report.awaited)
+    listed = {int(line[:5]) for line in report.text.splitlines() if line[:5].strip().isdigit()}
+    assert set(report.awaited[:MAX_ROWS]) <= listed
