@@ -1,4 +1,4 @@
-"""What must nobody hear of? Training as it should be: no error, no warning, no log record, and no report left behind."""
+"""What must nobody hear of? Training as it should be: no error, no warning, no log record, no report left behind."""
 
 import io
 import logging
@@ -234,7 +234,7 @@ def test_a_rank_that_does_something_else_gets_a_line_that_says_what_and_no_repor
 # Leaving
 
 
-def _leave_in_order(rank: int, folder: Path, order: tuple[int, ...], evaluates: bool) -> None:
+def _leave_in_order(rank: int, folder: Path, order: tuple[int, ...]) -> None:
     training = _Training(folder)
     pids = [torch.zeros(1, dtype=torch.int64) for _ in order]
     dist.all_gather(pids, torch.tensor([os.getpid()]))
@@ -249,7 +249,7 @@ def _leave_in_order(rank: int, folder: Path, order: tuple[int, ...], evaluates: 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
 def test_ranks_that_leave_one_after_the_other_are_not_missed(order: tuple[int, ...], tmp_path: Path) -> None:
-    _run_silently(_leave_in_order, 3, tmp_path, order, True)
+    _run_silently(_leave_in_order, 3, tmp_path, order)
 
 
 def _made_again(rank: int, folder: Path) -> list[list[str]]:
@@ -282,7 +282,9 @@ class _Numbers(Dataset[torch.Tensor]):
 
 
 def _load(training: _Training) -> None:
-    loader = DataLoader(_Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork", persistent_workers=True)
+    loader = DataLoader(
+        _Numbers(), batch_size=2, num_workers=2, multiprocessing_context="fork", persistent_workers=True
+    )
     for _ in range(2):
         for batch in loader:
             training.model(batch).sum().backward()
@@ -333,7 +335,7 @@ def _terminated(rank: int, folder: Path, handler: Any, moment: str) -> int:
     """Rank 1 gets SIGTERM; its handler is set before or after the wrapper is made."""
     heard: list[int] = []
     if handler == "note":
-        handler = lambda number, frame: heard.append(number)  # noqa: E731 - cannot travel to the rank
+        handler = lambda number, _: heard.append(number)  # noqa: E731 - cannot travel to the rank
     if moment == "before":
         signal.signal(signal.SIGTERM, handler)
     training = _Training(folder)
@@ -363,7 +365,7 @@ def test_a_signal_that_the_user_handles_is_left_to_the_user(
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_the_user_s_handler_decides_the_exit_code(moment: str, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="rank 1 died before returning: exit code 7$") as caught:
+    with pytest.raises(RankFailure, match=r"rank 1 died before returning: exit code 7$") as caught:
         _run_silently(_terminated, 2, tmp_path, _exit_7, moment)
 
     assert caught.value.ranks == (1,)
@@ -374,7 +376,7 @@ def test_the_user_s_handler_decides_the_exit_code(moment: str, tmp_path: Path) -
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
 @pytest.mark.parametrize("moment", ["never", "after"])
 def test_a_process_without_a_handler_dies_of_the_signal_and_leaves_its_stacks(moment: str, tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match="rank 1 died before returning: signal SIGTERM$"):
+    with pytest.raises(RankFailure, match=r"rank 1 died before returning: signal SIGTERM$"):
         _run(_terminated, 2, tmp_path, signal.SIG_DFL, moment)
 
     if moment == "never":  # who sets the default anew wants nothing else to happen
