@@ -217,7 +217,8 @@ def test_torchrun_joins_the_ranks_of_all_hosts(n: int, nproc_per_node: int, tmp_
     total = sum(range(world_size))
     placed = [[f"host-{host}", str(local)] for host in range(n) for local in range(nproc_per_node)]
     assert _read(tmp_path, world_size) == [[total, *place, "seed"] for place in placed]
-    assert [(r.name, r.exit_code, r.text) for r in results] == [(name, 0, "") for name in hosts.names]
+    # What they print is not compared: a launcher may notice that another one's store has ended first, and says so.
+    assert [(r.name, r.exit_code) for r in results] == [(name, 0) for name in hosts.names]
 
 
 @needs_hosts

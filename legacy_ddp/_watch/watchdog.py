@@ -23,6 +23,8 @@ logger = logging.getLogger("legacy_ddp")
 _FIRST_WARNED_CALL = 3
 # How long to wait for the rank that makes the report; it may meet silent ranks and looks twice.
 _REPORT_SECONDS = 3.0
+# How often to ask for it again: a thousand ranks that ask one must not keep it from its work.
+_POLL_SECONDS, _POLL_SECONDS_PER_RANK = 0.05, 0.0005
 # Ranks that start waiting together ask within this time of each other, and are to get the same text.
 _FRESH_SECONDS = 2.0
 # A collective may still complete when a rank that has done its part of it ends.
@@ -163,7 +165,7 @@ class Watchdog:
                     break
                 if answer:
                     return _report_from(answer)
-                time.sleep(0.05)
+                time.sleep(_POLL_SECONDS + _POLL_SECONDS_PER_RANK * len(self._peers))
         return self._report_from_here(failure)
 
     def _report_from_here(self, failure: Failure | None) -> Report:
