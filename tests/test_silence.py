@@ -252,22 +252,42 @@ def test_ranks_that_leave_one_after_the_other_are_not_missed(order: tuple[int, .
     _run_silently(_leave_in_order, 3, tmp_path, order)
 
 
-def _made_again(rank: int, folder: Path) -> list[list[str]]:
-    threads = []
+def _made_again(rank: int, folder: Path) -> list[tuple[list[str], int]]:
+    left = []
     for number in range(3):
         training = _Training(folder)
         for _ in range(5):
             training.step()
         dist.destroy_process_group()
-        threads.append(_own_threads())
+        left.append((_own_threads(), len(os.listdir("/proc/self/fd"))))
         store = f"file://{folder}/store-{number}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
         training.step()  # the wrapper of before, on the group of now
-    return threads
+    return left
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="counts descriptors in /proc")
 def test_process_groups_can_be_destroyed_and_made_again_silently(tmp_path: Path) -> None:
-    assert _run_silently(_made_again, 2, tmp_path) == [[[]] * 3] * 2
+    for left in _run_silently(_made_again, 2, tmp_path):
+        assert [threads for threads, _ in left] == [[]] * 3
+        assert len({descriptors for _, descriptors in left}) == 1
+
+
+def _terminated_after_a_group_is_gone(rank: int, folder: Path) -> None:
+    first = _Training(folder)
+    pair = dist.new_group([0, 1])
+    first.model.process_group = pair
+    first.step()
+    first.model.process_group = None
+    dist.destroy_process_group(pair)
+    del pair
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_stacks_are_left_in_another_group_s_report_after_the_newest_group_was_destroyed(tmp_path: Path) -> None:
+    run_ranks(partial(_listen, _terminated_after_a_group_is_gone, tmp_path), 2, lost=(1,))
+    assert [STACKS in path.read_text() for path in _reports(tmp_path) if "-rank1-" in path.name] == [True]
 
 
 # Child processes and signals
