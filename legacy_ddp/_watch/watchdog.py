@@ -169,9 +169,11 @@ class Watchdog:
         return self._report_from_here(failure)
 
     def _answering(self) -> Iterator[Peer]:
-        """Those who answer, by rank; many are asked at once, for a few silent ones would use up the time."""
+        """Who may answer, by rank: the first, and if it does not, those behind it who do. These are asked many at once,
+        for a few silent ones would use up the time."""
         known = [peer for peer in self._peers if peer is not None]
-        for start in range(0, len(known), CONCURRENT_QUESTIONS):
+        yield from known[:1]
+        for start in range(1, len(known), CONCURRENT_QUESTIONS):
             some = known[start : start + CONCURRENT_QUESTIONS]
             answers = ask_all(some, {"ask": "note", "failure": None, "report": None}, self._line.me.identity)
             yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
