@@ -192,16 +192,19 @@ class Call:
         return Failure(f"connection lost after {waited:.2f} s ({_first_sentence(error)})")
 
     def _lost_error(self, failure: Failure) -> LostPeerError:
-        kind = SyncTimeoutError if failure.is_late else PeerLostError
         watch = self.groups.watch
         if watch is None:
             text = f"{self}: {failure.reason}; missing ranks unknown: nobody looks after them with checks off"
-            return kind(text, call=self.number, phase=self.phase_name)
+            return _kind(failure.is_late)(text, call=self.number, phase=self.phase_name)
         report = watch.conclude(failure)
         text = f"{report.text}\n\n(also in {watch.file.path})"
-        error = kind(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
+        error = _kind(report.is_late)(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
         error.report = report.text
         return error
+
+
+def _kind(is_late: bool) -> type[LostPeerError]:
+    return SyncTimeoutError if is_late else PeerLostError
 
 
 def _first_sentence(error: RuntimeError) -> str:

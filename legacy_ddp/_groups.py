@@ -119,9 +119,9 @@ class Groups:
 
     def close(self) -> None:
         """Drop the groups; their threads end here and not somewhere in the interpreter's last breath."""
-        self.control = self._payload = None
         if self._end_watch is not None:
-            self._end_watch()
+            self._end_watch()  # first: a lost connection makes the others ask at once, and its goodbye is the answer
+        self.control = self._payload = None
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:

@@ -32,8 +32,10 @@ _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # faulthandler.dump_traceback_later is one timer per process and the code under test may own it.
 _STACK_SIGNAL = signal.SIGUSR2
-# How long the others have to fail as well after a first failure, or to end after a peer was lost.
+# How long the others have to fail as well after a first failure, and lost ranks to end after all others did.
 _SETTLE_SECONDS = 1.0
+# How long the survivors of a lost rank have to exit by themselves.
+_EXIT_SECONDS = 8.0
 # Faults are listed in this order: what a rank did, what gloo blames on a peer, who merely waits.
 _CAUSE, _PEER_ERROR, _HUNG = range(3)
 _PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -74,6 +76,8 @@ def run_ranks(
     timeout_seconds: float = 60.0,
     start_seconds: float = 180.0,
     lost: Collection[int] = (),
+    survivors_exit: bool = True,
+    store: str = "file",
 ) -> list[Any]:
     """Return ``[fn(0, *args), fn(1, *args), ...]``, each call made on its own rank of a gloo group.
 
@@ -83,7 +87,11 @@ def run_ranks(
     again for the processes to exit once every result is there.
 
     Ranks in ``lost`` may die, hang or be killed: their result is then ``None``. They are not waited
-    for once the others are done; an exception on them still fails.
+    for once the others are done; an exception on them still fails. The others must exit by themselves,
+    with code 0 and soon; ``survivors_exit=False`` forgives those that returned but cannot exit.
+
+    ``store``: ``"file"``, or ``"rank0"`` for a TCP store that lives in rank 0 and is lost with it, as
+    under a launcher without a store of its own.
 
     Raises:
         RankFailure: a rank raised, died, hung, or returned but did not exit.
@@ -94,9 +102,9 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                ranks.append(_start(rank, world_size, job, Path(directory)))
-            _watch(ranks, timeout_seconds, start_seconds, lost)
-            _blame_hung(ranks, lost)
+                ranks.append(_start(rank, world_size, job, Path(directory), store))
+            _watch(ranks, timeout_seconds, start_seconds, lost, survivors_exit)
+            _blame_hung(ranks, lost, survivors_exit)
         finally:
             _reap(ranks)
     _raise_faults(ranks)
@@ -110,17 +118,17 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _start(rank: int, world_size: int, job: bytes, directory: Path) -> _Rank:
+def _start(rank: int, world_size: int, job: bytes, directory: Path, store: str) -> _Rank:
     ours, theirs = _context().Pipe()
     stack_path = directory / f"stack-{rank}"
-    arguments = (rank, world_size, job, directory / "store", stack_path, theirs)
+    arguments = (rank, world_size, job, store, stack_path, theirs)
     process = _context().Process(target=_run_rank, args=arguments)
     process.start()
     theirs.close()
     return _Rank(rank, process, ours, stack_path)
 
 
-def _run_rank(rank: int, world_size: int, job: bytes, store: Path, stack_path: Path, pipe: Connection) -> None:
+def _run_rank(rank: int, world_size: int, job: bytes, store: str, stack_path: Path, pipe: Connection) -> None:
     """Child: run the job and report. A result is sent before the group is destroyed, which may block."""
     faulthandler.register(_STACK_SIGNAL, file=os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     warnings.simplefilter("error")
@@ -129,7 +137,8 @@ def _run_rank(rank: int, world_size: int, job: bytes, store: Path, stack_path: P
     tempfile.tempdir = str(stack_path.parent)  # what a rank leaves behind when it is killed goes with the test
     try:
         fn, args = pickle.loads(job)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        rendezvous = _meet(store, rank, world_size, stack_path.parent)
+        dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world_size)
         _tell(pipe, "ready", None)
         pipe.recv_bytes()  # all are ready: a rank that dies at once cannot disturb another's start
         _tell(pipe, "returned", pickle.dumps(fn(rank, *args)))
@@ -142,13 +151,26 @@ def _run_rank(rank: int, world_size: int, job: bytes, store: Path, stack_path: P
             dist.destroy_process_group()
 
 
+def _meet(store: str, rank: int, world_size: int, directory: Path) -> dist.Store:
+    shared = dist.FileStore(str(directory / "store"), world_size)
+    if store == "file":
+        return shared
+    if rank > 0:
+        return dist.TCPStore("127.0.0.1", int(shared.get("port")), world_size, wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+    shared.set("port", str(server.port))
+    return server
+
+
 def _tell(pipe: Connection, kind: str, payload: bytes | str | None) -> None:
     # Not pipe.send(): torch teaches its pickler to share tensors through file descriptors that die with the rank.
     pipe.send_bytes(pickle.dumps((kind, payload, time.monotonic())))
 
 
-def _watch(ranks: list[_Rank], timeout_seconds: float, start_seconds: float, lost: Collection[int]) -> None:
-    """Follow the ranks until all have ended or time is up: to start, to run, then to settle."""
+def _watch(
+    ranks: list[_Rank], timeout_seconds: float, start_seconds: float, lost: Collection[int], survivors_exit: bool
+) -> None:
+    """Follow the ranks until all have ended or time is up: to start, to run, to exit, then for the lost ones."""
     awaited = [r for r in ranks if r.rank not in lost] or ranks
     stage, deadline = "start", time.monotonic() + start_seconds
     while running := [r for r in ranks if not r.ended]:
@@ -157,8 +179,11 @@ def _watch(ranks: list[_Rank], timeout_seconds: float, start_seconds: float, los
             stage, deadline = "run", now + timeout_seconds
             _release(running)
         failed = any(r.fault for r in ranks)
-        if stage != "settle" and (failed or all(r.ended or r.returned is not None for r in awaited)):
-            stage, deadline = "settle", now + (_SETTLE_SECONDS if failed or lost else timeout_seconds)
+        if stage != "settle" and (failed or (lost and all(r.ended for r in awaited))):
+            stage, deadline = "settle", now + _SETTLE_SECONDS
+        elif stage == "run" and all(r.ended or r.returned is not None for r in awaited):
+            patience = _EXIT_SECONDS if survivors_exit else _SETTLE_SECONDS
+            stage, deadline = "exit", now + (patience if lost else timeout_seconds)
         if now >= deadline:
             return
         wait([*(r.process.sentinel for r in running), *(r.pipe for r in running if not r.pipe.closed)], deadline - now)
@@ -196,10 +221,10 @@ def _note(r: _Rank, kind: str, payload: Any, at: float) -> None:
         r.blame(f"raised\n{payload}", _PEER_ERROR if any(text in payload for text in _PEER_ERRORS) else _CAUSE, at)
 
 
-def _blame_hung(ranks: list[_Rank], lost: Collection[int]) -> None:
+def _blame_hung(ranks: list[_Rank], lost: Collection[int], survivors_exit: bool) -> None:
     """Blame the ranks that are still running, with their stacks; behind any rank that failed by itself."""
-    # A survivor of a lost peer may be unable to leave: gloo keeps an abandoned operation until its timeout.
-    hung = [r for r in ranks if not r.ended and not r.fault and not (lost and r.returned) and r.rank not in lost]
+    forgiven = {r.rank for r in ranks if r.returned and not survivors_exit} | {*lost}
+    hung = [r for r in ranks if not r.ended and not r.fault and r.rank not in forgiven]
     stacks = _stacks(hung) if hung else []
     others = " (perhaps because of the failure above)" if any(r.fault for r in ranks) else ""
     for r, stack in zip(hung, stacks, strict=True):

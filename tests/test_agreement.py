@@ -1,13 +1,6 @@
 """What happens when ranks disagree? The same clear error on every rank, gradients untouched, training goes on."""
 
-import gc
-import os
-import sys
-import time
-import weakref
-from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -187,121 +180,6 @@ def test_settings_that_must_agree_are_compared(name: str, values: list[Any]) -> 
     assert first == second
     assert first.startswith("LayoutError")
     assert ("uneven" if name == "checks" else name) in first
-
-
-# Lost peers
-
-
-def _late_by(rank: int, timeout_seconds: float, missing: int) -> tuple[Any, ...]:
-    model = Model(_net(), timeout_seconds=timeout_seconds)
-    _backward(model, 1.0)
-    if rank == missing:
-        time.sleep(timeout_seconds + 2)  # being late is the fault
-        return ()
-    start = time.monotonic()
-    error = _attempt(model.all_reduce)
-    waited = time.monotonic() - start
-    again = _attempt(model.all_reduce)
-    return type(error).__name__, str(error), waited < timeout_seconds + 5, type(again).__name__, str(again)
-
-
-def test_a_rank_that_does_not_call_ends_the_wait_at_the_timeout() -> None:
-    (kind, text, in_time, again, refused), _ = run_ranks(_late_by, 2, 1.0, 1, lost=(1,))
-    assert kind == "SyncTimeoutError"
-    assert "all_reduce() call 1, phase agree: no answer within 1 s" in text
-    assert in_time
-    assert again == "LostPeerError"
-    assert "not usable after an earlier failure" in refused
-
-
-def _never_constructs(rank: int) -> tuple[str, tuple[int, ...], str]:
-    if rank == 1:
-        time.sleep(3)  # being absent is the fault
-        return "", (), ""
-    error = _attempt(lambda: Model(_net(), timeout_seconds=1))
-    assert error is not None
-    return type(error).__name__, error.ranks, str(error)
-
-
-def test_a_rank_that_never_constructs_is_named() -> None:
-    kind, ranks, text = run_ranks(_never_constructs, 3)[0]
-    assert (kind, ranks) == ("SyncTimeoutError", (1,))
-    assert "rank 1 did not arrive within 1 s" in text
-
-
-def _do_when(function: str, act: Callable[[], None]) -> Callable[[FrameType, str, object], None]:
-    """A profiler that acts when ``function`` is entered: a fault at an exact place, in code as it is."""
-
-    def profile(frame: FrameType, event: str, argument: object) -> None:
-        if event == "call" and frame.f_code.co_name == function:
-            act()
-
-    return profile
-
-
-def _dies_in(rank: int, function: str) -> tuple[Any, ...]:
-    model = Model(nn.Linear(512, 512))
-    model.module(torch.ones(1, 512)).sum().backward()
-    if rank == 1:
-        sys.setprofile(_do_when(function, partial(os._exit, 9)))
-    error = _attempt(model.all_reduce)
-    assert error is not None
-    left = [parameter.grad is None for parameter in model.parameters()]
-    return type(error).__name__, error.phase, left, type(_attempt(model.all_reduce)).__name__
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("function, phase", [("agree", "agree"), ("reduce_dense", "payload")])
-def test_a_peer_that_dies_is_reported_in_its_phase_and_leaves_nothing_half_reduced(
-    world_size: int, function: str, phase: str
-) -> None:
-    results = run_ranks(_dies_in, world_size, function, lost=(1,))
-    for rank in {0, world_size - 1} - {1}:
-        kind, where, dropped, again = results[rank]
-        assert (kind, where, again) == ("PeerLostError", phase, "LostPeerError")
-        assert dropped == [phase == "payload"] * 2
-
-
-def _interrupted_in(rank: int, function: str) -> tuple[Any, ...]:
-    model = Model(nn.Linear(512, 512))
-    weight = model.module.weight
-    weight.grad = torch.ones_like(weight)
-    if rank == 1:
-        sys.setprofile(_do_when(function, _interrupt))
-    try:
-        error: BaseException | None = _attempt(model.all_reduce)
-    except KeyboardInterrupt as interrupt:
-        error = interrupt
-    sys.setprofile(None)
-    return type(error).__name__, weight.grad is None, type(_attempt(model.all_reduce)).__name__
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("function, dropped", [("agree_on_kinds", False), ("reduce_dense", True)])
-def test_an_interrupt_after_the_header_leaves_no_gradient_half_reduced_and_no_group_out_of_step(
-    function: str, dropped: bool
-) -> None:
-    results = run_ranks(_interrupted_in, 2, function, lost=(0,))
-    assert results[1] == ("KeyboardInterrupt", dropped, "LostPeerError")
-
-
-def _dead_model_is_freed(rank: int) -> bool:
-    model = Model(nn.Linear(2, 2), timeout_seconds=1)
-    module = weakref.ref(model.module)
-    if rank == 0:
-        assert _attempt(model.all_reduce) is not None
-    else:
-        time.sleep(2)  # being late is the fault
-    del model
-    gc.collect()
-    return module() is None
-
-
-def test_a_lost_group_does_not_keep_the_model_alive() -> None:
-    assert run_ranks(_dead_model_is_freed, 2, lost=(1,))[0]
 
 
 # Other people's traffic

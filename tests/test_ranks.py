@@ -12,6 +12,7 @@ from multiprocessing.util import Finalize
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from tests.ranks import RankFailure, run_ranks
 
@@ -95,6 +96,25 @@ def _survive_lost_peer(rank: int) -> str:
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.zeros(1))
     return type(caught.value).__name__
+
+
+def _survive_and_hang_on_exit(rank: int) -> str:
+    if rank == 0:
+        _hang_on_exit(rank)
+    return _survive_lost_peer(rank)
+
+
+def _die_at_exit_on(guilty: int, how: str, rank: int) -> None:
+    if rank == guilty:
+        Finalize(None, partial(_die_on, guilty, how, rank), exitpriority=100)
+
+
+def _store_is_lost(rank: int) -> bool:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        _get_default_store().get("never set")
+    return True
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -233,3 +253,26 @@ def test_every_rank_may_be_lost() -> None:
 def test_an_exception_on_a_lost_rank_still_fails() -> None:
     with pytest.raises(RankFailure, match="the planted error"):
         run_ranks(partial(_raise_on, 1), 2, lost=(1,))
+
+
+def test_a_survivor_that_cannot_exit_is_named() -> None:
+    with pytest.raises(RankFailure, match="rank 0 did not exit after returning"):
+        run_ranks(_survive_and_hang_on_exit, 2, lost=(1,))
+
+
+def test_a_survivor_that_cannot_exit_is_forgiven_on_request() -> None:
+    assert run_ranks(_survive_and_hang_on_exit, 2, lost=(1,), survivors_exit=False) == ["RuntimeError", None]
+
+
+@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), ("_exit", "exit code 3")])
+def test_a_survivor_that_dies_at_its_exit_fails(how: str, said: str) -> None:
+    with pytest.raises(RankFailure, match=f"rank 0 died after returning: {said}"):
+        run_ranks(partial(_die_at_exit_on, 0, how), 2, lost=(1,))
+
+
+def test_ranks_meet_in_a_store_of_rank_0() -> None:
+    assert run_ranks(_sum_of_ranks, 3, store="rank0") == [3.0] * 3
+
+
+def test_a_store_of_rank_0_is_lost_with_it() -> None:
+    assert run_ranks(_store_is_lost, 2, lost=(0,), store="rank0") == [None, True]

@@ -28,7 +28,7 @@ logger = logging.getLogger("legacy_ddp")
 
 ANSWER_SECONDS = 0.7  # a Python thread answers in milliseconds; one that waits for the GIL of a busy process, in tens
 _MAX_BYTES = 2**20
-_CONCURRENT_QUESTIONS = 32
+CONCURRENT_QUESTIONS = 32
 
 
 class Outcome(StrEnum):
@@ -39,7 +39,7 @@ class Outcome(StrEnum):
     SILENT = "does not answer"
     UNREACHABLE = "cannot be reached"
     NOT_ASKED = "not asked"
-    DEAF = "does not listen: its checks are off"
+    DEAF = "unknown: checks off, or never met"
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,28 @@ class Line:
     def _serve(self, neighbour: Peer | None) -> None:
         if neighbour is not None:
             self._hold(neighbour)
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._wake:
-                    self._release()
-                    return
-                end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-                try:
-                    self._accept() if end is self._listener else self._attend(end)
-                except Exception:  # whatever it is, the others still need answers
-                    logger.exception("an answer to another rank failed")
+        while self._wake in self._selector.get_map():
+            self._attend_all(seconds=None)
+        # Who has knocked is let in: a neighbour that began a moment ago is to hear the goodbye, too.
+        while self._attend_all(seconds=0):
+            pass
+        self._release()
+
+    def _attend_all(self, seconds: float | None) -> int:
+        """Wait for ``seconds`` (None: for ever) for somebody to speak; attend to all who did, and count them."""
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
+            try:
+                if end is self._wake:
+                    self._selector.unregister(end)
+                elif end is self._listener:
+                    self._accept()
+                else:
+                    self._attend(end)
+            except Exception:  # whatever it is, the others still need answers
+                logger.exception("an answer to another rank failed")
+        return len(ready)
 
     def _hold(self, neighbour: Peer) -> None:
         with suppress(OSError):
@@ -198,8 +210,11 @@ def ask(peer: Peer, message: Message, me: Identity, seconds: float = ANSWER_SECO
 
 def ask_all(peers: Sequence[Peer], message: Message, me: Identity) -> dict[int, tuple[Outcome, Message | None]]:
     """Put one question to many ranks at the same time; ranks not heard in time are silent."""
-    with ThreadPoolExecutor(_CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
-        asked = {peer.rank: pool.submit(ask, peer, message, me) for peer in peers}
+    with ThreadPoolExecutor(CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
+        try:
+            asked = {peer.rank: pool.submit(ask, peer, message, me) for peer in peers}
+        except RuntimeError:  # the interpreter is ending, in which no thread can be started any more
+            return {peer.rank: (Outcome.NOT_ASKED, None) for peer in peers}
         wait(asked.values())
     return {rank: future.result() for rank, future in asked.items()}
 

@@ -46,7 +46,8 @@ class Row:
     @property
     def is_known(self) -> bool:
         """Whether anything at all speaks for what it says here."""
-        return self.outcome not in (Outcome.NOT_ASKED, Outcome.DEAF) or self.process not in ("", RUNNING)
+        was_asked = self.outcome not in (Outcome.NOT_ASKED, Outcome.DEAF)
+        return was_asked or bool(self.note) or self.process not in ("", RUNNING)
 
     @property
     def is_held(self) -> bool:
@@ -77,6 +78,7 @@ class Report:
     """One text for every rank, its first lines in one (``head``), and the ranks that it names.
 
     ``is_harmless``: those ranks are alive and get on. ``speakers``: one waiting rank per machine, to print it there.
+    ``is_late``: nothing broke, the time was up.
     """
 
     head: str
@@ -84,17 +86,20 @@ class Report:
     awaited: tuple[int, ...]
     is_harmless: bool
     speakers: tuple[int, ...]
+    is_late: bool = False
 
 
 def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
     """The ranks that are not as far as the farthest that is in a call; nobody, if all wait at the same place."""
     farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
     behind = [row for row in rows if row.progress < farthest]
-    # Those of whom nothing is known are named only if it can be nobody else.
-    return tuple(row.rank for row in behind if row.is_known) or tuple(row.rank for row in behind)
+    known = tuple(row.rank for row in behind if row.is_known)
+    unknown = tuple(row.rank for row in behind if not row.is_known)
+    # One of whom nothing is known is named only if it can be nobody else.
+    return known or (unknown if len(unknown) == 1 else ())
 
 
-def compose(rows: Sequence[Row], reason: str = "") -> Report:
+def compose(rows: Sequence[Row], reason: str = "", *, is_late: bool = False) -> Report:
     """The report on the farthest call. ``reason``: what went wrong; else some rank only waits longer than expected."""
     missing = awaited(rows)
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
@@ -108,6 +113,7 @@ def compose(rows: Sequence[Row], reason: str = "") -> Report:
         awaited=missing,
         is_harmless=is_harmless,
         speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
+        is_late=is_late,
     )
 
 
@@ -119,6 +125,8 @@ def _where(rows: Sequence[Row]) -> str:
 
 def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     """Who is waited for and why, in half a sentence."""
+    if not missing and (unknown := [row.rank for row in rows if not row.is_known]):
+        return f"who is missing is not known: nobody asked {name_ranks(unknown)}"
     if not missing:
         return "no rank is missing, every rank is in this call; look at the network between them"
     why: dict[str, list[int]] = {}

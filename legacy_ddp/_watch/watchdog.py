@@ -6,15 +6,15 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._watch.inquiry import Place, ask_everybody, own_state, rows_of
-from legacy_ddp._watch.line import Line, Message, Outcome, Peer, ask, ask_all, decode_peer
-from legacy_ddp._watch.report import Report, compose
+from legacy_ddp._watch.line import CONCURRENT_QUESTIONS, Line, Message, Outcome, Peer, ask, ask_all, decode_peer
+from legacy_ddp._watch.report import Report, Row, compose
 from legacy_ddp._watch.report_file import ReportFile
 
 logger = logging.getLogger("legacy_ddp")
@@ -149,7 +149,7 @@ class Watchdog:
 
     def _make_report(self, made: _Made, failure: Failure | None) -> None:
         rows = ask_everybody(self._peers, self._line.me, twice=failure is None)
-        report = compose(rows, failure.reason if failure else "")
+        report = _compose(rows, failure)
         if failure is not None:
             self._spread(failure, report)  # before anybody has it: who has it leaves, and would be missing then
         made.report, made.at = report, time.monotonic()
@@ -158,7 +158,7 @@ class Watchdog:
         """The report of the lowest rank that answers, so that all who ask get the same; from here if nobody answers."""
         give_up = time.monotonic() + _REPORT_SECONDS
         question = {"ask": "report", "serial": serial, "failure": failure and asdict(failure)}
-        for peer in filter(None, self._peers):
+        for peer in self._answering():
             while time.monotonic() < give_up:
                 outcome, answer = ask(peer, question, self._line.me.identity)
                 if outcome is not Outcome.ANSWERED:
@@ -168,11 +168,21 @@ class Watchdog:
                 time.sleep(_POLL_SECONDS + _POLL_SECONDS_PER_RANK * len(self._peers))
         return self._report_from_here(failure)
 
+    def _answering(self) -> Iterator[Peer]:
+        """Who may answer, by rank: the first, and if it does not, those behind it who do. These are asked many at once,
+        for a few silent ones would use up the time."""
+        known = [peer for peer in self._peers if peer is not None]
+        yield from known[:1]
+        for start in range(1, len(known), CONCURRENT_QUESTIONS):
+            some = known[start : start + CONCURRENT_QUESTIONS]
+            answers = ask_all(some, {"ask": "note", "failure": None, "report": None}, self._line.me.identity)
+            yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
+
     def _report_from_here(self, failure: Failure | None) -> Report:
         """What is known without asking anybody."""
         answers = {self.rank: (Outcome.ANSWERED, own_state(self._place, self._peers))}
         lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.GONE, None))
-        return compose(rows_of(self._peers, {**answers, **lost}), failure.reason if failure else "")
+        return _compose(rows_of(self._peers, {**answers, **lost}), failure)
 
     def _warn(self, serial: int) -> None:
         try:
@@ -224,6 +234,10 @@ class Watchdog:
         others = [peer for peer in self._peers if peer is not None and peer.rank != self.rank]
         message = {"ask": "note", "failure": asdict(failure), "report": report and asdict(report)}
         ask_all(others, message, self._line.me.identity)
+
+
+def _compose(rows: Sequence[Row], failure: Failure | None) -> Report:
+    return compose(rows, failure.reason, is_late=failure.is_late) if failure else compose(rows)
 
 
 def _failure_from(said: dict[str, Any] | None) -> Failure | None:
