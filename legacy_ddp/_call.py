@@ -74,7 +74,7 @@ class Call:
         # Numbers are equal on ranks that make their first calls in the same order; a failed first call uses none up.
         self.member = self.seat.member or self.groups.members + 1
         if self.groups.watch is not None:
-            self.groups.watch.begin(self._name)
+            self.groups.watch.begin(self._name, self.number)
         return self
 
     def __exit__(
@@ -101,7 +101,7 @@ class Call:
             OSError: no report file can be made, or no socket.
         """
         if watch := self.groups.open_watch(self.checks):
-            watch.begin(self._name)
+            watch.begin(self._name, self.number)
 
     def meet(self) -> None:
         """Collective, once per group, when headers matched for the first time: ranks learn how to reach each other."""

@@ -1,8 +1,8 @@
 """How often backward reached each parameter since the last call: what "micro-batches" means, and what a step may use.
 
 The largest count is the number of micro-batches. It is too high when one layer runs inside several re-entrant
-checkpoint segments and too low when several losses use a part of the model each, so it feeds warnings and never the
-arithmetic.
+checkpoint segments, or a dropped gradient was zeroed in place; too low when several losses use a part of the model
+each, and with ``create_graph=True``. So it feeds warnings and never the arithmetic.
 """
 
 import weakref
@@ -32,9 +32,16 @@ class Watch:
     counts: list[int]
     versions: list[int]
     policy: StepPolicy
+    grad_version: int = -1
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        index, counts = self.index, self.counts
+        index, counts, grad = self.index, self.counts, parameter.grad
+        if grad is not None:
+            # Adding in place counts a tensor's version up, so this is a new one. If no step used the one before, that
+            # was dropped: a batch which one rank could not do is no work that the others have too much.
+            if grad._version <= self.grad_version and parameter._version == self.versions[index]:
+                counts[index] = 0
+            self.grad_version = grad._version
         if not counts[index]:
             self.versions[index] = parameter._version
         counts[index] += 1

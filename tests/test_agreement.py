@@ -1,264 +1,23 @@
 """What happens when ranks disagree? The same clear error on every rank, gradients untouched, training goes on."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
+from tests.outcomes import attempt as _attempt
+from tests.outcomes import backward as _backward
+from tests.outcomes import small_net as _net
 from tests.ranks import run_ranks
 
 # Faults make uneven work, too; its warning has tests of its own.
 Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow"))
 
-
-class Outcome(NamedTuple):
-    """What a rank saw of a faulty call, and whether the next call was right."""
-
-    error: str
-    ranks: tuple[int, ...]
-    text: str
-    untouched: bool
-    recovered: bool
-
-
-def _net() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
-
-
-def _backward(model: nn.Module, value: float) -> None:
-    model(torch.full((1, 2), value)).sum().backward()
-
-
-def _attempt(action: Callable[[], object]) -> LegacyDDPError | None:
-    try:
-        action()
-    except LegacyDDPError as error:
-        return error
-    return None
-
-
-def _bits(model: LegacyDistributedDataParallel) -> list[torch.Tensor | None]:
-    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-
-
-def _same(before: list[torch.Tensor | None], after: list[torch.Tensor | None]) -> bool:
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(before, after, strict=True))
-
-
-def _next_call_is_right(model: LegacyDistributedDataParallel, rank: int) -> bool:
-    """Every parameter gets the mean of the ranks' numbers, which is exact for so small ones."""
-    model.zero_grad()
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, float(rank))
-    model.all_reduce()
-    mean = torch.tensor(sum(range(model.process_group.size()))) / model.process_group.size()
-    return all(torch.equal(p.grad, mean.expand_as(p)) for p in model.parameters() if p.grad is not None)
-
-
-def _outcome(model: LegacyDistributedDataParallel, rank: int, action: Callable[[], object]) -> Outcome:
-    before = _bits(model)
-    error = _attempt(action)
-    untouched = _same(before, _bits(model))
-    assert error is not None, f"rank {rank}: no error"
-    return Outcome(type(error).__name__, error.ranks, str(error), untouched, _next_call_is_right(model, rank))
-
-
-def _agreed(outcomes: list[Outcome], error: str, ranks: tuple[int, ...], *words: str) -> None:
-    """All ranks tell the same story, it is the right one, and nothing was harmed."""
-    first = outcomes[0]
-    assert all(outcome == first for outcome in outcomes), outcomes
-    assert (first.error, first.ranks) == (error, ranks), first
-    assert all(word in first.text for word in words), first.text
-    assert first.untouched
-    assert first.recovered
-
-
-# Calls
-
-
-def _extra_call(rank: int, sample_size: int | None, clear: bool) -> Outcome:
-    model = Model(_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _backward(model, 1.0 + rank)
-    model.all_reduce(sample_size)
-    optimizer.step()
-    if rank != 1:
-        optimizer.zero_grad(set_to_none=clear)
-        _backward(model, 2.0)
-    return _outcome(model, rank, partial(model.all_reduce, sample_size))
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("clear", [True, False])
-def test_an_extra_call_on_one_rank_is_named_on_all(world_size: int, clear: bool) -> None:
-    outcomes = run_ranks(_extra_call, world_size, None, clear)
-    _agreed(outcomes, "DesyncError", (1,), "all_reduce() call 2", "rank 1", "an extra call")
-
-
-def test_an_extra_call_with_sample_size_would_divide_twice_and_is_named_on_all() -> None:
-    _agreed(run_ranks(_extra_call, 3, 4, True), "PeerError", (1,), "rank 1: GradientError", "a second time")
-
-
-def _skipped_call(rank: int) -> Outcome:
-    model = Model(_net(), checks=Checks(uneven="allow", unsynchronized_step="allow"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        _backward(model, 1.0 + rank)
-        if rank == 1 and step == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-            continue
-        return _outcome(model, rank, model.all_reduce)
-    raise AssertionError
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_skipped_call_on_one_rank_is_named_on_all(world_size: int) -> None:
-    outcomes = run_ranks(_skipped_call, world_size)
-    _agreed(outcomes, "DesyncError", (1,), "rank 1", "a skipped call", "micro-batches")
-
-
-def _local_steps(rank: int) -> int:
-    model = Model(_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        _backward(model, 1.0 + rank)
-        if step % 3 == 2:
-            model.all_reduce()
-        with model.no_sync():
-            optimizer.step()
-    return model.all_reduce().call
-
-
-def test_local_steps_between_calls_on_every_rank_are_no_skipped_call() -> None:
-    # The last call repeats the one before on every rank: allowed, too.
-    assert run_ranks(_local_steps, 2) == [3, 3]
-
-
-def _no_batch(rank: int, clear: bool) -> tuple[list[float], int]:
-    model = Model(_net())
-    for step in range(2):
-        model.zero_grad(set_to_none=clear)
-        if rank == 0 or step == 0:
-            _backward(model, 1.0)
-        record = model.all_reduce()
-    return model.module[1].bias.grad.tolist(), record.call
-
-
-@pytest.mark.parametrize("clear", [True, False])
-def test_a_rank_without_a_batch_is_no_rank_that_calls_twice(clear: bool) -> None:
-    assert run_ranks(_no_batch, 2, clear) == [([0.5, 0.5], 2)] * 2
-
-
-def _other_operation(rank: int) -> Outcome:
-    model = Model(_net())
-    _backward(model, 1.0)
-    return _outcome(model, rank, model.broadcast_buffers if rank == 1 else model.all_reduce)
-
-
-@pytest.mark.parametrize("world_size, blamed", [(2, ()), (3, (1,))])
-def test_another_operation_on_one_rank_is_named_on_all(world_size: int, blamed: tuple[int, ...]) -> None:
-    outcomes = run_ranks(_other_operation, world_size)
-    _agreed(outcomes, "DesyncError", blamed, "rank 1 has broadcast_buffers() call 2", "all_reduce() call 1")
-
-
-def _other_wrapper(rank: int) -> list[Outcome]:
-    models = [Model(_net()), Model(_net())]
-    for model in models:
-        _backward(model, 1.0)
-    first = models[rank % 2]
-    error = _attempt(first.all_reduce)
-    assert error is not None
-    return [
-        Outcome(type(error).__name__, error.ranks, str(error), True, _next_call_is_right(model, rank))
-        for model in models
-    ]
-
-
-def test_another_wrapper_on_one_rank_is_named_on_all_and_both_go_on() -> None:
-    outcomes = run_ranks(_other_wrapper, 3)
-    for model in range(2):
-        _agreed([outcome[model] for outcome in outcomes], "DesyncError", (1,), "rank 1 has number 2 on this group")
-
-
-def _mixed_sample_size(rank: int) -> Outcome:
-    model = Model(_net())
-    _backward(model, 1.0)
-    return _outcome(model, rank, partial(model.all_reduce, 5 if rank == 2 else None))
-
-
-def test_none_against_int_sample_size_is_named_on_all() -> None:
-    _agreed(
-        run_ranks(_mixed_sample_size, 3), "DesyncError", (2,), "rank 2 has an int sample_size", "every rank or on none"
-    )
-
-
-def _skip_among(rank: int, sample_size: int | None) -> tuple[list[float], tuple[int, ...]]:
-    model = Model(nn.Linear(1, 1, bias=False))
-    model.module.weight.grad = torch.full((1, 1), 4.0 * rank)
-    record = model.all_reduce(skip=True) if rank == 1 else model.all_reduce(sample_size)
-    return model.module.weight.grad.flatten().tolist(), record.skipped_ranks
-
-
-@pytest.mark.parametrize("sample_size, expected", [(None, 4.0), (2, 2.0)])
-def test_skip_goes_with_either_meaning(sample_size: int | None, expected: float) -> None:
-    assert run_ranks(_skip_among, 3, sample_size) == [([expected], (1,))] * 3
-
-
-# Failures of one rank
-
-
-def _create_graph(rank: int, guilty: tuple[int, ...]) -> Outcome:
-    model = Model(_net())
-    _backward(model, 1.0)
-    if rank in guilty:
-        model.module[1].bias.grad.requires_grad_()
-    return _outcome(model, rank, model.all_reduce)
-
-
-def test_a_local_validation_error_on_one_rank_is_the_same_error_on_all() -> None:
-    outcomes = run_ranks(_create_graph, 3, (2,))
-    _agreed(outcomes, "PeerError", (2,), "rank 2: GradientError: grad of '1.bias' requires grad", "detach it")
-
-
-def test_the_same_mistake_on_every_rank_is_the_rank_s_own_error() -> None:
-    outcomes = run_ranks(_create_graph, 2, (0, 1))
-    _agreed(outcomes, "GradientError", (), "grad of '1.bias' requires grad")
-
-
-def _wrong_argument(rank: int, guilty: tuple[int, ...]) -> tuple[str, str, bool]:
-    model = Model(_net())
-    _backward(model, 1.0)
-    before = _bits(model)
-    try:
-        model.all_reduce(-1 if rank in guilty else 1)
-    except (ValueError, LegacyDDPError) as error:
-        return type(error).__name__, str(error), _same(before, _bits(model)) and _next_call_is_right(model, rank)
-    return "", "", False
-
-
-def test_a_wrong_argument_reaches_the_ranks_that_did_not_make_it() -> None:
-    for kind, text, fine in run_ranks(_wrong_argument, 2, (1,)):
-        assert kind == "PeerError"
-        assert "rank 1: ValueError: sample_size is out of range: got -1" in text
-        assert fine
-    assert [(kind, fine) for kind, _, fine in run_ranks(_wrong_argument, 2, (0, 1))] == [("ValueError", True)] * 2
-
-
-def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
-    model = Model(_net())
-    _backward(model, 1.0)
-    return _outcome(model, rank, model.broadcast_buffers if rank == 0 else partial(model.all_reduce, -1))
-
-
-def test_a_failure_that_meets_another_call_has_one_text_on_all_ranks() -> None:
-    _agreed(run_ranks(_fails_while_the_other_broadcasts, 2), "PeerError", (1,), "rank 1: ValueError: sample_size")
+# Calls and their facts; faults that one rank makes are in test_header_faults.py
 
 
 def _uneven_beside_skip(rank: int) -> tuple[tuple[int, ...], str]:
@@ -386,33 +145,6 @@ def test_construction_names_what_one_rank_holds_differently(change: str, init_sy
     assert "".join(WORDS[change].split("ranks 0, 2 have nothing; ")) in text, text
 
 
-def _changed_later(rank: int, change: str) -> Outcome:
-    model = Model(_net())
-    _backward(model, 1.0)
-    bias = model.module[1].bias
-    if rank == 1:
-        if change == "frozen":
-            bias.requires_grad_(False)
-        elif change == "cast":
-            model.double()
-        elif change == "added":
-            model.module.append(nn.Linear(2, 2))
-    before = _bits(model)
-    error = _attempt(model.all_reduce)
-    assert error is not None
-    untouched = _same(before, _bits(model))
-    if rank == 1:  # the user undoes it, and training goes on
-        bias.requires_grad_(True)
-        model.float()
-        del model.module[2:]
-    return Outcome(type(error).__name__, error.ranks, str(error), untouched, _next_call_is_right(model, rank))
-
-
-@pytest.mark.parametrize("change, word", [("frozen", "frozen"), ("cast", "float64"), ("added", "parameter '2.bias'")])
-def test_a_change_of_the_model_on_one_rank_is_named_on_all_and_can_be_undone(change: str, word: str) -> None:
-    _agreed(run_ranks(_changed_later, 3, change), "LayoutError", (1,), word)
-
-
 class _Ordered(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
@@ -489,20 +221,3 @@ def _extra_groups(rank: int) -> list[float]:
 
 def test_ranks_with_different_numbers_of_groups_meet() -> None:
     assert run_ranks(_extra_groups, 3) == [[3.0]] * 3
-
-
-def _error_in_no_sync(rank: int) -> list[float]:
-    model = Model(nn.Linear(2, 1, bias=False))
-    try:
-        with model.no_sync():
-            _backward(model, 1.0)
-            if rank == 1:
-                raise KeyError("from user code")
-    except KeyError:
-        pass
-    model.all_reduce()
-    return model.module.weight.grad.flatten().tolist()
-
-
-def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off() -> None:
-    assert run_ranks(_error_in_no_sync, 2) == [[1.0, 1.0]] * 2

@@ -140,6 +140,17 @@ def test_a_neighbour_that_leaves_says_goodbye_and_one_that_dies_does_not(ends: _
     assert ends.closed == [(0, 1, "left after call 3")]
 
 
+@pytest.mark.parametrize("_", range(10))
+def test_a_line_that_closes_at_once_says_goodbye_to_who_has_just_come(_: int, ends: _Ends) -> None:
+    line = ends.lines[0]
+    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
+        neighbour.sendall(json.dumps({"ask": "hold", "rank": 1, "token": line.me.token}).encode() + b"\n")
+        line.start(None)
+        line.close("left at once")
+
+        assert json.loads(neighbour.recv(1000)) == {"goodbye": "left at once"}
+
+
 def test_the_end_of_a_killed_neighbour_is_noticed(listener: tuple[subprocess.Popen[str], Peer]) -> None:
     process, peer = listener
     told = threading.Event()

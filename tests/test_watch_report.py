@@ -129,6 +129,16 @@ def test_a_rank_that_gets_on_or_sits_in_a_debugger_is_harmless_and_one_line_says
     assert not compose([_waits(0), moving, _works(2)]).is_harmless
 
 
+def test_a_rank_in_one_long_operation_is_harmless_if_it_began_it_while_the_others_waited() -> None:
+    def behind(seconds: float) -> Row:
+        row = _works(1, phase="forward")
+        assert row.sample is not None
+        return replace(row, sample=replace(row.sample, age_seconds=seconds))
+
+    assert compose([_waits(0, seconds=60.0), behind(20.0)]).is_harmless
+    assert not compose([_waits(0, seconds=60.0), behind(50.0)]).is_harmless
+
+
 def test_one_waiting_rank_speaks_for_each_host() -> None:
     elsewhere = replace(_waits(2), host="node-c")
 

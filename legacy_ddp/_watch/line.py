@@ -106,16 +106,28 @@ class Line:
     def _serve(self, neighbour: Peer | None) -> None:
         if neighbour is not None:
             self._hold(neighbour)
-        while True:
-            for key, _ in self._selector.select():
-                if key.fileobj is self._wake:
-                    self._release()
-                    return
-                end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-                try:
-                    self._accept() if end is self._listener else self._attend(end)
-                except Exception:  # whatever it is, the others still need answers
-                    logger.exception("an answer to another rank failed")
+        while self._wake in self._selector.get_map():
+            self._attend_all(seconds=None)
+        # Who has knocked is let in: a neighbour that began a moment ago is to hear the goodbye, too.
+        while self._attend_all(seconds=0):
+            pass
+        self._release()
+
+    def _attend_all(self, seconds: float | None) -> int:
+        """Wait for ``seconds`` (None: for ever) for somebody to speak; attend to all who did, and count them."""
+        ready = self._selector.select(seconds)
+        for key, _ in ready:
+            end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
+            try:
+                if end is self._wake:
+                    self._selector.unregister(end)
+                elif end is self._listener:
+                    self._accept()
+                else:
+                    self._attend(end)
+            except Exception:  # whatever it is, the others still need answers
+                logger.exception("an answer to another rank failed")
+        return len(ready)
 
     def _hold(self, neighbour: Peer) -> None:
         with suppress(OSError):

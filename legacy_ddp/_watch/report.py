@@ -105,7 +105,7 @@ def compose(rows: Sequence[Row], reason: str = "", *, is_late: bool = False) -> 
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
     head = f"{_where(rows)}: {reason or f'ranks have waited for {waited_seconds:.1f} s'}; {_summary(rows, missing)}"
-    is_harmless = bool(missing) and all(rows[rank].advancing or rows[rank].is_held for rank in missing)
+    is_harmless = bool(missing) and all(_gets_on(rows[rank], waited_seconds) for rank in missing)
     lines = [*_wrap(head), "", *_table(rows, missing), *_stacks(rows, missing)]
     return Report(
         head=f"{head}, alive and getting on" if is_harmless else head,
@@ -115,6 +115,12 @@ def compose(rows: Sequence[Row], reason: str = "", *, is_late: bool = False) -> 
         speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
         is_late=is_late,
     )
+
+
+def _gets_on(row: Row, waited_seconds: float) -> bool:
+    """Whether it was seen to move, or has entered what it does while the others waited, or is held on purpose."""
+    entered = row.sample is not None and 2 * row.sample.age_seconds < waited_seconds
+    return row.advancing or entered or row.is_held
 
 
 def _where(rows: Sequence[Row]) -> str:

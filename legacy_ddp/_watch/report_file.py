@@ -7,7 +7,11 @@ import socket
 import tempfile
 from contextlib import suppress
 from datetime import datetime
+from functools import cache
 from pathlib import Path
+
+_CLOSED = -1
+_open: list[int] = []  # descriptors of this process's report files, the newest last
 
 
 class ReportFile:
@@ -27,7 +31,8 @@ class ReportFile:
         self._is_empty = True
         self.path, self._descriptor = _create(folder, stem)
         self._write(f"rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}")
-        _dump_stacks_on_sigterm(self._descriptor)
+        _open.append(self._descriptor)
+        _dump_stacks_into_newest()
 
     def append(self, text: str) -> None:
         """Add a report; one write, so that a kill leaves all of it or none. A full disk is no reason to fail."""
@@ -36,19 +41,28 @@ class ReportFile:
             self._write(text)
 
     def close(self) -> None:
-        """Remove the file if it tells nothing. The descriptor stays open, for faulthandler may still hold it."""
-        if self._is_empty and os.getpid() == self._owner:
+        """Remove the file if it tells nothing. Stacks go to another one from now on, if there is one."""
+        if self._descriptor == _CLOSED or os.getpid() != self._owner:
+            return
+        if self._is_empty:
             with suppress(OSError):
                 self.path.unlink()
+        descriptor, self._descriptor = self._descriptor, _CLOSED  # its number may soon be somebody else's
+        _open.remove(descriptor)
+        _dump_stacks_into_newest()
+        os.close(descriptor)
 
     def abandon(self) -> None:
         """In a forked child: what happens to it is not the parent's report."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self._descriptor)
+        os.dup2(nowhere, _stacks_descriptor())
+        if self._descriptor != _CLOSED:
+            os.dup2(nowhere, self._descriptor)
         os.close(nowhere)
 
     def _write(self, text: str) -> None:
-        os.write(self._descriptor, f"[{datetime.now().astimezone().isoformat(' ', 'seconds')}]\n{text}\n\n".encode())
+        data = f"[{datetime.now().astimezone().isoformat(' ', 'seconds')}]\n{text}\n\n".encode()
+        os.write(self._descriptor, data)
 
 
 def _create(folder: Path, stem: str) -> tuple[Path, int]:
@@ -60,7 +74,17 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
     raise FileExistsError(f"report_dir is full of {stem}-*.txt: got 1000 of them; remove them")
 
 
-def _dump_stacks_on_sigterm(descriptor: int) -> None:
+def _dump_stacks_into_newest() -> None:
     """A launcher ends the siblings of a failed rank with SIGTERM, perhaps before they know of anything: let them leave
-    their stacks. faulthandler's handler is C, so it works whatever Python does; then it calls the one before it."""
+    their stacks. What was the last file stays it, for a process that hangs at its exit."""
+    if _open:
+        os.dup2(_open[-1], _stacks_descriptor(), inheritable=False)
+
+
+@cache
+def _stacks_descriptor() -> int:
+    """Where faulthandler writes. Its handler is C, so it works whatever Python does; then it calls the one before it.
+    It is never taken off again: that would take off what the user put over it, too."""
+    descriptor = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     faulthandler.register(signal.SIGTERM, file=descriptor, all_threads=True, chain=True)
+    return descriptor

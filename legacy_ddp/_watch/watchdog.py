@@ -19,7 +19,7 @@ from legacy_ddp._watch.report_file import ReportFile
 
 logger = logging.getLogger("legacy_ddp")
 
-# The first calls wait for compilers, caches and data loaders: nothing is said of them before a timeout.
+# A wrapper's first calls wait for compilers, caches and data loaders: nothing is said of them before a timeout.
 _FIRST_WARNED_CALL = 3
 # How long to wait for the rank that makes the report; it may meet silent ranks and looks twice.
 _REPORT_SECONDS = 3.0
@@ -88,11 +88,11 @@ class Watchdog:
         self._peers = [decode_peer(rank, card) for rank, card in enumerate(cards)]
         self._line.start(self._peers[(self.rank + 1) % len(self._peers)])
 
-    def begin(self, call: str) -> None:
-        """This rank enters a call."""
+    def begin(self, call: str, number: int) -> None:
+        """This rank enters a call, its wrapper's ``number``-th of that kind."""
         place = self._place
         place.serial, place.call, place.in_call = place.serial + 1, call, True
-        self._next_warning_seconds = self.warn_after_seconds
+        self._next_warning_seconds = self.warn_after_seconds if number >= _FIRST_WARNED_CALL else float("inf")
 
     def end(self) -> None:
         """This rank has left the call."""
@@ -102,9 +102,8 @@ class Watchdog:
         """To be called now and then while waiting: warns when it is due; returns what another rank found out."""
         if waited_seconds >= self._next_warning_seconds and not self._is_looking:
             self._next_warning_seconds = 2 * waited_seconds
-            if self._place.serial >= _FIRST_WARNED_CALL:
-                self._is_looking = True
-                _in_background(self._warn, self._place.serial)
+            self._is_looking = True
+            _in_background(self._warn, self._place.serial)
         return self._failure if time.monotonic() - self._failed_at > _GRACE_SECONDS else None
 
     def conclude(self, failure: Failure) -> Report:
@@ -170,9 +169,11 @@ class Watchdog:
         return self._report_from_here(failure)
 
     def _answering(self) -> Iterator[Peer]:
-        """Those who answer, by rank; many are asked at once, for a few silent ones would use up the time."""
+        """Who may answer, by rank: the first, and if it does not, those behind it who do. These are asked many at once,
+        for a few silent ones would use up the time."""
         known = [peer for peer in self._peers if peer is not None]
-        for start in range(0, len(known), CONCURRENT_QUESTIONS):
+        yield from known[:1]
+        for start in range(1, len(known), CONCURRENT_QUESTIONS):
             some = known[start : start + CONCURRENT_QUESTIONS]
             answers = ask_all(some, {"ask": "note", "failure": None, "report": None}, self._line.me.identity)
             yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
