@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -151,7 +151,8 @@ class Watchdog:
         rows = ask_everybody(self._peers, self._line.me, twice=failure is None)
         report = _compose(rows, failure)
         if failure is not None:
-            self._spread(failure, report)  # before anybody has it: who has it leaves, and would be missing then
+            # Before anybody has it: who has it leaves, and would be missing then. Who was silent would cost time again.
+            self._spread(failure, report, [row.rank for row in rows if row.outcome is Outcome.ANSWERED])
         made.report, made.at = report, time.monotonic()
 
     def _shared_report(self, serial: int, failure: Failure | None) -> Report:
@@ -213,7 +214,7 @@ class Watchdog:
         if peer is not None and ask(peer, {"ask": "state"}, self._line.me.identity)[0] is Outcome.GONE:
             failure = Failure(f"{name_ranks([rank])} ended without a word", ranks=(rank,))
             self._learn(failure)
-            self._spread(failure)
+            self._spread(failure, None, range(len(self._peers)))
 
     def _learn(self, failure: Failure) -> None:
         with self._lock:
@@ -230,8 +231,8 @@ class Watchdog:
                 self._conclusion = report
             return self._conclusion
 
-    def _spread(self, failure: Failure, report: Report | None = None) -> None:
-        others = [peer for peer in self._peers if peer is not None and peer.rank != self.rank]
+    def _spread(self, failure: Failure, report: Report | None, ranks: Iterable[int]) -> None:
+        others = [peer for rank in ranks if rank != self.rank and (peer := self._peers[rank]) is not None]
         message = {"ask": "note", "failure": asdict(failure), "report": report and asdict(report)}
         ask_all(others, message, self._line.me.identity)
 
