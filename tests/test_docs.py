@@ -1,0 +1,19 @@
+"""Does every test that the documentation points to exist?"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+POINTER = re.compile(r"\[(test_\w+)\]\((\S+?)\)")
+
+
+@pytest.mark.parametrize("page", ["docs/faults.md"])
+def test_every_test_that_a_page_names_is_where_it_says(page: str) -> None:
+    path = ROOT / page
+    pointers = POINTER.findall(path.read_text(encoding="utf-8"))
+
+    assert len(pointers) > 30
+    for name, target in pointers:
+        assert f"def {name}(" in (path.parent / target).read_text(encoding="utf-8"), (name, target)
