@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -22,6 +22,7 @@ from legacy_ddp._watch import HERE, USER_CODE, Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run; one that ends early breaks nothing.
 _SLICE = timedelta(milliseconds=100)
+_FIRST_WARNED_CALL = 3
 
 
 @dataclass
@@ -56,6 +57,7 @@ class Call:
         self.seconds: dict[str, float] = {}
         self._phase_start = 0.0
         self._name = ""
+        self._has_met = False  # has begun to communicate: the others count this call, too
         self._is_open = False  # the others are, or may be, waiting for what this rank does next
 
     def __enter__(self) -> "Call":
@@ -66,33 +68,46 @@ class Call:
             )
         try:
             self.groups.check_usable()
+            self.number = self.seat.calls[self.operation] + 1
+            # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
+            self.member = self.seat.member or self.groups.members + 1
+            self._name = str(self)
+            if self.groups.watch is not None:
+                self.groups.watch.begin(self._name, warns=self._warns)
         except BaseException:
             self.groups.busy.release()
             raise
-        self.number = self.seat.calls[self.operation] + 1
-        self._name = str(self)
-        # Numbers are equal on ranks that make their first calls in the same order; a failed first call uses none up.
-        self.member = self.seat.member or self.groups.members + 1
-        if self.groups.watch is not None:
-            self.groups.watch.begin(self._name, self.number)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        try:
+            self._conclude(error)
+        finally:
+            HERE.enter(USER_CODE)
+            self.groups.busy.release()
+
+    def _conclude(self, error: BaseException | None) -> None:
         if error is None:
             self.seat.calls[self.operation] = self.number
             if self.seat.member is None:
                 self.seat.member = self.groups.members = self.member
-        elif self._is_open and not isinstance(error, AgreedError):
+        watch = self.groups.watch
+        if watch is not None:
+            watch.end(has_met=self._has_met, succeeded=error is None)
+        if error is not None and self._is_open and not isinstance(error, AgreedError):
             self.groups.lose(error)
-        if self.groups.watch is not None:
-            self.groups.watch.end()
-        HERE.enter(USER_CODE)
-        self.groups.busy.release()
+            if watch is not None and not isinstance(error, LostPeerError):
+                watch.tell(error)
 
     def __str__(self) -> str:
         return f"{self.operation} call {self.number}"
+
+    @property
+    def _warns(self) -> bool:
+        """A wrapper's first calls wait for compilers, caches and data loaders: not a word of them before a timeout."""
+        return self.number >= _FIRST_WARNED_CALL or self.seat.calls[Operation.ALL_REDUCE] >= _FIRST_WARNED_CALL - 1
 
     def prepare(self) -> None:
         """What is needed to look after the other ranks, if this is the first call here and checks want it.
@@ -101,7 +116,7 @@ class Call:
             OSError: no report file can be made, or no socket.
         """
         if watch := self.groups.open_watch(self.checks):
-            watch.begin(self._name, self.number)
+            watch.begin(self._name, warns=self._warns)
 
     def meet(self) -> None:
         """Collective, once per group, when headers matched for the first time: ranks learn how to reach each other."""
@@ -122,6 +137,8 @@ class Call:
         """Time a phase, and say that the call is in it."""
         self.phase_name, self._phase_start = name, time.perf_counter()
         HERE.enter(name, self._name)
+        if self.groups.watch is not None:
+            self.groups.watch.enter(name, self._name)
         try:
             yield
         finally:
@@ -162,7 +179,7 @@ class Call:
 
     def start(self, group: Any, start: Callable[[Any], Any]) -> Any:
         """``start(group)``: from here on the others count on this rank."""
-        self._is_open = True
+        self._has_met = self._is_open = True
         return start(group)
 
     def wait(self, group: Any, work: Any) -> None:
@@ -175,21 +192,20 @@ class Call:
         if not self.groups.is_private(group):
             work.wait()
             return
+        start = time.perf_counter()
         while (outcome := _poll(work)) is None:
-            if self.groups.watch is not None and (failure := self.groups.watch.look(self._waited_seconds)):
+            if self.groups.watch is not None and (failure := self.groups.watch.look(time.perf_counter() - start)):
                 raise self._lost_error(failure)
         if isinstance(outcome, RuntimeError):
-            raise self._lost_error(self._failure(outcome)) from outcome
+            failure = self._failure(outcome, time.perf_counter() - start)
+            raise self._lost_error(failure) from None  # gloo's own words are in it
 
-    @property
-    def _waited_seconds(self) -> float:
-        return time.perf_counter() - self._phase_start
-
-    def _failure(self, error: RuntimeError) -> Failure:
-        waited, limit = self._waited_seconds, self.timeout.total_seconds()
-        if waited >= 0.99 * limit:
+    def _failure(self, error: RuntimeError, waited_seconds: float) -> Failure:
+        limit, said = self.timeout.total_seconds(), _first_sentence(error)
+        # By its words, too: the time may have begun to run while this rank still waited for an earlier collective.
+        if waited_seconds >= 0.99 * limit or "timed out" in said.lower():
             return Failure(f"no answer within {limit:g} s", is_late=True)
-        return Failure(f"connection lost after {waited:.2f} s ({_first_sentence(error)})")
+        return Failure(f"connection lost after {waited_seconds:.2f} s ({said})")
 
     def _lost_error(self, failure: Failure) -> LostPeerError:
         watch = self.groups.watch
@@ -228,13 +244,11 @@ def check_moment(call: Call) -> None:
 
 def _poll(work: Any) -> bool | RuntimeError | None:
     """True if ``work`` succeeded, its error if it failed, None if it is still under way after a slice."""
-    try:
+    with suppress(RuntimeError):  # and out of it at once: Ctrl-C comes here, and the slice's end is no cause of it
         work.wait(_SLICE)
-    except RuntimeError:
-        if not work.is_completed():
-            return None
-    else:
         return True
+    if not work.is_completed():
+        return None
     # It may have finished between the slice's end and that question: ask again, now for what really happened.
     try:
         work.wait()

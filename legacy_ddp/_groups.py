@@ -5,10 +5,11 @@ the whole world, and its names depend on how many groups a rank already owns.
 """
 
 import atexit
+import multiprocessing
+import multiprocessing.util
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -22,8 +23,8 @@ from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, Syn
 from legacy_ddp._settings import Checks
 from legacy_ddp._watch import Watchdog
 
-# Asking the store is cut into slices, so that Python's signal handlers (Ctrl-C) run in between.
-_STORE_SLICE = timedelta(seconds=1)
+_ARRIVALS = "arrivals"
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
@@ -52,9 +53,9 @@ class Groups:
             return
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
         # Counting arrivals gives each building a number of its own, also on a store that lived through an earlier one.
-        generation = (store.add("arrivals", 1) - 1) // self.size
+        generation = (store.add(_ARRIVALS, 1) - 1) // self.size
+        _await_members(store, generation, self.rank, self.size, timeout)
         store = internals.PrefixStore(str(generation), store)
-        _await_members(store, self.rank, self.size, timeout)
         self.control, self._payload = (
             internals.ProcessGroupGloo(internals.PrefixStore(name, store), self.rank, self.size, timeout)
             for name in ("control", "payload")
@@ -145,12 +146,13 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
     return groups
 
 
-def _await_members(store: internals.Store, rank: int, size: int, timeout: timedelta) -> None:
+def _await_members(store: internals.Store, generation: int, rank: int, size: int, timeout: timedelta) -> None:
     """Wait until every member is there; who is not is named, which the group's own constructor would not do."""
-    store.set(f"here/{rank}", "1")
-    keys = [f"here/{other}" for other in range(size)]
-    deadline = time.monotonic() + timeout.total_seconds()
-    while not _all_set(store, keys):
+    keys = [f"{generation}/here/{other}" for other in range(size)]
+    store.set(keys[rank], "1")
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
+    # One number is asked for, again and again: the store's own waiting fills the terminal with its timeouts.
+    while store.add(_ARRIVALS, 0) < (generation + 1) * size:
         if time.monotonic() > deadline:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             raise SyncTimeoutError(
@@ -159,19 +161,15 @@ def _await_members(store: internals.Store, rank: int, size: int, timeout: timede
                 ranks=missing,
                 phase="agree",
             )
-
-
-def _all_set(store: internals.Store, keys: Sequence[str]) -> bool:
-    try:
-        store.wait(list(keys), _STORE_SLICE)
-    except RuntimeError:
-        return bool(store.check(list(keys)))
-    return True
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 @cache
 def _close_at_exit() -> None:
     atexit.register(_close_all)
+    if multiprocessing.parent_process() is not None:  # which leaves without what is registered above
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
 
 
 def _close_all() -> None:

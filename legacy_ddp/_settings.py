@@ -57,10 +57,8 @@ class Checks:
                 f"checks: warn_after_seconds is not usable: got {self.warn_after_seconds!r}, "
                 f"expected a positive number of seconds (up to {_LONGEST:g})"
             )
-        if self.report_dir is not None and not isinstance(self.report_dir, str | os.PathLike):
-            raise TypeError(
-                f"checks: report_dir is of the wrong type: got {self.report_dir!r}, expected a path or None"
-            )
+        if self.report_dir == "" or not isinstance(self.report_dir, str | os.PathLike | None):
+            raise TypeError(f"checks: report_dir is not usable: got {self.report_dir!r}, expected a path or None")
 
     @property
     def guards_steps(self) -> bool:

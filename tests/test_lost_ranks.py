@@ -290,7 +290,8 @@ def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, e
 
 ASK_AT_EXIT = """
 import atexit
-from legacy_ddp._watch.line import Line, ask_all
+from legacy_ddp._watch.line import Line
+from legacy_ddp._watch.peers import ask_all
 
 line = Line(0, dict, print)
 atexit.register(lambda: print(*ask_all([line.me], {}, line.me.identity).values()))

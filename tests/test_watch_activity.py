@@ -101,7 +101,7 @@ def _phases_of_a_call(rank: int) -> tuple[list[str], str, str]:
     add_gradients(model, 1.0)
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is Activity.enter.__code__:
+        if event == "call" and frame.f_code is Activity.enter.__code__ and frame.f_locals["self"] is HERE:
             said.append(f"{frame.f_locals['call']}: {frame.f_locals['phase']}")
 
     sys.setprofile(note)

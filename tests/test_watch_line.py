@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from legacy_ddp._watch.addresses import own_hosts, reachable
-from legacy_ddp._watch.line import Line, Outcome, Peer, ask, ask_all, decode_peer
+from legacy_ddp._watch.line import Line
+from legacy_ddp._watch.peers import Outcome, Peer, ask, ask_all, decode_peer
 from legacy_ddp._watch.processes import DEAD, RUNNING, STOPPED, UNKNOWN, Identity, own_identity, state_of
 
 # Another process, so that it can be stopped and killed; it says where it listens and stays.

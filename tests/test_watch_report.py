@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._watch.activity import Sample
-from legacy_ddp._watch.line import Outcome
-from legacy_ddp._watch.report import MAX_ROWS, MAX_STACKS, Report, Row, awaited, compose
+from legacy_ddp._watch.peers import Outcome
+from legacy_ddp._watch.report import LEFT_FOR_A_LOSS, MAX_ROWS, MAX_STACKS, Report, Row, awaited, compose
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
 
@@ -118,15 +118,53 @@ def test_when_nobody_is_missing_the_network_is_suspected() -> None:
 
 
 def test_a_rank_that_gets_on_or_sits_in_a_debugger_is_harmless_and_one_line_says_so() -> None:
-    moving, held = replace(_works(1), advancing=True), _works(2, phase="debugger")
+    moving, held = replace(_works(1), is_advancing=True), _works(2, phase="debugger")
 
     report = compose([_waits(0), moving, held])
 
     assert report.is_harmless
-    assert report.head.endswith("on host node-a), alive and getting on")
     assert "rank 2 (debugger after all_reduce() call 4" in report.head
     assert "\n" not in report.head
     assert not compose([_waits(0), moving, _works(2)]).is_harmless
+
+
+def test_a_rank_that_only_computes_is_busy_and_not_harmless_for_it_may_be_a_loop() -> None:
+    busy, idle = replace(_works(1), is_busy=True), replace(_works(2), is_busy=False)
+
+    assert (compose([_waits(0), busy]).is_busy, compose([_waits(0), busy]).is_harmless) == (True, False)
+    assert not compose([_waits(0), busy, idle]).is_busy
+    assert "running, busy on node-a:4711" in compose([_waits(0), busy]).text
+    assert "running, idle on node-a:4712" in compose([_waits(0), busy, idle]).text
+
+
+def test_the_users_own_line_comes_before_the_library_that_it_leads_into() -> None:
+    row = _works(1, stack=("train.py:88 in save", "torch/serialization.py:966 in save"))
+    assert row.sample is not None
+
+    own = replace(row, sample=replace(row.sample, line="train.py:88 in save"))
+
+    assert "at train.py:88 in save, inside torch/serialization.py:966 in save, on host" in _line(
+        compose([_waits(0), own])
+    )
+
+
+def test_who_left_because_another_was_lost_is_not_blamed() -> None:
+    victim = _is_lost(1, Outcome.GONE, note=LEFT_FOR_A_LOSS)
+
+    assert compose([_waits(0), victim, _is_lost(2, Outcome.GONE)]).awaited == (2,)
+
+
+def test_without_an_inquiry_only_those_known_to_be_lost_are_named() -> None:
+    rows = [_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.GONE)]
+
+    assert compose(rows, "gone", lost=(2,), is_inquiry=False).awaited == (2,)
+    assert compose(rows, "gone", lost=(2,)).awaited == (1, 2)
+
+
+def test_a_thousand_ranks_of_a_hundred_hosts_at_one_place_share_a_headline() -> None:
+    rows = [_waits(0), *(replace(_works(rank), host=f"node-{rank // 8}") for rank in range(1, 1000))]
+
+    assert len(compose(rows).head) < 400
 
 
 def test_a_rank_in_one_long_operation_is_harmless_if_it_began_it_while_the_others_waited() -> None:
@@ -182,7 +220,8 @@ _ROWS = st.builds(
     last_call=st.sampled_from(["", "all_reduce() call 3"]),
     process=st.sampled_from(["", "running", "stopped", "dead"]),
     note=st.sampled_from(["", "left"]),
-    advancing=st.booleans(),
+    is_advancing=st.booleans(),
+    is_busy=st.none() | st.booleans(),
 )
 
 

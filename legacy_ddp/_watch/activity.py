@@ -1,9 +1,9 @@
 """What does this process do right now? The training thread says so in passing; whoever asks reads it off later."""
 
 import sys
+import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +14,8 @@ from typing import NamedTuple
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
 _MAX_FRAMES = 12
 _PACKAGE = str(Path(__file__).parents[1])
+_PATHS = sysconfig.get_paths()
+_LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 
 
 class Mark(NamedTuple):
@@ -28,13 +30,17 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process was seen doing. ``stack``: innermost frame last. ``changes`` grows whenever the phase changes."""
+    """What a process was seen doing. ``stack``: innermost frame last; ``line``: the innermost that is the user's own.
+
+    ``changes`` grows whenever the phase changes.
+    """
 
     call: str
     phase: str
     age_seconds: float
     changes: int
     stack: tuple[str, ...]
+    line: str = ""
 
 
 class Activity:
@@ -49,12 +55,13 @@ class Activity:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Say that a forward pass runs in the block."""
+        """Say that a forward pass runs in the block; afterwards goes on what was before, perhaps another forward."""
+        before = self._mark
         self.enter(FORWARD)
         try:
             yield
         finally:
-            self.enter(USER_CODE)
+            self.enter(before.phase, before.call)
 
     def sample(self) -> Sample:
         """Look at the thread that spoke last. Backward and a debugger say nothing: they are seen on its stack."""
@@ -66,7 +73,16 @@ class Activity:
             phase = DEBUGGER
         elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
             phase = BACKWARD
-        return Sample(mark.call, phase, time.monotonic() - mark.since, mark.changes, _stack(frame, bool(mark.call)))
+        frames = _frames(frame, bool(mark.call))
+        own = [entry.text for entry in frames if not entry.filename.startswith(_LIBRARIES)]
+        return Sample(
+            mark.call,
+            phase,
+            time.monotonic() - mark.since,
+            mark.changes,
+            stack=tuple(entry.text for entry in frames),
+            line=own[-1] if own else "",
+        )
 
 
 HERE = Activity()
@@ -78,17 +94,26 @@ def _codes(frame: FrameType | None) -> Iterator[CodeType]:
         frame = frame.f_back
 
 
-def _stack(frame: FrameType | None, in_call: bool) -> tuple[str, ...]:
-    """The innermost frames, outermost first; of a call of ours only the user's way into it."""
-    if frame is None:
-        return ()
-    # Without looking up source lines: that would read files, perhaps from the disk that everybody waits for.
-    summary = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    entries = list(reversed(summary))
+class _Frame(NamedTuple):
+    filename: str
+    text: str
+
+
+def _frames(frame: FrameType | None, in_call: bool) -> list[_Frame]:
+    """The innermost frames, outermost first; of a call of ours only the user's way into it.
+
+    By hand: the traceback module looks at the source files, perhaps on the disk that everybody waits for.
+    """
+    frames: list[_Frame] = []
+    while frame is not None:
+        code = frame.f_code
+        frames.append(_Frame(code.co_filename, f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"))
+        frame = frame.f_back
+    frames.reverse()
     if in_call:
-        ours = [index for index, entry in enumerate(entries) if entry.filename.startswith(_PACKAGE)]
-        entries = entries[: ours[0] + 1] if ours else entries
-    return tuple(f"{_short(entry.filename)}:{entry.lineno} in {entry.name}" for entry in entries[-_MAX_FRAMES:])
+        ours = [index for index, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
+        frames = frames[: ours[0] + 1] if ours else frames
+    return frames[-_MAX_FRAMES:]
 
 
 def _short(filename: str) -> str:

@@ -4,8 +4,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from legacy_ddp._watch.activity import HERE, Sample
-from legacy_ddp._watch.line import Message, Outcome, Peer, ask_all
+from legacy_ddp._watch.activity import HERE, Activity, Sample
+from legacy_ddp._watch.peers import Message, Outcome, Peer, ask_all
 from legacy_ddp._watch.processes import moved_bytes, state_of
 from legacy_ddp._watch.report import Row
 
@@ -13,6 +13,8 @@ from legacy_ddp._watch.report import Row
 _SECOND_LOOK_SECONDS = 0.3
 # Between two looks; less is no checkpoint that is being written but other threads, and the looking itself.
 _MANY_BYTES = 2**20
+# Of one core: a rank that waits needs next to nothing, one that computes gets most of a core, or its share of it.
+_BUSY_SHARE = 0.3
 
 
 @dataclass
@@ -22,6 +24,7 @@ class Place:
     serial: int = 0
     call: str = ""
     in_call: bool = False
+    activity: Activity = field(default_factory=Activity)  # in a call; other threads may do other things meanwhile
     goodbyes: dict[int, str] = field(default_factory=dict)  # last words of neighbours
 
 
@@ -29,11 +32,13 @@ def own_state(place: Place, peers: Sequence[Peer | None]) -> Message:
     """What this rank answers when it is asked for its state; JSON."""
     seen = {str(peer.rank): state_of(peer.identity) for peer in peers if peer is not None}
     return {
-        "sample": asdict(HERE.sample()),
+        "sample": asdict((place.activity if place.in_call else HERE).sample()),
         "serial": place.serial,
         "in_call": place.in_call,
         "call": place.call,
         "moved_bytes": moved_bytes(),
+        "cpu_seconds": time.process_time(),
+        "clock_seconds": time.monotonic(),
         "seen": {rank: state for rank, state in seen.items() if state},
         "goodbyes": {str(rank): text for rank, text in place.goodbyes.items()},
     }
@@ -47,10 +52,7 @@ def ask_everybody(peers: Sequence[Peer | None], me: Peer, *, twice: bool) -> lis
         return rows_of(peers, first)
     time.sleep(_SECOND_LOOK_SECONDS)
     second = ask_all([peer for peer in known if first[peer.rank][1]], {"ask": "state"}, me.identity)
-    return [
-        replace(row, advancing=_gets_on(first[row.rank][1], second[row.rank][1])) if row.rank in second else row
-        for row in rows_of(peers, {**first, **second})
-    ]
+    return [_with_both(row, first[row.rank][1], second.get(row.rank)) for row in rows_of(peers, {**first, **second})]
 
 
 def rows_of(peers: Sequence[Peer | None], answers: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
@@ -72,9 +74,17 @@ def _with_answer(row: Row, answer: Message) -> Row:
     return replace(row, sample=sample, serial=answer["serial"], in_call=answer["in_call"], last_call=answer["call"])
 
 
-def _gets_on(first: Message | None, second: Message | None) -> bool:
+def _with_both(row: Row, before: Message | None, later: tuple[Outcome, Message | None] | None) -> Row:
+    """What two looks at a rank show: whether it gets on, and whether it computes."""
+    after = later[1] if later else None
+    if before is None or after is None:
+        return row
+    busy_seconds = after["cpu_seconds"] - before["cpu_seconds"]
+    is_busy = busy_seconds > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
+    return replace(row, is_advancing=_gets_on(before, after), is_busy=is_busy)
+
+
+def _gets_on(before: Message, after: Message) -> bool:
     """Whether a rank entered or left something meanwhile, stands at another line, or reads or writes a file."""
-    if first is None or second is None:
-        return False
-    before, after = ((said["serial"], said["sample"]["changes"], said["sample"]["stack"]) for said in (first, second))
-    return before != after or second["moved_bytes"] - first["moved_bytes"] >= _MANY_BYTES
+    then, now = ((said["serial"], said["sample"]["changes"], said["sample"]["stack"]) for said in (before, after))
+    return then != now or after["moved_bytes"] - before["moved_bytes"] >= _MANY_BYTES

@@ -1,9 +1,4 @@
-"""How do ranks speak beside the collectives? A line of JSON each way over TCP, to a thread that sleeps until then.
-
-A store would be the usual place to leave notes, but reading one blocks for as long as its owner is stopped, every rank
-would write all the time, and all would be lost with one process. Asking the rank itself needs nobody else, costs
-nothing until somebody asks, and its failures tell something: a closed port means that the process has ended.
-"""
+"""How does a rank hear the others? A thread sleeps until somebody speaks; strangers get no answer and little time."""
 
 import hmac
 import json
@@ -13,55 +8,27 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+from dataclasses import dataclass, field
 
-from legacy_ddp._watch.addresses import Address, own_hosts, reachable
-from legacy_ddp._watch.processes import DEAD, STOPPED, TRACED, Identity, own_identity, state_of
+from legacy_ddp._watch.addresses import own_hosts
+from legacy_ddp._watch.peers import (
+    ANSWER_SECONDS,
+    MAX_BYTES,
+    PART_BYTES,
+    Message,
+    Peer,
+    connect,
+    decode_message,
+    encode_message,
+    keep_alive,
+)
+from legacy_ddp._watch.processes import own_identity
 
-Message = Mapping[str, Any]
 logger = logging.getLogger("legacy_ddp")
 
-ANSWER_SECONDS = 0.7  # a Python thread answers in milliseconds; one that waits for the GIL of a busy process, in tens
-_MAX_BYTES = 2**20
-CONCURRENT_QUESTIONS = 32
-
-
-class Outcome(StrEnum):
-    """How a question ended. The last two were never put."""
-
-    ANSWERED = "answers"
-    GONE = "its process has ended"
-    SILENT = "does not answer"
-    UNREACHABLE = "cannot be reached"
-    NOT_ASKED = "not asked"
-    DEAF = "unknown: checks off, or never met"
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A rank as the others know it: who it is, where it listens, and the word that it answers to."""
-
-    rank: int
-    identity: Identity
-    addresses: Sequence[Address]
-    token: str
-
-    def encode(self) -> bytes:
-        """For :func:`decode_peer` on another rank."""
-        return json.dumps([vars(self.identity), self.addresses, self.token]).encode()
-
-
-def decode_peer(rank: int, data: bytes) -> Peer | None:
-    """The peer of ``rank``, None if it sent nothing because it does not listen."""
-    if not data:
-        return None
-    identity, addresses, token = json.loads(data)
-    return Peer(rank, Identity(**identity), [(host, port) for host, port in addresses], token)
+_MAX_STRANGERS = 128
 
 
 class Line:
@@ -75,7 +42,7 @@ class Line:
         self._selector = selectors.DefaultSelector()
         self._listener = _listen()
         self._wake, self._alarm_clock = socket.socketpair()
-        self._held: dict[socket.socket, int] = {}
+        self._visitors: dict[socket.socket, _Visitor] = {}
         self._goodbye = ""
         self._thread: threading.Thread | None = None
         port = self._listener.getsockname()[1]
@@ -84,6 +51,7 @@ class Line:
     def start(self, neighbour: Peer | None) -> None:
         """Answer from now on, and hold a connection to ``neighbour``."""
         for end in (self._listener, self._wake):
+            end.setblocking(False)
             self._selector.register(end, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._serve, args=(neighbour,), name="legacy_ddp watch", daemon=True)
         self._thread.start()
@@ -100,16 +68,16 @@ class Line:
 
     def abandon(self) -> None:
         """In a forked child: close what belongs to the parent, whose end would else go unnoticed."""
-        for end in (self._listener, self._wake, self._alarm_clock, *self._held):
+        for end in (self._listener, self._wake, self._alarm_clock, *self._visitors):
             end.close()
 
     def _serve(self, neighbour: Peer | None) -> None:
         if neighbour is not None:
             self._hold(neighbour)
         while self._wake in self._selector.get_map():
-            self._attend_all(seconds=None)
+            self._attend_all(self._patience())
         # Who has knocked is let in: a neighbour that began a moment ago is to hear the goodbye, too.
-        while self._attend_all(seconds=0):
+        while self._attend_all(0):
             pass
         self._release()
 
@@ -118,61 +86,92 @@ class Line:
         ready = self._selector.select(seconds)
         for key, _ in ready:
             end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-            try:
-                if end is self._wake:
-                    self._selector.unregister(end)
-                elif end is self._listener:
-                    self._accept()
-                else:
-                    self._attend(end)
-            except Exception:  # whatever it is, the others still need answers
-                logger.exception("an answer to another rank failed")
+            if end is self._wake:
+                self._selector.unregister(end)
+            elif end is self._listener:
+                self._accept()
+            elif end in self._visitors:
+                self._attend(end, self._visitors[end])
         return len(ready)
+
+    def _patience(self) -> float | None:
+        """Show out who takes too long to say who it is, and the oldest of too many; how long the next one has."""
+        now = time.monotonic()
+        strangers = [end for end, visitor in self._visitors.items() if visitor.rank is None]  # the oldest first
+        late = [end for end in strangers if self._visitors[end].until < now]
+        for end in {*late, *strangers[:-_MAX_STRANGERS]}:
+            self._drop(end)
+        left = [visitor.until for visitor in self._visitors.values() if visitor.rank is None]
+        return max(0.0, min(left) - now) if left else None
 
     def _hold(self, neighbour: Peer) -> None:
         with suppress(OSError):
-            connection = _connect(neighbour, self.me.identity)
-            connection.sendall(_encode(neighbour, {"ask": "hold", "rank": self.me.rank}))
-            self._held[connection] = neighbour.rank
-            self._selector.register(connection, selectors.EVENT_READ)
+            connection = connect(neighbour, self.me.identity, ANSWER_SECONDS)
+            connection.sendall(encode_message(neighbour, {"ask": "hold", "rank": self.me.rank}))
+            self._let_in(connection, neighbour.rank)
 
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it left before it was let in
+        except OSError:  # it left before it was let in, or this process may open nothing more: others are let go first
+            for end in [end for end, visitor in self._visitors.items() if visitor.rank is None]:
+                self._drop(end)
             return
-        connection.settimeout(ANSWER_SECONDS)
+        self._let_in(connection, None)
+
+    def _let_in(self, connection: socket.socket, rank: int | None) -> None:
+        connection.setblocking(False)
+        self._visitors[connection] = _Visitor(rank, time.monotonic() + ANSWER_SECONDS)
         self._selector.register(connection, selectors.EVENT_READ)
 
-    def _attend(self, end: socket.socket) -> None:
+    def _attend(self, end: socket.socket, visitor: "_Visitor") -> None:
+        """Take what it says; it need not say all at once, and nobody else waits for it."""
         try:
-            message = _read(end)
+            part = end.recv(PART_BYTES)
+        except BlockingIOError:
+            return
         except OSError:
-            message = None
-        if end in self._held:
+            part = b""
+        visitor.said += part
+        is_whole = visitor.said.endswith(b"\n")
+        if part and not is_whole and len(visitor.said) < MAX_BYTES:
+            return
+        message = decode_message(visitor.said) if is_whole else None
+        if visitor.rank is not None:
             self._drop(end)
-            self._on_closed(self._held.pop(end), message.get("goodbye") if message else None)
-        elif message is None or not hmac.compare_digest(str(message.get("token")), self.me.token):
+            self._on_closed(visitor.rank, str(message["goodbye"]) if message and "goodbye" in message else None)
+        elif message is None or not self._knows_token(message):
             self._drop(end)
-        elif message["ask"] == "hold":
-            _keep_alive(end)
-            self._held[end] = int(message["rank"])
+        elif message.get("ask") == "hold":
+            keep_alive(end)
+            visitor.rank, visitor.said = int(message["rank"]), bytearray()
         else:
-            try:
-                answer = json.dumps(self._answer(message)).encode() + b"\n"
-                with suppress(OSError):  # it asked, and did not wait
-                    end.sendall(answer)
-            finally:
-                self._drop(end)
+            self._reply(end, message)
+
+    def _knows_token(self, message: Message) -> bool:
+        return hmac.compare_digest(str(message.get("token")).encode(errors="replace"), self.me.token.encode())
+
+    def _reply(self, end: socket.socket, message: Message) -> None:
+        try:
+            answer = json.dumps(self._answer(message)).encode() + b"\n"
+            end.settimeout(ANSWER_SECONDS)
+            with suppress(OSError):  # it asked, and did not wait
+                end.sendall(answer)
+        except Exception:  # whatever it is, the others still need answers
+            logger.exception("an answer to another rank failed")
+        finally:
+            self._drop(end)
 
     def _drop(self, end: socket.socket) -> None:
+        del self._visitors[end]
         self._selector.unregister(end)
         end.close()
 
     def _release(self) -> None:
-        for connection in self._held:
-            with suppress(OSError):
-                connection.sendall(json.dumps({"goodbye": self._goodbye}).encode() + b"\n")
+        for connection, visitor in self._visitors.items():
+            if visitor.rank is not None:
+                with suppress(OSError):
+                    connection.sendall(json.dumps({"goodbye": self._goodbye}).encode() + b"\n")
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
         self._selector.close()
@@ -180,43 +179,13 @@ class Line:
             end.close()
 
 
-def ask(peer: Peer, message: Message, me: Identity, seconds: float = ANSWER_SECONDS) -> tuple[Outcome, Message | None]:
-    """Put one question to one rank; blocks for about ``seconds`` at most, not at all where the kernel knows better."""
-    give_up = time.monotonic() + seconds
-    while True:
-        state = state_of(peer.identity)
-        if state in (DEAD, STOPPED, TRACED):
-            return (Outcome.GONE if state == DEAD else Outcome.SILENT), None
-        try:
-            with _connect(peer, me) as connection:
-                connection.settimeout(max(0.01, give_up - time.monotonic()))
-                connection.sendall(_encode(peer, message))
-                if (answer := _read(connection)) is not None:
-                    return Outcome.ANSWERED, answer
-            outcome = Outcome.SILENT
-        except ConnectionRefusedError:
-            return Outcome.GONE, None
-        except TimeoutError:
-            return Outcome.SILENT, None
-        except ConnectionError:
-            outcome = Outcome.SILENT
-        except OSError:
-            outcome = Outcome.UNREACHABLE
-        # A process that is just ending takes connections and drops them, until its port is closed.
-        if time.monotonic() > give_up:
-            return outcome, None
-        time.sleep(0.02)
+@dataclass
+class _Visitor:
+    """The other end of a connection: a neighbour's rank, or None for who asks, who is to be heard by ``until``."""
 
-
-def ask_all(peers: Sequence[Peer], message: Message, me: Identity) -> dict[int, tuple[Outcome, Message | None]]:
-    """Put one question to many ranks at the same time; ranks not heard in time are silent."""
-    with ThreadPoolExecutor(CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
-        try:
-            asked = {peer.rank: pool.submit(ask, peer, message, me) for peer in peers}
-        except RuntimeError:  # the interpreter is ending, in which no thread can be started any more
-            return {peer.rank: (Outcome.NOT_ASKED, None) for peer in peers}
-        wait(asked.values())
-    return {rank: future.result() for rank, future in asked.items()}
+    rank: int | None
+    until: float
+    said: bytearray = field(default_factory=bytearray)
 
 
 def _listen() -> socket.socket:
@@ -224,45 +193,3 @@ def _listen() -> socket.socket:
         with suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     return socket.create_server(("", 0), backlog=1024)
-
-
-def _connect(peer: Peer, me: Identity) -> socket.socket:
-    """Raises the most telling of the errors: refused, before timed out or unreachable."""
-    errors: list[OSError] = []
-    for address in reachable(list(peer.addresses), same_machine=peer.identity.machine == me.machine):
-        try:
-            connection = socket.create_connection(address, timeout=ANSWER_SECONDS / 2)
-        except OSError as error:
-            errors.append(error)
-        else:
-            _keep_alive(connection)
-            return connection
-    errors.sort(key=lambda error: not isinstance(error, ConnectionRefusedError))
-    raise OSError("connect timed out") if not errors or isinstance(errors[0], TimeoutError) else errors[0]
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    """An idle connection is forgotten by firewalls, and its other end's host may vanish without a word."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
-        if option := getattr(socket, name, None):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _encode(peer: Peer, message: Message) -> bytes:
-    return json.dumps({**message, "token": peer.token}).encode() + b"\n"
-
-
-def _read(connection: socket.socket) -> Message | None:
-    """One message; None if the connection ended before it did, or if it is none of ours."""
-    data = bytearray()
-    while not data.endswith(b"\n") and len(data) < _MAX_BYTES:
-        part = connection.recv(65536)
-        if not part:
-            return None
-        data += part
-    try:
-        message = json.loads(data)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None

@@ -1,16 +1,19 @@
 """Who is waited for, and what does everybody do? What the ranks said -> a text of 80 columns. Pure."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._watch.activity import DEBUGGER, Sample
-from legacy_ddp._watch.line import Outcome
+from legacy_ddp._watch.peers import Outcome
 from legacy_ddp._watch.processes import DEAD, RUNNING, STOPPED, TRACED
 
+LEFT_FOR_A_LOSS = "left because another rank was lost"
 MAX_ROWS = 24
 MAX_STACKS = 8
+MAX_PARTS = 4
 # Where in one call a rank stands; the later, the farther. A rank that has left the call is the farthest.
 _PHASES = ("plan", "pack", "agree", "payload", "alias")
 
@@ -32,7 +35,8 @@ class Row:
     last_call: str = ""
     process: str = ""
     note: str = ""
-    advancing: bool = False
+    is_advancing: bool = False
+    is_busy: bool | None = None  # None: not looked at twice
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -70,48 +74,72 @@ class Row:
         """Its process in one word, as well as it is known."""
         if self.outcome is Outcome.GONE:
             return DEAD
-        return self.process or ("answers" if self.outcome is Outcome.ANSWERED else "unknown")
+        process = self.process or ("answers" if self.outcome is Outcome.ANSWERED else "unknown")
+        return process if self.is_busy is None else f"{process}, {'busy' if self.is_busy else 'idle'}"
 
 
 @dataclass(frozen=True)
 class Report:
     """One text for every rank, its first lines in one (``head``), and the ranks that it names.
 
-    ``is_harmless``: those ranks are alive and get on. ``speakers``: one waiting rank per machine, to print it there.
+    ``summary``: who is missing and what they do; equal in two reports if nothing has changed. ``is_harmless``: they are
+    alive and get on. ``is_busy``: they get on or compute, which may be a loop. ``speakers``: one waiting rank per
+    machine, to print it there.
     ``is_late``: nothing broke, the time was up.
     """
 
     head: str
     text: str
+    summary: str
     awaited: tuple[int, ...]
     is_harmless: bool
+    is_busy: bool
     speakers: tuple[int, ...]
     is_late: bool = False
+
+
+def decode_report(said: Mapping[str, Any]) -> Report:
+    """A report that travelled as JSON."""
+    return Report(**{**said, "awaited": tuple(said["awaited"]), "speakers": tuple(said["speakers"])})
 
 
 def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
     """The ranks that are not as far as the farthest that is in a call; nobody, if all wait at the same place."""
     farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
-    behind = [row for row in rows if row.progress < farthest]
+    behind = [row for row in rows if row.progress < farthest and row.note != LEFT_FOR_A_LOSS]
     known = tuple(row.rank for row in behind if row.is_known)
     unknown = tuple(row.rank for row in behind if not row.is_known)
     # One of whom nothing is known is named only if it can be nobody else.
     return known or (unknown if len(unknown) == 1 else ())
 
 
-def compose(rows: Sequence[Row], reason: str = "", *, is_late: bool = False) -> Report:
-    """The report on the farthest call. ``reason``: what went wrong; else some rank only waits longer than expected."""
-    missing = awaited(rows)
+def compose(
+    rows: Sequence[Row],
+    reason: str = "",
+    *,
+    is_late: bool = False,
+    lost: Sequence[int] = (),
+    is_inquiry: bool = True,
+) -> Report:
+    """The report on the farthest call. ``reason``: what went wrong; else some rank only waits longer than expected.
+
+    ``lost``: ranks known to be. ``is_inquiry``: all were asked; else what is known of others may be that they heard of
+    the loss first, and left.
+    """
+    missing = tuple(sorted({*lost, *(awaited(rows) if is_inquiry or not lost else ())}))
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
-    head = f"{_where(rows)}: {reason or f'ranks have waited for {waited_seconds:.1f} s'}; {_summary(rows, missing)}"
-    is_harmless = bool(missing) and all(_gets_on(rows[rank], waited_seconds) for rank in missing)
+    summary = _summary(rows, missing)
+    head = f"{_where(rows)}: {reason or f'ranks have waited for {waited_seconds:.1f} s'}; {summary}"
     lines = [*_wrap(head), "", *_table(rows, missing), *_stacks(rows, missing)]
+    gets_on = [_gets_on(rows[rank], waited_seconds) for rank in missing]
     return Report(
-        head=f"{head}, alive and getting on" if is_harmless else head,
+        head=head,
         text="\n".join(lines),
+        summary=summary,
         awaited=missing,
-        is_harmless=is_harmless,
+        is_harmless=bool(missing) and all(gets_on),
+        is_busy=bool(missing) and all(on or rows[rank].is_busy for rank, on in zip(missing, gets_on, strict=True)),
         speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
         is_late=is_late,
     )
@@ -120,7 +148,17 @@ def compose(rows: Sequence[Row], reason: str = "", *, is_late: bool = False) -> 
 def _gets_on(row: Row, waited_seconds: float) -> bool:
     """Whether it was seen to move, or has entered what it does while the others waited, or is held on purpose."""
     entered = row.sample is not None and 2 * row.sample.age_seconds < waited_seconds
-    return row.advancing or entered or row.is_held
+    return row.is_advancing or entered or row.is_held
+
+
+def _at(sample: Sample | None) -> str:
+    """The user's own line, and where that leads if it is into a library."""
+    if sample is None or not sample.stack:
+        return ""
+    innermost = sample.stack[-1]
+    if sample.line in ("", innermost):
+        return f", at {innermost}"
+    return f", at {sample.line}, inside {innermost}"
 
 
 def _where(rows: Sequence[Row]) -> str:
@@ -138,18 +176,27 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     why: dict[str, list[int]] = {}
     for rank in missing:
         why.setdefault(_why(rows[rank]), []).append(rank)
-    parts = [f"{name_ranks(ranks)} ({reason})" for reason, ranks in sorted(why.items(), key=lambda item: item[1])]
+    parts = [f"{name_ranks(ranks)} ({what}{_hosts(rows, ranks)})" for what, ranks in list(why.items())[:MAX_PARTS]]
+    if len(why) > MAX_PARTS:
+        parts.append(f"... {len(why) - MAX_PARTS} other kinds")
     return "missing " + "; ".join(parts)
 
 
+def _hosts(rows: Sequence[Row], ranks: Sequence[int]) -> str:
+    hosts = list(dict.fromkeys(rows[rank].host for rank in ranks if rows[rank].pid))
+    if not hosts:
+        return ""
+    more = f", ... {len(hosts) - MAX_PARTS} more" if len(hosts) > MAX_PARTS else ""
+    return f", on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:MAX_PARTS])}{more}"
+
+
 def _why(row: Row) -> str:
-    at = f", at {row.sample.stack[-1]}" if row.sample and row.sample.stack else ""
-    what = row.note or f"{row.doing}{at}"
+    what = row.note or f"{row.doing}{_at(row.sample)}"
     if row.process in (STOPPED, TRACED):
         what = f"its process is {row.process}"
     elif row.outcome is Outcome.SILENT and row.process == RUNNING:
         what = "its process is running but does not answer: Python may be held up by C code"
-    return f"{what}, on host {row.host}"
+    return what
 
 
 def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:

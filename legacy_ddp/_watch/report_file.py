@@ -1,6 +1,8 @@
 """Where do the reports of this process lie? In a file of its own that outlives it, if there was anything to say."""
 
+import errno
 import faulthandler
+import logging
 import os
 import signal
 import socket
@@ -10,6 +12,8 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
+logger = logging.getLogger("legacy_ddp")
+
 _CLOSED = -1
 _open: list[int] = []  # descriptors of this process's report files, the newest last
 
@@ -18,19 +22,33 @@ class ReportFile:
     """Opened before anything is wrong, so that a process that is being ended needs no more than one write.
 
     Readable for its owner alone: stacks name files and functions. Removed on :meth:`close` if nothing was written.
+    ``directory=None``: the one for temporary files; if none can be written to, ``path`` is the null device.
 
     Raises:
-        OSError: it cannot be made there.
+        OSError: it cannot be made in ``directory``.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None, rank: int, size: int) -> None:
-        folder = Path(directory or tempfile.gettempdir())
-        folder.mkdir(parents=True, exist_ok=True)
         stem = f"legacy_ddp-{socket.gethostname()}-rank{rank}-pid{os.getpid()}"
         self._owner = os.getpid()
         self._is_empty = True
-        self.path, self._descriptor = _create(folder, stem)
-        self._write(f"rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}")
+        try:
+            folder = Path(tempfile.gettempdir() if directory is None else directory).expanduser().absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path, self._descriptor = _create(folder, stem)
+        except OSError as error:
+            if directory is not None:
+                raise OSError(
+                    f"report_dir is not usable: got {str(directory)!r} ({error.strerror}), expected a directory to "
+                    "write to; pass another one with Checks(report_dir=...)"
+                ) from error
+            logger.warning("no reports on disk: %s; pass Checks(report_dir=...)", error)
+            self.path, self._descriptor = Path(os.devnull), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        with suppress(OSError):  # a full disk is no reason not to train
+            self._write(
+                f"rank {rank} of {size}, process {os.getpid()} on {socket.gethostname()}\n"
+                "(stacks without a date below were left by a SIGTERM that ended this process)"
+            )
         _open.append(self._descriptor)
         _dump_stacks_into_newest()
 
@@ -44,7 +62,7 @@ class ReportFile:
         """Remove the file if it tells nothing. Stacks go to another one from now on, if there is one."""
         if self._descriptor == _CLOSED or os.getpid() != self._owner:
             return
-        if self._is_empty:
+        if self._is_empty and self.path != Path(os.devnull):
             with suppress(OSError):
                 self.path.unlink()
         descriptor, self._descriptor = self._descriptor, _CLOSED  # its number may soon be somebody else's
@@ -71,7 +89,7 @@ def _create(folder: Path, stem: str) -> tuple[Path, int]:
         path = folder / (f"{stem}.txt" if attempt == 0 else f"{stem}-{attempt}.txt")
         with suppress(FileExistsError):
             return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    raise FileExistsError(f"report_dir is full of {stem}-*.txt: got 1000 of them; remove them")
+    raise FileExistsError(errno.EEXIST, f"1000 files {stem}-*.txt are there; remove them")
 
 
 def _dump_stacks_into_newest() -> None:

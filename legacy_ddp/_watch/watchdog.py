@@ -9,18 +9,17 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
 
 from legacy_ddp._compare import name_ranks
+from legacy_ddp._watch.failure import Failure, decode_failure
 from legacy_ddp._watch.inquiry import Place, ask_everybody, own_state, rows_of
-from legacy_ddp._watch.line import CONCURRENT_QUESTIONS, Line, Message, Outcome, Peer, ask, ask_all, decode_peer
-from legacy_ddp._watch.report import Report, Row, compose
+from legacy_ddp._watch.line import Line
+from legacy_ddp._watch.peers import CONCURRENT_QUESTIONS, Message, Outcome, Peer, ask, ask_all, decode_peer
+from legacy_ddp._watch.report import LEFT_FOR_A_LOSS, Report, Row, compose, decode_report
 from legacy_ddp._watch.report_file import ReportFile
 
 logger = logging.getLogger("legacy_ddp")
 
-# A wrapper's first calls wait for compilers, caches and data loaders: nothing is said of them before a timeout.
-_FIRST_WARNED_CALL = 3
 # How long to wait for the rank that makes the report; it may meet silent ranks and looks twice.
 _REPORT_SECONDS = 3.0
 # How often to ask for it again: a thousand ranks that ask one must not keep it from its work.
@@ -31,18 +30,6 @@ _FRESH_SECONDS = 2.0
 _GRACE_SECONDS = 0.5
 
 _alive: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """What ended a call for good, as some rank found it. ``is_late``: nothing broke, somebody was silent for too long.
-
-    ``ranks``: who is lost, where that is known without asking.
-    """
-
-    reason: str
-    is_late: bool = False
-    ranks: tuple[int, ...] = ()
 
 
 @dataclass
@@ -66,15 +53,23 @@ class Watchdog:
         self.rank = rank
         self.warn_after_seconds = warn_after_seconds
         self.file = ReportFile(report_dir, rank, size)
-        self._line = Line(rank, self._answer, self._on_closed)
+        try:
+            self._line = Line(rank, self._answer, self._on_closed)
+        except OSError:
+            self.file.close()
+            raise
         self._peers: list[Peer | None] = [None] * size
         self._place = Place()
+        self._fresh_seconds = min(_FRESH_SECONDS, warn_after_seconds / 2)
         self._next_warning_seconds = warn_after_seconds
         self._is_looking = False
+        self._said: Report | None = None  # in this call, by the log
+        self._reported: Report | None = None  # likewise, in full
         self._failure: Failure | None = None
         self._failed_at = 0.0
         self._conclusion: Report | None = None
-        self._reports: dict[tuple[int, bool], _Made] = {}  # by (serial, is final)
+        self._warnings: dict[int, _Made] = {}  # by serial
+        self._final: _Made | None = None
         self._lock = threading.Lock()
         _alive.add(self)
         _let_go_in_forked_children()
@@ -86,17 +81,27 @@ class Watchdog:
     def start(self, cards: Sequence[bytes]) -> None:
         """Know the peers by their cards, in the order of their ranks, and begin to answer."""
         self._peers = [decode_peer(rank, card) for rank, card in enumerate(cards)]
+        self._place.serial = 1  # every rank is in its first call; some may have failed in one of their own before
         self._line.start(self._peers[(self.rank + 1) % len(self._peers)])
 
-    def begin(self, call: str, number: int) -> None:
-        """This rank enters a call, its wrapper's ``number``-th of that kind."""
+    def begin(self, call: str, *, warns: bool) -> None:
+        """This rank enters a call. ``warns``: whether long waiting in it is worth a word."""
         place = self._place
         place.serial, place.call, place.in_call = place.serial + 1, call, True
-        self._next_warning_seconds = self.warn_after_seconds if number >= _FIRST_WARNED_CALL else float("inf")
+        self._next_warning_seconds = self.warn_after_seconds if warns else float("inf")
+        self._said = self._reported = None
 
-    def end(self) -> None:
-        """This rank has left the call."""
+    def enter(self, phase: str, call: str) -> None:
+        """This rank goes on to the next phase of the call."""
+        self._place.activity.enter(phase, call)
+
+    def end(self, *, has_met: bool, succeeded: bool) -> None:
+        """This rank has left the call; ``has_met``: the others are in it, too, and count it."""
         self._place.in_call = False
+        if not has_met:
+            self._place.serial -= 1
+        if succeeded and self._reported is not None:
+            self._say(f"{self._place.call}: all ranks are there now, and it is done", self._reported)
 
     def look(self, waited_seconds: float) -> Failure | None:
         """To be called now and then while waiting: warns when it is due; returns what another rank found out."""
@@ -111,12 +116,19 @@ class Watchdog:
         self._learn(failure)  # writes what is known here: this process may be ended any moment
         return self._conclusion or self._accept(self._shared_report(self._place.serial, self._failure))
 
+    def tell(self, error: BaseException) -> None:
+        """This rank has left a call that the others wait in, and may live on: let them know at once."""
+        what = f"{name_ranks([self.rank])} left {self._place.call} with {type(error).__name__}: {_first_line(error)}"
+        failure = Failure(what, ranks=(self.rank,))
+        self._learn(failure)
+        self._spread(failure, None, range(len(self._peers)))
+
     def close(self) -> None:
         """Stop, after a word to the neighbours."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        how = f" with {type(error).__name__}: {_first_line(error)}" if error else ""
-        after = f" after {self._place.call}" if self._place.call else ""
-        self._line.close(f"left{after}{how}")
+        how = f"with {type(error).__name__}: {_first_line(error)}" if error else "in order; did it run out of data?"
+        is_loss = self._failure is not None and self.rank not in self._failure.ranks
+        self._line.close(LEFT_FOR_A_LOSS if is_loss else f"left after {self._place.call} {how}")
         self.file.close()
 
     def abandon(self) -> None:
@@ -127,54 +139,66 @@ class Watchdog:
     def _answer(self, message: Message) -> Message:
         if message["ask"] == "state":
             return own_state(self._place, self._peers)
-        failure = _failure_from(message["failure"])
+        failure = decode_failure(message["failure"])
         if message["ask"] == "report":
             return self._report_for(int(message["serial"]), failure)
         if failure is not None:
             self._learn(failure)
         if message["report"]:
-            self._accept(_report_from(message["report"]))
+            self._accept(decode_report(message["report"]))
         return {}
 
     def _report_for(self, serial: int, failure: Failure | None) -> Message:
-        """The report if it is made; else begin to make it, whoever asks first."""
-        key = (serial, failure is not None)
+        """The report if it is made; else begin to make it, whoever asks first. The final one answers every question."""
         with self._lock:
-            made = self._reports.get(key)
-            if made is None or (failure is None and time.monotonic() - made.at > _FRESH_SECONDS):
-                made = _Made()
-                self._reports = {key: made}  # earlier ones are of no use any more
+            made = self._final
+            if made is None and failure is not None:
+                made = self._final = _Made()
                 _in_background(self._make_report, made, failure)
+            elif made is None:
+                made = self._warnings.get(serial)
+                if made is None or time.monotonic() - made.at > self._fresh_seconds:
+                    made = _Made()
+                    # Ranks may be in two calls at a time, not more.
+                    recent = {other: old for other, old in self._warnings.items() if abs(other - serial) <= 1}
+                    self._warnings = {**recent, serial: made}
+                    _in_background(self._make_report, made, None)
         return asdict(made.report) if made.report else {}
 
     def _make_report(self, made: _Made, failure: Failure | None) -> None:
         rows = ask_everybody(self._peers, self._line.me, twice=failure is None)
         report = _compose(rows, failure)
         if failure is not None:
-            # Before anybody has it: who has it leaves, and would be missing then. Who was silent would cost time again.
-            self._spread(failure, report, [row.rank for row in rows if row.outcome is Outcome.ANSWERED])
+            report = self._accept(report)
+            # Before anybody has it: who has it leaves, and would be missing then.
+            answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
+            self._spread(failure, report, answering)
+            # Who was silent may find it when it can look again; nobody waits for that.
+            _in_background(self._spread, failure, report, set(range(len(rows))) - answering)
         made.report, made.at = report, time.monotonic()
 
     def _shared_report(self, serial: int, failure: Failure | None) -> Report:
         """The report of the lowest rank that answers, so that all who ask get the same; from here if nobody answers."""
         give_up = time.monotonic() + _REPORT_SECONDS
         question = {"ask": "report", "serial": serial, "failure": failure and asdict(failure)}
-        for peer in self._answering():
+        for peer in self._answering(give_up):
             while time.monotonic() < give_up:
                 outcome, answer = ask(peer, question, self._line.me.identity)
                 if outcome is not Outcome.ANSWERED:
                     break
                 if answer:
-                    return _report_from(answer)
+                    return decode_report(answer)
                 time.sleep(_POLL_SECONDS + _POLL_SECONDS_PER_RANK * len(self._peers))
         return self._report_from_here(failure)
 
-    def _answering(self) -> Iterator[Peer]:
+    def _answering(self, give_up: float) -> Iterator[Peer]:
         """Who may answer, by rank: the first, and if it does not, those behind it who do. These are asked many at once,
         for a few silent ones would use up the time."""
         known = [peer for peer in self._peers if peer is not None]
         yield from known[:1]
         for start in range(1, len(known), CONCURRENT_QUESTIONS):
+            if time.monotonic() > give_up:
+                return
             some = known[start : start + CONCURRENT_QUESTIONS]
             answers = ask_all(some, {"ask": "note", "failure": None, "report": None}, self._line.me.identity)
             yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
@@ -183,23 +207,31 @@ class Watchdog:
         """What is known without asking anybody."""
         answers = {self.rank: (Outcome.ANSWERED, own_state(self._place, self._peers))}
         lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.GONE, None))
-        return _compose(rows_of(self._peers, {**answers, **lost}), failure)
+        return _compose(rows_of(self._peers, {**lost, **answers}), failure, is_inquiry=False)
 
     def _warn(self, serial: int) -> None:
         try:
             report = self._shared_report(serial, None)
             if serial != self._place.serial or not self._place.in_call:
                 return  # it got on meanwhile
-            if report.is_harmless:
-                text = report.head
+            # What computes may be in a loop: it is believed once at each place.
+            is_believed = report.is_busy and not _is_same(report, self._said)
+            if report.is_harmless or is_believed:
+                self._say(f"{report.head}, alive and {'getting on' if report.is_harmless else 'busy'}", report)
+            elif _is_same(report, self._reported):
+                self._say(f"{report.head}, as reported", report)
             else:
-                self._next_warning_seconds = float("inf")
                 self.file.append(report.text)
-                text = f"{report.text}\n(reports of this rank: {self.file.path})"
-            if self.rank in report.speakers:
-                logger.warning("%s", text)
+                self._say(f"{report.text}\n(reports of this rank: {self.file.path})", report)
+                self._reported = report
+            self._said = report
         finally:
             self._is_looking = False
+
+    def _say(self, text: str, report: Report) -> None:
+        """Log it, on one rank of each machine."""
+        if self.rank in report.speakers:
+            logger.warning("%s", text)
 
     def _on_closed(self, rank: int, goodbye: str | None) -> None:
         """A neighbour's connection ended."""
@@ -214,6 +246,8 @@ class Watchdog:
         if peer is not None and ask(peer, {"ask": "state"}, self._line.me.identity)[0] is Outcome.GONE:
             failure = Failure(f"{name_ranks([rank])} ended without a word", ranks=(rank,))
             self._learn(failure)
+            # A launcher may end this process before anything is raised: then this is all that its user sees.
+            logger.warning("%s; reports of this rank: %s", failure.reason, self.file.path)
             self._spread(failure, None, range(len(self._peers)))
 
     def _learn(self, failure: Failure) -> None:
@@ -221,7 +255,7 @@ class Watchdog:
             if self._failure is not None:
                 return
             self._failure, self._failed_at = failure, time.monotonic()
-        self.file.append(f"at first, from this rank alone:\n{self._report_from_here(failure).text}")
+        self.file.append(f"before anybody was asked, from this rank alone:\n{self._report_from_here(failure).text}")
 
     def _accept(self, report: Report) -> Report:
         """Take the final report, unless there is one already; it is on disk on return."""
@@ -237,16 +271,14 @@ class Watchdog:
         ask_all(others, message, self._line.me.identity)
 
 
-def _compose(rows: Sequence[Row], failure: Failure | None) -> Report:
-    return compose(rows, failure.reason, is_late=failure.is_late) if failure else compose(rows)
+def _compose(rows: Sequence[Row], failure: Failure | None, *, is_inquiry: bool = True) -> Report:
+    if failure is None:
+        return compose(rows)
+    return compose(rows, failure.reason, is_late=failure.is_late, lost=failure.ranks, is_inquiry=is_inquiry)
 
 
-def _failure_from(said: dict[str, Any] | None) -> Failure | None:
-    return Failure(**{**said, "ranks": tuple(said["ranks"])}) if said else None
-
-
-def _report_from(said: Message) -> Report:
-    return Report(**{**said, "awaited": tuple(said["awaited"]), "speakers": tuple(said["speakers"])})
+def _is_same(report: Report, other: Report | None) -> bool:
+    return other is not None and report.summary == other.summary
 
 
 def _first_line(error: BaseException) -> str:
