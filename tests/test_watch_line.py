@@ -101,9 +101,19 @@ def test_who_does_not_know_the_token_hears_nothing(ends: _Ends) -> None:
     assert ask(ends.lines[0].me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
 
 
-@pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\x00\xff\n", b"[1, 2]\n", b'"text"\n', b'{"ask": 1}\n', b""]
-)
+_STRANGE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\x00\xff\n",
+    b"[1, 2]\n",
+    b'"text"\n',
+    b'{"ask": 1}\n',
+    b"",
+    b"[" * 100_000 + b"\n",
+    '{"token": "\\ud800é"}\n'.encode(),
+]
+
+
+@pytest.mark.parametrize("data", _STRANGE)
 def test_strange_bytes_end_the_connection_and_nothing_else(data: bytes, ends: _Ends) -> None:
     ends.lines[0].start(None)
     host, port = ends.lines[0].me.addresses[-1]
@@ -113,6 +123,29 @@ def test_strange_bytes_end_the_connection_and_nothing_else(data: bytes, ends: _E
         assert connection.recv(100) == b""
 
     assert ask(ends.lines[0].me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
+
+
+def test_a_stranger_that_drips_keeps_nobody_else_waiting(ends: _Ends) -> None:
+    line = ends.lines[0]
+    line.start(None)
+    with socket.create_connection(line.me.addresses[-1], timeout=5) as stranger:
+        for _ in range(5):
+            stranger.sendall(b"{")
+            assert ask(line.me, {"ask": "state"}, own_identity(), seconds=0.3)[0] is Outcome.ANSWERED
+        assert stranger.recv(10) == b""  # shown out, though it was about to go on
+
+
+def test_strangers_that_stay_silent_are_shown_out_and_leave_room(ends: _Ends) -> None:
+    line = ends.lines[0]
+    line.start(None)
+    before = len(os.listdir("/proc/self/fd"))
+    strangers = [socket.create_connection(line.me.addresses[-1], timeout=5) for _ in range(300)]
+
+    assert ask(line.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
+    for stranger in strangers:
+        assert stranger.recv(10) == b""
+        stranger.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_an_answer_that_cannot_be_made_ends_the_connection_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:

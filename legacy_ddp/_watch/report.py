@@ -126,7 +126,7 @@ def compose(
     ``lost``: ranks known to be. ``is_inquiry``: all were asked; else what is known of others may be that they heard of
     the loss first, and left.
     """
-    missing = tuple(sorted({*lost, *(awaited(rows) if is_inquiry or not lost else ())}))
+    missing = _missing(rows, lost, is_inquiry=is_inquiry)
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
     summary = _summary(rows, missing)
@@ -143,6 +143,14 @@ def compose(
         speakers=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
         is_late=is_late,
     )
+
+
+def _missing(rows: Sequence[Row], lost: Sequence[int], *, is_inquiry: bool) -> tuple[int, ...]:
+    if not lost:
+        return awaited(rows)
+    # Beside the lost one those that do not answer either; who answers is late at most.
+    silent = [rank for rank in awaited(rows) if rows[rank].sample is None] if is_inquiry else []
+    return tuple(sorted({*lost, *silent}))
 
 
 def _gets_on(row: Row, waited_seconds: float) -> bool:
