@@ -217,7 +217,7 @@ class Watchdog:
             # What computes may be in a loop: it is believed once at each place.
             is_believed = report.is_busy and not _is_same(report, self._said)
             if report.is_harmless or is_believed:
-                self._say(f"{report.head}, alive and {'getting on' if report.is_harmless else 'busy'}", report)
+                self._say(f"{report.head}, alive{'' if report.is_harmless else ' and busy'}", report)
             elif _is_same(report, self._reported):
                 self._say(f"{report.head}, as reported", report)
             else:
