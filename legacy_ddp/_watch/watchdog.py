@@ -87,6 +87,7 @@ class Watchdog:
     def begin(self, call: str, *, warns: bool) -> None:
         """This rank enters a call. ``warns``: whether long waiting in it is worth a word."""
         place = self._place
+        place.activity.enter("plan", call)
         place.serial, place.call, place.in_call = place.serial + 1, call, True
         self._next_warning_seconds = self.warn_after_seconds if warns else float("inf")
         self._said = self._reported = None
