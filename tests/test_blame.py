@@ -1,5 +1,6 @@
 """Is the right rank blamed, by all and with one text, when several things happen at once?"""
 
+import logging
 import os
 import signal
 import threading
@@ -63,6 +64,28 @@ def test_a_warning_that_falls_due_at_the_end_does_not_throw_the_final_report_awa
     kind, within = ("PeerLostError", 6.0) if how == "dies" else ("SyncTimeoutError", timeout + 5)
     assert len([loss for loss in losses if loss]) == 4
     _check(losses, kind, (CULPRIT,), within)
+
+
+# Said once
+
+
+def _outlives(rank: int, folder: str) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("legacy_ddp").addHandler(handler)
+    model = _wrap(folder)
+    step(model, 1.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert _loss_in(model) is not None
+    return said
+
+
+def test_the_only_neighbour_of_a_killed_rank_says_so_once_though_it_loses_two_connections(tmp_path: Path) -> None:
+    said = run_ranks(_outlives, 2, str(tmp_path), lost=(1,))[0]
+
+    assert len([line for line in said if line.startswith("rank 1 ended without a word")]) <= 1
 
 
 # A rank leaves the call and lives on

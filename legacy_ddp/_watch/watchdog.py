@@ -246,17 +246,19 @@ class Watchdog:
         peer = self._peers[rank]
         if peer is not None and ask(peer, {"ask": "state"}, self._line.me.identity)[0] is Outcome.GONE:
             failure = Failure(f"{name_ranks([rank])} ended without a word", ranks=(rank,))
-            self._learn(failure)
-            # A launcher may end this process before anything is raised: then this is all that its user sees.
-            logger.warning("%s; reports of this rank: %s", failure.reason, self.file.path)
+            if self._learn(failure):
+                # A launcher may end this process before anything is raised: then this is all that its user sees.
+                logger.warning("%s; reports of this rank: %s", failure.reason, self.file.path)
             self._spread(failure, None, range(len(self._peers)))
 
-    def _learn(self, failure: Failure) -> None:
+    def _learn(self, failure: Failure) -> bool:
+        """Know of a failure, and write it down, if it is the first; whether it is."""
         with self._lock:
             if self._failure is not None:
-                return
+                return False
             self._failure, self._failed_at = failure, time.monotonic()
         self.file.append(f"before anybody was asked, from this rank alone:\n{self._report_from_here(failure).text}")
+        return True
 
     def _accept(self, report: Report) -> Report:
         """Take the final report, unless there is one already; it is on disk on return."""
