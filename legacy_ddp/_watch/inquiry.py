@@ -14,7 +14,7 @@ _SECOND_LOOK_SECONDS = 0.3
 # Between two looks; less is no checkpoint that is being written but other threads, and the looking itself.
 _MANY_BYTES = 2**20
 # Of one core: a rank that waits needs next to nothing, one that computes gets most of a core, or its share of it.
-_BUSY_SHARE = 0.3
+_BUSY_SHARE = 0.1
 
 
 @dataclass
