@@ -42,7 +42,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits test lint bench bench-agree clean
+.PHONY: help demo digits hunt test lint bench bench-agree bench-debug clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -58,6 +58,10 @@ demo: $(READY) ## train a language model on RANKS ranks; UPDATE_FREQ, STEPS
 digits: $(READY) ## train on the handwritten digits of scikit-learn
 	$(call needs,torch sklearn)
 	$(TORCHRUN) examples/train_digits.py
+
+hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
+	$(call needs,torch)
+	$(LAUNCH) 3 examples/hunt.py $(if $(HUNTS),--times $(HUNTS))
 
 test: $(READY) ## run the tests
 	$(call needs,torch pytest hypothesis numpy sklearn tqdm)
@@ -77,6 +81,11 @@ bench-agree: $(READY) ## time agreeing: in steps on RANKS ranks, alone on 2 to 1
 	$(call needs,torch)
 	$(TORCHRUN) benchmarks/bench_agree.py step
 	$(LAUNCH) 16 benchmarks/bench_agree.py header
+
+bench-debug: $(READY) ## time looking after replicas: in steps, and per byte
+	$(call needs,torch)
+	$(TORCHRUN) benchmarks/bench_debug.py step
+	$(LAUNCH) 1 benchmarks/bench_debug.py digest
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -1,7 +1,5 @@
 """How does a script become one of many ranks, and how do ranks find out whether they agree? Copy what you need."""
 
-import ctypes
-import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -16,6 +14,8 @@ import torch.distributed as dist
 # would keep the group and its threads alive after destroy_process_group(), and a process in a few aborts at exit.
 import torch.distributed.nn
 from torch import nn
+
+from legacy_ddp.debug import check_replicas
 
 T = TypeVar("T")
 
@@ -64,22 +64,11 @@ def require_equal_settings(settings: dict[str, Any]) -> None:
             exit_together(f"{name} differs between ranks: got {values} on ranks 0 to {len(values) - 1}, expected one")
 
 
-def require_identical_replicas(module: nn.Module) -> None:
-    """Collective: exit on every rank unless all ranks hold the same bits in every parameter. No rank is trusted."""
-    every = gather({name: digest(parameter) for name, parameter in module.named_parameters()})
-    for name in every[0]:
-        ranks_by_digest: dict[str, list[int]] = {}
-        for rank, digests in enumerate(every):
-            ranks_by_digest.setdefault(digests[name], []).append(rank)
-        if len(ranks_by_digest) > 1:
-            sides = " against ".join(str(ranks) for ranks in ranks_by_digest.values())
-            exit_together(f"replicas differ in {name!r}: got ranks {sides}, expected the same bits on all ranks")
-
-
-def digest(tensor: torch.Tensor) -> str:
-    """Fingerprint of the raw bytes, so that 0.0 and -0.0 differ and a NaN equals itself."""
-    raw = tensor.detach().cpu().contiguous()
-    return hashlib.blake2b(ctypes.string_at(raw.data_ptr(), raw.nbytes), digest_size=16).hexdigest()
+def require_identical_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Collective: exit on every rank unless all ranks hold the same bits."""
+    report = check_replicas(model, optimizer)
+    if not report.identical:
+        exit_together(str(report))
 
 
 def gather_random_states(device: torch.device) -> list[dict[str, torch.Tensor]]:

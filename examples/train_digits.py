@@ -51,7 +51,7 @@ def show_accuracy(train_set: Digits, test_set: Digits, epochs: int, update_freq:
         for batch in global_batches(train_set, epoch):
             update(model, optimizer, batch, update_freq)
         schedule.step()
-    require_identical_replicas(model.module)
+    require_identical_replicas(model)
 
     images, labels = test_set
     with torch.inference_mode():

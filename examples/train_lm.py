@@ -67,6 +67,8 @@ def train(training: "Training", args: argparse.Namespace, text: Text, settings: 
         mine = global_batch(windows, training.step, batch_size, args.seed)[rank::world_size]
         bits = training.update(mine.chunk(args.update_freq))
         progress.show(training.step, bits)
+        if args.check_every and training.step % args.check_every == 0:
+            require_identical_replicas(training.model, training.optimizer)
         if args.save and (training.step % args.save_every == 0 or training.step == args.steps):
             state = training.state()
             if rank == 0:
@@ -136,10 +138,12 @@ class ByteModel(nn.Module):
         return self.logits(self.dropout(states))
 
 
-def start_training(args: argparse.Namespace, checkpoint: dict[str, Any] | None, device: torch.device) -> Training:
+def start_training(
+    args: argparse.Namespace, checkpoint: dict[str, Any] | None, device: torch.device, *, checks: str = "info"
+) -> Training:
     """Collective: a training at its first step, or where rank 0's ``checkpoint`` was saved."""
     torch.manual_seed(args.seed)
-    model = LegacyDistributedDataParallel(ByteModel().to(device))
+    model = LegacyDistributedDataParallel(ByteModel().to(device), checks=checks)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(args.seed + 1 + dist.get_rank())  # from here on dropout differs from rank to rank
     training = Training(model, optimizer, device, args.lr)
@@ -177,7 +181,7 @@ def print_result(training: Training, text: Text) -> None:
     """Collective: rank 0 prints what was learned, after all ranks have shown that they hold the same bits."""
     held_out = cut_windows(text.held_out, CONTEXT)
     bits = evaluate(training.model, held_out, training.device)
-    require_identical_replicas(training.model.module)
+    require_identical_replicas(training.model, training.optimizer)
     if dist.get_rank() == 0:
         bigram = bigram_bits_per_byte(bigram_bits(text.train), held_out)
         print(
@@ -215,6 +219,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints here")
     parser.add_argument(
         "--save-every", type=positive_int, default=100, metavar="N", help="steps between checkpoints (default: 100)"
+    )
+    parser.add_argument(
+        "--check-every",
+        type=positive_int,
+        metavar="N",
+        help="steps between checks of the replicas (default: none)",
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save DIR")
     return parser

@@ -7,11 +7,14 @@ from legacy_ddp._errors import (
     LayoutError,
     LegacyDDPError,
     LostPeerError,
+    NonFiniteGradientError,
     PeerError,
     PeerLostError,
+    ReplicaDivergenceError,
     SyncTimeoutError,
     UnsynchronizedStepError,
 )
+from legacy_ddp._figures import NoiseScale
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._settings import Checks
 from legacy_ddp._wrapper import LegacyDistributedDataParallel, all_reduce_gradients
@@ -25,9 +28,12 @@ __all__ = [
     "LegacyDDPError",
     "LegacyDistributedDataParallel",
     "LostPeerError",
+    "NoiseScale",
+    "NonFiniteGradientError",
     "PeerError",
     "PeerLostError",
     "RankRow",
+    "ReplicaDivergenceError",
     "SyncRecord",
     "SyncTimeoutError",
     "UnsynchronizedStepError",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._figures import Lookalikes
 from legacy_ddp._groups import Groups
 from legacy_ddp._header import Operation
 from legacy_ddp._settings import Checks
@@ -33,6 +34,8 @@ class Seat:
     member: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
     waited_seconds: float = 0.0
+    nonfinite_told: bool = False  # a streak of non-finite gradients is under way, and was warned of
+    lookalikes: Lookalikes = field(default_factory=Lookalikes)
 
 
 class Call:

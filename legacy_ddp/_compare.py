@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 MISSING = "nothing"
 MAX_LINES = 10
+MAX_SIDES = 4
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,15 @@ class Difference:
         if 2 * len(self.holders[0][1]) <= total:
             return ()
         return tuple(sorted(rank for _, ranks in self.holders[1:] for rank in ranks))
+
+    @property
+    def sides(self) -> str:
+        """``rank 1 against ranks 0, 2``: who is with whom, the smallest group first."""
+        groups = [name_ranks(ranks) for _, ranks in reversed(self.holders)]
+        if len(groups) > 2 and all(len(ranks) == 1 for _, ranks in self.holders):
+            return "every rank has its own"
+        more = [f"{len(groups) - MAX_SIDES} more groups"] if len(groups) > MAX_SIDES else []
+        return " against ".join([*groups[:MAX_SIDES], *more])
 
     def __str__(self) -> str:
         # The odd ones first: they are what the reader looks for.

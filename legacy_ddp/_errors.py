@@ -5,7 +5,9 @@ LegacyDDPError(RuntimeError)
 │   │                      every ``.grad`` untouched, the group stays usable
 │   ├── LayoutError            ranks hold different parameters, buffers or settings
 │   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
-│   └── PeerError              a rank failed on its own before the exchange; the text says how
+│   ├── PeerError              a rank failed on its own before the exchange; the text says how
+│   ├── ReplicaDivergenceError  ranks hold other bits in what replicas share; the text says which, since when and why
+│   └── NonFiniteGradientError  a gradient holds NaN or infinity, and that was to be an error
 ├── LostPeerError          a rank did not answer; the group is not usable any more
 │   ├── PeerLostError          its connection broke
 │   └── SyncTimeoutError       it was silent for ``timeout_seconds``
@@ -14,6 +16,7 @@ LegacyDDPError(RuntimeError)
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class LegacyDDPError(RuntimeError):
@@ -51,8 +54,25 @@ class DesyncError(AgreedError):
     """Ranks met in different calls, or mean different things by the same call."""
 
 
+class ReplicaDivergenceError(AgreedError):
+    """Ranks hold other bits in what replicas should share.
+
+    ``report``: the :class:`legacy_ddp.debug.ReplicaReport`, whose text this error's is. ``phase``: since when, one of
+    ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``.
+    """
+
+    report: Any = None
+
+
 class PeerError(AgreedError):
     """A rank failed locally before the exchange, so nobody exchanged anything."""
+
+
+class NonFiniteGradientError(AgreedError):
+    """A local gradient holds NaN or infinity, seen before it was exchanged; only with ``Checks(nonfinite="raise")``.
+
+    ``ranks``: those that hold one. ``parameter``: the only one concerned, or the first of them on the first rank.
+    """
 
 
 class LostPeerError(LegacyDDPError):

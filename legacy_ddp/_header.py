@@ -17,6 +17,7 @@ class Operation(IntEnum):
     BROADCAST_PARAMETERS = 2
     BROADCAST_BUFFERS = 3
     ALL_REDUCE = 4
+    CHECK_REPLICAS = 5
 
     def __str__(self) -> str:
         return "construction" if self is Operation.CONSTRUCTION else f"{self.name.lower()}()"
@@ -44,8 +45,16 @@ class Flag(IntFlag):
     FINITE = 16
 
 
+# As plain numbers: they are asked for in every row of every call, and an IntFlag takes six times as long.
+_VALUES, _FINITE = Flag.VALUES.value, Flag.FINITE.value
+
+
 class Header(NamedTuple):
-    """One rank's row, every field a signed 64-bit word; the order is the wire's."""
+    """One rank's row, every field a signed 64-bit word; the order is the wire's.
+
+    ``state``: fingerprint of what replicas should share. ``random``: of the random generators, which need not agree.
+    ``mask``: of which gradients there are, and in check_replicas() of the gradients themselves.
+    """
 
     version: int = HEADER_VERSION
     member: int = 0
@@ -60,8 +69,8 @@ class Header(NamedTuple):
     flags: int = 0
     norm_bits: int = 0
     waited_us: int = 0
-    reserved_13: int = 0
-    reserved_14: int = 0
+    state: int = 0
+    random: int = 0
     reserved_15: int = 0
 
     @property
@@ -83,12 +92,12 @@ class Header(NamedTuple):
     @property
     def local_norm(self) -> float | None:
         """Norm of the rank's local gradient, None if it was not taken."""
-        return float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0]) if self.flags & Flag.VALUES else None
+        return float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0]) if self.flags & _VALUES else None
 
     @property
     def finite(self) -> bool | None:
         """Whether that gradient was finite, None if nobody looked."""
-        return bool(self.flags & Flag.FINITE) if self.flags & Flag.VALUES else None
+        return bool(self.flags & _FINITE) if self.flags & _VALUES else None
 
 
 def norm_word(norm: float) -> int:

@@ -57,7 +57,8 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }
         if planner.settings.checks.level != "off":
-            header = _add_values(header, plan, kinds, sparse)
+            may_wait = planner.settings.checks.nonfinite_policy != "ignore"
+            header = _add_values(header, plan, kinds, sparse, may_wait=may_wait)
         return Packed(kinds, sparse, _complete(call, plan, header, kinds))
 
 
@@ -109,9 +110,11 @@ def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> H
     )
 
 
-def _add_values(header: Header, plan: Plan, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> Header:
-    """Norm and finiteness of the local gradient; on other devices than CPU reading them would wait for the device."""
-    if any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
+def _add_values(
+    header: Header, plan: Plan, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor], *, may_wait: bool
+) -> Header:
+    """Norm and finiteness of the local gradient; on other devices than CPU only if it may wait for the device."""
+    if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
         return header
     pieces = [grad.values() for grad in sparse.values()]
     for buffer, share in plan.shares:
@@ -128,15 +131,25 @@ def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are
     finite.
     """
-    norm = math.hypot(*(_norm(piece, wide=False) for piece in pieces))
+    norm = math.hypot(*_norms(pieces, wide=False))
     if math.isfinite(norm):
         return norm, True
     finite = all(bool(torch.isfinite(piece).all()) for piece in pieces)
-    return (math.hypot(*(_norm(piece, wide=True) for piece in pieces)) if finite else norm), finite
+    return (math.hypot(*_norms(pieces, wide=True)) if finite else norm), finite
 
 
-def _norm(piece: torch.Tensor, *, wide: bool) -> float:
+def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
+    norms = [_norm(piece, wide=wide) for piece in pieces]
+    read = [float(norm) for norm in norms if norm.device.type == "cpu"]
+    away = [norm for norm in norms if norm.device.type != "cpu"]
+    if away:  # one wait for the device, however many they are
+        read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
+    return read
+
+
+def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
     if piece.is_complex():
         piece = torch.view_as_real(piece)
     narrow = torch.float32 if piece.dtype in (torch.float16, torch.bfloat16) else piece.dtype
-    return float(torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow))
+    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow)
+    return norm

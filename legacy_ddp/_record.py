@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 
+from legacy_ddp._figures import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._header import Header, decode_rows
 
 
@@ -13,10 +14,10 @@ from legacy_ddp._header import Header, decode_rows
 class RankRow:
     """What one rank brought to a call.
 
-    ``local_norm``: 2-norm of its local gradient, before the reduction; None unless checks were on and all on CPU.
-    ``finite``: whether that gradient held neither NaN nor infinity; None likewise. ``micro_batches``: backward passes
-    since its last call. ``sample_size``: its own, None for a plain call. ``took_part``: false for ``skip`` and
-    ``sample_size=0``.
+    ``local_norm``: 2-norm of its local gradient, before the reduction; None if it took no part, with checks off, and on
+    CUDA unless ``Checks(nonfinite=)`` asks for it. ``finite``: whether that gradient held neither NaN nor infinity;
+    None likewise. ``micro_batches``: backward passes since its last call. ``sample_size``: its own, None for a plain
+    call. ``took_part``: false for ``skip`` and ``sample_size=0``.
     ``seconds_waited``: for the other ranks' headers, in its *previous* call; the straggler waited least.
     """
 
@@ -37,7 +38,7 @@ class SyncRecord:
     false for that no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the
     ranks, None for a plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of
     gradients that this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload,
-    alias).
+    alias; with ``checks="detail"`` also sign).
     """
 
     call: int
@@ -56,6 +57,56 @@ class SyncRecord:
         if self._headers is None:
             return ()
         return tuple(_row(rank, header) for rank, header in enumerate(decode_rows(self._headers)))
+
+    @property
+    def identical_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """Groups of two or more ranks whose local gradients have the same norm, to the last bit.
+
+        Gradients of different data almost never do. Zero and non-finite norms do not count.
+        """
+        return equal_ranks([comparable_norm(row.local_norm, row.finite) for row in self.rows])
+
+    @property
+    def straggler(self) -> tuple[int, float] | None:
+        """The rank that the others waited for in their *previous* call, and how many seconds longer than it they did.
+
+        The median of the others counts. Somebody is always last: a rank that is named again and again, with seconds
+        that matter, is slow. None in a first call and for a single rank.
+        """
+        return find_straggler([row.seconds_waited for row in self.rows])
+
+    def noise_scale(self, reduced_norm: float | torch.Tensor) -> NoiseScale:
+        """Estimate of the gradient noise scale, which tells how large a batch is worth while.
+
+        ``reduced_norm``: 2-norm of the reduced gradient of the same parameters, as
+        :func:`torch.nn.utils.clip_grad_norm_` returns it right after the call. With a GradScaler the norm *before*
+        ``unscale_``: the local ones are scaled, too.
+
+        After McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162,
+        appendix A.1, with a small batch per rank that took part. Rank r's gradient is a sum over n_r items
+        (``sample_size``; in a plain call its contribution is one item), g_r that sum / n_r, g the reduced gradient,
+        N = Σ n_r. With G the true gradient and Σ the covariance of one item's, E|g_r|² = |G|² + tr(Σ) / n_r and
+        E|g|² = |G|² + tr(Σ) / N. So, with h the mean over ranks of 1 / n_r and A that of |g_r|²,
+
+            tr(Σ) ≈ (A - |g|²) / (h - 1 / N),    |G|² ≈ |g|² - tr(Σ) / N
+
+        The paper has the same number of items on every rank, where h = 1 / B_small. One call says little: average
+        ``squared_norm`` and ``noise`` over many before dividing, as the paper does. Both are NaN or infinite where a
+        norm is.
+
+        Raises:
+            ValueError: fewer than two ranks took part, or their norms were not taken.
+        """
+        rows = [row for row in self.rows if row.took_part]
+        norms = [row.local_norm for row in rows if row.local_norm is not None]
+        if len(rows) < 2:
+            raise ValueError(f"noise_scale() compares ranks: got {len(rows)} that took part, expected at least 2")
+        if len(norms) < len(rows):
+            raise ValueError(
+                f"norms are missing: got those of {len(norms)} of {len(rows)} ranks, expected all; they are taken with "
+                'checks="info" on CPU, and on CUDA with Checks(nonfinite="warn") or "raise"'
+            )
+        return estimate_noise(norms, [row.sample_size or 1 for row in rows], float(reduced_norm))
 
 
 def _row(rank: int, header: Header) -> RankRow:

@@ -1,8 +1,9 @@
 """What the user asks for, checked once: the constructor's arguments."""
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -10,11 +11,46 @@ from torch import nn
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
-_ALLOWED = {"level": ("off", "info"), "uneven": ("warn", "raise", "allow"), "unsynchronized_step": ("raise", "allow")}
+_ALLOWED = {
+    "level": ("off", "info", "detail"),
+    "uneven": ("warn", "raise", "allow"),
+    "unsynchronized_step": ("raise", "allow"),
+    "nonfinite": ("ignore", "warn", "raise"),
+    "same_data": ("warn", "allow"),
+}
+
+
+@runtime_checkable
+class LossScaler(Protocol):
+    """What is used of a ``torch.amp.GradScaler``."""
+
+    def is_enabled(self) -> bool:
+        """Whether it scales at all."""
+
+    def get_scale(self) -> float:
+        """What it multiplies the loss by."""
 
 
 def _is_duration(seconds: object) -> bool:
     return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= _LONGEST
+
+
+def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+    """``names`` as a tuple; ``argument`` is what the user calls them.
+
+    Raises:
+        TypeError: one string, which would be taken for its letters, or something that is no name.
+    """
+    if isinstance(names, str):
+        raise TypeError(
+            f"{argument} is of the wrong type: got the string {names!r}, expected several names; write [{names!r}]"
+        )
+    if not isinstance(names, Iterable):
+        raise TypeError(f"{argument} is of the wrong type: got {names!r}, expected several names")
+    found = tuple(names)
+    if others := [name for name in found if not isinstance(name, str)]:
+        raise TypeError(f"{argument} is of the wrong type: got {others[0]!r}, expected names (str)")
+    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,12 +59,28 @@ class Checks:
 
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
-            (norm of the local gradient, finite or not).
+            (norm of the local gradient, finite or not). ``"detail"``: also fingerprints of parameters, buffers and
+            gradients in every call, so that replicas which part are a ReplicaDivergenceError in the next call; for
+            wrappers, not for :func:`all_reduce_gradients`.
         uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
             ``"raise"`` a DesyncError on every rank; ``"allow"``.
         unsynchronized_step: what to do when an optimizer's ``step()`` would use gradients that were not reduced since
             the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
             ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is taken as meant.
+        nonfinite: what to do when the local gradient of a rank that takes part holds NaN or infinity: ``"ignore"``;
+            ``"raise"`` a NonFiniteGradientError on every rank, naming ranks and parameters, before anything is
+            exchanged; ``"warn"`` on every rank, once when it begins and again after a call without, and go on. Ranks
+            must agree on it; level ``"off"`` counts as ``"ignore"``. On CUDA it costs one wait for the device per call.
+        grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss. While it is enabled on every rank, with a
+            scale above 1, a non-finite gradient is taken for an overflow of its making: neither error nor warning, and
+            its ``step()`` skips on all ranks, because all get the infinity. A NaN of any other origin is thus reported
+            after the scale has come down to 1 (16 skipped steps from the default). A deep copy shares it, a pickle
+            leaves it out.
+        same_data: what to do when ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
+            after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for gradients
+            that are normalised before the call, for instance.
+        local_buffers: names of buffers that may differ between ranks, or patterns of them (``"*.running_mean"``):
+            ``"detail"`` leaves them out.
         warn_after_seconds: how long a rank waits for others before it says for whom and what they do. On a process
             group the first wrapper's value counts, as for ``report_dir``.
         report_dir: where every rank keeps a file of its reports; None: the system's directory for temporary files.
@@ -40,6 +92,10 @@ class Checks:
     level: str = "info"
     uneven: str = "warn"
     unsynchronized_step: str = "raise"
+    nonfinite: str = "ignore"
+    grad_scaler: LossScaler | None = None
+    same_data: str = "warn"
+    local_buffers: Sequence[str] = ()
     warn_after_seconds: float = 60.0
     report_dir: str | os.PathLike[str] | None = None
 
@@ -52,6 +108,7 @@ class Checks:
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"checks: {name} is unknown: got {value!r}, expected one of {allowed}")
+        object.__setattr__(self, "local_buffers", as_names(self.local_buffers, "checks: local_buffers"))
         if not _is_duration(self.warn_after_seconds):
             raise ValueError(
                 f"checks: warn_after_seconds is not usable: got {self.warn_after_seconds!r}, "
@@ -59,11 +116,42 @@ class Checks:
             )
         if self.report_dir == "" or not isinstance(self.report_dir, str | os.PathLike | None):
             raise TypeError(f"checks: report_dir is not usable: got {self.report_dir!r}, expected a path or None")
+        scaler: object = self.grad_scaler
+        if isinstance(scaler, type) or not isinstance(scaler, LossScaler | None):
+            raise TypeError(
+                f"checks: grad_scaler is not usable: got {scaler!r}, expected a torch.amp.GradScaler, or None"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Checks":
+        """Itself: the scaler belongs to the loop, and copying one fails in the middle of a step."""
+        return self
+
+    def __copy__(self) -> "Checks":
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the scaler: a copy of one would stay at its scale for ever and excuse everything."""
+        return {**vars(self), "grad_scaler": None}
 
     @property
     def guards_steps(self) -> bool:
         """Whether a step without the call is an error."""
         return self.level != "off" and self.unsynchronized_step == "raise"
+
+    @property
+    def nonfinite_policy(self) -> str:
+        """What to do about a gradient that is not finite."""
+        return self.nonfinite if self.level != "off" else "ignore"
+
+    @property
+    def warns_of_same_data(self) -> bool:
+        """Whether to say that ranks look as if they read the same data."""
+        return self.level != "off" and self.same_data == "warn"
+
+    @property
+    def compares_replicas(self) -> bool:
+        """Whether every call compares what replicas should share."""
+        return self.level == "detail"
 
 
 def resolve_checks(checks: str | Checks) -> Checks:
@@ -125,6 +213,8 @@ class Settings:
             "buffer_size": str(self.buffer_size),
             "reduce_dtype": str(self.reduce_dtype),
             "uneven": self.checks.uneven,
+            'checks="detail"': f"{self.checks.compares_replicas}, local_buffers={sorted(self.checks.local_buffers)}",
+            "nonfinite": self.checks.nonfinite_policy,
         }
 
 
@@ -135,13 +225,9 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
     """The names in ``ignore``, and those that torch DDP would leave out of ``module``.
 
     Raises:
-        TypeError: one string, which would be taken for its letters.
+        TypeError: as :func:`as_names`.
     """
-    if isinstance(ignore, str):
-        raise TypeError(
-            f"ignore is of the wrong type: got the string {ignore!r}, expected several names; write [{ignore!r}]"
-        )
-    return frozenset(ignore) | frozenset(getattr(module, _TORCH_DDP_IGNORE, ()))
+    return frozenset(as_names(ignore, "ignore")) | frozenset(getattr(module, _TORCH_DDP_IGNORE, ()))
 
 
 def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:

@@ -12,11 +12,14 @@ from torch import nn
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, describe_micro_batches
 from legacy_ddp._call import Call, Seat
+from legacy_ddp._compare import name_ranks
 from legacy_ddp._counting import StepPolicy
+from legacy_ddp._figures import SUSPICIOUS_CALLS, comparable_norm
 from legacy_ddp._groups import groups_of
 from legacy_ddp._guard import guard_steps
 from legacy_ddp._header import Operation
 from legacy_ddp._plan import Planner
+from legacy_ddp._replicas.trail import Trail
 from legacy_ddp._settings import Checks, Settings, resolve_checks
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -25,15 +28,19 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 class Synchronizer:
     """Its plan, its seat in every group it was used with, and what it has warned of."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self.settings = settings
         self.planner = Planner(settings)
+        self.trail: Trail | None = None
+        if settings.checks.compares_replicas and wrapper is not None:
+            self.trail = Trail(wrapper, settings, self.policy)
         if settings.checks.guards_steps:
             guard_steps()
         # By the user's group, so that coming back to one finds the seat there again.
         self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, Seat] = weakref.WeakKeyDictionary()
         self._warned_uneven = False
-        self._warning = ""
+        self._warned_same_data = False
+        self._warnings: list[str] = []
 
     @property
     def policy(self) -> StepPolicy:
@@ -56,13 +63,32 @@ class Synchronizer:
         if finding := describe_micro_batches(agreement.rows):
             self._warned_uneven = True
             if call.groups.rank == 0:
-                self._warning = f"{call.operation} call {call.number}: ranks bring uneven work (said once):\n{finding}"
+                self.note(f"{call}: ranks bring uneven work (said once):\n{finding}\nsee legacy_ddp.Checks(uneven=...)")
+
+    def note_same_data(self, call: Call, agreement: Agreement) -> None:
+        """Prepare the warning, once per run and on rank 0, if ranks look as if they read the same data."""
+        if self._warned_same_data or call.groups.rank != 0 or not self.settings.checks.warns_of_same_data:
+            return
+        # Without a backward since the last call gradients are what that one left, equal everywhere.
+        norms = [comparable_norm(row.local_norm, row.finite) if row.micro_batches else None for row in agreement.rows]
+        if groups := call.seat.lookalikes.note(norms):
+            self._warned_same_data = True
+            who = ", and ".join(f"{name_ranks(ranks)} hold identical local gradients" for ranks in groups)
+            self.note(
+                f"{call}: {who} for {SUSPICIOUS_CALLS} calls (norms equal to the last bit; said once):\n"
+                "they probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
+                "see legacy_ddp.Checks(same_data=...)"
+            )
+
+    def note(self, warning: str) -> None:
+        """Keep a warning, if there is one, for the end of the call."""
+        if warning:
+            self._warnings.append(warning)
 
     def emit_warning(self) -> None:
         """Say what there is to say, at the line that called our caller."""
-        if text := self._warning:
-            self._warning = ""
-            warnings.warn(f"{text}\nsee legacy_ddp.Checks(uneven=...)", stacklevel=3)
+        while self._warnings:  # where a warning is an error, the next one follows at the next call
+            warnings.warn(self._warnings.pop(0), stacklevel=3)
 
 
 def remember(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:

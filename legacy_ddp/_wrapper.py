@@ -1,4 +1,4 @@
-"""The wrapper, and the one call in which ranks meet: plan → pack → agree → reduce → alias → record."""
+"""The wrapper, and the one call in which ranks meet: plan → pack → agree → check → reduce → alias → record."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,10 +16,13 @@ from legacy_ddp._broadcast import broadcast
 from legacy_ddp._call import Call
 from legacy_ddp._header import Header, Operation
 from legacy_ddp._layout import distinct
+from legacy_ddp._nonfinite import check_finite
 from legacy_ddp._pack import pack
 from legacy_ddp._process_group import GroupHandle, resolve_group
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._reduce import Reduced, reduce
+from legacy_ddp._replicas.holdings import check_local_buffers
+from legacy_ddp._replicas.verify import sign, verify
 from legacy_ddp._settings import Checks, Settings, check_ignored, names_to_ignore, resolve_checks
 from legacy_ddp._synchronizer import NamedTensors, Synchronizer, remember
 from legacy_ddp._watch import HERE
@@ -45,8 +48,8 @@ class LegacyDistributedDataParallel(nn.Module):
         reduce_dtype: floating dtype that real gradients travel in; None: their own, and fp32 for fp16 ones.
         ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
             (the module's ``_ddp_params_and_buffers_to_ignore``).
-        checks: ``"off"``, ``"info"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``, read here,
-            overrides the level.
+        checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
+            read here, overrides the level.
         timeout_seconds: how long to wait for the other ranks in any call; None: the group's own timeout.
 
     Raises:
@@ -87,7 +90,7 @@ class LegacyDistributedDataParallel(nn.Module):
             )
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
-        self._synchronizer = Synchronizer(self._settings)
+        self._synchronizer = Synchronizer(self._settings, self)
         self._construct(world_size, problem)
         if init_sync:
             self.broadcast_parameters()
@@ -133,9 +136,12 @@ class LegacyDistributedDataParallel(nn.Module):
             DesyncError: ranks are in different calls, mix None and int ``sample_size``, or one of them skipped or
                 repeated a call.
             LayoutError: parameters changed on some ranks only.
+            ReplicaDivergenceError: with ``checks="detail"``, ranks hold other bits in parameters or buffers, or used
+                other gradients in a step since the last call.
+            NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
             LostPeerError: a rank did not answer. In phase ``payload`` every ``.grad`` becomes None; the group is lost.
 
-        After the first three every ``.grad`` is untouched on every rank and the next call may succeed.
+        After all but the last every ``.grad`` is untouched on every rank and the next call may succeed.
         """
         if not self._synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
@@ -193,7 +199,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._synchronizer = Synchronizer(self._settings)
+        self._synchronizer = Synchronizer(self._settings, self)
         with suppress(ValueError):  # told at the first collective; until then backward passes are counted already
             self._synchronizer.planner.plan(self._named_parameters())
 
@@ -214,12 +220,15 @@ class LegacyDistributedDataParallel(nn.Module):
                 if inside := [type(child).__name__ for child in self.module.modules() if isinstance(child, wrappers)]:
                     raise ValueError(f"module contains a {inside[0]}, expected no wrapper; wrap the plain module, once")
                 check_ignored(self.module, self._settings.ignore)
+                check_local_buffers(self.module, self._settings.checks.local_buffers)
                 plan = self._synchronizer.planner.plan(self._named_parameters())
             agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
 
     def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
         with torch.no_grad(), self._synchronizer.call(operation, self._group.resolve()) as call:
             broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
+        if self._synchronizer.trail is not None and operation is Operation.BROADCAST_PARAMETERS:
+            self._synchronizer.trail.restart()
 
 
 def all_reduce_gradients(
@@ -233,7 +242,8 @@ def all_reduce_gradients(
 
     Collective. What it needs from call to call (flat buffers, counts) is remembered for as long as the module, or the
     first of the parameters, lives. Ranks do not compare anything before the first call. Parameters given without a
-    module are named by their position.
+    module are named by their position. Checks are the default ones, but for ``unsynchronized_step="allow"``: gradients
+    that are not finite are reduced as they are, and ``record.rows`` tells whose they were.
 
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
@@ -249,18 +259,24 @@ def all_reduce(
     synchronizer: Synchronizer, named: NamedTensors, group: dist.ProcessGroup, sample_size: int | None, skip: bool
 ) -> SyncRecord:
     """The way of a gradient, one step a line; docs/design.md says what each step promises."""
-    planner = synchronizer.planner
+    planner, trail = synchronizer.planner, synchronizer.trail
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         with announcing_failures(call):
             with call.phase("plan"):
                 plan = planner.plan(named)
             packed = pack(call, planner, plan, sample_size, skip)
-        agreement = agree(call, packed.header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
+            header = sign(call, trail, packed.header)
+        agreement = agree(call, header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
+        verify(call, trail, agreement.rows)
+        synchronizer.note(check_finite(call, plan, packed, agreement))
         reduced = reduce(call, plan, packed, agreement)
         with call.phase("alias"):
             plan.alias(reduced.kinds, reduced.sparse)
         planner.counter.reset()
+        if trail is not None:
+            trail.note_reduced()
     synchronizer.note_uneven(call, agreement)
+    synchronizer.note_same_data(call, agreement)
     return _record(call, agreement, reduced)
 
 

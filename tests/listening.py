@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
@@ -65,7 +66,7 @@ class Training:
             self.step()
 
     def step(self) -> None:
-        self.model(torch.ones(3, 4)).sum().backward()
+        self.model(torch.full((3, 4), 1.0 + dist.get_rank())).sum().backward()  # equal data would be warned of
         record = self.model.all_reduce()
         self.optimizer.step()
         self.optimizer.zero_grad()

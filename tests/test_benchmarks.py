@@ -17,6 +17,7 @@ BENCHMARKS = ROOT / "benchmarks"
 sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
 _scaling = importlib.import_module("_scaling")
 bench_agree = importlib.import_module("bench_agree")
+bench_debug = importlib.import_module("bench_debug")
 
 SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
 
@@ -50,7 +51,36 @@ def test_header_measures_every_power_of_two_up_to_the_ranks_there_are(tmp_path: 
     assert document["results"]["reasoned"][0]["all_gather"]["most_ranks"] == 180
 
 
-@pytest.mark.parametrize("script", ["bench_agree.py", "bench_all_reduce.py"])
+def _run_debug(rank: int, *given: str) -> None:
+    bench_debug.run(bench_debug.parse_arguments(given))
+
+
+def test_debug_tells_what_looking_after_replicas_adds_to_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+
+    run_ranks(_run_debug, 2, "step", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["step of train_lm, 2 ranks", "step of 1,000 small tensors, 2 ranks"]
+    for result in results.values():
+        assert list(result["variants"]) == ["off", "off again", "info", "detail", "check every step"]
+        assert result["aims"] == {"detail": 1.25, "check every 10 steps": 1.05}
+        each = result["variants"]["check every step"]["median_ratio"]
+        assert result["ratios"]["check every 10 steps"] == pytest.approx(0.9 + each / 10)
+
+
+def test_debug_tells_how_fast_a_digest_is(tmp_path: Path) -> None:
+    path = tmp_path / "digest.json"
+
+    run_ranks(_run_debug, 1, "digest", *SHORT, "--max-bytes", "65536", "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["4 KiB", "64 KiB", "1,000 x 9 KiB"]
+    for result in results.values():
+        assert list(result) == ["copy", "digest"]
+
+
+@pytest.mark.parametrize("script", ["bench_agree.py", "bench_all_reduce.py", "bench_debug.py"])
 def test_a_benchmark_started_as_a_script_finds_its_neighbours(script: str) -> None:
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--help"],

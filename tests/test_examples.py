@@ -114,6 +114,16 @@ def test_train_lm_says_one_line_on_stdout_and_progress_of_one_rank_on_stderr(und
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.pt"]
 
 
+def test_checking_the_replicas_in_every_step_of_train_lm_changes_no_bit(undisturbed: Any, tmp_path: Path) -> None:
+    world_size, original, unchecked = undisturbed
+
+    result = _torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(tmp_path), "--check-every", "1")
+
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == unchecked.stdout
+    _assert_same_bits(*(_load(folder / "step-00000004.pt") for folder in (original, tmp_path)))
+
+
 def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> None:
     world_size, original, uninterrupted = undisturbed
     folder = _killed_after_first_checkpoint(original, tmp_path / "resumed")
@@ -284,12 +294,14 @@ def _replica_check(rank: int, guilty: int | None) -> tuple[int | str | None, str
     return 0, errors.getvalue()
 
 
-@pytest.mark.parametrize("guilty,sides", [(0, "[0] against [1, 2]"), (2, "[0, 1] against [2]")])
+@pytest.mark.parametrize("guilty,sides", [(0, "rank 0 against ranks 1-2"), (2, "rank 2 against ranks 0-1")])
 def test_one_flipped_bit_ends_every_rank_and_rank_0_says_who_differs(guilty: int, sides: str) -> None:
     results = run_ranks(_replica_check, 3, guilty)
 
     assert [code for code, _ in results] == [1, 1, 1]
-    assert f"replicas differ in 'bias': got ranks {sides}, expected the same bits on all ranks\n" in results[0][1]
+    assert "replicas differ in 1 of 2 parameters" in results[0][1]
+    assert f"parameter 'bias', float32 (2,): {sides}\n" in results[0][1]
+    assert "one bit flipped: bit 0" in results[0][1]
     assert [text for _, text in results[1:]] == ["", ""]
 
 

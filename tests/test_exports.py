@@ -17,12 +17,15 @@ from legacy_ddp import (
     LegacyDDPError,
     LegacyDistributedDataParallel,
     LostPeerError,
+    NonFiniteGradientError,
     PeerError,
     PeerLostError,
     RankRow,
+    ReplicaDivergenceError,
     SyncRecord,
     SyncTimeoutError,
     UnsynchronizedStepError,
+    debug,
 )
 
 _ERRORS = [
@@ -32,22 +35,25 @@ _ERRORS = [
     LayoutError,
     LegacyDDPError,
     LostPeerError,
+    NonFiniteGradientError,
     PeerError,
     PeerLostError,
+    ReplicaDivergenceError,
     SyncTimeoutError,
     UnsynchronizedStepError,
 ]
 
 
-def test_all_is_sorted_and_names_exactly_what_is_public() -> None:
-    public = {name for name, value in vars(legacy_ddp).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+@pytest.mark.parametrize("door", [legacy_ddp, debug])
+def test_all_is_sorted_and_names_exactly_what_is_public(door: ModuleType) -> None:
+    public = {name for name, value in vars(door).items() if name[0] != "_" and not isinstance(value, ModuleType)}
 
-    assert list(legacy_ddp.__all__) == sorted(public)
+    assert list(door.__all__) == sorted(public)
 
 
-@pytest.mark.parametrize("name", legacy_ddp.__all__)
-def test_every_public_object_has_a_docstring_of_its_own(name: str) -> None:
-    thing = getattr(legacy_ddp, name)
+@pytest.mark.parametrize("door, name", [(door, name) for door in (legacy_ddp, debug) for name in door.__all__])
+def test_every_public_object_has_a_docstring_of_its_own(door: ModuleType, name: str) -> None:
+    thing = getattr(door, name)
     members = vars(thing).items() if inspect.isclass(thing) else []
     methods = [
         member
@@ -84,6 +90,8 @@ def test_the_errors_form_one_tree() -> None:
         "LayoutError": "AgreedError",
         "DesyncError": "AgreedError",
         "PeerError": "AgreedError",
+        "NonFiniteGradientError": "AgreedError",
+        "ReplicaDivergenceError": "AgreedError",
         "PeerLostError": "LostPeerError",
         "SyncTimeoutError": "LostPeerError",
     }

@@ -29,7 +29,7 @@ def _wrap(**arguments: Any) -> LegacyDistributedDataParallel:
 
 _BUFFER_SIZE = "buffer_size is not usable: got {}, expected a number of elements, an int of at least 1"
 _TIMEOUT = "timeout_seconds is not usable: got {}, expected a positive number of seconds"
-_LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info')"
+_LEVEL = "checks: level is unknown: got {}, expected one of ('off', 'info', 'detail')"
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,18 @@ def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Ex
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        ({"level": "detail"}, _LEVEL.format("'detail'")),
+        ({"level": "details"}, _LEVEL.format("'details'")),
         ({"level": None}, _LEVEL.format(None)),
         ({"uneven": "ignore"}, "checks: uneven is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
         (
             {"unsynchronized_step": "warn"},
             "checks: unsynchronized_step is unknown: got 'warn', expected one of ('raise', ",
         ),
+        (
+            {"nonfinite": "allow"},
+            "checks: nonfinite is unknown: got 'allow', expected one of ('ignore', 'warn', 'raise')",
+        ),
+        ({"same_data": "raise"}, "checks: same_data is unknown: got 'raise', expected one of ('warn', 'allow')"),
         ({"uneven": True}, "checks: uneven is unknown: got True, expected one of ('warn', 'raise', 'allow')"),
     ],
 )
@@ -154,6 +159,16 @@ def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str]
             [Checks(uneven="raise"), "info", "info"],
             "setting 'uneven': rank 0 has raise; ranks 1-2 have warn",
         ),
+        (
+            "checks",
+            ["info", Checks(nonfinite="raise"), Checks(nonfinite="raise")],
+            "setting 'nonfinite': rank 0 has ignore; ranks 1-2 have raise",
+        ),
+        (
+            "checks",
+            [Checks(nonfinite="warn"), Checks(level="off", nonfinite="warn"), Checks(nonfinite="warn")],
+            "setting 'nonfinite': rank 1 has ignore; ranks 0, 2 have warn",
+        ),
     ],
 )
 def test_settings_that_ranks_must_share_are_compared(name: str, values: list[Any], words: str) -> None:
@@ -168,6 +183,8 @@ def test_settings_that_ranks_must_share_are_compared(name: str, values: list[Any
     "name, values",
     [
         ("checks", ["off", "info"]),
+        ("checks", [Checks(level="off", nonfinite="raise"), "info"]),
+        ("checks", [Checks(same_data="allow"), "info"]),
         ("timeout_seconds", [5, None]),
         ("gradient_as_bucket_view", [True, False]),
     ],

@@ -1,0 +1,203 @@
+"""Which class does the difference between two tensors fall into?
+
+``CLASSES`` are tried in their order, and the first that fits is the kind. A narrow claim comes before a wide one, and
+where two are true at once the one that explains more comes first:
+
+one bit      one bit of one element, even where rounding can do the same (the words say so then)
+same values  every differing pair is equal as numbers: 0.0 and -0.0, or two NaNs
+permutation  the same elements, bit by bit, in other places
+scaled       99 % of what is not zero is one factor times the reference, within rounding. Before ``same bit``: a changed
+             sign of everything is both
+same bit     the same bit of several elements; of fewer than 20 only if rounding cannot do the same, for half of all
+             steps by one ulp change the lowest bit alone
+rounding     all are finite and a few ulp apart, by their own ulp or, where terms of a sum cancel, by the greatest's
+non-finite   NaN or inf on one side where the other has something else
+rows         at least half of the elements in less than half of the rows (dimension 0)
+everything   at least 90 % of the elements
+some         what is left
+"""
+
+from collections.abc import Callable
+from math import frexp, isfinite, ldexp
+
+import torch
+from torch import Tensor
+
+from legacy_ddp._replicas.element_pair import Pair, by_blocks, tolerance, ulp_apart
+from legacy_ddp._replicas.element_words import MANTISSA_BITS, position, say_bit, say_rows
+
+ROUNDING = "reduction order or a nondeterministic kernel"
+SAMPLE = 2**16  # elements whose median gives a factor
+
+
+def classify(pair: Pair) -> tuple[str, str]:
+    """The kind and its words."""
+    return next((kind, words) for kind, say in CLASSES.items() if (words := say(pair)))
+
+
+def _one_bit(pair: Pair) -> str | None:
+    bit = _common_bit(pair)
+    if pair.count > 1 or not bit:
+        return None
+    same = _same_values(pair)
+    return f"one bit flipped: {bit}" + (
+        f", {same}" if same else ", which rounding can do too" if _rounding(pair) else ""
+    )
+
+
+def _same_values(pair: Pair) -> str | None:
+    if pair.dtype not in MANTISSA_BITS:
+        return None
+    differs = pair.own != pair.reference
+    zeros = differs & (pair.own_numbers == pair.reference_numbers)
+    nans = differs & pair.own_numbers.isnan() & pair.reference_numbers.isnan()
+    if not torch.equal(zeros | nans, differs):
+        return None
+    named = {"-0.0 against 0.0": zeros, "NaN on both sides with other bits": nans}
+    return f"equal as numbers: {' and '.join(words for words, mask in named.items() if mask.any())}"
+
+
+def _permutation(pair: Pair) -> str | None:
+    # Sums wrap alike in any order: where they differ, as nearly always, nothing need be sorted.
+    if pair.own.sum(dtype=torch.int64) != pair.reference.sum(dtype=torch.int64):
+        return None
+    if not torch.equal(_in_order(pair.own), _in_order(pair.reference)):
+        return None
+    if pair.count == 2:
+        first, second = (position(place, pair.shape) for place in pair.where.tolist())
+        return f"permutation: {first} and {second} swapped"
+    if not _moves_whole_rows(pair):
+        return "permutation: the same elements in other places"
+    if len(pair.rows) == 2:
+        return "permutation: rows {} and {} swapped".format(*pair.rows.tolist())
+    return f"permutation: {say_rows(pair.rows, pair.shape[0])} in another order"
+
+
+def _scaled(pair: Pair) -> str | None:
+    own, reference = pair.own_numbers, pair.reference_numbers
+    nonzero = (own != 0) | (reference != 0)
+    # One number gives the factor, the others confirm it.
+    needed = max(3, 0.99 * (int(nonzero.sum()) + pair.unchanged_nonzero))
+    if int(nonzero.sum()) < needed:
+        return None
+    some = slice(None, None, 1 + pair.count // SAMPLE)
+    factor = float((own[some] / reference[some]).nanmedian())  # 0 / 0 is NaN
+    relative, absolute = tolerance(pair.dtype)
+    if not isfinite(factor) or abs(factor - 1) <= 2 * relative:
+        return None
+
+    def fit(own: Tensor, reference: Tensor) -> Tensor:
+        return torch.isclose(own, factor * reference, rtol=relative, atol=absolute, equal_nan=True)
+
+    fits = by_blocks(fit, own, reference)
+    if int((fits & nonzero).sum()) < needed or not (fits | pair.finite).all():
+        return None
+    told = {-1.0: "every sign changed", 0.0: "all zero here"}.get(factor, "a clip, a rate or a decay of its own")
+    return f"{factor + 0.0:.6g} times the reference: {told}"
+
+
+def _same_bit(pair: Pair) -> str | None:
+    bit = _common_bit(pair)
+    if not bit or (pair.count < 20 and _rounding(pair)):
+        return None
+    return f"the same bit flipped in {pair.count} elements: {bit}"
+
+
+def _rounding(pair: Pair) -> str | None:
+    if pair.dtype not in MANTISSA_BITS or not pair.finite.all():
+        return None
+    mantissa = MANTISSA_BITS[pair.dtype]
+    ulp = by_blocks(ulp_apart, pair.own, pair.reference)
+    # A distance below zero did not fit into its 64 bits.
+    if ((ulp >= 0) & (ulp <= (4 if mantissa >= 7 else 1))).all():
+        return f"at most {int(ulp.max())} ulp apart: {ROUNDING}"
+    # Sums of 3 to 64 terms in two orders, and matmuls in two ways, were measured: next to zero, elements are thousands
+    # of ulp apart, but none more than 4.3 ulp of the greatest; at least 83 % are within 16 ulp of their own.
+    own, reference = pair.own_numbers, pair.reference_numbers
+    greatest = max(float(own.abs().max()), float(reference.abs().max()))
+    apart = float((own - reference).abs_().max()) / max(ldexp(1.0, frexp(greatest)[1] - 1 - mantissa), 5e-324)
+    if mantissa < 7 or apart > 8 or int(((ulp >= 0) & (ulp <= 16)).sum()) < 0.75 * ulp.numel():
+        return None
+    return f"at most {apart:.2g} ulp of the greatest apart, as where terms of a sum cancel: {ROUNDING}"
+
+
+def _non_finite(pair: Pair) -> str | None:
+    own, reference = pair.own_numbers, pair.reference_numbers
+    changed = (own != reference) & ~(own.isnan() & reference.isnan())
+    said = [
+        f"{held} {side}" for side, held in (("here", _held(own, changed)), ("there", _held(reference, changed))) if held
+    ]
+    return f"not finite: {'; '.join(said)}" if said else None
+
+
+def _rows(pair: Pair) -> str | None:
+    rows = _few_rows(pair)
+    if not rows or 2 * pair.count < len(pair.rows) * pair.row_numel:
+        return None
+    return f"{rows}: sparse or unused rows"
+
+
+def _everything(pair: Pair) -> str | None:
+    if pair.count < 0.9 * len(pair.all_own):
+        return None
+    return "everything: another start, another step, or other data"
+
+
+def _some(pair: Pair) -> str:
+    rows = _few_rows(pair)
+    return f"some elements, in {rows}" if rows else "some elements"
+
+
+CLASSES: dict[str, Callable[[Pair], str | None]] = {
+    "one bit": _one_bit,
+    "same values": _same_values,
+    "permutation": _permutation,
+    "scaled": _scaled,
+    "same bit": _same_bit,
+    "rounding": _rounding,
+    "non-finite": _non_finite,
+    "rows": _rows,
+    "everything": _everything,
+    "some": _some,
+}
+KINDS = tuple(CLASSES)
+
+
+def _common_bit(pair: Pair) -> str | None:
+    """The bit that is all that differs in each element, in words."""
+    flips = pair.own ^ pair.reference
+    masks = [(part, mask % 2 ** (8 * flips.dtype.itemsize)) for part, mask in enumerate(flips[0].tolist()) if mask]
+    part, mask = masks[0]
+    if len(masks) > 1 or mask & (mask - 1) or not (flips == flips[0]).all():
+        return None
+    of_part = f" of the {('real', 'imaginary')[part]} part" if flips.shape[1] == 2 else ""
+    return say_bit(mask.bit_length() - 1, pair.dtype) + of_part
+
+
+def _in_order(bits: Tensor) -> Tensor:
+    """Elements sorted by their first part, then their second."""
+    for part in reversed(range(bits.shape[1])):
+        bits = bits[bits[:, part].argsort(stable=True)]
+    return bits
+
+
+def _moves_whole_rows(pair: Pair) -> bool:
+    if len(pair.shape) < 2:
+        return False
+    sides = (bits.view(pair.shape[0], -1)[pair.rows] for bits in (pair.all_own, pair.all_reference))
+    (own, own_times), (reference, times) = (torch.unique(side, dim=0, return_counts=True) for side in sides)
+    return torch.equal(own, reference) and torch.equal(own_times, times)
+
+
+def _held(numbers: Tensor, changed: Tensor) -> str:
+    """``3 NaN and 1 inf``; a complex number counts once for each that one of its parts is."""
+    kinds = {"NaN": numbers.isnan(), "inf": numbers.isposinf(), "-inf": numbers.isneginf()}
+    counts = {name: int((mask & changed).any(dim=1).sum()) for name, mask in kinds.items()}
+    return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
+
+
+def _few_rows(pair: Pair) -> str | None:
+    """The rows that differ, in words, if there are rows and most are the same."""
+    if len(pair.shape) < 2 or 2 * len(pair.rows) >= pair.shape[0]:
+        return None
+    return say_rows(pair.rows, pair.shape[0])

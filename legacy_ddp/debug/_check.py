@@ -1,0 +1,153 @@
+"""Do all ranks hold the same bits right now?"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._agree import agree, announcing_failures
+from legacy_ddp._call import check_moment
+from legacy_ddp._header import Header, Operation
+from legacy_ddp._layout import inventory_word
+from legacy_ddp._process_group import resolve_group
+from legacy_ddp._replicas import holdings as hold
+from legacy_ddp._replicas.examine import DETAILS, Own, compare
+from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.verify import divergence
+from legacy_ddp._settings import as_names, names_to_ignore
+from legacy_ddp._synchronizer import Synchronizer, remember
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
+
+EVERYTHING = (*hold.KINDS, "rng")
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+
+
+@internals.leaves_compiled_code
+def check_replicas(
+    model: nn.Module,
+    optimizer: Optimizers | None = None,
+    what: Iterable[str] = EVERYTHING,
+    *,
+    local_buffers: Iterable[str] | None = None,
+    details: int = DETAILS,
+    raises: bool = False,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> ReplicaReport:
+    """Compare the bits that replicas should share, and find out who differs in what.
+
+    Collective: on every rank of the group, with the same arguments, at any moment between two steps. Reads everything
+    once and exchanges 128 bytes a rank; only if something differs the ranks show each other more: 8 bytes a tensor,
+    words for those that differ, and the first ``details`` of these whole (up to 256 MiB each).
+
+    No rank is right by default. A strict majority speaks against the others; with two ranks, or in a tie, a wrapper
+    with ``checks="detail"`` can tell the rank whose parameters changed outside of a step. If nothing can tell,
+    ``report.ranks`` is empty and the text shows both sides.
+
+    Args:
+        model: a wrapper of ours, on whose group its replicas are compared, or any module.
+        optimizer: one or several, the same on every rank; needed for ``"optimizer"``.
+        what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"``, ``"optimizer"``
+            (hyperparameters and state) and ``"rng"``. Gradients that are this rank's own, as a wrapper knows between
+            backward and ``all_reduce()``, are left out. Random generators may differ (dropout): the report says where
+            they stand alike, and never calls that a difference.
+        local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: what the
+            wrapper's ``Checks(local_buffers=)`` says.
+        details: how many differing tensors to compare element by element.
+        raises: whether a difference is an error.
+        process_group: of a module that is no wrapper; None for the default group.
+
+    Raises:
+        ReplicaDivergenceError: with ``raises``, replicas differ; its text is the report.
+        LayoutError: ranks were given other arguments.
+        TypeError, ValueError: wrong arguments. PeerError, DesyncError, LostPeerError: as for ``all_reduce()``.
+    """
+    wrapper = model if isinstance(model, LegacyDistributedDataParallel) else None
+    synchronizer = wrapper._synchronizer if wrapper else remember(model)[0]
+    group = wrapper.process_group if wrapper and process_group is None else resolve_group(process_group)
+    with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, group) as call:
+        with announcing_failures(call):
+            check_moment(call)
+            wanted = frozenset(as_names(what, "what"))
+            several = _several(optimizer)
+            checks = synchronizer.settings.checks
+            local = checks.local_buffers if local_buffers is None else as_names(local_buffers, "local_buffers")
+            request = _describe(wanted, several, local, details, raises)
+            with call.phase("sign"):
+                own = _look(model, several, wanted, local, synchronizer)
+                header = own.sign(Header(micro_batches=synchronizer.planner.counter.micro_batches))
+        agreement = agree(call, header._replace(layout=inventory_word(request)), request)
+        report = compare(call, agreement.rows, own, details=details)
+        if raises and not report.identical:
+            raise divergence(call, report)
+    return report
+
+
+def _describe(
+    wanted: Collection[str],
+    optimizers: Collection[torch.optim.Optimizer],
+    local: Collection[str],
+    details: int,
+    raises: bool,
+) -> dict[str, str]:
+    """What ranks must ask alike, in words.
+
+    Raises:
+        TypeError, ValueError: it cannot be asked.
+    """
+    if unknown := sorted(set(wanted) - set(EVERYTHING)):
+        raise ValueError(f"what is unknown: got {unknown}, expected some of {EVERYTHING}")
+    if not wanted or (wanted == {"optimizer"} and not optimizers):
+        raise ValueError(
+            f"nothing to compare: got what={sorted(wanted)} and {len(optimizers)} optimizers; ask for more"
+        )
+    if isinstance(details, bool) or not isinstance(details, int) or details < 0:
+        raise ValueError(f"details is not usable: got {details!r}, expected a number of tensors, 0 or more")
+    if not isinstance(raises, bool):
+        raise TypeError(f"raises is of the wrong type: got {raises!r}, expected True or False")
+    return {
+        "argument what": ", ".join(sorted(wanted)),
+        "argument optimizer": f"{len(optimizers)} of them",
+        "argument local_buffers": ", ".join(sorted(local)) or "none",
+        "argument details": str(details),
+        "argument raises": str(raises),
+    }
+
+
+def _several(optimizer: Optimizers | None) -> Sequence[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
+    if others := [type(item).__name__ for item in found if not isinstance(item, torch.optim.Optimizer)]:
+        raise TypeError(f"optimizer is of the wrong type: got {others[0]}, expected torch.optim.Optimizer or several")
+    return found
+
+
+def _look(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    what: Collection[str],
+    local: Sequence[str],
+    synchronizer: Synchronizer,
+) -> Own:
+    """What this rank holds of what was asked for."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is of the wrong type: got {type(model).__name__}, expected torch.nn.Module")
+    module = model.module if isinstance(model, LegacyDistributedDataParallel) else model
+    hold.check_local_buffers(module, local)
+    ignore = synchronizer.settings.ignore | names_to_ignore(module, ())
+    trail = synchronizer.trail
+    if trail is not None:
+        trail.sign()
+    return Own(
+        shared=[
+            *(hold.parameters(module, ignore) if "parameters" in what else ()),
+            *(hold.buffers(module, ignore, local) if "buffers" in what else ()),
+            *(hold.optimizers(optimizers, module) if "optimizer" in what else ()),
+        ],
+        gradients=hold.gradients(module, ignore) if "gradients" in what else None,
+        generators=hold.word_of_generators(module) if "rng" in what else None,
+        phases=None if trail is None else trail.recall(),
+    )

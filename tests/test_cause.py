@@ -1,0 +1,268 @@
+"""Given what every rank did and holds, since when do they differ, and who is at fault? Pure."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legacy_ddp._replicas.cause import NOTHING, Blame, blame, judge_kinds, judge_phases
+from legacy_ddp._replicas.trail import Phases
+
+# A step on the gradients that the call left, from parameters 1 to 2, and the buffers that follow.
+CLEAN = Phases(before=1, reduced=10, found=1, used=10, steps=1, stepped=2, parameters=2, buffers=20)
+FIRST_CALL = Phases(parameters=1, buffers=20)
+NO_STEP = Phases(before=1, reduced=10, parameters=1, buffers=20)
+
+
+def _but(phases: Phases, **changes: int) -> Phases:
+    return Phases(**{**vars(phases), **changes})
+
+
+EDITED = _but(CLEAN, used=11, stepped=3, parameters=3)
+FLIPPED = _but(CLEAN, parameters=5, changed_after=True)
+OTHER_RATE = _but(CLEAN, stepped=3, parameters=3)
+OTHER_BUFFERS = _but(CLEAN, buffers=21)
+FLIPPED_BEFORE_STEP = _but(CLEAN, found=5, stepped=6, parameters=6, changed_before=True)
+MISSED_STEP = _but(CLEAN, found=0, used=0, steps=0, stepped=0, parameters=1)
+OTHER_START = _but(FIRST_CALL, parameters=3)
+WRITTEN_WITHOUT_STEP = _but(NO_STEP, parameters=3, changed_after=True)
+OTHER_REDUCED = _but(CLEAN, reduced=11, used=11, stepped=3, parameters=3)
+
+
+@pytest.mark.parametrize("clean", [CLEAN, FIRST_CALL, NO_STEP])
+def test_equal_phases_are_no_difference(clean: Phases) -> None:
+    assert judge_phases([clean] * 3, 1) == NOTHING
+
+
+@pytest.mark.parametrize(
+    "clean, faulty, phase, since, has_doer",
+    [
+        (CLEAN, OTHER_REDUCED, "all_reduce", "the reduction in call 4", False),
+        (CLEAN, MISSED_STEP, "step", "after call 4", False),
+        (CLEAN, FLIPPED_BEFORE_STEP, "outside", "between call 4 and the step() after it", True),
+        (CLEAN, EDITED, "gradients", "between call 4 and the step() after it", False),
+        (CLEAN, OTHER_RATE, "step", "the step() after call 4", False),
+        (
+            FIRST_CALL,
+            OTHER_START,
+            "start",
+            "the start (construction, or the last broadcast or report of this kind)",
+            False,
+        ),
+        (CLEAN, FLIPPED, "outside", "between the step() after call 4 and this call", True),
+        (NO_STEP, WRITTEN_WITHOUT_STEP, "outside", "between call 4 and this call", True),
+        (CLEAN, OTHER_BUFFERS, "buffers", "after call 4", False),
+    ],
+)
+def test_the_first_thing_that_differs_is_the_phase(
+    clean: Phases, faulty: Phases, phase: str, since: str, has_doer: bool
+) -> None:
+    of_two, of_three = judge_phases([clean, faulty], 4), judge_phases([clean, faulty, clean], 4)
+
+    assert (of_two.phase, of_two.since, of_two.ranks) == (phase, since, (1,) if has_doer else ())
+    assert of_two.who.startswith("cannot attribute") == (not has_doer)
+    assert (of_three.phase, of_three.since, of_three.ranks) == (phase, since, (1,))
+    assert of_three.who.startswith("rank 1 against ranks 0, 2 (2 of 3 ranks agree)")
+    assert ("; rank 1: " in of_three.who) == has_doer
+    assert of_two.cause.partition(": rank")[0] == of_three.cause.partition(": rank")[0] != ""
+
+
+def test_numbers_of_steps_are_told_by_rank() -> None:
+    twice = _but(CLEAN, steps=2, stepped=3, parameters=3)
+
+    assert "steps: rank 2 has 2; rank 1 has 0; rank 0 has 1" in judge_phases([CLEAN, MISSED_STEP, twice], 4).cause
+
+
+def test_before_the_first_call_there_is_no_number() -> None:
+    verdict = judge_phases([FIRST_CALL, _but(FIRST_CALL, buffers=21)], 0)
+
+    assert verdict.since == "after the start"
+
+
+@pytest.mark.parametrize(
+    "phases, phase, ranks",
+    [
+        ([OTHER_RATE, FLIPPED], "step", (1,)),
+        ([OTHER_RATE, CLEAN, FLIPPED], "step", (0, 2)),
+        ([EDITED, FLIPPED, CLEAN], "gradients", (0, 1)),
+        ([OTHER_BUFFERS, FLIPPED, CLEAN], "outside", (1,)),
+        ([FLIPPED, _but(CLEAN, parameters=4, changed_after=True)], "outside", ()),
+        ([FLIPPED, _but(CLEAN, parameters=4, changed_after=True), CLEAN], "outside", (0, 1)),
+        ([FLIPPED, CLEAN, FLIPPED, CLEAN], "outside", (0, 2)),
+        ([EDITED, _but(EDITED, used=12)], "gradients", ()),
+    ],
+)
+def test_a_rank_with_a_deed_of_its_own_is_at_fault_too(
+    phases: list[Phases], phase: str, ranks: tuple[int, ...]
+) -> None:
+    verdict = judge_phases(phases, 4)
+
+    assert (verdict.phase, verdict.ranks) == (phase, ranks)
+
+
+def test_a_later_deed_is_told_once() -> None:
+    who = judge_phases([OTHER_RATE, CLEAN, FLIPPED], 4).who
+
+    assert who == "rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: parameters changed outside of a step"
+
+
+def test_a_deed_of_the_majority_is_told_once_and_the_count_decides() -> None:
+    verdict = judge_phases([FLIPPED, FLIPPED, CLEAN], 4)
+
+    assert verdict.ranks == (2,)
+    deed = "ranks 0-1: parameters changed outside of a step"
+    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {deed}"
+
+
+# A judge that knows nothing but the rule
+
+_Word = Callable[[Phases], object]
+
+
+def _nothing(_: Phases) -> bool:
+    return False
+
+
+_RULES: list[tuple[str, _Word, Callable[[Phases], bool]]] = [
+    ("all_reduce", lambda p: p.reduced, _nothing),
+    ("step", lambda p: p.steps, _nothing),
+    ("outside", lambda p: p.found, lambda p: p.changed_before),
+    ("gradients", lambda p: p.used, _nothing),
+    ("step", lambda p: p.stepped, _nothing),
+    ("start", lambda p: p.parameters if p.before == 0 else 0, _nothing),
+    ("outside", lambda p: p.parameters, lambda p: p.changed_after),
+    ("buffers", lambda p: p.buffers, _nothing),
+]
+
+
+def _at_fault(values: Sequence[object], doers: set[int]) -> set[int]:
+    most, count = Counter(values).most_common(1)[0]
+    return {rank for rank, value in enumerate(values) if value != most} if 2 * count > len(values) else doers
+
+
+def _judge(phases: Sequence[Phases]) -> tuple[str, set[int]]:
+    phase, ranks = "", set[int]()
+    for name, word, deed in _RULES:
+        values = [word(of_rank) for of_rank in phases]
+        doers = {rank for rank, of_rank in enumerate(phases) if deed(of_rank)}
+        doers = set() if len(doers) == len(phases) else doers
+        if len(set(values)) == 1:
+            continue
+        ranks |= doers if phase else _at_fault(values, doers)
+        phase = phase or name
+    return phase, ranks
+
+
+_few = st.integers(0, 2)
+# Ranks that share calls agree whether there was one; a step leaves words, and no step none.
+_with_steps = st.builds(
+    Phases,
+    st.just(1),
+    _few,
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    _few,
+    _few,
+    _few,
+    st.booleans(),
+    st.booleans(),
+)
+_without = st.builds(
+    Phases, before=st.just(1), reduced=_few, parameters=_few, buffers=_few, changed_after=st.booleans()
+)
+_before_calls = st.builds(Phases, parameters=_few, buffers=_few)
+_rows = st.one_of(
+    st.lists(st.one_of(_with_steps, _without), min_size=1, max_size=8), st.lists(_before_calls, min_size=1, max_size=8)
+)
+
+
+@given(_rows)
+def test_any_phases_are_judged_by_the_rule(phases: list[Phases]) -> None:
+    verdict = judge_phases(phases, 4)
+
+    assert (verdict.phase, set(verdict.ranks)) == _judge(phases)
+    assert list(verdict.ranks) == sorted(set(verdict.ranks))
+    assert (verdict == NOTHING) == (len({of_rank.word for of_rank in phases}) == 1)
+
+
+@given(_rows, st.randoms(use_true_random=False))
+def test_no_rank_is_right_by_its_number(phases: list[Phases], random: object) -> None:
+    order = list(range(len(phases)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    verdict, shuffled = judge_phases(phases, 4), judge_phases([phases[rank] for rank in order], 4)
+
+    assert shuffled.phase == verdict.phase
+    assert {order[rank] for rank in shuffled.ranks} == set(verdict.ranks)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=2, max_size=8))
+def test_any_values_are_blamed_by_the_rule(held: list[tuple[int, bool]]) -> None:
+    values, did = [value for value, _ in held], [is_doer for _, is_doer in held]
+    doers = set() if all(did) else {rank for rank, is_doer in enumerate(did) if is_doer}
+    if len(set(values)) == 1:
+        return  # nobody asks who is to blame where nothing differs
+    found = blame(values, did, "did it")
+
+    assert (set(found.ranks), set(found.doers)) == (_at_fault(values, doers), doers)
+    assert ("cannot attribute" in found.words) == (not found.ranks)
+    assert ("did it" in found.words) == bool(doers)
+    assert ("ranks agree" in found.words) == (2 * max(Counter(values).values()) > len(values))
+
+
+@pytest.mark.parametrize(
+    "values, did, ranks, words",
+    [
+        ("ab", (False, False), (), "cannot attribute: rank 1 against rank 0, no majority"),
+        ("ab", (True, True), (), "cannot attribute: rank 1 against rank 0, no majority"),
+        ("ab", (True, False), (0,), "rank 1 against rank 0; rank 0: did it"),
+        ("aba", (False,) * 3, (1,), "rank 1 against ranks 0, 2 (2 of 3 ranks agree)"),
+        ("aba", (True, False, True), (1,), "rank 1 against ranks 0, 2 (2 of 3 ranks agree); ranks 0, 2: did it"),
+        ("abc", (False,) * 3, (), "cannot attribute: every rank has its own, no majority"),
+        ("aabb", (False, False, True, True), (2, 3), "ranks 2-3 against ranks 0-1; ranks 2-3: did it"),
+        ("aaabc", (), (3, 4), "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree)"),
+        ("aabc", (), (), "cannot attribute: rank 3 against rank 2 against ranks 0-1, no majority"),
+    ],
+)
+def test_blame_says_who_stands_against_whom(values: str, did: tuple[bool, ...], ranks: object, words: str) -> None:
+    found = blame(values, did, "did it")
+
+    assert (found.ranks, found.words) == (ranks, words)
+
+
+# Where only this moment is known
+
+_FOUND = Blame((2,), (), "rank 2 against ranks 0-1")
+_ALL = ("parameters", "buffers", "gradients", "optimizer")
+
+
+@pytest.mark.parametrize(
+    "differing, compared, phase, word",
+    [
+        (["gradients"], _ALL, "gradients", "never reduced"),
+        (["gradients", "optimizer"], _ALL, "gradients", "parameters agree"),
+        (["gradients", "buffers"], _ALL, "gradients", "parameters agree"),
+        (["parameters", "optimizer"], _ALL, "step", "earlier step()"),
+        (["parameters", "gradients", "optimizer"], _ALL, "step", "earlier step()"),
+        (["optimizer"], _ALL, "step", "will part"),
+        (["optimizer", "buffers"], _ALL, "step", "will part"),
+        (["parameters"], _ALL, "unknown", "written outside"),
+        (["parameters", "gradients", "buffers"], _ALL, "unknown", "written outside"),
+        (["parameters"], ("parameters", "buffers"), "unknown", "pass optimizer="),
+        (["buffers"], _ALL, "buffers", "broadcast_buffers()"),
+    ],
+)
+def test_what_differs_now_tells_what_it_can(
+    differing: list[str], compared: tuple[str, ...], phase: str, word: str
+) -> None:
+    verdict = judge_kinds(differing, compared, _FOUND)
+
+    assert (verdict.phase, verdict.ranks, verdict.who) == (phase, _FOUND.ranks, _FOUND.words)
+    assert word in verdict.cause
+    assert 'checks="detail"' in verdict.since
+
+
+def test_nothing_that_differs_is_no_verdict() -> None:
+    assert judge_kinds([], _ALL, _FOUND) == NOTHING

@@ -1,0 +1,417 @@
+"""Does a digest change with any bit and any order of the bits, and with nothing else?"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legacy_ddp._replicas.digest import digest, digest_all, digest_words
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int8, torch.int16, torch.int64, torch.uint8, torch.bool]
+DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+SIDES = [12, 288]  # squares of at most one row of lanes, and of several rows and a part of one, in every dtype
+JOINED_BYTES = 2**19  # up to here digest_all() joins tensors
+
+Edit = Callable[[torch.Tensor], torch.Tensor | None]
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _random_bytes(count: int) -> torch.Tensor:
+    return torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(INTEGERS[tensor.itemsize]).view(-1)
+
+
+def _contents(tensor: torch.Tensor) -> bytes:
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return bytes(plain.view(-1).view(torch.uint8).tolist())
+
+
+def _digests(tensor: torch.Tensor) -> tuple[int, int]:
+    return digest(tensor), digest_all([torch.ones(3, dtype=tensor.dtype), tensor])
+
+
+def _assert_seen(before: torch.Tensor, after: torch.Tensor) -> None:
+    for one, other in zip(_digests(before), _digests(after), strict=True):
+        assert one != other
+
+
+# --- a slow implementation of the same -------------------------------------------------------------------------------
+
+
+def _reference(data: bytes) -> int:
+    words = [int.from_bytes(data[i : i + 8].ljust(8, b"\0"), "little") for i in range(0, len(data), 8)]
+    lanes = 4096
+    while 64 * lanes < len(words):
+        lanes *= 2
+    total = 0
+    for lane in range(min(lanes, len(words))):
+        state = lane * 0x9E3779B97F4A7C15 % 2**64
+        for word in [*words[lane :: min(lanes, len(words))], 0, 0]:
+            state = (word + 6364136223846793005 * state) % 2**64
+            state ^= state >> 32
+        total += state
+    unsigned = total % 2**64 ^ len(data)
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000, 8 * 4096, 8 * 4096 + 1, 70_001, 64 * 8 * 4096, 2_100_003])
+def test_digest_is_what_its_definition_says(count: int) -> None:
+    data = _random_bytes(count)
+
+    assert digest(data) == _reference(bytes(data.tolist()))
+
+
+def test_a_tensor_of_more_lanes_than_work_together_has_the_same_digest() -> None:
+    data = _random_bytes(64 * 8 * 2**15 + 8 * 2**15 + 5)  # 65536 lanes; the last row ends in the second half
+
+    assert digest(data) == _reference(bytes(data.tolist()))
+
+
+@given(st.binary(max_size=100))
+def test_digest_of_any_bytes_is_what_its_definition_says(data: bytes) -> None:
+    assert digest(torch.tensor(list(data), dtype=torch.uint8)) == _reference(data)
+
+
+# --- every fault that other sums miss --------------------------------------------------------------------------------
+
+
+def _flip(*positions: int, bit: int) -> Edit:
+    def edit(square: torch.Tensor) -> None:
+        mask = torch.tensor(1 << bit % (8 * square.itemsize - 1), dtype=INTEGERS[square.itemsize])
+        _bits(square)[list(positions)] ^= mask
+
+    return edit
+
+
+def _swap(width_bytes: int, first: int, second: int) -> Edit:
+    def edit(square: torch.Tensor) -> None:
+        units = square.view(-1, width_bytes // square.itemsize) if width_bytes else square.view(-1, 1)
+        units[[first, second]] = units[[second, first]]
+
+    return edit
+
+
+def _next_number(square: torch.Tensor) -> None:
+    _bits(square)[::97] += 1
+
+
+EDITS: dict[str, Edit] = {
+    "one flip of some bit": _flip(77, bit=9),
+    "one flip of the lowest bit": _flip(77, bit=0),
+    "two flips of the same bit": _flip(5, 143, bit=7),
+    "two elements swapped": _swap(0, 3, 140),
+    "two adjacent words swapped": _swap(8, 6, 7),
+    "negated": torch.neg,
+    "transposed": torch.t,
+    "halves swapped": lambda square: torch.cat(square.chunk(2)[::-1]),
+    "rows permuted": lambda square: square.roll(1, dims=0),
+    "columns permuted": lambda square: square.roll(1, dims=1),
+    "all ones": torch.ones_like,
+    "all twos": lambda square: torch.full_like(square, 2),
+    "all zeros": torch.zeros_like,
+    "the next number now and then": _next_number,
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_seen(name: str, side: int, dtype: torch.dtype) -> None:
+    square = _random(side, side, dtype=dtype)
+    edited = square.clone()
+    edited = result if (result := EDITS[name](edited)) is not None else edited
+
+    assert _contents(square) != _contents(edited)
+    _assert_seen(square, edited)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_sign_of_zero_is_seen(dtype: torch.dtype, side: int) -> None:
+    zeros = torch.zeros(side, side, dtype=dtype)
+    one_negative = zeros.clone()
+    one_negative[3, 5] = -0.0
+
+    _assert_seen(zeros, one_negative)
+    _assert_seen(zeros, -zeros)
+    _assert_seen(one_negative, -zeros)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_payloads_of_nan_are_seen(dtype: torch.dtype, side: int) -> None:
+    quiet = torch.full((side, side), torch.nan, dtype=dtype)
+    other = quiet.clone()
+    _bits(other)[40] ^= 1
+
+    assert other.isnan().all()
+    _assert_seen(quiet, other)
+
+
+# --- bits that a polynomial mod 2**64 loses: those at the top of a word -----------------------------------------------
+
+COLUMN_BYTES = 8 * 4096  # from a word to the one below it, up to 2 MiB
+
+
+def _two_rows(dtype: torch.dtype) -> torch.Tensor:
+    return _random(2 * COLUMN_BYTES // dtype.itemsize, dtype=dtype)
+
+
+def test_a_negated_float64_tensor_of_an_even_number_of_rows_is_seen() -> None:
+    tensor = _two_rows(torch.float64)
+
+    _assert_seen(tensor, -tensor)
+
+
+def test_a_conjugated_complex64_tensor_of_an_even_number_of_rows_is_seen() -> None:
+    tensor = _two_rows(torch.complex64)
+
+    _assert_seen(tensor, tensor.conj())
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_a_negated_column_of_a_float32_matrix_is_seen(column: int) -> None:
+    matrix = _random(64, 1024)
+    negated = matrix.clone()
+    negated[:, column].neg_()
+
+    _assert_seen(matrix, negated)
+
+
+@pytest.mark.parametrize("rows_apart", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("half", [0, 1])
+def test_swapped_powers_of_two_in_one_column_are_seen(half: int, rows_apart: int) -> None:
+    tensor = torch.zeros(33 * 4096, 2)
+    tensor[7, half], tensor[7 + 4096 * rows_apart, half] = 1, 2
+    swapped = tensor.clone()
+    swapped[7, half], swapped[7 + 4096 * rows_apart, half] = 2, 1
+
+    _assert_seen(tensor, swapped)
+
+
+# --- any place -------------------------------------------------------------------------------------------------------
+
+NUMEL = 20_003  # of float32: three rows of lanes, the last one not whole and ending with half a word
+places = st.integers(0, NUMEL - 1)
+matrices = st.tuples(st.integers(1, 200), st.integers(1, 100))
+
+
+@given(places, st.integers(0, 31))
+def test_any_changed_bit_is_seen(place: int, bit: int) -> None:
+    tensor = _random(NUMEL)
+    changed = tensor.clone()
+    changed.view(torch.uint8)[4 * place + bit // 8] ^= 1 << bit % 8
+
+    _assert_seen(tensor, changed)
+
+
+@given(places, places)
+def test_two_elements_swapped_are_seen_if_they_differ(first: int, second: int) -> None:
+    tensor = _random(NUMEL)
+    swapped = tensor.clone()
+    swapped[[first, second]] = swapped[[second, first]]
+
+    assert (digest(tensor) == digest(swapped)) == (tensor[first] == tensor[second])
+    assert (digest_all([tensor]) == digest_all([swapped])) == (tensor[first] == tensor[second])
+
+
+@given(st.sets(places, min_size=1, max_size=4), st.integers(0, 63))
+def test_a_bit_changed_in_a_few_words_is_seen(chosen: set[int], bit: int) -> None:
+    words = torch.zeros(NUMEL, dtype=torch.int64)
+    changed = words.clone()
+    changed[list(chosen)] = torch.tensor([1 << bit % 8] + [0] * 7, dtype=torch.uint8).roll(bit // 8).view(torch.int64)
+
+    _assert_seen(words, changed)
+
+
+@given(matrices, st.data())
+def test_a_negated_row_or_column_or_all_is_seen(shape: tuple[int, int], data: st.DataObject) -> None:
+    matrix = _random(*shape, dtype=data.draw(st.sampled_from(FLOATS)))
+    row, column = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
+    part = data.draw(st.sampled_from([(row,), (slice(None), column), (row, column), ()]))
+    negated = matrix.clone()
+    negated[part] = -negated[part]
+
+    _assert_seen(matrix, negated)
+
+
+@given(matrices, st.sampled_from(FLOATS))
+def test_a_transposed_matrix_is_seen_if_its_bits_move(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = _random(*shape, dtype=dtype)
+    moved = _contents(matrix) != _contents(matrix.t())
+
+    assert (digest(matrix) != digest(matrix.t())) == moved
+    assert (digest_all([matrix]) != digest_all([matrix.t()])) == moved
+
+
+# --- nothing else ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [0, 1, 3, 40_001])
+def test_any_dtype_is_its_bytes(numel: int, dtype: torch.dtype) -> None:
+    data = _random_bytes(numel * dtype.itemsize)
+    data = data % 2 if dtype == torch.bool else data
+
+    assert digest(data.view(dtype)) == digest(data)
+    assert digest_all([data.view(dtype), None]) == digest_all([data.clone().view(dtype), None])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: _random(30, 20).t(),
+        lambda: _random(4, 8, 30, 30).to(memory_format=torch.channels_last),
+        lambda: _random(5, 1).expand(5, 7),
+        lambda: _random(1).expand(9000),
+        lambda: _random(100)[::3],
+        lambda: _random(100)[3:4].as_strided((1,), (7,)),
+        lambda: _random(20_000)[1:],
+        lambda: _random_bytes(70_000)[3:],
+        lambda: _random(300_000)[3:],
+        lambda: _random(1).squeeze(),
+        lambda: _random(0, 5),
+        lambda: _random(6, dtype=torch.complex64).conj(),
+        lambda: _random(6, dtype=torch.complex64).conj().imag,
+        lambda: _random(1, dtype=torch.complex64).conj().imag,
+        lambda: _random(40, 40).requires_grad_() * 2,
+        lambda: torch.nn.Parameter(_random(5)),
+    ],
+)
+def test_how_bits_are_stored_does_not_matter(made: Callable[[], torch.Tensor]) -> None:
+    tensor = made()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+
+    assert digest(tensor) == digest(plain) == _reference(_contents(tensor.detach()))
+    assert digest_all([tensor, tensor]) == digest_all([plain, plain])
+
+
+def test_a_base_that_is_not_aligned_does_not_matter() -> None:
+    data = bytes(range(200)) * 200
+
+    assert digest(torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=5)) == _reference(data[5:])
+
+
+def test_a_sparse_tensor_is_its_coalesced_indices_and_values() -> None:
+    indices, values = [[4, 1, 4], [0, 2, 0]], [1.0, 2.0, 3.0]
+    tensor = torch.sparse_coo_tensor(torch.tensor(indices), torch.tensor(values), (5, 3), check_invariants=True)
+    coalesced = torch.tensor([[1, 4], [2, 0]]), torch.tensor([2.0, 4.0])
+    moved = torch.sparse_coo_tensor(torch.tensor([[1, 4], [2, 1]]), coalesced[1], (5, 3), check_invariants=True)
+
+    assert digest(tensor) == digest(tensor.coalesce()) == _reference(b"".join(map(_contents, coalesced)))
+    assert digest_all([tensor, None]) == digest_all([tensor.coalesce(), None])
+    _assert_seen_alone(tensor, moved)
+
+
+def _assert_seen_alone(before: torch.Tensor, after: torch.Tensor) -> None:
+    assert digest(before) != digest(after)
+    assert digest_all([before]) != digest_all([after])
+
+
+def test_a_digest_leaves_no_trace() -> None:
+    tensor = _random(40_000).requires_grad_()
+    before, version = tensor.detach().clone(), tensor._version
+    digest(tensor)
+    digest_all([tensor, tensor])
+
+    assert torch.equal(tensor, before)
+    assert tensor._version == version
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("numel", [0, 3, 5000, 2**20 + 1, 2**27 + 3])
+def test_a_gpu_says_the_same(numel: int) -> None:
+    tensor = _random(numel)
+    both = [tensor, tensor.cuda(), tensor.cuda()[1:], tensor[1:]]
+
+    assert digest_words(both)[0::3] == digest_words(both)[1:3]
+    assert digest_all([tensor, None, tensor]) == digest_all([tensor.cuda(), None, tensor.cuda()])
+
+
+# --- many tensors ----------------------------------------------------------------------------------------------------
+
+
+def test_digest_words_are_the_digests() -> None:
+    tensors = [_random(5), _random(0), _random(9000, dtype=torch.float64)]
+
+    assert digest_words(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
+    assert digest_words([]) == []
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=3) | st.none(), max_size=4), st.data())
+def test_digest_all_is_equal_if_all_tensors_are(lists: list[list[int] | None], data: st.DataObject) -> None:
+    others = data.draw(st.permutations(lists) | st.lists(st.lists(st.integers(0, 1), max_size=3) | st.none()))
+    one, other = ([None if row is None else torch.tensor(row).float() for row in rows] for rows in (lists, others))
+
+    assert (digest_all(one) == digest_all(other)) == (lists == others)
+
+
+@pytest.mark.parametrize("numel", [4, JOINED_BYTES // 4, JOINED_BYTES // 4 + 1])
+@pytest.mark.parametrize("first", [0, 3, 20])
+def test_two_swapped_tensors_are_seen(first: int, numel: int) -> None:
+    tensors: list[torch.Tensor | None] = [*_random(25, numel)]
+    swapped = list(tensors)
+    swapped[first], swapped[-1] = swapped[-1], swapped[first]
+
+    assert digest_all(tensors) != digest_all(swapped)
+
+
+def test_a_change_in_any_of_many_tensors_is_seen() -> None:
+    sizes = [
+        3,
+        0,
+        70_000,
+        200_000,
+        5,
+        130_000,
+        131_073,
+        *[131_072] * 10,
+        1,
+        131_072,
+        2,
+    ]  # two are too large to join, the others take two copies
+    tensors = [torch.zeros(size) for size in sizes]
+    seen = {digest_all(tensors)}
+    for tensor in filter(len, tensors):
+        tensor[-1] = 1
+        seen.add(digest_all(tensors))
+        tensor[-1] = 0
+
+    assert len(seen) == 1 + sum(size > 0 for size in sizes)
+
+
+def test_data_moved_to_the_next_tensor_is_seen() -> None:
+    data = _random(200_000)
+
+    assert len({digest_all([data[:cut], data[cut:]]) for cut in (0, 1, 2, 8, 100_000, 199_999, 200_000)}) == 7
+
+
+def test_tensors_of_two_dtypes_swapped_are_seen() -> None:
+    single, double = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+
+    assert digest_all([single, double, single]) != digest_all([single, single, double])
+
+
+def test_none_and_an_empty_tensor_are_told_apart() -> None:
+    empty = torch.empty(0)
+
+    assert len({digest_all(which) for which in ([], [None], [empty], [None, None], [None, empty], [empty, None])}) == 6
+
+
+@given(st.binary(max_size=20))
+def test_words_are_signed_64_bit_numbers(data: bytes) -> None:
+    tensor = torch.tensor(list(data), dtype=torch.uint8)
+
+    for word in _digests(tensor):
+        assert -(2**63) <= word < 2**63

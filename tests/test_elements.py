@@ -1,0 +1,652 @@
+"""How two tensors differ: each class by a fault made by hand, beside a twin that must not be called so."""
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from legacy_ddp._replicas.element_kinds import KINDS
+from legacy_ddp._replicas.elements import ElementDifference, compare_elements
+
+# dtype: bits of an element, bits of its mantissa (None: not a float), has it a sign bit
+FLOATS = {
+    torch.float64: (64, 52, True),
+    torch.float32: (32, 23, True),
+    torch.float16: (16, 10, True),
+    torch.bfloat16: (16, 7, True),
+    torch.float8_e4m3fn: (8, 3, True),
+    torch.float8_e4m3fnuz: (8, 3, True),
+    torch.float8_e5m2: (8, 2, True),
+    torch.float8_e5m2fnuz: (8, 2, True),
+    torch.float8_e8m0fnu: (8, 0, False),
+}
+INTEGERS = {
+    torch.bool: 8,
+    torch.uint8: 8,
+    torch.int8: 8,
+    torch.int16: 16,
+    torch.uint16: 16,
+    torch.int32: 32,
+    torch.uint32: 32,
+    torch.int64: 64,
+    torch.uint64: 64,
+    torch.float4_e2m1fn_x2: 8,  # two to a byte
+}
+CONTAINER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+INF, NAN = math.inf, math.nan
+
+
+def _from_bits(bits: Sequence[int], dtype: torch.dtype, width: int) -> Tensor:
+    signed = [value - 2**width if value >= 2 ** (width - 1) else value for value in bits]
+    return torch.tensor(signed, dtype=CONTAINER[width]).view(dtype)
+
+
+def _floats(*bits: int) -> Tensor:
+    return _from_bits(bits, torch.float32, 32)
+
+
+def _difference(own: Tensor, reference: Tensor) -> ElementDifference:
+    difference = compare_elements(own, reference)
+    assert difference is not None
+    return difference
+
+
+def _said(own: Tensor, reference: Tensor) -> tuple[str, str]:
+    difference = _difference(own, reference)
+    return difference.kind, difference.words
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tensor", [_random(3, 4), torch.tensor([NAN, INF, -0.0]), torch.tensor(1), torch.zeros(0, 3)])
+def test_the_same_bits_are_no_difference(tensor: Tensor) -> None:
+    assert compare_elements(tensor, tensor.clone()) is None
+
+
+def test_other_shapes_and_dtypes_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"got torch.float32 \(2,\), expected torch.float32 \(3,\)"):
+        compare_elements(torch.zeros(2), torch.zeros(3))
+    with pytest.raises(ValueError, match=r"got torch.float32 .*, expected torch.float64 "):
+        compare_elements(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+
+
+def test_a_flipped_bit_is_reported_whole() -> None:
+    reference = torch.full((100, 8), 1.0)
+    own = reference.clone()
+    own[12, 7] = 1.5  # 1.0 is exponent 127, mantissa 0; the mantissa's highest bit is worth a half
+
+    assert _difference(own, reference) == ElementDifference(
+        count=1,
+        numel=800,
+        first_index=(12, 7),
+        values=("1.5", "1.0"),
+        greatest=0.5,
+        greatest_index=(12, 7),
+        kind="one bit",
+        words="one bit flipped: bit 22 (mantissa)",
+        bit=22,
+    )
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        (-1.0, "one bit flipped: bit 31 (sign)"),
+        (0.5, "one bit flipped: bit 23 (exponent)"),
+        (1 + 2**-23, "one bit flipped: bit 0 (mantissa), which rounding can do too"),
+        (1 + 2**-19, "one bit flipped: bit 4 (mantissa)"),  # 16 ulp
+    ],
+)
+def test_the_flipped_bit_is_named(own: float, words: str) -> None:
+    assert _said(torch.tensor([7.0, own]), torch.tensor([7.0, 1.0])) == ("one bit", words)
+
+
+def test_two_bits_of_one_element_are_not_one() -> None:
+    assert _said(_floats(0x3F800000, 7), _floats(0x3F800000 ^ 0x600000, 7))[0] == "some"
+
+
+def test_a_complex_flip_names_its_part() -> None:
+    own, reference = torch.tensor([1 - 2j, 5]), torch.tensor([1 + 2j, 5])
+
+    assert _said(own, reference) == ("one bit", "one bit flipped: bit 31 (sign) of the imaginary part")
+    assert _difference(own, reference).values == ("1.0-2.0j", "1.0+2.0j")
+
+
+def test_one_bit_in_both_parts_of_a_complex_number_is_not_one() -> None:
+    assert _said(torch.tensor([-1 - 2j, 5]), torch.tensor([1 + 2j, 5]))[0] == "some"
+
+
+def test_a_bool_byte_that_is_neither_0_nor_1_is_told_from_true() -> None:
+    own = torch.tensor([3], dtype=torch.uint8).view(torch.bool)
+    difference = _difference(own, torch.tensor([True]))
+
+    assert difference.words == "one bit flipped: bit 1"
+    assert difference.values == ("True (0x03)", "True (0x01)")
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS])
+@given(st.data())
+def test_any_bit_of_any_dtype_is_named(dtype: torch.dtype, data: st.DataObject) -> None:
+    width, mantissa, has_sign = FLOATS.get(dtype) or (INTEGERS[dtype], None, False)
+    patterns = st.integers(0, 1) if dtype == torch.bool else st.integers(0, 2**width - 1)
+    bits = data.draw(st.lists(patterns, min_size=1, max_size=12))
+    place, bit = data.draw(st.integers(0, len(bits) - 1)), data.draw(st.integers(0, width - 1))
+    flipped = [pattern ^ (1 << bit) if index == place else pattern for index, pattern in enumerate(bits)]
+
+    difference = _difference(_from_bits(flipped, dtype, width), _from_bits(bits, dtype, width))
+
+    part = "" if mantissa is None else " (mantissa)" if bit < mantissa else " (exponent)"
+    named = f"one bit flipped: bit {bit}{' (sign)' if has_sign and bit == width - 1 else part}"
+    assert difference.kind == "one bit"
+    assert difference.words.split(", ")[0] == named
+    assert (difference.count, difference.first_index) == (1, (place,))
+    assert difference.values[0] != difference.values[1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_each_bit_of_a_float_is_in_its_field(dtype: torch.dtype) -> None:
+    width, mantissa, has_sign = FLOATS[dtype]
+    named = ["mantissa"] * mantissa + ["exponent"] * (width - mantissa - has_sign) + ["sign"] * has_sign
+    reference = _from_bits([1, 2], dtype, width)
+    said = [_said(_from_bits([1, 2 ^ 1 << bit], dtype, width), reference)[1].split(", ")[0] for bit in range(width)]
+
+    assert said == [f"one bit flipped: bit {bit} ({field})" for bit, field in enumerate(named)]
+
+
+def test_zeros_of_other_sign_are_equal_as_numbers() -> None:
+    own, reference = torch.tensor([-0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, -0.0])  # also a swap, bit by bit
+    difference = _difference(own, reference)
+
+    assert (difference.kind, difference.words) == ("same values", "equal as numbers: -0.0 against 0.0")
+    assert difference.values == ("-0.0", "0.0")
+    assert (difference.greatest, difference.greatest_index) == (0.0, (0,))
+
+
+def test_one_zero_of_other_sign_is_a_bit_and_equal() -> None:
+    words = "one bit flipped: bit 31 (sign), equal as numbers: -0.0 against 0.0"
+
+    assert _said(torch.tensor([-0.0, 1]), torch.tensor([0.0, 1])) == ("one bit", words)
+
+
+def test_nans_of_other_bits_are_equal_as_numbers() -> None:
+    own, reference = _floats(0xFFC00001, 0x7FC00002, 0), _floats(0x7FC00000, 0x7FC00000, 0)
+    difference = _difference(own, reference)
+
+    assert (difference.kind, difference.words) == ("same values", "equal as numbers: NaN on both sides with other bits")
+    assert difference.values == ("nan (0xffc00001)", "nan (0x7fc00000)")
+    assert (difference.greatest, difference.greatest_index) == (None, None)
+    assert "no absolute difference: a NaN in each pair" in difference.lines()
+
+
+def test_a_zero_beside_a_true_difference_is_not_called_equal() -> None:
+    assert _said(torch.tensor([-0.0, 1, 5, 6]), torch.tensor([0.0, 3, 5, 6]))[0] == "some"
+
+
+def test_two_swapped_elements_are_named() -> None:
+    reference = torch.arange(6.0).view(2, 3)
+    own = torch.tensor([[0.0, 1.0, 3.0], [2.0, 4.0, 5.0]])
+
+    assert _said(own, reference) == ("permutation", "permutation: (0, 2) and (1, 0) swapped")
+
+
+def test_swapped_and_reordered_rows_are_named() -> None:
+    reference = torch.arange(15).view(5, 3)
+
+    assert _said(reference[[0, 4, 2, 3, 1]], reference) == ("permutation", "permutation: rows 1 and 4 swapped")
+    assert _said(reference[[1, 2, 0, 3, 4]], reference) == (
+        "permutation",
+        "permutation: rows 0-2 of 5 in another order",
+    )
+
+
+def test_elements_that_move_between_rows_are_no_reordered_rows() -> None:
+    reference = torch.arange(16).view(4, 4)
+
+    assert _said(reference.T, reference) == ("permutation", "permutation: the same elements in other places")
+
+
+def test_a_complex_permutation_keeps_the_parts_together() -> None:
+    reference = torch.tensor([1 + 2j, 3 + 4j, 5 + 6j])
+
+    assert _said(reference[[1, 2, 0]], reference)[0] == "permutation"
+    assert _said(torch.tensor([1 + 4j, 3 + 2j, 5 + 6j]), reference)[0] != "permutation"
+
+
+def test_complex_numbers_with_equal_real_parts_are_permuted_too() -> None:
+    reference = torch.tensor([1 + 2j, 1 + 3j, 1 + 4j])
+
+    assert _said(reference[[1, 2, 0]], reference)[0] == "permutation"
+
+
+def test_rows_that_come_more_often_are_no_reordered_rows() -> None:
+    ab, ba = [1, 2], [2, 1]
+
+    assert _said(torch.tensor([ab, ab, ba]), torch.tensor([ba, ba, ab]))[1] == (
+        "permutation: the same elements in other places"
+    )
+
+
+def test_the_same_sum_or_set_is_no_permutation() -> None:
+    assert _said(torch.tensor([1, 5, 7, 9]), torch.tensor([2, 4, 7, 9]))[0] == "some"
+    assert _said(torch.tensor([1, 1, 4]), torch.tensor([4, 4, 1]))[0] != "permutation"
+
+
+@given(st.data())
+def test_a_permutation_of_distinct_values_is_called_nothing_else(data: st.DataObject) -> None:
+    dtype, numbers = data.draw(
+        st.sampled_from(
+            [
+                (torch.float32, st.floats(width=32, allow_nan=False)),
+                (torch.float64, st.floats(allow_nan=False)),
+                (torch.int64, st.integers(-(2**63), 2**63 - 1)),
+                (torch.uint8, st.integers(0, 255)),
+                (torch.float32, st.integers(-5, 5)),
+            ]
+        )
+    )
+    reference = torch.tensor(data.draw(st.lists(numbers, min_size=2, max_size=20, unique=True)), dtype=dtype)
+    order = data.draw(st.permutations(range(len(reference))))
+    moved = [place for place, source in enumerate(order) if place != source]
+    difference = compare_elements(reference[order], reference)
+
+    if difference is None:
+        assert moved == []
+    else:
+        assert difference.kind == "permutation"
+        assert difference.count == len(moved)
+        assert (f"({moved[0]},) and ({moved[1]},) swapped" in difference.words) == (len(moved) == 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
+def test_a_factor_is_named(dtype: torch.dtype) -> None:
+    reference = _random(40, 5).to(dtype)
+    reference[3] = 0
+    kind, words = _said(reference * 0.3, reference)
+    factor, _, cause = words.partition(" times the reference: ")
+
+    assert (kind, cause) == ("scaled", "a clip, a rate or a decay of its own")
+    assert float(factor) == pytest.approx(0.3, rel=2 * torch.finfo(dtype).eps)
+
+
+def test_an_exact_factor_of_eight_bit_floats_and_integers_is_named() -> None:
+    reference = torch.tensor([1.0, 1.5, -2.0, 3.0, 0.0])
+
+    assert _said((2 * reference).to(torch.float8_e4m3fn), reference.to(torch.float8_e4m3fn))[0] == "scaled"
+    assert _said(torch.tensor([3, 6, 9]), torch.tensor([1, 2, 3]))[1].startswith("3 times the reference")
+
+    assert _said(torch.tensor([1, 2, 3]), torch.tensor([49, 98, 147]))[0] == "scaled"  # 1 / 49 is not exact
+
+
+def test_eight_bits_are_too_few_for_a_factor_that_is_not_exact() -> None:
+    reference = torch.tensor([1.0, 1.5, -2.0, 3.0]).to(torch.float8_e4m3fn)
+
+    assert _said(torch.tensor([2.0, 3.0, -4.0, 5.0]).to(torch.float8_e4m3fn), reference)[0] == "everything"
+
+
+def test_subnormal_numbers_do_not_hide_a_factor() -> None:
+    reference = _random(40)
+    reference[:10] = _floats(*range(1, 20, 2))
+
+    assert _said(reference * 0.3, reference)[1].startswith("0.3 times the reference")
+
+
+def test_a_large_tensor_is_taken_in_blocks_to_its_end() -> None:
+    reference = _random(2**20 + 5)
+    own = reference * 3
+    reference[-1], own[-1] = 100, 300
+    difference = _difference(own, reference)
+
+    assert difference.words.startswith("3 times the reference")
+    assert (difference.greatest, difference.greatest_index) == (200.0, (2**20 + 4,))
+
+
+def test_a_changed_sign_and_a_cleared_tensor_are_factors() -> None:
+    reference = torch.tensor([1.0, 2.5, 0.0, -3.0, INF])
+
+    assert _said(-reference, reference) == ("scaled", "-1 times the reference: every sign changed")
+    for zero in (0, -0.0):
+        assert _said(zero * reference[:4], reference[:4]) == ("scaled", "0 times the reference: all zero here")
+
+
+def test_one_element_in_a_hundred_may_miss_the_factor() -> None:
+    reference = _random(200)
+    own = reference * 3
+    own[:2] = 0.7
+    assert _said(own, reference)[0] == "scaled"
+
+    own[2] = 0.7
+    assert _said(own, reference)[0] == "everything"
+
+
+@pytest.mark.parametrize(
+    "own, reference",
+    [
+        ([2.0], [1.0]),
+        ([3.3, 6.6], [1.1, 2.2]),  # two numbers: one confirmation is no proof
+        ([3.0, 6.0, 9.0, 4.0, 5.0, 6.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]),  # half of them unchanged
+        ([3.0, 6.0, 9.0, 1.0], [1.0, 2.0, 3.0, 0.0]),  # no factor makes something of zero
+        ([3.0, 6.0, 9.01], [1.0, 2.0, 3.0]),
+        ([3.0, 6.0, 9.0, 7.0] + [-0.0] * 10, [1.0, 2.0, 3.0, 4.0] + [0.0] * 10),  # zeros confirm nothing
+    ],
+)
+def test_no_factor_is_named_for_less(own: list[float], reference: list[float]) -> None:
+    assert _said(torch.tensor(own), torch.tensor(reference))[0] in ("everything", "some")
+
+
+def test_a_factor_hides_no_nan() -> None:
+    reference = _random(200)
+    own = reference * 3
+    own[7] = NAN
+
+    assert _said(own, reference) == ("non-finite", "not finite: 1 NaN here")
+
+
+def test_the_same_bit_of_several_elements_is_named() -> None:
+    reference = _random(50)
+    own = reference.clone()
+    own.view(torch.int32)[[3, 7, 8]] ^= 1 << 20
+
+    assert _said(own, reference) == ("same bit", "the same bit flipped in 3 elements: bit 20 (mantissa)")
+
+
+def test_different_bits_of_several_elements_are_not_the_same() -> None:
+    reference = _random(50)
+    own = reference.clone()
+    own.view(torch.int32)[[3, 7]] ^= torch.tensor([1 << 20, 1 << 21], dtype=torch.int32)
+
+    assert _said(own, reference)[0] == "some"
+
+
+@pytest.mark.parametrize("count, kind", [(19, "rounding"), (20, "same bit")])
+def test_a_low_bit_of_few_elements_is_rounding(count: int, kind: str) -> None:
+    reference = _random(50)
+    own = reference.clone()
+    own.view(torch.int32)[:count] ^= 1
+
+    assert _said(own, reference)[0] == kind
+
+
+def test_a_few_ulp_are_rounding() -> None:
+    # 2**-149 is the smallest number: one ulp above zero, two above its negative.
+    reference = _floats(0x3F800000, 0xBF800000, 0x00000001, 0x40490FDB)
+    own = _floats(0x3F800003, 0xBF7FFFFF, 0x80000001, 0x40490FDB)
+
+    assert _said(own, reference) == (
+        "rounding",
+        "at most 3 ulp apart: reduction order or a nondeterministic kernel",
+    )
+
+
+def test_four_ulp_are_few_and_nine_are_not() -> None:
+    reference = torch.ones(30)
+    own = torch.cat([torch.ones(20), torch.full((10,), 1 + 4 * 2**-23)])
+    own[25] = 1 + 3 * 2**-23  # or it would be the same bit
+    assert _said(own, reference)[1].startswith("at most 4 ulp apart")
+
+    own[29] = 1 + 9 * 2**-23
+    assert _said(own, reference)[0] == "some"
+
+
+def test_one_ulp_more_everywhere_is_rounding_and_no_factor() -> None:
+    reference = _random(100)
+    own = (reference.view(torch.int32) + torch.tensor([1, 2] * 50, dtype=torch.int32)).view(torch.float32)
+
+    assert _said(own, reference)[1].startswith("at most 2 ulp apart")
+
+
+def test_rounding_in_few_rows_is_rounding() -> None:
+    reference = _random(100, 3)
+    own = reference.clone()
+    own.view(torch.int32)[4] += torch.tensor([1, 2, 3], dtype=torch.int32)
+
+    assert _said(own, reference)[0] == "rounding"
+
+
+def test_small_numbers_that_all_differ_beside_a_great_one_are_not_rounded() -> None:
+    reference = _random(100) * 1e-7
+    own = _random(100, seed=1) * 1e-7
+    reference[0], own[0] = 1.0, 1 + 2**-23
+
+    assert _said(own, reference)[0] == "everything"
+
+
+def test_infinity_is_not_one_ulp_beyond_the_greatest_number() -> None:
+    greatest = torch.finfo(torch.float32).max
+
+    assert _said(torch.tensor([INF, INF]), torch.tensor([greatest, greatest])) == (
+        "non-finite",
+        "not finite: 2 inf here",
+    )
+
+
+def test_another_order_of_summation_is_rounding() -> None:
+    terms = _random(16, 20_000)
+    kind, words = _said(sum(terms), sum(terms.flip(0)))  # type: ignore[arg-type]
+
+    assert kind == "rounding"
+    assert words.endswith("as where terms of a sum cancel: reduction order or a nondeterministic kernel")
+
+
+def test_integers_are_never_rounded() -> None:
+    assert _said(torch.tensor([10, 23, 5, 6]), torch.tensor([11, 24, 5, 6]))[0] == "some"
+
+
+def test_float64_extremes_are_no_rounding() -> None:
+    # 2 + 1 ulp is 2**63 ulp from -2 + 1 ulp: a distance that wraps round to below zero.
+    own = _from_bits([0x4000000000000001, 0x4000000000000002], torch.float64, 64)
+    reference = _from_bits([0xBFFFFFFFFFFFFFFF, 0xBFFFFFFFFFFFFFFE], torch.float64, 64)
+    assert _said(own, reference)[0] == "everything"
+
+    huge = torch.tensor([1.5e308, 1e308], dtype=torch.float64)
+    difference = _difference(huge, -huge.flip(0))
+    assert (difference.kind, difference.greatest, difference.greatest_index) == ("everything", INF, (0,))
+
+
+def test_what_is_not_finite_is_counted_by_side() -> None:
+    own = torch.tensor([NAN, NAN, INF, 1.0, -INF, 2.0, INF])
+    reference = torch.tensor([1.0, 2.0, 3.0, NAN, 4.0, 2.0, INF])
+
+    assert _said(own, reference) == ("non-finite", "not finite: 2 NaN and 1 inf and 1 -inf here; 1 NaN there")
+
+
+def test_only_what_the_other_side_has_not_is_counted() -> None:
+    own, reference = _floats(0x7FC00001, 0x3F800000, 0, 7), _floats(0x7FC00000, 0x40200000, 0, 7)
+    assert _said(own, reference)[0] == "some"  # NaN on both sides, and 1.0 against 2.5
+
+    own[2] = INF
+    assert _said(own, reference) == ("non-finite", "not finite: 1 inf here")
+
+
+def test_an_infinite_part_that_both_sides_have_is_not_counted() -> None:
+    own, reference = torch.tensor([complex(INF, 1), 5j]), torch.tensor([complex(INF, 2.5), 5j])
+
+    assert _said(own, reference)[0] == "some"
+
+
+def test_rows_are_named_and_capped() -> None:
+    reference = _random(1000, 4)
+    own = reference.clone()
+    own[[3, 7, 8, 9, 20]] = _random(5, 4, seed=1)
+    assert _said(own, reference) == ("rows", "rows 3, 7-9, 20 of 1000: sparse or unused rows")
+
+    own[[50, 60, 61]] = _random(3, 4, seed=2)
+    assert _said(own, reference) == ("rows", "rows 3, 7-9, 20 and 3 more of 1000: sparse or unused rows")
+
+
+def test_one_row_is_named() -> None:
+    reference = _random(5, 4, 3)
+    own = reference.clone()
+    own[4] = _random(4, 3, seed=1)
+
+    assert _said(own, reference) == ("rows", "row 4 of 5: sparse or unused rows")
+
+
+def test_half_of_the_rows_are_too_many() -> None:
+    reference = _random(6, 4)
+    own = reference.clone()
+    own[:3] = _random(3, 4, seed=1)
+
+    assert _said(own, reference) == ("some", "some elements")
+
+
+def test_one_dimension_has_no_rows() -> None:
+    reference = _random(100)
+    own = reference.clone()
+    own[:3] = _random(3, seed=1)
+
+    assert _said(own, reference) == ("some", "some elements")
+
+
+def test_a_corner_of_a_row_is_only_some_elements() -> None:
+    reference = _random(10, 20)
+    own = reference.clone()
+    own[2, :9] = _random(9, seed=1)
+    assert _said(own, reference) == ("some", "some elements, in row 2 of 10")
+
+    own[2, 9] = 9.0
+    assert _said(own, reference)[0] == "rows"
+
+
+def test_nine_in_ten_are_everything() -> None:
+    reference, own = _random(100), _random(100, seed=1)
+    own[:10] = reference[:10]
+    assert _said(own, reference) == ("everything", "everything: another start, another step, or other data")
+
+    own[10] = reference[10]
+    assert _said(own, reference) == ("some", "some elements")
+
+
+def test_strides_do_not_matter() -> None:
+    reference = _random(4, 6)
+    own = reference.clone()
+    own[1, 2] *= -1
+    expected = compare_elements(own, reference)
+
+    assert compare_elements(own.t().contiguous().t(), torch.cat([reference, reference], 1)[:, :6]) == expected
+    assert compare_elements(own.requires_grad_(), torch.nn.Parameter(reference)) == expected
+
+
+def test_views_are_compared_in_logical_order() -> None:
+    expanded = torch.tensor([1.0, 2.0]).expand(3, 2)
+    assert compare_elements(expanded, torch.tensor([1.0, 2.0] * 3).view(3, 2)) is None
+
+    numbers = torch.tensor([1 + 2j, 3 + 4j])
+    assert compare_elements(numbers.conj(), torch.tensor([1 - 2j, 3 - 4j])) is None
+    assert compare_elements(numbers.conj().imag, torch.tensor([-2.0, -4.0])) is None
+    assert compare_elements(numbers[:1].conj().imag, torch.tensor([-2.0])) is None
+
+
+def test_a_scalar_has_an_empty_index() -> None:
+    difference = _difference(torch.tensor(5), torch.tensor(9))
+
+    assert (difference.first_index, difference.greatest, difference.kind) == ((), 4.0, "everything")
+
+
+@pytest.mark.parametrize(
+    "dtype, low, high", [(torch.int64, -(2**63), 2**63 - 1), (torch.uint64, 0, 2**64 - 1), (torch.uint64, 2**63, 0)]
+)
+def test_the_greatest_difference_of_integers_does_not_wrap(dtype: torch.dtype, low: int, high: int) -> None:
+    own, reference = torch.tensor([low, 5], dtype=dtype), torch.tensor([high, 6], dtype=dtype)
+
+    assert _difference(own, reference).greatest == float(abs(high - low))
+    assert _difference(own[1:], reference[1:]).greatest == 1.0
+
+
+@pytest.mark.parametrize(
+    "dtype, bits, text",
+    [
+        (torch.float32, 0x3DCCCCCD, "0.1"),
+        (torch.float32, 0x00000001, "1e-45"),
+        (torch.float32, 0x7F7FFFFF, "3.4028235e+38"),
+        (torch.bfloat16, 0x3DCD, "0.1"),
+        (torch.float16, 0x7C00, "inf"),
+        (torch.float64, 0x3FD3333333333334, "0.30000000000000004"),
+        (torch.float8_e4m3fn, 0xB8, "-1.0"),
+        (torch.float8_e8m0fnu, 0x80, "2.0"),
+    ],
+)
+def test_values_are_as_short_as_their_dtype_allows(dtype: torch.dtype, bits: int, text: str) -> None:
+    width = 8 * dtype.itemsize
+
+    assert _difference(_from_bits([bits], dtype, width), _from_bits([2], dtype, width)).values[0] == text
+
+
+def _brute_force(own: Sequence[complex], reference: Sequence[complex], code: str) -> tuple[int, int, float, int]:
+    def pack(number: complex) -> bytes:
+        if code in "fd":
+            return struct.pack(f"<2{code}", number.real, number.imag)
+        return struct.pack(f"<{code}", number)
+
+    differs = [place for place in range(len(own)) if pack(own[place]) != pack(reference[place])]
+    greatest, where = -1.0, -1
+    for place in differs:
+        apart = float(abs(own[place] - reference[place]))
+        if apart > greatest:
+            greatest, where = apart, place
+    return len(differs), differs[0] if differs else -1, greatest, where
+
+
+@pytest.mark.parametrize(
+    "dtype, code, numbers",
+    [
+        (torch.float32, "f", st.sampled_from([0.0, -0.0, 1.0, 1.5, -(2.0**127), 2.0**127, 2.0**-149, NAN, INF, -INF])),
+        (torch.float64, "d", st.sampled_from([0.0, -0.0, 0.1, -1e308, 1e308, 5e-324, NAN, INF, -INF])),
+        (torch.complex64, "f", st.sampled_from([0j, -0.0j, 1 + 1j, -3 + 4j, 2j, 5 + 12j])),
+        (torch.int64, "q", st.sampled_from([0, 1, -1, 2**63 - 1, -(2**63), 2**60, 2**60 + 1])),
+        (torch.int8, "b", st.integers(-128, 127)),
+        (torch.bool, "?", st.booleans()),
+    ],
+)
+@given(st.data())
+def test_the_figures_are_those_of_a_plain_loop(
+    dtype: torch.dtype, code: str, numbers: st.SearchStrategy[complex], data: st.DataObject
+) -> None:
+    rows, columns = data.draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    several = st.lists(numbers, min_size=rows * columns, max_size=rows * columns)
+    own, reference = data.draw(several), data.draw(several)
+    count, first, greatest, where = _brute_force(own, reference, code)
+    sides = [torch.tensor(side, dtype=dtype).view(rows, columns) for side in (own, reference)]
+    difference = compare_elements(*sides)
+
+    if difference is None:
+        assert count == 0
+        return
+    assert (difference.count, difference.numel) == (count, rows * columns)
+    assert difference.first_index == divmod(first, columns)
+    assert (difference.greatest, difference.greatest_index) == (
+        (greatest, divmod(where, columns)) if where >= 0 else (None, None)
+    )
+    assert difference.kind in KINDS
+    assert ElementDifference.from_json(json.loads(json.dumps(difference.to_json(), allow_nan=False))) == difference
+    assert all(len(line) <= 80 for line in difference.lines(" " * 8))
+
+
+def test_the_report_is_short_lines() -> None:
+    reference = torch.full((1000, 8), 0.015625)
+    own = reference.clone()
+    own[12, 7] = 0.03125  # one more in the exponent: 121 to 122, two bits
+
+    assert _difference(own, reference).lines("  ") == [
+        "  1 of 8000 elements differs (under 0.1 %)",
+        "  first at (12, 7): 0.03125 here, 0.015625 there",
+        "  greatest absolute difference 0.015625 at (12, 7)",
+        "  some elements, in row 12 of 1000",
+    ]
+    assert _difference(own[12, 6:], reference[12, 6:]).lines()[0] == (
+        "1 of 2 elements differs (50.0 %), first at (1,): 0.03125 here, 0.015625 there"
+    )
+
+
+def test_a_share_is_never_rounded_to_all() -> None:
+    reference, own = torch.zeros(5000), _random(5000)
+    own[4] = 0
+
+    assert _difference(own, reference).lines()[0].startswith("4999 of 5000 elements differ (over 99.9 %)")

@@ -1,0 +1,159 @@
+"""One rank's bits become others than its peers': is it found in the next call, with all there is to know about it?"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+
+import pytest
+
+from tests import deeds
+from tests.replicas import LAST_STEP, Deed, Sight, Sights, Story, check_whole, played, story
+
+WEIGHT = deeds.WEIGHT
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``has_doer``: an invariant of the rank's own tells who it was, so that two ranks are enough.
+
+    ``bit``: where one element differs, its index, and the bit if no arithmetic came after it.
+    """
+
+    moment: str
+    step: int
+    deed: Deed
+    call: int
+    phase: str
+    has_doer: bool
+    parameter: str | None = WEIGHT
+    words: tuple[str, ...] = ()
+    place: tuple[int, ...] | None = None
+    bit: int | None = None
+    init_sync: bool = True
+
+    @property
+    def story(self) -> Story:
+        return story((self.moment, self.step, self.deed), options={"init_sync": self.init_sync})
+
+
+_outside = partial(Fault, phase="outside", has_doer=True, words=("changed outside of a step",))
+_flipped = partial(_outside, deed=deeds.flip_weight, place=(1, 2), bit=22)
+_at_start = partial(Fault, moment="built", step=0, call=1, phase="start", has_doer=False, init_sync=False)
+_used = partial(Fault, moment="reduced", step=1, call=2, phase="gradients", has_doer=False, parameter=None)
+_in_step = partial(Fault, moment="reduced", step=1, call=2, phase="step", has_doer=False, parameter=None)
+_statistics = partial(Fault, phase="buffers", has_doer=False, parameter=None)
+
+FAULTS = {
+    "a bit flips after the first step": _flipped("stepped", 1, call=2),
+    "a bit flips after a step": _flipped("stepped", 2, call=3),
+    "a bit flips after the last step": _flipped("stepped", LAST_STEP, call=LAST_STEP + 1),
+    "a bit flips between forward and backward": _flipped("forwarded", 2, call=2),
+    "a bit flips before the call": _flipped("backward", 2, call=2),
+    "the lowest bit flips": _outside("stepped", 1, partial(deeds.flip_weight, bit=0), call=2, place=(1, 2), bit=0),
+    "a sign flips": _outside(
+        "stepped", 1, partial(deeds.flip_weight, place=(0, 0), bit=31), call=2, place=(0, 0), bit=31
+    ),
+    "a frozen weight flips": _outside(
+        "stepped",
+        1,
+        partial(deeds.flip_weight, name="3.weight", place=(1, 3)),
+        call=2,
+        parameter="3.weight",
+        place=(1, 3),
+        bit=22,
+    ),
+    "a frozen weight flips before the first call": _at_start(
+        deed=partial(deeds.flip_weight, name="3.weight", place=(1, 3)), parameter="3.weight", place=(1, 3), bit=22
+    ),
+    "a bit flips before the first call": _at_start(moment="wrapped", deed=deeds.flip_weight, place=(1, 2), bit=22),
+    "a bit flips between call and step": _outside("reduced", 1, deeds.flip_weight, call=2, place=(1, 2)),
+    "a weight becomes NaN": _outside("stepped", 1, deeds.fill_with_nan, call=2, place=(0, 0)),
+    "weights are rounded": _outside("stepped", 1, deeds.round_parameters, call=2, parameter=None),
+    "another checkpoint is loaded": _outside("stepped", 1, deeds.load_another_seed, call=2, parameter=None),
+    "layers of one shape change places": _outside("stepped", 1, deeds.swap_layers, call=2, parameter=None),
+    "another seed": _at_start(deed=deeds.load_another_seed, parameter=None, words=("init_sync=False",)),
+    "another initial weight": _at_start(deed=deeds.another_weight),
+    "another checkpoint is loaded before the first call": _at_start(
+        moment="wrapped", deed=deeds.load_another_seed, parameter=None, init_sync=True
+    ),
+    "a step is missing": _in_step(deed=partial(deeds.other_steps, steps=0), words=("different numbers of steps",)),
+    "a step too many": _in_step(deed=partial(deeds.other_steps, steps=2), words=("different numbers of steps",)),
+    "another learning rate": _in_step(deed=partial(deeds.set_group, key="lr", factor=1.01), words=("lr", "0.12625")),
+    "another weight decay": _in_step(
+        deed=partial(deeds.set_group, key="weight_decay", factor=2.0), words=("weight_decay", "0.5")
+    ),
+    "momentum changes": _in_step(
+        moment="stepped", deed=deeds.flip_momentum, call=3, parameter=WEIGHT, place=(0, 3), words=("momentum_buffer",)
+    ),
+    "gradients are clipped": _used(deed=deeds.clip),
+    "gradients are dropped": _used(deed=deeds.drop_gradients),
+    "gradients stay scaled": _used(deed=deeds.scale_gradients),
+    "a gradient is edited": _used(deed=deeds.edit_gradient, parameter=WEIGHT, place=(0, 0)),
+    "a bit of a gradient flips": _used(deed=deeds.flip_gradient, parameter=WEIGHT, place=(3, 0)),
+    "statistics are poked": _statistics("stepped", 1, deeds.poke_statistics, 2, words=("buffer '1.running_mean'",)),
+    "statistics drift": _statistics("wrapped", 0, deeds.other_data, 1, words=("local_buffers", "broadcast_buffers")),
+}
+STORIES = {name: fault.story for name, fault in FAULTS.items()}
+
+
+@cache
+def _seen(world_size: int, *doers: int) -> Sights[Sight]:
+    return played(STORIES, world_size, doers)
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_happens_to_one_rank_alone_is_told_on_all(name: str, world_size: int, who: int) -> None:
+    fault, sight = FAULTS[name], _seen(world_size, who)[name]
+
+    assert (sight.error, sight.call) == ("ReplicaDivergenceError", fault.call), sight
+    assert (sight.phase, sight.parameter) == (fault.phase, fault.parameter), sight.text
+    assert sight.ranks == ((who,) if world_size > 2 or fault.has_doer else ()), sight.text
+    assert all(word in sight.unwrapped for word in fault.words), sight.text
+    assert f"all_reduce() call {fault.call}" in sight.text
+    check_whole(sight)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("name", FAULTS)
+def test_of_two_ranks_both_are_shown(name: str, who: int) -> None:
+    sight = _seen(2, who)[name]
+
+    assert "rank 1 against rank 0" in sight.unwrapped
+    assert ("cannot attribute" in sight.text) == (not FAULTS[name].has_doer), sight.text
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.place is not None])
+def test_one_element_is_found_with_its_bit(name: str, world_size: int, who: int) -> None:
+    fault, sight = FAULTS[name], _seen(world_size, who)[name]
+    shown = who if world_size > 2 else 1  # of two ranks the first is what the other is compared with
+
+    (element,) = (item for item in sight.elements if item.thing == f"parameter {fault.parameter!r}")
+
+    assert (element.rank, element.count, element.index) == (shown, 1, fault.place)
+    if fault.bit is not None:
+        assert (element.kind, element.bit) == ("one bit", fault.bit)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_happens_to_all_ranks_alike_is_silent(name: str, world_size: int) -> None:
+    assert _seen(world_size, *range(world_size))[name] == Sight(recovered=True)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_majority_is_counted_and_not_called_right(name: str) -> None:
+    sight = _seen(3, 0, 1)[name]
+
+    assert (sight.phase, sight.ranks) == (FAULTS[name].phase, (2,)), sight.text
+    assert "rank 2 against ranks 0-1 (2 of 3 ranks agree)" in sight.unwrapped
+    check_whole(sight)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_two_ranks_of_four_have_no_majority_against_them(name: str) -> None:
+    sight = _seen(4, 1, 3)[name]
+
+    assert (sight.phase, sight.ranks) == (FAULTS[name].phase, (1, 3) if FAULTS[name].has_doer else ()), sight.text
+    assert "ranks 1, 3 against ranks 0, 2" in sight.text
+    check_whole(sight)
