@@ -162,6 +162,14 @@ def test_without_an_inquiry_only_those_known_to_be_lost_are_named() -> None:
     assert compose(rows, "gone", lost=(2,)).awaited == (1, 2)
 
 
+def test_a_living_rank_too_slow_to_answer_is_not_blamed_for_the_death_of_another() -> None:
+    dead = _is_lost(2, Outcome.GONE)
+
+    for process, blamed in {"running": (2,), "stopped": (1, 2), "": (1, 2)}.items():
+        rows = [_waits(0), _is_lost(1, Outcome.SILENT, process), dead]
+        assert compose(rows, "gone", lost=(2,)).awaited == blamed, process
+
+
 def test_a_thousand_ranks_of_a_hundred_hosts_at_one_place_share_a_headline() -> None:
     rows = [_waits(0), *(replace(_works(rank), host=f"node-{rank // 8}") for rank in range(1, 1000))]
 

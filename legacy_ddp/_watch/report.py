@@ -15,7 +15,7 @@ MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
 # Where in one call a rank stands; the later, the farther. A rank that has left the call is the farthest.
-_PHASES = ("plan", "pack", "agree", "payload", "alias")
+_PHASES = ("plan", "pack", "sign", "agree", "examine", "payload", "alias")
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,10 @@ def compose(
 def _missing(rows: Sequence[Row], lost: Sequence[int], *, is_inquiry: bool) -> tuple[int, ...]:
     if not lost:
         return awaited(rows)
-    # Beside the lost one those that do not answer either; who answers is late at most.
-    silent = [rank for rank in awaited(rows) if rows[rank].sample is None] if is_inquiry else []
+    # Beside the lost one those that do not answer either; who answers is late at most, and so may be who is silent but
+    # seen to run: on a crowded machine an answer takes longer than anybody waits for it.
+    behind = [rows[rank] for rank in awaited(rows)] if is_inquiry else []
+    silent = [row.rank for row in behind if row.sample is None and row.process != RUNNING]
     return tuple(sorted({*lost, *silent}))
 
 
