@@ -5,6 +5,7 @@ is worth some per cent. A ratio is the median of the rounds' ratios to the first
 """
 
 import argparse
+import json
 import os
 import platform
 import statistics
@@ -130,6 +131,14 @@ def print_table(title: str, summary: Summary) -> None:
     for name, row in summary.items():
         times = f"{row['median_ms']:7.1f}ms{row['p90_ms']:7.1f}ms{row['median_ratio']:7.2f}"
         print(f"{name:41}{times}" + (f"{row['fresh_mib_per_run']:8.1f}MiB" if with_memory else ""), flush=True)
+
+
+def write_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    """Rank 0 writes them where ``--json`` says, with what was asked for and where they come from."""
+    if dist.get_rank() == 0 and arguments.json:
+        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
+        document = {"environment": environment(), "arguments": settings, "results": results}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def environment() -> dict[str, Any]:

@@ -16,7 +16,6 @@ Ranks that outnumber the cores wait for each other's time slices: such figures a
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import Variant, environment, measure, parse, print_table, process_group, round_ratios, summarize
+from _measure import Variant, measure, parse, print_table, process_group, round_ratios, summarize, write_results
 from _model import LAYERS, Transformer, random_tokens, step
 from _scaling import ROW_BYTES, Network, doubling_hops, fit_alpha, limits, ring_hops, seconds_per_row
 
@@ -58,10 +57,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Collective: answer the question that was asked."""
     results = {"step": _answer_step, "header": _answer_header}[arguments.question](arguments)
-    if dist.get_rank() == 0 and arguments.json:
-        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-        document = {"environment": environment(), "arguments": settings, "results": results}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_results(arguments, results)
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

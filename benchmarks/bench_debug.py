@@ -13,7 +13,6 @@ digest   the fingerprint of tensors of several sizes, and of 1,000 small ones to
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import Variant, environment, measure, parse, print_table, process_group, summarize
+from _measure import Variant, measure, parse, print_table, process_group, summarize, write_results
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
@@ -48,10 +47,7 @@ def main(given: Sequence[str] | None = None) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Collective: answer the question that was asked."""
     results = {"step": _answer_step, "digest": _answer_digest}[arguments.question](arguments)
-    if dist.get_rank() == 0 and arguments.json:
-        settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-        document = {"environment": environment(), "arguments": settings, "results": results}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+    write_results(arguments, results)
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

@@ -15,6 +15,12 @@ def wrap(**arguments: Any) -> LegacyDistributedDataParallel:
     return LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False), **arguments)
 
 
+def tanh_net() -> nn.Sequential:
+    """Two layers, the same on every rank."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
 def add_gradients(model: nn.Module, value: float) -> None:
     """Add ``value`` to every element of every trainable parameter's gradient."""
     torch.stack([(p * value).sum() for p in model.parameters() if p.requires_grad]).sum().backward()

@@ -13,14 +13,9 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import check_replicas
 from tests.ranks import run_ranks
-from tests.small import Said, add_gradients, error_of
+from tests.small import Said, add_gradients, error_of, tanh_net
 
 Model = partial(LegacyDistributedDataParallel, checks="detail")
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def _backward(model: nn.Module) -> None:
@@ -50,7 +45,7 @@ def _parts(model: LegacyDistributedDataParallel, optimizer: torch.optim.Optimize
 
 
 def _goes_back(rank: int, broadcasts: bool) -> bool:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = copy.deepcopy(model.module.state_dict())
     _parts(model, optimizer, rank)
@@ -68,7 +63,7 @@ def test_after_an_error_training_goes_on_from_weights_that_all_share(broadcasts:
 
 
 def _averages_local_steps(rank: int) -> bool:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _train(model, optimizer, 2)
     with model.no_sync():
@@ -87,7 +82,7 @@ def test_local_steps_whose_weights_are_averaged_are_silent() -> None:
 
 
 def _steps_beside_the_wrapper(rank: int) -> bool:
-    model, local = Model(_net()), nn.Linear(2, 2)
+    model, local = Model(tanh_net()), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), *local.parameters()], lr=0.1)
     for _ in range(3):
         _backward(model)
@@ -106,7 +101,7 @@ def test_parameters_of_the_rank_s_own_in_the_same_optimizer_are_silent() -> None
 
 
 def _constructs(rank: int, checks: tuple[Checks, Checks]) -> Said:
-    net = nn.Sequential(_net(), nn.BatchNorm1d(1))
+    net = nn.Sequential(tanh_net(), nn.BatchNorm1d(1))
     return error_of(LegacyDistributedDataParallel, net, checks=checks[rank])
 
 
@@ -140,7 +135,7 @@ def _compiles(rank: int, checks: str) -> list[int]:
     from torch._dynamo.testing import CompileCounterWithBackend
 
     counter = CompileCounterWithBackend("aot_eager")
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+    model = LegacyDistributedDataParallel(tanh_net(), checks=checks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), capturable=False)
     step = torch.compile(optimizer.step, backend=counter)
     for _ in range(6):
@@ -164,7 +159,7 @@ def test_a_compiled_step_is_silent_and_compiles_nothing_more() -> None:
 def _compiled_and_faulty(rank: int) -> str:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", "Profiler", UserWarning)
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = torch.compile(optimizer.step, backend="eager")
     for index in range(3):

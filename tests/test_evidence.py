@@ -12,14 +12,9 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, ReplicaDivergenceError, UnsynchronizedStepError
 from legacy_ddp.debug import check_replicas
 from tests.ranks import run_ranks
-from tests.small import Said, add_gradients, error_of
+from tests.small import Said, add_gradients, error_of, tanh_net
 
 wrap_in_detail = partial(LegacyDistributedDataParallel, checks="detail")
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 # Evidence against a rank
@@ -32,7 +27,7 @@ def _told(action: Callable[[], object]) -> str:
 
 
 def _clips_and_skips(rank: int, skips: bool) -> str:
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
         optimizer.zero_grad()
@@ -55,7 +50,7 @@ def test_ranks_that_clip_as_always_are_not_accused_of_it(
 
 
 def _forgets_to_clamp(rank: int) -> str:
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
         optimizer.zero_grad()
@@ -77,7 +72,7 @@ def test_a_rank_that_clamps_as_always_is_not_accused_of_it() -> None:
 
 
 def _goes_on_after_a_refused_step(rank: int) -> Said:
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         add_gradients(model, 1.0 + rank)
@@ -95,7 +90,7 @@ def test_a_step_that_the_guard_refused_leaves_no_trace() -> None:
 
 
 def _closure_with_leftovers(rank: int) -> Said:
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def closure() -> float:
@@ -115,7 +110,7 @@ def test_gradients_that_a_closure_drops_are_not_compared() -> None:
 
 
 def _frozen_with_a_gradient(rank: int) -> Said:
-    model = wrap_in_detail(nn.Sequential(nn.Linear(1, 1), _net()))
+    model = wrap_in_detail(nn.Sequential(nn.Linear(1, 1), tanh_net()))
     optimizer = torch.optim.SGD(model.module[1].parameters(), lr=0.1)
     for index in range(3):
         for parameter in model.module[0].parameters():
@@ -137,7 +132,7 @@ def test_a_gradient_left_on_a_frozen_layer_that_no_optimizer_holds_is_silent() -
 
 
 def _replaces_its_module(rank: int) -> str:
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     model.module = copy.deepcopy(model.module)
     model.all_reduce()
     if rank == 1:
@@ -154,7 +149,7 @@ def _steps_a_sharded_optimizer(rank: int) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch's own, about torch.jit
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
@@ -169,7 +164,7 @@ def test_an_optimizer_whose_ranks_step_other_parameters_each_is_silent() -> None
 
 
 def _steps_at_another_rate_for_once(rank: int) -> str:
-    model = wrap_in_detail(_net())
+    model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for index in range(3):
         optimizer.zero_grad()

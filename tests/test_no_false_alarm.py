@@ -15,13 +15,9 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceE
 from legacy_ddp.debug import check_replicas
 from tests.ranks import run_ranks
 from tests.replicas import LOCAL_STATISTICS
+from tests.small import tanh_net
 
 Model = partial(LegacyDistributedDataParallel, checks="detail")
-
-
-def _net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def _backward(model: nn.Module) -> None:
@@ -35,13 +31,13 @@ def _identical(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 # A long training with all that makes ranks draw, round and skip
 
 
-def _statistics_net() -> nn.Sequential:
+def _statisticstanh_net() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
 def _trains_long(rank: int, steps: int) -> tuple[int, int, float]:
-    model = LegacyDistributedDataParallel(_statistics_net(), checks=LOCAL_STATISTICS)
+    model = LegacyDistributedDataParallel(_statisticstanh_net(), checks=LOCAL_STATISTICS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=20)
     torch.manual_seed(rank)
@@ -82,7 +78,7 @@ def test_a_thousand_steps_with_everything_that_varies_are_silent() -> None:
 
 
 def _one_of_two_wrappers_at_a_time(rank: int) -> Iterator[object]:
-    generator, critic = Model(_net()), Model(_net())
+    generator, critic = Model(tanh_net()), Model(tanh_net())
     optimizers = [torch.optim.SGD(generator.parameters(), lr=0.1), torch.optim.Adam(critic.parameters(), lr=0.1)]
     for step in range(6):
         model, optimizer = [(critic, optimizers[1]), (generator, optimizers[0])][step % 3 == 2]
@@ -97,7 +93,7 @@ def _one_of_two_wrappers_at_a_time(rank: int) -> Iterator[object]:
 
 
 def _two_optimizers_of_one_model(rank: int) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizers = [torch.optim.SGD(model.module[0].parameters(), lr=0.1), torch.optim.Adam(model.module[2].parameters())]
     for step in range(4):
         _backward(model)
@@ -109,7 +105,7 @@ def _two_optimizers_of_one_model(rank: int) -> Iterator[object]:
 
 
 def _two_steps_a_call(rank: int) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         _backward(model)
@@ -121,7 +117,7 @@ def _two_steps_a_call(rank: int) -> Iterator[object]:
 
 
 def _step_every_other_call(rank: int) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
         _backward(model)
@@ -133,7 +129,7 @@ def _step_every_other_call(rank: int) -> Iterator[object]:
 
 
 def _lbfgs_with_a_closure(rank: int) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
 
     def closure() -> float:
@@ -151,7 +147,7 @@ def _lbfgs_with_a_closure(rank: int) -> Iterator[object]:
 
 
 def _zeroes_in_either_way(rank: int) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for step in range(6):
         optimizer.zero_grad(set_to_none=bool(step // 2 % 2))
@@ -162,7 +158,7 @@ def _zeroes_in_either_way(rank: int) -> Iterator[object]:
 
 
 def _uneven_ranks(rank: int) -> Iterator[object]:
-    model = Model(_net(), checks=Checks(level="detail", uneven="allow"))
+    model = Model(tanh_net(), checks=Checks(level="detail", uneven="allow"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for step in range(6):
         optimizer.zero_grad()
@@ -194,7 +190,7 @@ def _unused_layers(rank: int) -> Iterator[object]:
 
 
 def _averages_of_weights(rank: int) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     average = AveragedModel(model.module)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -220,7 +216,7 @@ def _train(model: LegacyDistributedDataParallel, optimizer: torch.optim.Optimize
 
 
 def _interrupted(rank: int, act: Callable[[LegacyDistributedDataParallel], object], moment: str) -> Iterator[object]:
-    model = Model(nn.Sequential(_net(), nn.BatchNorm1d(1)), checks=LOCAL_STATISTICS)
+    model = Model(nn.Sequential(tanh_net(), nn.BatchNorm1d(1)), checks=LOCAL_STATISTICS)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     yield from _train(model, optimizer, 2)
     for when in ("forward", "call", "step", "end"):
@@ -270,7 +266,7 @@ _ACTS: dict[str, Callable[[LegacyDistributedDataParallel], object]] = {
 def _copied(
     rank: int, how: Callable[[LegacyDistributedDataParallel], LegacyDistributedDataParallel]
 ) -> Iterator[object]:
-    model = Model(_net())
+    model = Model(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     yield from _train(model, optimizer, 2)
     _backward(model)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from legacy_ddp._compare import MAX_LINES, MISSING, Difference, name_ranks
 from legacy_ddp._replicas.cause import NOTHING, Verdict
-from legacy_ddp._replicas.elements import ElementDifference
+from legacy_ddp._replicas.elements import WIDTH, ElementDifference
 
-WIDTH = 80
 _TENSOR = re.compile(r"(\w+ \([\d, ]*\)(?: on \w+)?(?: sparse)?) [0-9a-f]{16}")  # as rows_of() says one
 MAX_RANKS = 2  # told by element, of each tensor
 
