@@ -6,6 +6,7 @@
 PYTHON ?=
 RANKS ?= 2
 UPDATE_FREQ ?= 4
+TRACE ?=
 STEPS ?=
 ARGS ?=
 
@@ -42,7 +43,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt test lint bench bench-agree bench-debug clean
+.PHONY: help demo digits hunt test browser picture lint bench bench-agree bench-debug bench-trace clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -64,11 +65,25 @@ hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
 	$(LAUNCH) 3 examples/hunt.py $(if $(HUNTS),--times $(HUNTS))
 
 test: $(READY) ## run the tests
-	$(call needs,torch pytest hypothesis numpy sklearn tqdm)
+	$(call needs,torch pytest hypothesis numpy sklearn tqdm bokeh selenium)
 	$(PY) -m pytest $(ARGS)
 
+browser: ## install Debian's Chromium for the tests of the page
+	@$(foreach program,chromium chromedriver,command -v $(program) >/dev/null &&) exit 0; \
+	if command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+	    apt-get update -q && apt-get install -qy --no-install-recommends chromium chromium-driver; \
+	else \
+	    echo "the tests of the page need chromium and chromedriver; install them first" \
+	        "(on Debian, as root: apt-get install chromium chromium-driver)" >&2; exit 1; \
+	fi
+
+picture: $(READY) ## redo docs/report.png from TRACE (one folder, or "A B")
+	$(call needs,torch bokeh selenium)
+	$(if $(TRACE),,@echo "TRACE=... is missing: the folder of a trace" >&2; exit 1)
+	$(PY) docs/picture.py $(TRACE) $(ARGS)
+
 lint: $(READY) ## check style (ruff) and types (mypy)
-	$(call needs,torch ruff mypy)
+	$(call needs,torch ruff mypy bokeh)
 	$(PY) -m ruff check --config .ci/ruff.toml .
 	$(PY) -m ruff format --check --config .ci/ruff.toml .
 	$(PY) -m mypy legacy_ddp
@@ -86,6 +101,10 @@ bench-debug: $(READY) ## time looking after replicas: in steps, and per byte
 	$(call needs,torch)
 	$(TORCHRUN) benchmarks/bench_debug.py step
 	$(LAUNCH) 1 benchmarks/bench_debug.py digest
+
+bench-trace: $(READY) ## time comparing traces of growing length, and its memory
+	$(call needs,torch)
+	$(PY) benchmarks/bench_trace.py
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

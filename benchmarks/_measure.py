@@ -135,13 +135,24 @@ def print_table(title: str, summary: Summary) -> None:
 
 def write_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
     """Rank 0 writes them where ``--json`` says, with what was asked for and where they come from."""
-    if dist.get_rank() == 0 and arguments.json:
+    if dist.get_rank() == 0:
+        group = {
+            "world_size": dist.get_world_size(),
+            "backend": dist.get_backend(),
+            "threads_per_rank": torch.get_num_threads(),
+        }
+        save(arguments, {**machine(), **group}, results)
+
+
+def save(arguments: argparse.Namespace, environment: dict[str, Any], results: dict[str, Any]) -> None:
+    """Write results where ``--json`` says, if it does."""
+    if arguments.json:
         settings = {name: value for name, value in vars(arguments).items() if name != "json"}
-        document = {"environment": environment(), "arguments": settings, "results": results}
+        document = {"environment": environment, "arguments": settings, "results": results}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
-def environment() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """Where these figures come from."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
@@ -149,9 +160,6 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "world_size": dist.get_world_size(),
-        "backend": dist.get_backend(),
-        "threads_per_rank": torch.get_num_threads(),
         "load_average_at_end": os.getloadavg(),
         "commit": commit.stdout.strip() or "unknown",
     }

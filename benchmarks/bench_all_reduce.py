@@ -13,13 +13,21 @@ step   a whole training step: zero_grad, `update-freq` times forward and backwar
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from _measure import Variant, count_fresh_bytes, environment, measure, parse, print_table, process_group, summarize
+from _measure import (
+    Variant,
+    count_fresh_bytes,
+    measure,
+    parse,
+    print_table,
+    process_group,
+    summarize,
+    write_results,
+)
 from _model import SEQUENCE, Transformer, random_tokens, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,9 +49,7 @@ def main() -> None:
             results[title] = summarize(count_fresh_bytes(measure(build, arguments)))
             if dist.get_rank() == 0:
                 print_table(title, results[title])
-        if dist.get_rank() == 0 and arguments.json:
-            document = {"environment": environment(), "results": results}
-            arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_results(arguments, results)
 
 
 def _arguments() -> argparse.Namespace:

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp.debug import Recorder
 
 CONTEXT = 64
 WARMUP_STEPS = 30
@@ -63,17 +65,31 @@ def train(training: "Training", args: argparse.Namespace, text: Text, settings: 
     windows = cut_windows(text.train, CONTEXT)
     batch_size = args.batch_size * args.update_freq * world_size
     progress = Progress(training.step, args.steps, visible=rank == 0)
-    while training.step < args.steps:
-        mine = global_batch(windows, training.step, batch_size, args.seed)[rank::world_size]
-        bits = training.update(mine.chunk(args.update_freq))
-        progress.show(training.step, bits)
-        if args.check_every and training.step % args.check_every == 0:
-            require_identical_replicas(training.model, training.optimizer)
-        if args.save and (training.step % args.save_every == 0 or training.step == args.steps):
-            state = training.state()
-            if rank == 0:
-                save_checkpoint(args.save, training.step, {"settings": settings, **state})
+    with recording(training, args):
+        while training.step < args.steps:
+            mine = global_batch(windows, training.step, batch_size, args.seed)[rank::world_size]
+            bits = training.update(mine.chunk(args.update_freq))
+            progress.show(training.step, bits)
+            if args.check_every and training.step % args.check_every == 0:
+                require_identical_replicas(training.model, training.optimizer)
+            if args.save and (training.step % args.save_every == 0 or training.step == args.steps):
+                state = training.state()
+                if rank == 0:
+                    save_checkpoint(args.save, training.step, {"settings": settings, **state})
     progress.close()
+
+
+def recording(training: "Training", args: argparse.Namespace) -> AbstractContextManager[object]:
+    """Writes what every step holds to --record DIR, to be compared with ``legacy-ddp diff``."""
+    if args.record is None:
+        return nullcontext()
+    return Recorder(
+        training.model,
+        args.record,
+        optimizer=training.optimizer,
+        every=args.record_every,
+        first_step=training.step + 1,
+    )
 
 
 @dataclass
@@ -226,6 +242,10 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="steps between checks of the replicas (default: none)",
     )
+    parser.add_argument("--record", type=Path, metavar="DIR", help="write a trace here, for legacy-ddp diff")
+    parser.add_argument(
+        "--record-every", type=positive_int, default=1, metavar="N", help="steps between its entries (default: 1)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save DIR")
     return parser
 
@@ -250,8 +270,10 @@ def checked_settings(args: argparse.Namespace, text: Text, world_size: int) -> d
     """What must be equal on all ranks, and before and after a resume, under the names that a user knows.
 
     Raises:
-        ValueError: the text is shorter than one global batch.
+        ValueError: the text is shorter than one global batch, or --record would overwrite a trace.
     """
+    if args.record and any(args.record.glob("rank-*.jsonl")):
+        raise ValueError(f"--record folder is in use: got a trace in {args.record}, expected none; choose another one")
     batch_size = args.batch_size * args.update_freq * world_size
     window_count = len(cut_windows(text.train, CONTEXT))
     if batch_size > window_count:

@@ -12,6 +12,7 @@ from legacy_ddp._errors import (
     PeerLostError,
     ReplicaDivergenceError,
     SyncTimeoutError,
+    TraceError,
     UnsynchronizedStepError,
 )
 from legacy_ddp._figures import NoiseScale
@@ -36,6 +37,7 @@ __all__ = [
     "ReplicaDivergenceError",
     "SyncRecord",
     "SyncTimeoutError",
+    "TraceError",
     "UnsynchronizedStepError",
     "all_reduce_gradients",
 ]

@@ -12,7 +12,8 @@ LegacyDDPError(RuntimeError)
 │   ├── PeerLostError          its connection broke
 │   └── SyncTimeoutError       it was silent for ``timeout_seconds``
 ├── GradientError          local: a gradient that cannot be reduced; reaches the peers as PeerError
-└── UnsynchronizedStepError  local: an optimizer's step() without the call; nothing was stepped
+├── UnsynchronizedStepError  local: an optimizer's step() without the call; nothing was stepped
+└── TraceError             local: a trace that cannot be written, read or compared
 """
 
 from collections.abc import Sequence
@@ -98,3 +99,7 @@ class GradientError(LegacyDDPError):
 
 class UnsynchronizedStepError(LegacyDDPError):
     """An optimizer was about to use gradients of this rank alone: :meth:`all_reduce` was forgotten. Nothing changed."""
+
+
+class TraceError(LegacyDDPError):
+    """A trace cannot be written, read or compared; the text names the file and says what to do."""

@@ -38,7 +38,7 @@ class SyncRecord:
     false for that no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the
     ranks, None for a plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of
     gradients that this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload,
-    alias; with ``checks="detail"`` also sign).
+    alias; with ``checks="detail"`` also sign, and under a recorder observe). ``rank``: its own number, and row.
     """
 
     call: int
@@ -49,6 +49,7 @@ class SyncRecord:
     skipped_ranks: tuple[int, ...] = ()
     payload_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    rank: int = 0
     _headers: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     @cached_property

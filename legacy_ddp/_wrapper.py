@@ -17,6 +17,7 @@ from legacy_ddp._call import Call
 from legacy_ddp._header import Header, Operation
 from legacy_ddp._layout import distinct
 from legacy_ddp._nonfinite import check_finite
+from legacy_ddp._observe import show_forward, show_local, show_reduced
 from legacy_ddp._pack import pack
 from legacy_ddp._process_group import GroupHandle, resolve_group
 from legacy_ddp._record import SyncRecord
@@ -101,6 +102,7 @@ class LegacyDistributedDataParallel(nn.Module):
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
         with HERE.forward():
+            show_forward(self._synchronizer.observers, args, kwargs)
             return self.module(*args, **kwargs)
 
     def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:
@@ -265,6 +267,7 @@ def all_reduce(
             with call.phase("plan"):
                 plan = planner.plan(named)
             packed = pack(call, planner, plan, sample_size, skip)
+            show_local(synchronizer.observers, call)
             header = sign(call, trail, packed.header)
         agreement = agree(call, header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
         verify(call, trail, agreement.rows)
@@ -277,7 +280,9 @@ def all_reduce(
             trail.note_reduced()
     synchronizer.note_uneven(call, agreement)
     synchronizer.note_same_data(call, agreement)
-    return _record(call, agreement, reduced)
+    record = _record(call, agreement, reduced)
+    show_reduced(synchronizer.observers, record)
+    return record
 
 
 def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
@@ -290,5 +295,6 @@ def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
         skipped_ranks=agreement.skipped_ranks,
         payload_bytes=reduced.payload_bytes,
         seconds=call.seconds,
+        rank=call.groups.rank,
         _headers=agreement.headers,
     )

@@ -18,6 +18,7 @@ sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Py
 _scaling = importlib.import_module("_scaling")
 bench_agree = importlib.import_module("bench_agree")
 bench_debug = importlib.import_module("bench_debug")
+bench_trace = importlib.import_module("bench_trace")
 
 SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
 
@@ -62,11 +63,16 @@ def test_debug_tells_what_looking_after_replicas_adds_to_a_step(tmp_path: Path) 
     results = json.loads(path.read_text())["results"]
 
     assert list(results) == ["step of train_lm, 2 ranks", "step of 1,000 small tensors, 2 ranks"]
+    aims = [{"detail": 1.25, "check every 10 steps": 1.05}] * 2
+    aims[0] = {**aims[0], "record every step": 1.30, "record every 10 steps": 1.05}
+    assert [result["aims"] for result in results.values()] == aims
     for result in results.values():
-        assert list(result["variants"]) == ["off", "off again", "info", "detail", "check every step"]
-        assert result["aims"] == {"detail": 1.25, "check every 10 steps": 1.05}
-        each = result["variants"]["check every step"]["median_ratio"]
-        assert result["ratios"]["check every 10 steps"] == pytest.approx(0.9 + each / 10)
+        variants = ["off", "off again", "info", "detail", "check every step", "record every step"]
+        assert list(result["variants"]) == variants
+        assert result["ratios"]["record every step"] == result["variants"]["record every step"]["median_ratio"]
+        for what in ("check", "record"):
+            each = result["variants"][f"{what} every step"]["median_ratio"]
+            assert result["ratios"][f"{what} every 10 steps"] == pytest.approx(0.9 + each / 10)
 
 
 def test_debug_tells_how_fast_a_digest_is(tmp_path: Path) -> None:
@@ -80,7 +86,18 @@ def test_debug_tells_how_fast_a_digest_is(tmp_path: Path) -> None:
         assert list(result) == ["copy", "digest"]
 
 
-@pytest.mark.parametrize("script", ["bench_agree.py", "bench_all_reduce.py", "bench_debug.py"])
+def test_trace_tells_seconds_and_memory_of_every_way_to_compare(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    bench_trace.main(["--steps", "12", "--parameters", "3", "--repeats", "1", "--json", str(path)])
+    (ways,) = json.loads(path.read_text())["results"].values()
+
+    assert list(ways) == ["equal", "different", "ranks of one"]
+    assert all(way["peak_megabytes"] > 10 and way["median_seconds"] > 0 for way in ways.values())
+    assert ways["equal"]["megabytes"] == pytest.approx(2 * ways["ranks of one"]["megabytes"])
+
+
+@pytest.mark.parametrize("script", ["bench_agree.py", "bench_all_reduce.py", "bench_debug.py", "bench_trace.py"])
 def test_a_benchmark_started_as_a_script_finds_its_neighbours(script: str) -> None:
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--help"],

@@ -1,11 +1,13 @@
 """Does a digest change with any bit and any order of the bits, and with nothing else?"""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from legacy_ddp._replicas.digest import digest, digest_all, digest_words
 
@@ -339,6 +341,14 @@ def test_a_gpu_says_the_same(numel: int) -> None:
     assert digest_all([tensor, None, tensor]) == digest_all([tensor.cuda(), None, tensor.cuda()])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_and_a_cpu_are_digested_in_one_go() -> None:
+    tensors = [_random(size) for size in (1, 5, 0, 9000, 77, 4096, 3)] * 50
+    mixed = [tensor.cuda() if index % 3 else tensor for index, tensor in enumerate(tensors)]
+
+    assert digest_words(mixed) == digest_words(tensors)
+
+
 # --- many tensors ----------------------------------------------------------------------------------------------------
 
 
@@ -347,6 +357,80 @@ def test_digest_words_are_the_digests() -> None:
 
     assert digest_words(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
     assert digest_words([]) == []
+
+
+def _sliced(data: torch.Tensor) -> torch.Tensor:
+    return torch.stack([data, data], dim=1)[:, 0]
+
+
+# Around the words of one row, 4096 of 8 bytes, up to which tensors are joined.
+byte_counts = st.integers(0, 40) | st.integers(0, 40_000) | st.integers(8 * 4095, 8 * 4097)
+FORMS: dict[str, Edit] = {
+    "as it is": lambda data: data,
+    "strided": _sliced,
+    "not aligned": lambda data: torch.cat([data[:0].new_zeros(3), data])[3:],
+    "float32": lambda data: data[: len(data) // 4 * 4].view(torch.float32),
+    "float64 matrix, transposed": lambda data: data[: len(data) // 16 * 16].view(torch.float64).view(-1, 2).t(),
+    "bfloat16, negative": lambda data: torch._neg_view(data[: len(data) // 2 * 2].view(torch.bfloat16)),
+    "complex64, conjugated": lambda data: data[: len(data) // 8 * 8].view(torch.complex64).conj(),
+    "a parameter": lambda data: torch.nn.Parameter(data[: len(data) // 4 * 4].view(torch.float32)),
+    "one element": lambda data: data.new_full((), len(data) % 256),
+    "sparse": lambda data: data.double().view(1, -1).to_sparse(),
+}
+
+
+@given(st.lists(st.tuples(byte_counts, st.sampled_from(sorted(FORMS))), max_size=40))
+def test_digest_words_of_any_tensors_are_the_digests(drawn: list[tuple[int, str]]) -> None:
+    tensors = [form for count, name in drawn if (form := FORMS[name](_random_bytes(count))) is not None]
+
+    assert digest_words(tensors) == [digest(tensor) for tensor in tensors]
+    assert digest_words(iter(tensors)) == digest_words(tensors)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8, 9, 17, 40])  # 8 tensors of a whole row work together on a CPU
+@pytest.mark.parametrize("size_bytes", [0, 1, 8, 13, 9216, 8 * 4096 - 1, 8 * 4096, 8 * 4096 + 1])
+def test_digest_words_of_many_tensors_are_what_their_definition_says(size_bytes: int, count: int) -> None:
+    tensors = [_random_bytes(size_bytes).add(index) for index in range(count)]
+    known = {0: tensors[0], count // 2: tensors[count // 2], count - 1: tensors[-1]}
+    words = digest_words(tensors)
+
+    assert words == [digest(tensor) for tensor in tensors]
+    for index, tensor in known.items():
+        assert words[index] == _reference(_contents(tensor))
+
+
+def test_sums_of_states_that_wrap_around_are_kept_apart() -> None:
+    tensors = [torch.full((size,), -1, dtype=torch.int64) for size in [1, 4096, 2, 4095, 1, 1] * 5]
+
+    assert digest_words(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
+
+
+class _Calls(TorchDispatchMode):
+    """Counts what torch is asked for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("size_bytes", [4, 9216])
+def test_one_more_small_tensor_takes_few_more_calls(size_bytes: int) -> None:
+    counts = []
+    for many in (500, 1000):
+        with _Calls() as calls:
+            digest_words([_random_bytes(size_bytes)] * many)
+        counts.append(calls.count)
+
+    assert counts[1] - counts[0] < 6 * 500  # alone it takes some thirty
+
+
+def test_digest_words_in_inference_mode_are_the_same() -> None:
+    tensors = [_random(5), _random(7), _random(5000)]
+    before = digest_words(tensors)
+    with torch.inference_mode():
+        assert digest_words(tensors) == digest_words([tensor.clone() for tensor in tensors]) == before
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=3) | st.none(), max_size=4), st.data())

@@ -24,6 +24,7 @@ from legacy_ddp import (
     ReplicaDivergenceError,
     SyncRecord,
     SyncTimeoutError,
+    TraceError,
     UnsynchronizedStepError,
     debug,
 )
@@ -40,6 +41,7 @@ _ERRORS = [
     PeerLostError,
     ReplicaDivergenceError,
     SyncTimeoutError,
+    TraceError,
     UnsynchronizedStepError,
 ]
 
@@ -87,6 +89,7 @@ def test_the_errors_form_one_tree() -> None:
         "LostPeerError": "LegacyDDPError",
         "GradientError": "LegacyDDPError",
         "UnsynchronizedStepError": "LegacyDDPError",
+        "TraceError": "LegacyDDPError",
         "LayoutError": "AgreedError",
         "DesyncError": "AgreedError",
         "PeerError": "AgreedError",

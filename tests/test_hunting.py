@@ -9,18 +9,23 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "hunting.md").read_text(encoding="utf-8")
-NUMBER = re.compile(r"-?\d+(\.\d+)?(e-?\d+)?")
+NUMBER = re.compile(r"\b[0-9a-f]{16}\b|-?\d+(\.\d+)?(e-?\d+)?")
 
 
-def _launch(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _launch(
+    script: str, *arguments: str, ranks: int = 3, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return _run([*launcher, str(ROOT / "examples" / script), *arguments], folder)
+
+
+def _run(command: list[str], folder: Path | None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
-            *(str(ROOT / "examples" / script), *arguments),
-        ],
+        command,
         capture_output=True,
         text=True,
         timeout=180,
+        cwd=folder,
         env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -93,6 +98,25 @@ def test_the_hunt_of_a_forgotten_call_names_the_rank_that_forgot_it() -> None:
     ):
         assert words in shown
         assert words in printed
+
+
+def test_the_hunt_for_two_runs_prints_what_the_page_shows(tmp_path: Path) -> None:
+    commands = re.findall(r"^    PYTHONPATH=\. torchrun .* examples/train_lm\.py (.*--record .*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        trained = _launch("train_lm.py", *command.split(), ranks=2, folder=tmp_path)
+        assert trained.returncode == 0, trained.stderr
+
+    found = _run([sys.executable, "-m", "legacy_ddp", "diff", "before", "after"], tmp_path)
+
+    assert found.returncode == 1, found.stderr
+    shown = _shown_after("(Without installing: `python -m legacy_ddp diff before after`.)\n")
+    assert _unwrapped(found.stdout.splitlines()) == _unwrapped(shown)
+
+
+def _unwrapped(lines: list[str]) -> str:
+    """Numbers differ between versions of Python, whose source is the text, and so may the ends of lines."""
+    return " ".join(" ".join(_without_numbers(lines)).split())
 
 
 def test_the_lines_of_the_page_are_those_of_the_scripts() -> None:

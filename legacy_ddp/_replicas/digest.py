@@ -1,17 +1,7 @@
 """Which 64 bits stand for all bits of a tensor, in order? Equal bits, equal number, on every device and rank.
 
-The bytes, padded with zeros to 64-bit words, are rows of lanes. Every lane runs down its column, from a key of its own
-and on over two words of zero::
-
-    state = fold(word + MULTIPLIER * state)        fold(x) = x ^ (x >> 32), a logical shift
-
-The sum of all states mod 2**64, xor the number of bytes, is the digest. Without the fold a column would be a polynomial
-mod 2**64, where two flips of bit 63 cancel: a negated float64 tensor would go unseen. The product carries low bits up,
-the fold brings high bits down, and each step can be undone, so that a single changed word always changes its state.
-
-``MULTIPLIER`` is that of Knuth's MMIX generator (The Art of Computer Programming 2, 3.3.4). Keys are the states of
-splitmix64 from 0 on, and to shift, xor and multiply in turn is how it finishes them (Steele, Lea, Flood 2014, "Fast
-splittable pseudorandom number generators", OOPSLA).
+They are the sum mod 2**64 of the states (see :mod:`legacy_ddp._replicas.states`) that its bytes leave behind, xor the
+number of bytes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,18 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from legacy_ddp._layout import fingerprint
-
-MULTIPLIER = 6364136223846793005
-GAMMA = 0x9E3779B97F4A7C15 - 2**64
-
-# Part of what a digest is: how words become rows. More rows: fewer states to finish; more lanes: fewer calls of torch.
-MAX_ROWS = 2**6
-MIN_LANES = 2**12
-
-# How it is computed: lanes at work together. On a CPU they stay in the cache, and below the size from which torch
-# uses more threads: those of many ranks on one host would wait for each other. A GPU wants few launches.
-CPU_LANES = 2**15
-GPU_LANES = 2**20
+from legacy_ddp._replicas.states import MIN_LANES, count_words, lanes_at_work, sum_of_states, sums_of_states
 
 # digest_all() joins tensors up to the first size into copies up to the second.
 SMALL_BYTES = 2**19
@@ -52,12 +31,18 @@ def digest(tensor: torch.Tensor) -> int:
 @torch.no_grad()
 def digest_words(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The digest of each tensor. The host waits once per device, and for sparse tensors to coalesce."""
-    sizes, sums = [], []
-    for tensor in tensors:
-        data = _as_bytes(tensor)
-        sizes.append(data.numel())
-        sums.append(_sum_of_states(data))
-    return [word ^ size for word, size in zip(_to_host(sums), sizes, strict=True)]
+    sizes: list[int] = []
+    places: dict[torch.device, list[int]] = {}
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for chunk in _chunks(map(_as_bytes, tensors), sizes):
+        data = list(chunk.values())
+        device = data[0].device
+        places.setdefault(device, []).extend(chunk)
+        sums.setdefault(device, []).append(sum_of_states(*data) if len(data) == 1 else sums_of_states(data))
+    words: dict[int, int] = {}
+    for device, found in sums.items():
+        words.update(zip(places[device], torch.cat(found).tolist(), strict=True))
+    return [words[index] ^ size for index, size in enumerate(sizes)]
 
 
 def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
@@ -125,46 +110,19 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _sum_of_states(data: torch.Tensor) -> torch.Tensor:
-    """The sum over all lanes (0-dim, int64), at most ``CPU_LANES`` or ``GPU_LANES`` of them at a time."""
-    words = -(-data.numel() // 8)
-    lanes = max(1, min(words, max(MIN_LANES, 1 << ((words - 1) // MAX_ROWS).bit_length())))
-    whole = data.numel() - data.numel() % (8 * lanes)
-    body, tail = data[:whole].view(-1, 8 * lanes), data[whole:]
-    total = zero = torch.zeros((), dtype=torch.int64, device=data.device)
-    step = CPU_LANES if data.device.type == "cpu" else GPU_LANES
-    for start in range(0, lanes, step):
-        stop = min(start + step, lanes)
-        state = torch.arange(start, stop, device=data.device).mul_(GAMMA)
-        _advance(state, _rows(body[:, 8 * start : 8 * stop]))
-        last = _padded(tail[8 * start : 8 * stop])
-        _advance(state[: last.numel()], [last])
-        _advance(state, [zero, zero])
-        total = total + state.sum()
-    return total
-
-
-def _advance(state: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
-    low, high = state.view(torch.int32).view(-1, 2).unbind(1)
-    for row in rows:
-        torch.add(row, state, alpha=MULTIPLIER, out=state)
-        low.bitwise_xor_(high)
-
-
-def _rows(body: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows as words: views, or where the words are not aligned one copy after the other."""
-    if (body.storage_offset() | body.data_ptr()) % 8 == 0:
-        return body.view(torch.int64).unbind()
-    return (row.clone().view(torch.int64) for row in body.unbind())
-
-
-def _padded(data: torch.Tensor) -> torch.Tensor:
-    return torch.cat([data, data.new_zeros(-data.numel() % 8)]).view(torch.int64)
-
-
-def _to_host(scalars: Sequence[torch.Tensor]) -> list[int]:
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for scalar in scalars:
-        groups.setdefault(scalar.device, []).append(scalar)
-    words = {device: iter(torch.stack(group).tolist()) for device, group in groups.items()}
-    return [next(words[scalar.device]) for scalar in scalars]
+def _chunks(tensors: Iterable[torch.Tensor], sizes: list[int]) -> Iterator[dict[int, torch.Tensor]]:
+    """Tensors by their places: one, or several of one row of lanes each. Appends the bytes of each to ``sizes``."""
+    waiting: dict[torch.device, dict[int, torch.Tensor]] = {}
+    lanes: dict[torch.device, int] = {}
+    for index, data in enumerate(tensors):
+        sizes.append(data.numel())
+        words, device = count_words(data), data.device
+        if words > MIN_LANES:
+            yield {index: data}
+            continue
+        if lanes.get(device, 0) + words > lanes_at_work(device):
+            yield waiting.pop(device)
+            lanes[device] = 0
+        lanes[device] = lanes.get(device, 0) + words
+        waiting.setdefault(device, {})[index] = data
+    yield from waiting.values()

@@ -4,5 +4,6 @@ from legacy_ddp._replicas.digest import digest
 from legacy_ddp._replicas.elements import ElementDifference
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp.debug._check import check_replicas
+from legacy_ddp.debug._recorder import Recorder
 
-__all__ = ["ElementDifference", "ReplicaDifference", "ReplicaReport", "check_replicas", "digest"]
+__all__ = ["ElementDifference", "Recorder", "ReplicaDifference", "ReplicaReport", "check_replicas", "digest"]

@@ -12,17 +12,14 @@ from legacy_ddp._agree import agree, announcing_failures
 from legacy_ddp._call import check_moment
 from legacy_ddp._header import Header, Operation
 from legacy_ddp._layout import inventory_word
-from legacy_ddp._process_group import resolve_group
 from legacy_ddp._replicas import holdings as hold
 from legacy_ddp._replicas.examine import DETAILS, Own, compare
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.verify import divergence
-from legacy_ddp._settings import as_names, names_to_ignore
-from legacy_ddp._synchronizer import Synchronizer, remember
-from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp._settings import as_names
+from legacy_ddp.debug._arguments import Optimizers, Subject, as_optimizers, subject_of
 
 EVERYTHING = (*hold.KINDS, "rng")
-Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @internals.leaves_compiled_code
@@ -64,19 +61,18 @@ def check_replicas(
         LayoutError: ranks were given other arguments.
         TypeError, ValueError: wrong arguments. PeerError, DesyncError, LostPeerError: as for ``all_reduce()``.
     """
-    wrapper = model if isinstance(model, LegacyDistributedDataParallel) else None
-    synchronizer = wrapper._synchronizer if wrapper else remember(model)[0]
-    group = wrapper.process_group if wrapper and process_group is None else resolve_group(process_group)
-    with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, group) as call:
+    subject = subject_of(model, process_group)
+    synchronizer = subject.synchronizer
+    with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, subject.group) as call:
         with announcing_failures(call):
             check_moment(call)
             wanted = frozenset(as_names(what, "what"))
-            several = _several(optimizer)
+            several = as_optimizers(optimizer)
             checks = synchronizer.settings.checks
             local = checks.local_buffers if local_buffers is None else as_names(local_buffers, "local_buffers")
             request = _describe(wanted, several, local, details, raises)
             with call.phase("sign"):
-                own = _look(model, several, wanted, local, synchronizer)
+                own = _look(subject, several, wanted, local)
                 header = own.sign(Header(micro_batches=synchronizer.planner.counter.micro_batches))
         agreement = agree(call, header._replace(layout=inventory_word(request)), request)
         report = compare(call, agreement.rows, own, details=details)
@@ -116,29 +112,16 @@ def _describe(
     }
 
 
-def _several(optimizer: Optimizers | None) -> Sequence[torch.optim.Optimizer]:
-    if optimizer is None:
-        return []
-    found = list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
-    if others := [type(item).__name__ for item in found if not isinstance(item, torch.optim.Optimizer)]:
-        raise TypeError(f"optimizer is of the wrong type: got {others[0]}, expected torch.optim.Optimizer or several")
-    return found
-
-
 def _look(
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    what: Collection[str],
-    local: Sequence[str],
-    synchronizer: Synchronizer,
+    subject: Subject, optimizers: Sequence[torch.optim.Optimizer], what: Collection[str], local: Sequence[str]
 ) -> Own:
     """What this rank holds of what was asked for."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is of the wrong type: got {type(model).__name__}, expected torch.nn.Module")
-    module = model.module if isinstance(model, LegacyDistributedDataParallel) else model
+    module = subject.module
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     hold.check_local_buffers(module, local)
-    ignore = synchronizer.settings.ignore | names_to_ignore(module, ())
-    trail = synchronizer.trail
+    ignore = subject.ignore
+    trail = subject.synchronizer.trail
     if trail is not None:
         trail.sign()
     return Own(

@@ -1,0 +1,40 @@
+"""Who may look on while ranks meet? The core knows this much of a recorder, and nothing of its files."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from legacy_ddp._call import Call
+from legacy_ddp._record import SyncRecord
+
+
+class Observer(Protocol):
+    """Sees the calls of one wrapper or module. Changes nothing, and communicates nothing."""
+
+    def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the wrapper begins. Not called inside compiled code."""
+
+    def see_local(self) -> None:
+        """A call begins: gradients are this rank's own. An exception here ends the call on all ranks."""
+
+    def see_reduced(self, record: SyncRecord) -> None:
+        """The call is over, and succeeded."""
+
+
+def show_forward(observers: Sequence[Observer], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Let them see what a forward pass is given."""
+    for observer in observers:
+        observer.see_forward(args, kwargs)
+
+
+def show_local(observers: Sequence[Observer], call: Call) -> None:
+    """Let them see the gradients that this rank brings."""
+    if observers:
+        with call.phase("observe"):
+            for observer in observers:
+                observer.see_local()
+
+
+def show_reduced(observers: Sequence[Observer], record: SyncRecord) -> None:
+    """Let them see what a call left."""
+    for observer in observers:
+        observer.see_reduced(record)

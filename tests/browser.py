@@ -1,0 +1,99 @@
+"""A real browser, without a window, that starts with an empty profile and may not reach the network."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.support.ui import WebDriverWait
+
+_PROGRAMS = ("chromium", "chromedriver")
+_SWITCHES = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--force-prefers-reduced-motion",
+)
+# What bokeh draws is in shadow trees, which a search from the document does not enter.
+_ALL = """
+const found = []
+const walk = root => {
+  for (const element of root.querySelectorAll("*")) {
+    found.push(element)
+    if (element.shadowRoot) walk(element.shadowRoot)
+  }
+}
+walk(document)
+"""
+_DRAWN = "return document.readyState == 'complete' && window.Bokeh && Bokeh.documents.every(one => one.is_idle)"
+
+
+def reason_missing() -> str | None:
+    """Why there is no browser, None if there is one."""
+    missing = [program for program in _PROGRAMS if shutil.which(program) is None]
+    return f"{' and '.join(missing)} not found; make browser installs Debian's" if missing else None
+
+
+class Page:
+    """A page in the browser, drawn."""
+
+    def __init__(self, driver: webdriver.Chrome, path: Path) -> None:
+        self.driver = driver
+        self._wait = WebDriverWait(driver, 60, poll_frequency=0.05)
+        self.url = path.as_uri()
+        driver.get("about:blank")  # the browser begins with a page of its own, which loads a lot
+        for kind in ("browser", "performance"):
+            driver.get_log(kind)  # of the page before
+        driver.get(self.url)
+        self._wait.until(lambda browser: browser.execute_script(_DRAWN))
+
+    def run(self, script: str, *arguments: Any) -> Any:
+        """What ``script`` returns; ``found`` are all elements, those of shadow trees too."""
+        return self.driver.execute_script(_ALL + script, *arguments)
+
+    def wait_for(self, script: str, *arguments: Any) -> Any:
+        """The first thing but nothing that ``script`` returns."""
+        return self._wait.until(lambda _: self.run(script, *arguments))
+
+    def point(self, x: float, y: float) -> None:
+        """Move the pointer to a place in the window."""
+        moved = {"type": "mouseMoved", "x": x, "y": y}
+        self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", moved)
+
+    def complaints(self) -> list[str]:
+        """What the browser's console was told, but for chatter."""
+        told = self.driver.get_log("browser")
+        return [entry["message"] for entry in told if entry["level"] in ("SEVERE", "WARNING")]
+
+    def requests(self) -> list[str]:
+        """The addresses that were asked for, without what a page holds itself."""
+        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
+        sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
+        urls = [event["params"]["request"]["url"] for event in sent]
+        return [url for url in urls if not url.startswith(("data:", "blob:"))]
+
+
+@contextmanager
+def open_browser(width: int = 1280, height: int = 1000) -> Iterator[webdriver.Chrome]:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        options = webdriver.ChromeOptions()
+        options.binary_location = str(shutil.which("chromium"))
+        for switch in (*_SWITCHES, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
+            options.add_argument(switch)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        driver = webdriver.Chrome(options, Service(executable_path=shutil.which("chromedriver")))
+        try:
+            yield driver
+        finally:
+            driver.quit()

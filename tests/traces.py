@@ -1,0 +1,128 @@
+"""Traces that no training wrote: small, and different where a test wants them to be."""
+
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from legacy_ddp._trace.lines import PHASES
+from legacy_ddp._trace.records import CallFacts, Environment, Names, Section, Values
+from legacy_ddp._trace.write import Writer
+
+NAMES = {
+    "local_gradients": ("gradient of 'a'", "gradient of 'b'"),
+    "reduced_gradients": ("gradient of 'a'", "gradient of 'b'"),
+    "settings": ("lr of parameter group 0",),
+    "optimizer": ("exp_avg of 'a'", "exp_avg of 'b'"),
+    "parameters": ("parameter 'a'", "parameter 'b'"),
+    "buffers": ("buffer 'mean'",),
+}
+KIND = "float32 (2, 3)"
+START = ("settings", "parameters", "buffers")
+
+# (rank, step, phase, name) -> what to hold there instead: (word, norm), or (word, norm, number of non-finite elements).
+Planted = Mapping[tuple[int, int, str, str], tuple[Any, ...]]
+
+
+def environment(rank: int, world_size: int, **changes: Any) -> Environment:
+    given: dict[str, Any] = {
+        "rank": rank,
+        "world_size": world_size,
+        "every": 1,
+        "first_step": 1,
+        "started": "2026-01-02T03:04:05+00:00",
+        "job": "00000000000000bb",
+        "layout": "00000000000000aa",
+        "facts": {"torch": "2.13.0", "threads": "1", "seed": "0"},
+        "parameters": ("a", "b"),
+        "local_buffers": (),
+    }
+    return Environment(**{**given, **changes})
+
+
+def call_facts(step: int, rank: int, **changes: Any) -> CallFacts:
+    given: dict[str, Any] = {
+        "call": step,
+        "micro_batches": 2,
+        "sample_size": 64,
+        "took_part": True,
+        "divisor": 128,
+        "local_norm": 1.0 + rank + step / 8,
+        "finite": True,
+        "payload_bytes": 48,
+        "seconds": {"plan": 0.001, "pack": 0.002, "agree": 0.003, "payload": 0.004, "alias": 0.001},
+        "seconds_waited": 0.01 * rank,
+        "generators": f"{step:016x}",
+        "forwards": 2,
+        "inputs": (("int64 (16, 64)", f"{16 * step + rank:016x}"), ("int64 (16, 64)", f"{16 * step + rank + 8:016x}")),
+        "inputs_complete": True,
+    }
+    return CallFacts(**{**given, **changes})
+
+
+def write_trace(
+    folder: Path,
+    *,
+    world_size: int = 2,
+    steps: int = 5,
+    planted: Planted | None = None,
+    names: Mapping[str, tuple[str, ...]] = NAMES,
+    kind: str = KIND,
+    environments: Callable[[int, int], Environment] = environment,
+    calls: Callable[[int, int], CallFacts] = call_facts,
+    end: str | None = "closed",
+) -> Path:
+    """A run of ``steps`` steps whose ranks agree in everything but their local gradients, and what is planted."""
+    for rank in range(world_size):
+        facts = environments(rank, world_size)
+        writer = Writer(folder, facts)
+        first = facts.first_step
+        for step in range(first - 1, first + steps):
+            for phase in PHASES if step >= first else START:
+                if phase == "reduced_gradients":
+                    writer.call(step, calls(step, rank))
+                if names.get(phase):
+                    writer.section(step, section(rank, step, phase, names[phase], kind, planted or {}))
+            writer.flush()
+        if end is None:
+            writer.abandon()
+        else:
+            writer.close(first + steps - 1, end)
+    return folder
+
+
+def section(rank: int, step: int, phase: str, names: tuple[str, ...], kind: str, planted: Planted) -> Section:
+    """What a rank holds there: words follow from step, phase and position, and of local gradients from the rank."""
+    words: list[str | None] = []
+    norms: list[float | None] = []
+    nonfinite = {}
+    for index, name in enumerate(names):
+        own = rank + 1 if phase == "local_gradients" else 0
+        held = (f"{(step << 24) + (PHASES.index(phase) << 16) + (index << 8) + own:016x}", 1.0 + index + step / 8)
+        if phase == "settings":
+            held = ("0.001", None)
+        word, norm, *count = planted.get((rank, step, phase, name), held)
+        words.append(word)
+        norms.append(norm)
+        if count:
+            nonfinite[index] = count[0]
+    kinds = ("" if phase == "settings" else kind,) * len(names)
+    return Section(Names(phase, names, kinds), Values(tuple(words), tuple(norms), nonfinite))
+
+
+def without(path: Path, gone: Callable[[bytes], bool]) -> None:
+    """Let the file look as if those lines had never been written."""
+    kept = [line for line in lines_of(path.read_bytes()) if not gone(line)]
+    path.write_bytes(b"".join(sealed(line.rpartition(b',"at":')[0], at) for at, line in enumerate(kept, start=1)))
+
+
+def lines_of(data: bytes) -> list[bytes]:
+    """Only ``\\n`` ends a line of a file."""
+    parts = data.split(b"\n")
+    return [part + b"\n" for part in parts[:-1]] + parts[-1:] * bool(parts[-1])
+
+
+def sealed(body: bytes, at: int = 1) -> bytes:
+    """Line ``at``, which says ``body``, an object that lacks its end, under a checksum that fits."""
+    checked = body + f',"at":{at}'.encode()
+    return checked + f',"crc32":"{zlib.crc32(checked):08x}"}}\n'.encode()
