@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -308,10 +307,6 @@ def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
-_page = pytest.mark.skipif(find_spec("legacy_ddp._page.page") is None, reason="this version draws no page")
-
-
-@_page
 def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
     done = run("report", traces[0], "-o", tmp_path / "page.html", start=("-c", _WITHOUT.format("bokeh")))
 
@@ -319,7 +314,6 @@ def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Pat
     assert done.stderr == ("legacy-ddp: error: report needs bokeh, which is not installed; pip install bokeh\n")
 
 
-@_page
 def test_report_writes_a_page_and_says_where(
     traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from legacy_ddp._diff.compare_runs import compare_runs
+from legacy_ddp._trace.run import open_run
 from tests.ranks import run_ranks
+from tests.traces import write_trace
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -141,6 +144,22 @@ def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> 
     assert world_size == 1 or not torch.equal(after["random"][0]["cpu"], after["random"][1]["cpu"])
 
 
+def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    world_size, original, _ = undisturbed
+    folder = _killed_after_first_checkpoint(original, tmp_path / "checkpoints")
+    traces = whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    ways = (("--save", str(tmp_path / "recorded")), ("--save", str(folder), "--resume"))
+    for trace, arguments in zip(traces, ways, strict=True):
+        result = _torchrun(world_size, "train_lm.py", *SHORT_LM, "--record", str(trace), *arguments)
+        assert result.returncode == 0, result.stderr
+
+    _assert_same_bits(*(_load(saved / "step-00000004.pt") for saved in (original, tmp_path / "recorded")))
+    found = compare_runs(open_run(whole), open_run(resumed))
+    assert (found.verdict, found.steps) == ("same", (2, 4))
+
+
 # Ends the process at a byte of the file: beyond the limit the kernel sends SIGXFSZ, which Python otherwise ignores.
 KILLED_WHILE_WRITING = """
 import resource, runpy, signal, sys
@@ -223,6 +242,7 @@ def test_a_resume_with_other_settings_is_refused_by_rank_0_alone(undisturbed: An
         (["--batch-size", "1000000"], "global batch is larger than the text: got 4000000 windows"),
         (["--resume"], "--resume has no folder: got no --save, expected --save DIR"),
         (["--resume", "--save", "{empty}"], "has nothing to resume: got no step-*.pt, expected one"),
+        (["--record", "{traced}"], "--record folder is in use: got a trace in {traced}, expected none"),
         (["--save", "{used}"], "--save folder is in use: got {used}/step-00000004.pt, expected no checkpoint"),
         (["--save", "{used}", "--resume"], "world size is not that of {used}/step-00000004.pt: got 1, expected 2"),
     ],
@@ -237,7 +257,8 @@ def test_wrong_arguments_end_in_one_line_before_any_process_group(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    places = {"empty": tmp_path, "used": undisturbed[1]}
+    places = {"empty": tmp_path, "used": undisturbed[1], "traced": tmp_path / "traced"}
+    write_trace(places["traced"])
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *(argument.format(**places) for argument in arguments)])
 
     with pytest.raises(SystemExit) as exit_info:

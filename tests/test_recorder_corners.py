@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp._diff.compare_ranks import compare_ranks
 from legacy_ddp._diff.compare_runs import compare_runs
 from legacy_ddp._diff.finding import Comparison
@@ -330,3 +330,20 @@ def test_digests_do_not_depend_on_the_default_device() -> None:
     expected = digest_words(copy.deepcopy(tensors))
     with torch.device("meta"):
         assert digest_words(tensors) == expected
+
+
+def _share_a_buffer(rank: int, folder: Path) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1))
+    module[1].register_buffer("mine", module[0].running_mean)
+    model = LegacyDistributedDataParallel(module, checks=Checks(local_buffers=("1.*", "*.running_var")))
+    with Recorder(model, folder):
+        model(torch.randn(4, 2, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        model.all_reduce()
+
+
+def test_a_buffer_that_is_a_rank_s_own_by_its_second_name_is_left_out(tmp_path: Path) -> None:
+    run_ranks(_share_a_buffer, 2, tmp_path)
+
+    run = open_run(tmp_path)
+    assert run.environments[0].local_buffers == ("1.*", "*.running_var", "0.running_mean")
+    assert compare_ranks(run).verdict == "same"
