@@ -749,3 +749,14 @@ def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_that_all_is(tmp_p
     assert found.size is not None
     assert found.size < 1e-10
     assert "of rounding size" in found.meaning
+
+
+def test_of_a_resumed_run_only_that_one_is_said_to_begin(tmp_path: Path) -> None:
+    later = {"environments": lambda rank, size: environment(rank, size, first_step=4), "steps": 2}
+    planted = {(rank, 3, "parameters", "parameter 'a'"): (WORD, 1.0) for rank in (0, 1)}
+
+    found = pair(tmp_path, b={**later, "planted": planted, "names": {**NAMES, "optimizer": ()}})
+
+    assert found.first is not None
+    assert (found.first.step, found.first.phase) == (3, "parameters")
+    assert "B begins there, and the other run has trained up to there. It begins with other weights" in found.meaning

@@ -31,7 +31,7 @@ def told(phase: str, **changes: Any) -> str:
         ("settings", "begin with other settings of the optimizer: lr of parameter group 0 is 0.1 in A and 0.2 in B."),
         ("optimizer", "another checkpoint, or one loaded in one run only"),
         ("parameters", "another seed, another initialisation or another checkpoint"),
-        ("buffers", "Weights agree, but the runs begin with other buffers"),
+        ("buffers", "Weights agree. The runs begin with other buffers"),
     ],
 )
 def test_a_divergence_at_the_start_comes_from_before_training(phase: str, words: str) -> None:

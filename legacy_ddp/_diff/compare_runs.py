@@ -179,6 +179,13 @@ class _RunComparison:
     def _is_start(self, step: int) -> bool:
         return step in (self._a.environments[0].first_step - 1, self._b.environments[0].first_step - 1)
 
+    def _begins(self, step: int) -> str:
+        """The only run that begins with that step."""
+        labels = [
+            label for label, run in (("A", self._a), ("B", self._b)) if step == run.environments[0].first_step - 1
+        ]
+        return labels[0] if len(labels) == 1 else ""
+
     def _surroundings(self) -> list[Cause]:
         a, b = self._a.environments, self._b.environments
         if self._equal_sizes:
@@ -210,6 +217,7 @@ class _RunComparison:
             first=first,
             compared=tuple(self._compared),
             is_start=self._is_start(first.step),
+            begins=self._begins(first.step),
             previous=max(before, default=None),
             causes=frozenset(cause.what for cause in causes),
             inputs_known=all(self._calls.inputs_known(rank) for rank in first.ranks),

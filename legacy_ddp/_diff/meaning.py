@@ -17,8 +17,9 @@ class Evidence:
     """What is known around a divergence.
 
     ``compared``: the phases that both sides recorded. ``previous``: the last step before it that was compared, None if
-    none was. ``is_start``: either side begins with it. ``causes``: what differs around it. ``inputs_known``: all inputs
-    of its ranks were recorded. ``generators_known``: so were random generators. ``size``: as in a comparison.
+    none was. ``is_start``: either side begins with it; ``begins``: which, if the other one came there by training.
+    ``causes``: what differs around it. ``inputs_known``: all inputs of its ranks were recorded. ``generators_known``: so
+    were random generators. ``size``: as in a comparison.
     """
 
     kind: Kind
@@ -26,6 +27,7 @@ class Evidence:
     compared: tuple[str, ...]
     is_start: bool
     previous: int | None
+    begins: str = ""
     causes: frozenset[str] = frozenset()
     inputs_known: bool = False
     generators_known: bool = False
@@ -57,24 +59,30 @@ def meaning(evidence: Evidence) -> str:
 
 
 def _start_settings(evidence: Evidence, say: _Sentences) -> None:
-    say(f"The runs begin with other settings of the optimizer: {_values(evidence)}.")
+    say(f"{_begin(evidence)} other settings of the optimizer: {_values(evidence)}.")
 
 
 def _start_optimizer(evidence: Evidence, say: _Sentences) -> None:
     if label := _only_one(evidence):
         say(f"Only {label} holds it there: was the optimizer's state left out of a checkpoint, or of loading it?")
     else:
-        say("The optimizers begin with another state: another checkpoint, or one loaded in one run only.")
+        say(f"{_begin(evidence)} another state of the optimizer: another checkpoint, or one loaded in one run only.")
 
 
 def _start_parameters(evidence: Evidence, say: _Sentences) -> None:
-    say("The runs begin with other weights: another seed, another initialisation or another checkpoint.")
+    say(f"{_begin(evidence)} other weights: another seed, another initialisation or another checkpoint.")
     say("Their seeds differ.", "seed" in evidence.causes)
 
 
 def _start_buffers(evidence: Evidence, say: _Sentences) -> None:
-    also = "Weights agree, but the" if "parameters" in evidence.compared else "The"
-    say(f"{also} runs begin with other buffers: a checkpoint without them, or a forward pass before the start.")
+    say("Weights agree.", "parameters" in evidence.compared)
+    say(f"{_begin(evidence)} other buffers: a checkpoint without them, or a forward pass before the start.")
+
+
+def _begin(evidence: Evidence) -> str:
+    if not evidence.begins:
+        return "The runs begin with"
+    return f"{evidence.begins} begins there, and the other run has trained up to there. It begins with"
 
 
 def _local(evidence: Evidence, say: _Sentences) -> None:
