@@ -8,11 +8,11 @@ from legacy_ddp._compare import name_ranks
 from legacy_ddp._diff import calls, run_notes, surroundings
 from legacy_ddp._diff.calls import Calls
 from legacy_ddp._diff.compare_ranks import compare_ranks
-from legacy_ddp._diff.finding import Cause, Comparison, Divergence, Verdict
+from legacy_ddp._diff.finding import Cause, Comparison, Divergence, Place, Verdict
 from legacy_ddp._diff.growth import ROUNDING, Growth, follow
 from legacy_ddp._diff.meaning import Evidence, meaning
 from legacy_ddp._diff.pair import Pair
-from legacy_ddp._diff.places import MAX_PLACES, Places
+from legacy_ddp._diff.places import MAX_PLACES, Key, Places
 from legacy_ddp._diff.same_model import check_same_model
 from legacy_ddp._diff.sections import SHARED, keep_shared, unequal, whole_norm
 from legacy_ddp._trace.extent import Extent, span
@@ -155,10 +155,7 @@ class _RunComparison:
         first, *others = (self._settings if self._parted_by_settings else self._places).divergences()
         causes = self._causes(first.step)
         evidence = self._evidence(first, causes)
-        places = sorted(
-            (*self._places.places(), *self._settings.places()),
-            key=lambda place: (place.step, PHASES.index(place.phase)),
-        )[:MAX_PLACES]
+        places = self._from(first)
         found = self._told("different", self._parting(first))
         return replace(
             found,
@@ -167,9 +164,14 @@ class _RunComparison:
             size=None if self._parted_by_settings else self._places.size,
             meaning=meaning(evidence),
             causes=tuple(causes),
-            places=tuple(places),
-            more_places=len(self._places) + len(self._settings) - len(places),
+            places=places,
+            more_places=sum(kept.count_from(_key(first)) for kept in (self._places, self._settings)) - len(places),
         )
+
+    def _from(self, first: Divergence) -> tuple[Place, ...]:
+        """The first few places; settings that differed before it are among the causes."""
+        known = sorted((*self._places.places(), *self._settings.places()), key=_key)
+        return tuple(place for place in known if _key(place) >= _key(first))[:MAX_PLACES]
 
     def _parting(self, first: Divergence) -> str:
         where = f" of {name_ranks(first.ranks)}" if self._equal_sizes else ""
@@ -246,6 +248,10 @@ class _RunComparison:
         return notes + (
             run_notes.of_causes([*self._surroundings(), *self._setting_causes()]) if verdict == "same" else []
         )
+
+
+def _key(where: Divergence | Place) -> Key:
+    return where.step, PHASES.index(where.phase)
 
 
 def _traces(run: Run, until: int) -> Iterator[RankTrace]:

@@ -18,8 +18,8 @@ class Evidence:
 
     ``compared``: the phases that both sides recorded. ``previous``: the last step before it that was compared, None if
     none was. ``is_start``: either side begins with it; ``begins``: which, if the other one came there by training.
-    ``causes``: what differs around it. ``inputs_known``: all inputs of its ranks were recorded. ``generators_known``: so
-    were random generators. ``size``: as in a comparison.
+    ``causes``: what differs around it. ``inputs_known``: all inputs of its ranks were recorded. ``generators_known``:
+    so were random generators. ``size``: as in a comparison.
     """
 
     kind: Kind

@@ -44,6 +44,10 @@ class Places:
         """That of the first place."""
         return min(self._kept)[0] if self._kept else None
 
+    def count_from(self, first: Key) -> int:
+        """How many there are from that one on."""
+        return sum(key >= first for key in self._keys)
+
     def add(self, key: Key) -> bool:
         """Count a place; whether it is among the first few, so that its details are wanted."""
         self._keys.add(key)
