@@ -274,14 +274,25 @@ def test_an_exception_may_leave_the_last_step_unfinished(tmp_path: Path) -> None
 def test_a_phase_missing_in_the_midst_of_a_run_is_a_difference(tmp_path: Path) -> None:
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
     path = b / RANK_FILE.format(0)
-    without(path, lambda line: b'"step":3,"phase":"buffers"' in line)
+    without(path, lambda line: b'"step":3,"phase":"parameters"' in line)
 
     found = compared(a, b)
 
     assert found.first is not None
-    assert (found.first.step, found.first.phase, found.first.ranks) == (3, "buffers", (0,))
+    assert (found.first.step, found.first.phase, found.first.ranks) == (3, "parameters", (0,))
     assert found.first.sides[1] == Side("B", None, None)
-    assert "Only A holds buffer 'mean'." in found.meaning
+    assert "Only A holds parameter 'a'." in found.meaning
+
+
+def test_buffers_that_one_recorder_could_not_take_are_not_compared(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
+    for rank in (0, 1):
+        without(
+            b / RANK_FILE.format(rank),
+            lambda line: b'"phase":"buffers"' in line and b'"step":0' not in line and b'"line":"values"' in line,
+        )
+
+    assert compared(a, b).verdict == "same"
 
 
 def test_a_torn_last_line_is_only_a_note(tmp_path: Path) -> None:

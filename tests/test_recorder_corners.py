@@ -73,10 +73,11 @@ def _compare(one: Path, other: Path) -> Comparison:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_left_between_call_and_step_is_not_different(tmp_path: Path) -> None:
-    _train(tmp_path / "whole", 6)
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_left_between_call_and_step_is_not_different(tmp_path: Path, known: bool) -> None:
+    _train(tmp_path / "whole", 6, known=known)
     with pytest.raises(KeyboardInterrupt):
-        _train(tmp_path / "left", 6, leave_at=4)
+        _train(tmp_path / "left", 6, leave_at=4, known=known)
 
     comparison = _compare(tmp_path / "whole", tmp_path / "left")
 
@@ -114,9 +115,12 @@ def test_buffers_of_a_short_run_are_those_of_a_long_one(tmp_path: Path, how: dic
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_run_recorded_without_its_optimizer_has_the_same_buffers_and_parameters(tmp_path: Path) -> None:
-    _train(tmp_path / "known", 4)
-    _train(tmp_path / "unknown", 4, known=False)
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_a_run_recorded_without_its_optimizer_has_the_same_buffers_and_parameters(
+    tmp_path: Path, wrapped: bool
+) -> None:
+    _train(tmp_path / "known", 4, wrapped=wrapped)
+    _train(tmp_path / "unknown", 4, known=False, wrapped=wrapped)
 
     assert _compare(tmp_path / "known", tmp_path / "unknown").verdict == "same"
 
@@ -174,6 +178,26 @@ def test_a_step_that_raised_does_not_hide_the_next_one(tmp_path: Path) -> None:
     assert held is not None
     expected = digest_words([model.module.weight.detach() - 1])
     assert held.words == {"parameter 'weight'": f"{expected[0] % 2**64:016x}"}
+
+
+@pytest.mark.usefixtures("alone")
+def test_settings_that_are_tensors_are_those_of_the_step_although_they_change_before_the_other_optimizer_steps(
+    tmp_path: Path,
+) -> None:
+    model = LegacyDistributedDataParallel(nn.ParameterDict({name: torch.ones(1) for name in "ab"}))
+    rate = torch.tensor(0.5)
+    first, second = (torch.optim.SGD([model.module[name]], lr=lr) for name, lr in (("a", rate), ("b", 0.1)))
+    with Recorder(model, tmp_path, optimizer=[first, second]):
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        first.step()
+        rate.mul_(2)
+        second.step()
+
+    with open_run(tmp_path).open(0) as trace:
+        held = trace.section(1, "settings")
+    assert held is not None
+    assert held.words["optimizer 0: lr of parameter group 0"] == f"{digest_words([rate / 2])[0] % 2**64:016x}"
 
 
 class _Takes(nn.Module):
@@ -314,15 +338,20 @@ def test_gradients_of_a_rank_that_sits_out_are_nobody_s_business(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("alone")
-def test_entering_that_fails_leaves_no_file(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("where", ["parameters", "state"])
+def test_entering_that_fails_leaves_no_file(tmp_path: Path, where: str) -> None:
     model = wrap()
-    model.module.register_parameter("sparse", nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if where == "parameters":
+        model.module.register_parameter("sparse", nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False))
+    else:
+        optimizer.state[model.module.weight]["odd"] = torch.nested.nested_tensor([torch.ones(1)])
 
-    said = error_of(Recorder(model, tmp_path).__enter__)
+    assert error_of(Recorder(model, tmp_path, optimizer=optimizer).__enter__) is not None
 
-    assert said is not None
-    assert "'sparse' has layout" in said[1]
     assert not list(tmp_path.iterdir())
+    assert not model._synchronizer.observers
 
 
 def test_digests_do_not_depend_on_the_default_device() -> None:
