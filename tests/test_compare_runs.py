@@ -769,3 +769,13 @@ def test_of_a_resumed_run_only_that_one_is_said_to_begin(tmp_path: Path) -> None
     assert found.first is not None
     assert (found.first.step, found.first.phase) == (3, "parameters")
     assert "B begins there, and the other run has trained up to there. It begins with other weights" in found.meaning
+
+
+def test_local_gradients_that_part_in_the_same_step_come_before_settings(tmp_path: Path) -> None:
+    planted = {(0, 2, "settings", RATE): ("0.002", None), (0, 2, "local_gradients", "gradient of 'a'"): (WORD, 1.0)}
+
+    found = pair(tmp_path, b={"planted": planted})
+
+    assert found.first is not None
+    assert found.first.phase == "local_gradients"
+    assert RATE in [cause.what for cause in found.causes]

@@ -161,3 +161,9 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-00000.jsonl")
 
     assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save what comes out of it")
+
+
+def test_ranks_of_two_jobs_are_refused_together(tmp_path: Path) -> None:
+    write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, job=f"{rank:016x}"))
+
+    assert "holds files of several runs: got job ['0000000000000000', '0000000000000001']" in _refused(tmp_path)
