@@ -56,6 +56,11 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` is recording what the calling thread does."""
+    return torch._C._get_tracing_state() is not None
+
+
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether torch still knows the group: false after ``destroy_process_group()``."""
     return group in c10d._world.pg_map

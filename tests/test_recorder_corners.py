@@ -243,16 +243,33 @@ def test_inputs_and_buffers_of_any_kind_leave_the_training_alone(tmp_path: Path,
     assert held.norms == {"buffer 'away'": None, "buffer 'packed'": None}
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
 @pytest.mark.usefixtures("alone")
 def test_functional_transforms_of_a_recorded_wrapper_work(tmp_path: Path) -> None:
     model = wrap()
+    batch, weights = torch.ones(1, 2), dict(model.named_parameters())
     with Recorder(model, tmp_path):
         assert torch.func.vmap(model, randomness="same")(torch.ones(3, 1, 2)).shape == (3, 1, 1)
+        assert torch.func.jvp(model, (batch,), (batch,))[0].shape == (1, 1)
+        gradient = torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch,)).sum())(weights)
+        assert torch.equal(gradient["module.weight"], batch)
         model(torch.ones(1, 2)).sum().backward()
         model.all_reduce()
 
     with open_run(tmp_path).open(0) as trace:
         assert list(trace.steps) == [0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
+@pytest.mark.usefixtures("alone")
+def test_a_recorded_wrapper_can_be_traced(tmp_path: Path) -> None:
+    model = wrap()
+    recorder = Recorder(model, tmp_path)
+    with recorder:
+        traced = torch.jit.trace(model, torch.ones(1, 2))
+        assert torch.equal(traced(torch.ones(3, 2)), model(torch.ones(3, 2)))
+        add_gradients(model, 1.0)
+        model.all_reduce()
 
 
 @pytest.mark.usefixtures("alone")

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from legacy_ddp import _torch_internals as internals
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._replicas.holdings import word_of_torch_generators
 from legacy_ddp._trace import take
@@ -122,7 +123,8 @@ class Recorder:
 
     def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what a forward pass is given, if it is one that trains, and the buffers that it is about to change."""
-        if self._writer is None or not torch.is_grad_enabled():
+        # torch.jit.trace would take what is done here into its graph.
+        if self._writer is None or not torch.is_grad_enabled() or internals.is_tracing():
             return
         self._sees_forwards = True
         if self._is_owed and self._buffers is None:
