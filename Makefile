@@ -9,6 +9,7 @@ UPDATE_FREQ ?= 4
 TRACE ?=
 STEPS ?=
 ARGS ?=
+BENCH ?=
 
 # One thread per rank; torchrun would set the same and print a warning about it.
 OMP_NUM_THREADS ?= 1
@@ -43,7 +44,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt test browser picture lint bench bench-agree bench-debug bench-trace clean
+.PHONY: help demo digits hunt test browser picture lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -88,23 +89,13 @@ lint: $(READY) ## check style (ruff) and types (mypy)
 	$(PY) -m ruff format --check --config .ci/ruff.toml .
 	$(PY) -m mypy legacy_ddp
 
-bench: $(READY) ## time all_reduce() against torch DDP on RANKS ranks
+bench: $(READY) ## run the benchmarks briefly, a few minutes; BENCH="name name"
 	$(call needs,torch)
-	$(TORCHRUN) benchmarks/bench_all_reduce.py
+	$(PY) benchmarks/run_all.py $(if $(BENCH),--only $(BENCH))
 
-bench-agree: $(READY) ## time agreeing: in steps on RANKS ranks, alone on 2 to 16
+bench-full: $(READY) ## measure in full, over an hour; writes benchmarks/results/
 	$(call needs,torch)
-	$(TORCHRUN) benchmarks/bench_agree.py step
-	$(LAUNCH) 16 benchmarks/bench_agree.py header
-
-bench-debug: $(READY) ## time looking after replicas: in steps, and per byte
-	$(call needs,torch)
-	$(TORCHRUN) benchmarks/bench_debug.py step
-	$(LAUNCH) 1 benchmarks/bench_debug.py digest
-
-bench-trace: $(READY) ## time comparing traces of growing length, and its memory
-	$(call needs,torch)
-	$(PY) benchmarks/bench_trace.py
+	$(PY) benchmarks/run_all.py --full $(if $(BENCH),--only $(BENCH))
 
 clean: ## remove .venv and everything else that was made here
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -5,6 +5,7 @@ is worth some per cent. A ratio is the median of the rounds' ratios to the first
 """
 
 import argparse
+import gc
 import json
 import os
 import platform
@@ -12,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from legacy_ddp import SyncRecord
 from legacy_ddp._settings import ENVIRONMENT_VARIABLE
 
 Summary = dict[str, dict[str, Any]]
@@ -29,12 +31,16 @@ Summary = dict[str, dict[str, Any]]
 
 @dataclass
 class Variant:
-    """One way to do it; ``run`` is what is timed, ``prepare`` comes before the barrier."""
+    """One way to do it; ``run`` is what is timed, ``prepare`` comes before the barrier.
+
+    ``phases``: the seconds per phase of the timed runs that return a :class:`SyncRecord`.
+    """
 
     name: str
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
     seconds: list[float] = field(default_factory=list)
+    phases: list[Mapping[str, float]] = field(default_factory=list)
     fresh_bytes: int | None = None  # not counted yet
 
 
@@ -45,6 +51,10 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write medians, ratios and the environment here")
     arguments = parser.parse_args(given)
+    if min(arguments.repeats, arguments.rounds) < 1 or arguments.warm_up < 0:
+        parser.error("--repeats and --rounds are counts: expected 1 or more, and 0 or more for --warm-up")
+    if arguments.json and not arguments.json.parent.is_dir():
+        parser.error(f"--json has nowhere to go: got {arguments.json}, expected a file in a folder that exists")
     if arguments.repeats * arguments.rounds < 2:
         parser.error(f"too little to compare: got {arguments.rounds} --rounds, expected 2 or more; or raise --repeats")
     return arguments
@@ -68,15 +78,21 @@ def process_group() -> Iterator[None]:
 def measure(
     build: Callable[[], list[Variant]], arguments: argparse.Namespace, group: dist.ProcessGroup | None = None
 ) -> list[Variant]:
-    """Collective: the variants with the seconds of all their buildings."""
-    pooled: list[Variant] = []
+    """Collective: the variants of the last building, with the seconds of all of them."""
+    variants: list[Variant] = []
     for _ in range(arguments.repeats):
+        earlier = [(variant.seconds, variant.phases) for variant in variants]
+        variants = []
+        gc.collect()  # one building is in memory at a time; a hook may refer back to its wrapper
         variants = build()
         _time(variants, arguments.rounds, arguments.warm_up, group)
-        for variant, earlier in zip(variants, pooled, strict=False):
-            variant.seconds[:0] = earlier.seconds
-        pooled = variants
-    return pooled
+        _put_before(variants, earlier)
+    return variants
+
+
+def _put_before(variants: list[Variant], earlier: Sequence[tuple[list[float], list[Mapping[str, float]]]]) -> None:
+    for variant, (seconds, phases) in zip(variants, earlier, strict=False):
+        variant.seconds[:0], variant.phases[:0] = seconds, phases
 
 
 def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.ProcessGroup | None) -> None:
@@ -86,10 +102,12 @@ def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.Proces
             variant.prepare()
             dist.barrier(group)
             start = time.perf_counter()
-            variant.run()
+            returned = variant.run()
             elapsed = time.perf_counter() - start
             if round_number >= 0:
                 variant.seconds.append(elapsed)
+                if isinstance(returned, SyncRecord):
+                    variant.phases.append(returned.seconds)
 
 
 def count_fresh_bytes(variants: list[Variant]) -> list[Variant]:
@@ -118,10 +136,27 @@ def summarize(variants: list[Variant]) -> Summary:
             "median_ms": 1e3 * statistics.median(variant.seconds),
             "p90_ms": 1e3 * statistics.quantiles(variant.seconds, n=10)[-1],
             **({} if fresh_bytes is None else {"fresh_mib_per_run": fresh_bytes / 2**20}),
+            **({"phase_ms": _phase_medians_ms(variant.phases)} if variant.phases else {}),
             "median_ratio": statistics.median(ratios),
             "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
         }
     return summary
+
+
+def _phase_medians_ms(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for seconds in phases for name in seconds)  # in the order in which they came
+    return {name: 1e3 * statistics.median(seconds.get(name, 0.0) for seconds in phases) for name in names}
+
+
+def median_ratio(variants: list[Variant], own: str, other: str) -> float:
+    """The median over the rounds of the time of variant ``own``, by that of ``other`` in the same round."""
+    named = {variant.name: variant for variant in variants}
+    return statistics.median(round_ratios(named[own], named[other]))
+
+
+def verdicts(ratios: Mapping[str, float], aims: Mapping[str, float]) -> dict[str, str]:
+    """Whether each aim is met by the ratio of the same name."""
+    return {what: "met" if ratios[what] <= aim else "missed" for what, aim in aims.items()}
 
 
 def print_table(title: str, summary: Summary) -> None:
@@ -129,8 +164,27 @@ def print_table(title: str, summary: Summary) -> None:
     with_memory = all("fresh_mib_per_run" in row for row in summary.values())
     print(f"\n{title}\n{'':41}{'median':>9}{'p90':>9}{'ratio':>7}" + (f"{'fresh':>11}" if with_memory else ""))
     for name, row in summary.items():
-        times = f"{row['median_ms']:7.1f}ms{row['p90_ms']:7.1f}ms{row['median_ratio']:7.2f}"
+        times = f"{row['median_ms']:7.2f}ms{row['p90_ms']:7.2f}ms{row['median_ratio']:7.3f}"
         print(f"{name:41}{times}" + (f"{row['fresh_mib_per_run']:8.1f}MiB" if with_memory else ""), flush=True)
+
+
+def print_phases(summary: Summary) -> None:
+    """One line per variant that told its phases, if any did; own medians, which do not add up to the whole's."""
+    rows = {name: row["phase_ms"] for name, row in summary.items() if "phase_ms" in row}
+    phases = dict.fromkeys(phase for row in rows.values() for phase in row)
+    if rows:
+        print(f"{'phases, ms':40}" + "".join(f"{phase:>8}" for phase in phases))
+    for name, row in rows.items():
+        print(f"{name:40}" + "".join(f"{row.get(phase, 0.0):8.2f}" for phase in phases), flush=True)
+
+
+def print_aims(ratios: Mapping[str, float], aims: Mapping[str, float]) -> None:
+    """One line per ratio, with its aim if it has one."""
+    told = verdicts(ratios, aims)
+    for what, ratio in ratios.items():
+        print(
+            f"{what:41}{ratio:19.3f}" + (f"   aim {aims[what]:.2f}: {told[what]}" if what in aims else ""), flush=True
+        )
 
 
 def write_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _measure import Variant, measure, parse, print_table, process_group, round_ratios, summarize, write_results
-from _model import LAYERS, Transformer, random_tokens, step
 from _scaling import ROW_BYTES, Network, doubling_hops, fit_alpha, limits, ring_hops, seconds_per_row
+from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._agree import agree
@@ -105,20 +105,23 @@ def _answer_step(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _steps(update_freq: int, layers: int, agree_seconds: dict[str, list[float]]) -> list[Variant]:
     """The first variant is what the others are compared with."""
-    tokens = random_tokens(update_freq)
+    batches = tokens(update_freq)
     variants = []
     for name, level in {"off": "off", "off again": "off", "info": "info"}.items():
         model = LegacyDistributedDataParallel(Transformer(layers), checks=level)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-        timed = partial(_step, model, optimizer, tokens, agree_seconds[name])
+        timed = partial(_step, model, optimizer, batches, agree_seconds[name])
         variants.append(Variant(name, timed))
     return variants
 
 
 def _step(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor, agree_seconds: list[float]
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Sequence[torch.Tensor],
+    agree_seconds: list[float],
 ) -> None:
-    record = step(model, optimizer, tokens, set_to_none=True)
+    record = step(model, optimizer, predict_tokens, batches, set_to_none=True)
     agree_seconds.append(record.seconds["agree"])
 
 
@@ -168,7 +171,7 @@ def _answer_header(arguments: argparse.Namespace) -> dict[str, Any]:
         sys.exit("nothing to exchange: got 1 rank, expected 2 or more; raise --nproc-per-node")
     sizes = [2**power for power in range(1, dist.get_world_size().bit_length())]
     summaries = {size: _exchange_summary(size, arguments) for size in sizes}
-    reading = {size: _reading_seconds(size) for size in (*sizes, *LARGE)} if dist.get_rank() == 0 else {}
+    reading = {size: reading_seconds(size) for size in (*sizes, *LARGE)} if dist.get_rank() == 0 else {}
     dist.barrier()  # the others wait, instead of disturbing by leaving
     if dist.get_rank() != 0:
         return {}
@@ -224,7 +227,7 @@ class _Imagined(Call):
         return row.repeat(self.size, 1)
 
 
-def _reading_seconds(size: int) -> float:
+def reading_seconds(size: int) -> float:
     """Median time of one agree() of ``size`` rows that match, without the exchange."""
     seconds = []
     groups = Groups(dist.group.WORLD)  # never connected

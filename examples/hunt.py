@@ -56,7 +56,8 @@ def main() -> None:
 
 def hunt(windows: torch.Tensor, seed: int, device: torch.device) -> bool:
     """Collective: train until the library reports a rank or all steps are done. Whether what it says is right."""
-    training = start_training(Namespace(seed=seed, lr=4e-3, resume=False), None, device, checks="detail")
+    settings = Namespace(seed=seed, lr=4e-3, resume=False, reduce_dtype=None)
+    training = start_training(settings, None, device, checks="detail")
     fault = draw_fault(training.model.module, seed)
     say(f"\ntraining on {dist.get_world_size()} ranks; after one of {STEPS - 1} steps one bit will change")
     error = train_until_reported(training, windows, seed, fault)

@@ -159,7 +159,8 @@ def start_training(
 ) -> Training:
     """Collective: a training at its first step, or where rank 0's ``checkpoint`` was saved."""
     torch.manual_seed(args.seed)
-    model = LegacyDistributedDataParallel(ByteModel().to(device), checks=checks)
+    reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
+    model = LegacyDistributedDataParallel(ByteModel().to(device), checks=checks, reduce_dtype=reduce_dtype)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(args.seed + 1 + dist.get_rank())  # from here on dropout differs from rank to rank
     training = Training(model, optimizer, device, args.lr)
@@ -232,6 +233,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--lr", type=positive_float, default=4e-3, help="peak learning rate (default: 0.004)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and data order (default: 0)")
+    parser.add_argument(
+        "--reduce-dtype", choices=("bfloat16", "float16"), help="dtype that gradients travel in (default: their own)"
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints here")
     parser.add_argument(
         "--save-every", type=positive_int, default=100, metavar="N", help="steps between checkpoints (default: 100)"
@@ -287,6 +291,7 @@ def checked_settings(args: argparse.Namespace, text: Text, world_size: int) -> d
         "--batch-size": args.batch_size,
         "--lr": args.lr,
         "--seed": args.seed,
+        "--reduce-dtype": args.reduce_dtype,
         "text": text.digest,
     }
 

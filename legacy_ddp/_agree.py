@@ -12,10 +12,10 @@ from functools import cached_property
 
 import torch
 
-from legacy_ddp._bucket import ABSENT, DENSE
 from legacy_ddp._call import Call
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
+from legacy_ddp._gradient import ABSENT, DENSE
 from legacy_ddp._header import Flag, Header, Part, decode_rows, encode_row
 
 

@@ -1,8 +1,8 @@
 """Gradients of one bucket <-> one flat tensor: pack them in, alias them to it. No communication.
 
-A gradient that already *is* its slot of the flat tensor is not copied at all. What makes that safe is one count: if
-anybody but such gradients shares the flat tensor's memory (a gradient the user kept, two gradients swapped by hand, a
-transposed one), this call takes a fresh tensor and leaves the old one to its other holders.
+A gradient that already *is* its slot of the flat tensor is not copied at all. What makes that safe: if anybody but such
+gradients holds the flat tensor's memory (a gradient the user kept, two gradients swapped by hand, a transposed one),
+this call takes a fresh tensor and leaves the old one to its other holders.
 """
 
 from bisect import bisect_right
@@ -11,11 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from legacy_ddp import _torch_internals as internals
-from legacy_ddp._errors import GradientError
-from legacy_ddp._layout import Bucket, Run, Slot
+from legacy_ddp._gradient import ABSENT, DENSE, check_gradient, is_usual
+from legacy_ddp._layout import Bucket, Run
 from legacy_ddp._settings import Settings
-
-ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse one
+from legacy_ddp._views import SlotViews
 
 
 class FlatBuffer:
@@ -25,6 +24,7 @@ class FlatBuffer:
         self.bucket = bucket
         self.flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
         self._carried = self.flat
+        self.views: Sequence[torch.Tensor] = ()
         self.wire: torch.Tensor | None = None
         self._as_views = settings.gradient_as_bucket_view
         self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
@@ -33,38 +33,41 @@ class FlatBuffer:
 
     def recognise(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Note which gradients (one per slot) are their slots already."""
-        address, itemsize = self.flat.data_ptr(), self.flat.itemsize
-        self._held = [
-            grad is not None and _is_slot(grad, slot, address + slot.offset * itemsize, self.bucket.dtype)
-            for slot, grad in zip(self.bucket.slots, grads, strict=True)
-        ]
+        if isinstance(self.views, SlotViews):
+            self._held = self.views.recognise(grads)
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Refuse what cannot be reduced, before anything is written; for gradients that :meth:`recognise` has seen.
 
         Raises:
-            GradientError: a gradient requires grad, has another shape or dtype than planned, or an unsupported layout.
+            GradientError: as :func:`check_gradient`.
         """
+        if isinstance(self.views, SlotViews) and self.views.resembles(grads):
+            return
         for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True):
             if grad is not None and not held:
-                _check_gradient(self.bucket, slot, grad)
+                check_gradient(self.bucket, slot, grad)
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
         """Copy the dense gradients to their slots, but those that are there; None and sparse ones are passed over.
 
         Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
         """
-        if self._needs_fresh_flat():
-            self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
-            self._carried = torch.from_dlpack(self.flat)  # type: ignore[attr-defined]  # not in its stubs
-            self._held = [False] * len(self._held)
-        loose = [
-            (slot, grad)
-            for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True)
-            if not held and grad is not None and kind_of(grad) == DENSE
-        ]
-        if copy and loose:
-            torch._foreach_copy_([self.view(slot) for slot, _ in loose], [grad for _, grad in loose])
+        if not isinstance(self.views, SlotViews) or self.views.shared(self._held):
+            self._make_flat()
+        if copy and not all(self._held):
+            self._copy_in(grads)
+
+    def adopt(self, index: int, parameter: torch.Tensor) -> None:
+        """Move the gradient that backward has just made to its slot, if nobody can tell."""
+        if not self._as_views or not internals.only_in_grad(parameter):
+            return
+        grad = parameter.grad
+        if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):
+            return
+        views = self.views if isinstance(self.views, SlotViews) else self._make_flat()
+        if views.is_free(index):
+            parameter.grad = views[index].copy_(grad)
 
     def make_wire(self) -> None:
         """Make room for the copy in the wire's dtype, where it is another one."""
@@ -74,13 +77,9 @@ class FlatBuffer:
     def forget(self) -> None:
         """Start from no memory at all."""
         self.flat = self._carried = self.flat.new_empty(0)
+        self.views = ()
         self.wire = None
-
-    def view(self, slot: Slot) -> torch.Tensor:
-        """The slot as a tensor of the parameter's shape; an empty one has memory of its own."""
-        if slot.numel == 0:
-            return self.flat.new_empty_strided(slot.shape, slot.stride)
-        return self.flat.as_strided(slot.shape, slot.stride, slot.offset)
+        self._held = [False] * len(self._held)
 
     def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether every packed gradient was the view that the last call left, whatever was written into it since."""
@@ -103,13 +102,13 @@ class FlatBuffer:
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""
         written: set[int] = set()
-        for slot, parameter, kind, held in zip(self.bucket.slots, parameters, kinds, self._held, strict=True):
+        for view, parameter, kind, held in zip(self.views, parameters, kinds, self._held, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self._as_views:
-                parameter.grad = _copy_out(self.view(slot), parameter.grad, written)
+                parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not held:
-                parameter.grad = self.view(slot)
+                parameter.grad = view
         self._left_version = self.flat._version
 
     @property
@@ -121,23 +120,22 @@ class FlatBuffer:
         """
         return self._carried if self.wire is None else self.wire
 
-    def _needs_fresh_flat(self) -> bool:
-        if self.flat.numel() != self.bucket.numel:
-            return True
-        return internals.storage_use_count(self.flat) != 1 + sum(self._held)
+    def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:
+        slots: list[torch.Tensor] = []
+        loose: list[torch.Tensor] = []
+        for view, grad, held in zip(self.views, grads, self._held, strict=True):
+            if not held and grad is not None and grad.layout is torch.strided:
+                slots.append(view)
+                loose.append(grad)
+        if loose:
+            torch._foreach_copy_(slots, loose)
 
-
-def _is_slot(grad: torch.Tensor, slot: Slot, address: int, dtype: torch.dtype) -> bool:
-    """Whether ``grad`` is exactly the slot that begins at ``address``. Identity of the object proves nothing."""
-    return (
-        grad.layout is torch.strided
-        and slot.numel > 0
-        and grad.data_ptr() == address
-        and grad.stride() == slot.stride
-        and grad.shape == slot.shape
-        and grad.dtype == dtype
-        and not (grad.requires_grad or grad.is_conj() or grad.is_neg())
-    )
+    def _make_flat(self) -> SlotViews:
+        self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
+        self._carried = torch.from_dlpack(self.flat)  # type: ignore[attr-defined]  # not in its stubs
+        self.views = views = SlotViews(self.flat, self.bucket.slots)
+        self._held = [False] * len(self._held)
+        return views
 
 
 def _inside(runs: Sequence[Run], offset: int) -> bool:
@@ -156,29 +154,6 @@ def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dt
     if reduce_dtype is not None:
         return reduce_dtype
     return torch.float32 if dtype == torch.float16 else dtype
-
-
-def kind_of(grad: torch.Tensor | None) -> int:
-    """ABSENT, DENSE, or SPARSE + sparse_dim."""
-    if grad is None:
-        return ABSENT
-    return DENSE if grad.layout is torch.strided else SPARSE + grad.sparse_dim()
-
-
-def _check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
-    if grad.requires_grad:
-        problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"
-    elif grad.layout not in (torch.strided, torch.sparse_coo):
-        problem = f"has layout {grad.layout}, expected strided or sparse_coo; convert it before all_reduce()"
-    elif grad.shape != slot.shape:
-        problem = (
-            f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}; assign a gradient of the parameter's shape"
-        )
-    elif grad.dtype != bucket.dtype:
-        problem = f"has dtype {grad.dtype}, expected {bucket.dtype}; cast it, or set grad_dtype on the parameter"
-    else:
-        return
-    raise GradientError(f"grad of {slot.name!r} {problem}", parameter=slot.name)
 
 
 def _copy_out(view: torch.Tensor, grad: torch.Tensor | None, written: set[int]) -> torch.Tensor:

@@ -87,10 +87,9 @@ class BackwardCounter:
         whoever catches the error that follows can go on.
         """
         reached = [index for index, count in enumerate(self._counts) if count]
-        written = [index for index in reached if parameters[index]._version != self._versions[index]]
-        if not reached or len(written) < len(reached):
+        if not reached or any(parameters[index]._version == self._versions[index] for index in reached):
             return False
-        for index in written:
+        for index in reached:
             self._versions[index] = parameters[index]._version
         return True
 

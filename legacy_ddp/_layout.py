@@ -43,6 +43,8 @@ class Bucket:
 
     def runs(self, present: Sequence[bool], *, max_gap: int = 0) -> list[Run]:
         """Stretches ``(start, stop)`` of present slots, in elements; those at most ``max_gap`` apart become one."""
+        if all(present):
+            return [(0, self.numel)] if self.numel else []
         joined: list[Run] = []
         for slot, is_present in zip(self.slots, present, strict=True):
             if not is_present or slot.numel == 0:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 import torch
 
 from legacy_ddp._agree import Agreement
-from legacy_ddp._bucket import ABSENT, DENSE
 from legacy_ddp._call import Call
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
+from legacy_ddp._gradient import ABSENT, DENSE
 from legacy_ddp._pack import Packed
 from legacy_ddp._plan import Plan
 from legacy_ddp._settings import LossScaler
@@ -170,10 +170,11 @@ def _scan(plan: Plan, packed: Packed, scale: float | None) -> Damage:
 def _pieces(plan: Plan, packed: Packed) -> Iterator[tuple[str, torch.Tensor]]:
     """Every gradient that was packed and has elements; of sparse ones the values that are there."""
     for buffer, share in plan.shares:
-        for slot, index in zip(buffer.bucket.slots, range(share.start, share.stop), strict=True):
+        indices = range(share.start, share.stop)
+        for slot, view, index in zip(buffer.bucket.slots, buffer.views, indices, strict=True):
             kind = packed.kinds[index]
             if kind != ABSENT:
-                piece = buffer.view(slot) if kind == DENSE else packed.sparse[index].values()
+                piece = view if kind == DENSE else packed.sparse[index].values()
                 if piece.numel():
                     yield slot.name, piece
 

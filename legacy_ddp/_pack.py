@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer, kind_of
+from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._call import Call, check_moment
 from legacy_ddp._errors import GradientError
+from legacy_ddp._gradient import ABSENT, DENSE, SPARSE, kinds_of
 from legacy_ddp._header import Flag, Header, Part, norm_word
 from legacy_ddp._layout import fingerprint
 from legacy_ddp._plan import Plan, Planner
@@ -52,7 +53,7 @@ def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip
                 "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
                 "them a second time; call all_reduce() once per step"
             )
-        kinds = [kind_of(grad) for grad in grads]
+        kinds = kinds_of(grads)
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }

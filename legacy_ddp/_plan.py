@@ -6,12 +6,13 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
-from torch.nn.parameter import is_lazy
 
+from legacy_ddp._adopt import Adoption
 from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._counting import BackwardCounter
-from legacy_ddp._layout import Layout, distinct, gradient_dtype, plan_layout
+from legacy_ddp._layout import Layout, distinct, plan_layout
 from legacy_ddp._settings import Settings
+from legacy_ddp._signature import Signature
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,7 @@ class Plan:
     @cached_property
     def shares(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, and which of the slots are its."""
-        bounds = accumulate((len(buffer.bucket.slots) for buffer in self.buffers), initial=0)
-        return [
-            (buffer, slice(start, stop)) for buffer, (start, stop) in zip(self.buffers, pairwise(bounds), strict=True)
-        ]
+        return shares(self.buffers)
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse ones, by slot."""
@@ -59,10 +57,11 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
+        self._adoption = Adoption()
         self._layout: Layout | None = None
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # of each slot's parameter: its position among the named ones
-        self._signature: list[tuple[object, ...]] = []
+        self._signature: Signature | None = None
 
     def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
         """The plan for ``named`` (all names of every parameter): the last one, if nothing changed since.
@@ -70,37 +69,37 @@ class Planner:
         Raises:
             ValueError: a parameter that no plan has room for.
         """
-        found = list(named)
-        first: dict[int, int] = {}  # which names belong to one tensor is part of it
-        signature = [
-            (first.setdefault(id(tensor), index), *_signature(name, tensor))
-            for index, (name, tensor) in enumerate(found)
-        ]
-        parameters = [found[index][1] for index in self._order] if signature == self._signature else []
-        if self._layout is None or signature != self._signature or not self.counter.watches(parameters):
-            self._layout = self._replan(found)
-            self._signature = signature
-            parameters = [found[index][1] for index in self._order]
+        names, tensors = _columns(named)
+        known = self._signature is not None and self._signature.fits(names, tensors)
+        parameters = [tensors[index] for index in self._order] if known else []
+        if self._layout is None or not known or not self.counter.watches(parameters):
+            self._layout = self._replan(names, tensors)
+            self._signature = Signature(names, tensors)
+            parameters = [tensors[index] for index in self._order]
         return Plan(self._layout, parameters, self._buffers)
 
-    def _replan(self, found: Sequence[tuple[str, torch.Tensor]]) -> Layout:
-        layout = plan_layout(distinct(found, self.settings.ignore), self.settings)
-        position = {name: index for index, (name, _) in enumerate(found)}
+    def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Layout:
+        layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)
+        position = {name: index for index, name in enumerate(names)}
         self._order = [position[slot.name] for slot in layout.slots]
         self._buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
-        self.counter.watch([slot.name for slot in layout.slots], [found[index][1] for index in self._order])
+        parameters = [tensors[index] for index in self._order]
+        self.counter.watch([slot.name for slot in layout.slots], parameters)
+        self._adoption.watch((buffer, parameters[share]) for buffer, share in shares(self._buffers))
         return layout
 
 
-def _signature(name: str, tensor: torch.Tensor) -> tuple[object, ...]:
-    if is_lazy(tensor):  # has no shape to ask for
-        return (name,)
-    return (
-        name,
-        tensor.requires_grad,
-        tensor.dtype,
-        tensor.device,
-        tensor.shape,
-        tensor.stride(),
-        gradient_dtype(tensor),
-    )
+def _columns(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[torch.Tensor]]:
+    """Two lists, and no tuple per parameter that stays: thousands of them set Python's garbage collector going."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for name, tensor in named:
+        names.append(name)
+        tensors.append(tensor)
+    return names, tensors
+
+
+def shares(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:
+    """Each buffer, and which of the slots of all buffers are its."""
+    bounds = accumulate((len(buffer.bucket.slots) for buffer in buffers), initial=0)
+    return [(buffer, slice(start, stop)) for buffer, (start, stop) in zip(buffers, pairwise(bounds), strict=True)]

@@ -11,11 +11,15 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._agree import Agreement, agree_on_kinds
-from legacy_ddp._bucket import ABSENT, DENSE, SPARSE, FlatBuffer
+from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._call import Call
+from legacy_ddp._gradient import ABSENT, DENSE, SPARSE
 from legacy_ddp._layout import Run, cut_runs, gradient_dtype
 from legacy_ddp._pack import Packed
 from legacy_ddp._plan import Plan
+
+# Below it, a second collective costs more than is gained. More than two gain nothing: a gloo group has two threads.
+SMALLEST_PIECE_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def reduce(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Redu
     with call.phase("payload"):
         try:
             work = [(buffer, _fill(buffer, packed, kinds, share)) for buffer, share in plan.shares]
-            runs = [(buffer, cut_runs(joined, max_numel=plan.layout.buffer_size)) for buffer, joined in work]
+            runs = [(buffer, _cut(call, buffer, joined, plan.layout.buffer_size)) for buffer, joined in work]
             dense_bytes = reduce_dense(call, runs, agreement.divisor)
             sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
         except BaseException:
@@ -110,10 +114,19 @@ def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice
     """Put into the runs that will travel what packing left out: zeros, and sparse gradients that became dense."""
     runs = buffer.bucket.runs([kind == DENSE for kind in kinds[share]], max_gap=buffer.bucket.max_gap)
     buffer.zero(packed.kinds[share], runs=runs)
-    for index in range(share.start, share.stop):
-        if kinds[index] == DENSE and index in packed.sparse:
-            buffer.view(buffer.bucket.slots[index - share.start]).copy_(packed.sparse[index].to_dense())
+    for index, grad in packed.sparse.items():
+        if kinds[index] == DENSE and share.start <= index < share.stop:
+            buffer.views[index - share.start].copy_(grad.to_dense())
     return runs
+
+
+def _cut(call: Call, buffer: FlatBuffer, joined: Sequence[Run], buffer_size: int) -> list[Run]:
+    """What each collective carries: on gloo halves, so that the first is divided while the second is under way."""
+    piece = buffer_size
+    if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
+        half = (sum(stop - start for start, stop in joined) + 1) // 2
+        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.travelling.itemsize))
+    return cut_runs(joined, max_numel=piece)
 
 
 def _reduce_all_sparse(

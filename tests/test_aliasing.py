@@ -5,18 +5,20 @@ import io
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError
+from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError, _adopt
 from tests.ranks import run_ranks
 
 A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 B = 10 * A
 ONES = torch.ones(2, 2)
+SMALLEST_MOVED = (0, 2**40)  # bytes: every gradient moves to its slot during backward, or none
 
 
 class _Net(nn.Module):
@@ -139,7 +141,8 @@ SURGERIES: dict[str, tuple[Surgery, torch.Tensor | None, torch.Tensor]] = {
 
 def _operate(name: str, rank: int) -> list[tuple[list[Any], list[Any], list[Any]]]:
     results = []
-    for as_view in (True, False):
+    for smallest, as_view in product(SMALLEST_MOVED, (True, False)):
+        _adopt.SMALLEST_BYTES = smallest
         for everywhere in (True, False):
             wrapped, net = _after_one_call(rank, as_view=as_view)
             if everywhere or rank == 0:
@@ -160,7 +163,7 @@ def test_gradients_are_averaged_whatever_memory_they_were_given(name: str) -> No
     own = 3 * A if "replaced" in name else a  # what rank 0 has where ranks would differ
     lone_a = (A + (torch.zeros(2, 2) if own is None else own)) / 2
     for of_rank in run_ranks(partial(_operate, name), 2):
-        for everywhere, (first, second, weights) in zip([True, False] * 2, of_rank, strict=True):
+        for everywhere, (first, second, weights) in zip([True, False] * 4, of_rank, strict=True):
             assert first == _values(*((a, b) if everywhere else (lone_a, (b + B) / 2)))
             assert second == _values(2 * ONES, 20 * ONES)
             assert weights == _values(ONES, ONES)
@@ -201,7 +204,8 @@ KEEPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
     results = []
-    for set_to_none in (True, False):
+    for smallest, set_to_none in product(SMALLEST_MOVED, (True, False)):
+        _adopt.SMALLEST_BYTES = smallest
         for skip in (False, True):
             wrapped, net = _after_one_call(rank)
             kept = KEEPERS[name](_grad(net.a))
@@ -221,7 +225,7 @@ def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
 def test_what_was_kept_of_a_gradient_is_not_overwritten_by_the_next_call(name: str) -> None:
     both, rank_1 = [(2 * ONES).tolist(), (20 * ONES).tolist()], [(3 * ONES).tolist(), (30 * ONES).tolist()]
     for of_rank in run_ranks(partial(_keep, name), 2):
-        assert of_rank == [(True, both), (True, rank_1)] * 2
+        assert of_rank == [(True, both), (True, rank_1)] * 4
 
 
 def _keep_one_of_two(rank: int) -> list[Any]:
@@ -307,6 +311,7 @@ def test_gradient_that_create_graph_took_out_of_the_flat_tensor_is_packed_again(
 
 
 def _share_parameter(rank: int) -> list[Any]:
+    _adopt.SMALLEST_BYTES = 0
     shared, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     one, two = _wrap(nn.ParameterList([shared])), _wrap(nn.ParameterList([other, shared]))
     seen: list[Any] = []

@@ -97,7 +97,7 @@ def test_trace_tells_seconds_and_memory_of_every_way_to_compare(tmp_path: Path) 
     assert ways["equal"]["megabytes"] == pytest.approx(2 * ways["ranks of one"]["megabytes"])
 
 
-@pytest.mark.parametrize("script", ["bench_agree.py", "bench_all_reduce.py", "bench_debug.py", "bench_trace.py"])
+@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
 def test_a_benchmark_started_as_a_script_finds_its_neighbours(script: str) -> None:
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--help"],

@@ -16,7 +16,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord, _adopt
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._header import HEADER_WORDS, Header, decode_rows, encode_row, norm_word
 from legacy_ddp._layout import Bucket, cut_runs, distinct, plan_layout
@@ -60,11 +60,13 @@ class Training:
     """A module, its wrapper's settings and its calls.
 
     ``ties``: of which parameters there is a second name. ``keeps``: somebody holds on to the gradients of every call.
+    ``moves``: gradients move to their slots during backward, however small they are.
     """
 
     parameters: tuple[Parameter, ...]
     ties: tuple[int, ...]
     keeps: bool
+    moves: bool
     options: dict[str, Any]
     steps: tuple[Step, ...]
 
@@ -99,7 +101,7 @@ def _trainings(draw: st.DrawFn, world_size: int) -> Training:
     }
     ties = draw(st.lists(st.integers(0, len(parameters) - 1), max_size=2).map(tuple))
     all_steps = draw(st.lists(steps, min_size=1, max_size=3).map(tuple))
-    return Training(parameters, ties, draw(st.booleans()), options, all_steps)
+    return Training(parameters, ties, draw(st.booleans()), draw(st.booleans()), options, all_steps)
 
 
 class _Modules(nn.Module):
@@ -158,6 +160,7 @@ def _train_all(trainings: Sequence[Training], rank: int) -> list[list[Seen]]:
 
 
 def _train(training: Training, rank: int) -> list[Seen]:
+    _adopt.SMALLEST_BYTES = 0 if training.moves else 2**40
     module = _Modules(training, backwards=rank % 2 == 1)
     wrapped = LegacyDistributedDataParallel(module, checks=Checks(uneven="allow"), **training.options)
     generator = torch.Generator().manual_seed(rank)

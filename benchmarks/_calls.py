@@ -1,0 +1,101 @@
+"""What do calls alone carry in a benchmark? Gradients of as many tensors and bytes as asked for, written by hand."""
+
+import argparse
+import gc
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import torch
+import torch.distributed as dist
+from _measure import Variant
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+
+BARE, LEVELS = "bare all_reduce", ("off", "info")
+# Of the gradients, on a rank: one bare, for the model of each level parameters and flat tensor, and one to pack.
+COPIES = 2 + 2 * len(LEVELS)
+
+
+class Gradients:
+    """A model of ``count`` tensors of ``size_bytes`` in all, in our wrapper; its gradients are written by hand."""
+
+    def __init__(self, level: str, size_bytes: int, count: int, group: dist.ProcessGroup | None) -> None:
+        module = nn.ParameterList(torch.zeros(size_bytes // 4 // count) for _ in range(count))
+        # All ranks write the same numbers.
+        checks = Checks(level, same_data="allow")
+        self.model = LegacyDistributedDataParallel(module, process_group=group, checks=checks)
+        self.parameters = list(module.parameters())
+        self.make()
+        self.model.all_reduce()  # connects, and leaves the views that keep() writes into
+
+    def make(self) -> None:
+        """Gradients of their own, which a call has to pack."""
+        for parameter in self.parameters:
+            parameter.grad = torch.ones_like(parameter)
+
+    def keep(self) -> None:
+        """Write into the views that the last call left."""
+        torch._foreach_copy_([p.grad for p in self.parameters], [torch.ones(())] * len(self.parameters))
+
+    def reduce(self, seconds: list[Mapping[str, float]]) -> None:
+        """What is timed; adds the seconds of each phase."""
+        seconds.append(self.model.all_reduce().seconds)
+
+
+STATES: Mapping[str, Callable[[Gradients], None]] = MappingProxyType(
+    {"views": Gradients.keep, "to pack": Gradients.make}
+)
+
+
+class Calls:
+    """The variants of a call; ``phases``: by variant the seconds of each phase, of all calls so far."""
+
+    def __init__(
+        self,
+        size_bytes: int,
+        count: int,
+        group: dist.ProcessGroup | None = None,
+        *,
+        states: Sequence[str] = tuple(STATES),
+    ) -> None:
+        self._size_bytes, self._count, self._group, self._states = size_bytes, count, group, states
+        self._models: dict[str, Gradients] = {}
+        self._flat = torch.empty(0)
+        self.phases: dict[str, list[Mapping[str, float]]] = {}
+
+    def build(self) -> list[Variant]:
+        """Collective: the first variant is what the others are compared with."""
+        # What was built before goes first, because a gibibyte is not there twice; its variants reach it through self.
+        self._models, self._flat = {}, torch.empty(0)
+        gc.collect()
+        self._flat = torch.ones(self._size_bytes // 4 // self._count * self._count)
+        variants = [Variant(BARE, self._reduce_bare, lambda: self._flat.fill_(1.0))]
+        for level in LEVELS:
+            self._models[level] = Gradients(level, self._size_bytes, self._count, self._group)
+            variants += [self._variant(level, state) for state in self._states]
+        return variants
+
+    def median_phases(self, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
+        """By variant, milliseconds of each phase: medians of the timed calls."""
+        return {name: median_phases(calls, arguments) for name, calls in self.phases.items()}
+
+    def _variant(self, level: str, state: str) -> Variant:
+        name = f"ours, {level}, {state}"
+        seconds = self.phases.setdefault(name, [])
+        return Variant(
+            name,
+            lambda: self._models[level].reduce(seconds),
+            lambda: STATES[state](self._models[level]),
+        )
+
+    def _reduce_bare(self) -> None:
+        dist.all_reduce(self._flat, group=self._group)
+
+
+def median_phases(calls: Sequence[Mapping[str, float]], arguments: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds; each building's first calls are its warm-up."""
+    per_building = arguments.warm_up + arguments.rounds
+    timed = [seconds for index, seconds in enumerate(calls) if index % per_building >= arguments.warm_up]
+    return {phase: 1e3 * statistics.median(seconds[phase] for seconds in timed) for phase in timed[0]}

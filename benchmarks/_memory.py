@@ -1,0 +1,191 @@
+"""How much memory does a process hold, and at most? Told by torch's allocator, by the kernel, or by the device.
+
+A meter cuts a run into spans: `mark("step")` ends the span "step", which began at the mark before, or on entering.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+MARK = "end of span: "
+STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class Span:
+    """``allocations``: how often memory was asked for, -1 where the meter cannot see that."""
+
+    end_bytes: int
+    peak_bytes: int
+    allocations: int = -1
+
+
+@dataclass(frozen=True)
+class Use:
+    """Bytes of one rank beyond parameters and batches; ``later``: from the end of backward to the end of the step."""
+
+    backward_peak: int
+    later_peak: int
+    first_backward_peak: int
+    first_later_peak: int
+    kept: int
+    allocations: int
+
+
+class Meter:
+    """``spans``, by name, once the ``with`` block is left. This one counts nothing."""
+
+    def __init__(self) -> None:
+        self.spans: dict[str, Span] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        pass
+
+    def mark(self, name: str) -> None:
+        """End the span ``name`` here."""
+
+
+class AllocatorMeter(Meter):
+    """Tensors on the CPU, to the byte, as torch's allocator counts them for the profiler.
+
+    It sees what threads that the profiler follows do inside the ``with`` block. A transport's own threads are none of
+    them: what they allocate is not counted, and a tensor that one of them is the last to hold (which is chance) is
+    counted for ever, because nobody sees it go. So of several runs the least is right.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._profile.__exit__(kind, error, at)
+        if kind is None:
+            # Only the raw events know the totals.
+            self.spans = spans_of(_told(self._profile.profiler.kineto_results.experimental_event_tree()))
+
+    def mark(self, name: str) -> None:
+        with record_function(MARK + name):
+            pass
+
+
+class ResidentMeter(Meter):
+    """Memory of the whole process as the kernel counts it: VmRSS, and VmHWM set back at each mark; without RssFile.
+
+    Those are pages of files, above all the code of libraries, which comes in when it first runs: 3 MiB at a time.
+    Where the kernel does not allow to set back the peak, it is that of the process so far: too high, never too low.
+    """
+
+    def __enter__(self) -> Self:
+        _reset_peak()
+        return self
+
+    def mark(self, name: str) -> None:
+        told = _status_bytes()
+        self.spans[name] = Span(told["VmRSS"] - told["RssFile"], told["VmHWM"] - told["RssFile"])
+        _reset_peak()
+
+
+class DeviceMeter(Meter):
+    """Tensors on the current CUDA device, as torch's allocator counts them."""
+
+    def __enter__(self) -> Self:
+        torch.cuda.reset_peak_memory_stats()
+        self._allocations = self._count()
+        return self
+
+    def mark(self, name: str) -> None:
+        count = self._count()
+        self.spans[name] = Span(
+            torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), count - self._allocations
+        )
+        self._allocations = count
+        torch.cuda.reset_peak_memory_stats()
+
+    @staticmethod
+    def _count() -> int:
+        return torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+
+
+def spans_of(told: Iterable[tuple[str, int, int]]) -> dict[str, Span]:
+    """Spans of what an allocator told in order: (mark, 0, 0), or ("", size of the change, total after it)."""
+    spans: dict[str, Span] = {}
+    held = peak = allocations = 0
+    for mark, size, total in told:
+        if mark:
+            spans[mark] = Span(held, peak, allocations)
+            peak, allocations = held, 0
+        else:
+            held, peak, allocations = total, max(peak, total), allocations + (size > 0)
+    return spans
+
+
+def use_of(spans: Mapping[str, Span], steps: int) -> Use:
+    """What is left when parameters and batches, all that was held at the mark "built", are subtracted."""
+    built = spans["built"].end_bytes
+    backward, later = spans[f"backward {steps}"], spans[f"later {steps}"]
+    return Use(
+        backward_peak=backward.peak_bytes - built,
+        later_peak=later.peak_bytes - built,
+        first_backward_peak=spans["backward 1"].peak_bytes - built,
+        first_later_peak=max(spans["wrapped"].peak_bytes, spans["later 1"].peak_bytes) - built,
+        kept=later.end_bytes - built,
+        allocations=backward.allocations + later.allocations,
+    )
+
+
+def greatest(uses: Sequence[Use]) -> Use:
+    """Of each figure the greatest."""
+    return Use(*(max(getattr(use, field.name) for use in uses) for field in fields(Use)))
+
+
+def least(uses: Sequence[Use]) -> Use:
+    """Of each figure the least."""
+    return Use(*(min(getattr(use, field.name) for use in uses) for field in fields(Use)))
+
+
+def gradients(use: Use, without: Use) -> int:
+    """Bytes for gradients in a step; ``without``: of the same model when no gradient is kept."""
+    return max(use.backward_peak - without.backward_peak, use.later_peak)
+
+
+def first_gradients(use: Use, without: Use) -> int:
+    """Bytes for gradients in the first step."""
+    return max(use.first_backward_peak - without.first_backward_peak, use.first_later_peak)
+
+
+def _told(tree: Iterable[Any]) -> Iterator[tuple[str, int, int]]:
+    for event in sorted(_flatten(tree), key=lambda event: event.start_time_ns):
+        if event.name.startswith(MARK):
+            yield event.name.removeprefix(MARK), 0, 0
+        elif event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            yield "", event.extra_fields.alloc_size, event.extra_fields.total_allocated
+
+
+def _flatten(tree: Iterable[Any]) -> Iterator[Any]:
+    for event in tree:
+        yield event
+        yield from _flatten(event.children)
+
+
+def _status_bytes() -> dict[str, int]:
+    """All fields that the kernel tells in kB, in bytes."""
+    words = [line.split() for line in STATUS.read_text().splitlines()]
+    return {line[0].removesuffix(":"): int(line[1]) * 1024 for line in words if line[-1] == "kB"}
+
+
+def _reset_peak() -> None:
+    with suppress(OSError):
+        PEAK_RESET.write_text("5")

@@ -1,0 +1,292 @@
+"""Which figures does the documentation quote, and from which results? One Table each; tables.py writes them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+Place = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """``places`` of numbers below `results`, and how to write them; words in braces are the row's blanks."""
+
+    title: str
+    places: tuple[Place, ...]
+    form: str = "{:.2f}"
+    is_range: bool = False  # from the least number to the greatest, each in that form
+    file: str = ""  # another one than the table's
+
+
+@dataclass(frozen=True)
+class Table:
+    """``rows``: what a row is called -> its blanks. ``file`` may have blanks, too."""
+
+    file: str
+    heading: str
+    columns: Sequence[Column]
+    rows: Mapping[str, Mapping[str, str]]
+
+
+def _calls() -> Table:
+    names = {
+        "bare `all_reduce`": "bare all_reduce",
+        "bare `all_reduce` again": "bare all_reduce again",
+        '`all_reduce()`, `checks="off"`, gradients kept': "ours, off, views",
+        '`all_reduce()`, `checks="info"` (the default), likewise': "ours, info, views",
+        '`checks="off"`, after `set_to_none=True`': "ours, off, to pack",
+        '`checks="off"`, `gradient_as_bucket_view=False`': "ours, off, gradient_as_bucket_view=False",
+        "one collective per parameter": "one collective per parameter",
+    }
+    place = ("call, transformer, 2 ranks", "variants", "{variant}")
+    return Table(
+        file="all_reduce_2.json",
+        heading="one call, against a bare `all_reduce` of the same bytes",
+        columns=[
+            Column("ratio", ((*place, "median_ratio"),)),
+            Column("median", ((*place, "median_ms"),), "{:.1f} ms"),
+        ],
+        rows={label: {"variant": name} for label, name in names.items()},
+    )
+
+
+def _parts() -> Table:
+    names = [
+        "bare all_reduce",
+        "copy gradients into the flat tensor",
+        "exchange headers",
+        "divide the flat tensor",
+        "norm of the flat tensor",
+        "assign views to .grad",
+    ]
+    place = ("parts, transformer, 2 ranks", "variants", "{part}")
+    return Table(
+        file="all_reduce_2.json",
+        heading="alone, after a barrier",
+        columns=[
+            Column("of the bare `all_reduce`", ((*place, "median_ratio"),)),
+            Column("median", ((*place, "median_ms"),), "{:.2f} ms"),
+        ],
+        rows={name: {"part": name} for name in names},
+    )
+
+
+def _phases() -> Table:
+    names = {
+        '`checks="off"`, gradients kept': "ours, off, views",
+        '`checks="info"`, gradients kept': "ours, info, views",
+        '`checks="off"`, after `set_to_none=True`': "ours, off, to pack",
+        '`checks="info"`, likewise': "ours, info, to pack",
+    }
+    place = ("call, transformer, 2 ranks", "variants", "{variant}", "phase_ms")
+    return Table(
+        file="all_reduce_2.json",
+        heading="ms of one call, by `record.seconds`",
+        columns=[Column(phase, ((*place, phase),)) for phase in ("plan", "pack", "agree", "payload", "alias")],
+        rows={label: {"variant": name} for label, name in names.items()},
+    )
+
+
+_WAYS = MappingProxyType(
+    {
+        "torch DDP, default": "torch DDP",
+        "the same again": "torch DDP again",
+        "torch DDP, `gradient_as_bucket_view=True`": "torch DDP, bucket views",
+        "torch DDP, `static_graph=True`": "torch DDP, static graph",
+        '`checks="off"`': "ours, off",
+        '`checks="info"`': "ours, info",
+        "one collective per parameter": "one collective per parameter",
+        "local compute, then a bare `all_reduce`": "local compute + bare all_reduce",
+        "no synchronisation at all": "local compute alone",
+    }
+)
+
+
+def _step_places(model: str, update_freq: int, kinds: Sequence[str], ranks: int = 2) -> tuple[Place, ...]:
+    return tuple(
+        (
+            f"step of {model}, update-freq {update_freq}, set_to_none={kind}, {ranks} ranks",
+            "variants",
+            "{variant}",
+            "median_ratio",
+        )
+        for kind in kinds
+    )
+
+
+def _steps() -> Table:
+    columns = [
+        Column(f"update-freq {update_freq}", _step_places("transformer", update_freq, ("yes", "no")), is_range=True)
+        for update_freq in (1, 4)
+    ]
+    often = Column("16", _step_places("transformer", 16, ("yes",)), file="step_16_times_2.json")
+    return Table(
+        file="step_2.json",
+        heading="whole training step, against torch DDP",
+        columns=[*columns, often],
+        rows={label: {"variant": name} for label, name in _WAYS.items()},
+    )
+
+
+def _crowded_steps() -> Table:
+    return Table(
+        file="step_4.json",
+        heading="4 ranks on 2 cores, against torch DDP",
+        columns=[Column(f"update-freq {freq}", _step_places("transformer", freq, ("yes",), 4)) for freq in (1, 4)],
+        rows={label: {"variant": name} for label, name in _WAYS.items()},
+    )
+
+
+def _other_steps() -> Table:
+    names = ("torch DDP", "torch DDP again", "ours, off", "ours, info")
+    models = {
+        "small ResNet, 164 tensors": "resnet",
+        "10,000 tiny tensors": "tiny",
+        "embedding of 256 MiB": "embedding",
+        "the same, sparse": "sparse embedding",
+    }
+    return Table(
+        file="step_others_2.json",
+        heading="whole step, against torch DDP",
+        columns=[
+            Column(title, _step_places(model, 1, ("yes", "no")), is_range=True) for title, model in models.items()
+        ],
+        rows={label: {"variant": name} for label, name in _WAYS.items() if name in names},
+    )
+
+
+def _hosts() -> Table:
+    compared = {
+        '`checks="off"`': "off",
+        '`checks="info"`': "info",
+        "`reduce_dtype=torch.bfloat16`": "bf16",
+        "the same, against DDP with `bf16_compress_hook`": "bf16, both",
+        "torch DDP again": "control",
+    }
+    rows = {
+        f"{rate} Gbit/s: {label}": {"rate": f"{rate} Gbit/s", "what": what}
+        for rate in (1, 2, 10)
+        for label, what in compared.items()
+    }
+    return Table(
+        file="hosts.json",
+        heading="two hosts, whole step, against torch DDP",
+        columns=[
+            Column(f"update-freq {freq}", (("summary", "{rate}", "{what}", "median_ratios", str(freq)),))
+            for freq in (1, 4, 8, 16)
+        ],
+        rows=rows,
+    )
+
+
+def _memory() -> Table:
+    names = {
+        "torch DDP, default": "torch DDP",
+        "torch DDP, `gradient_as_bucket_view=True`": "torch DDP, views",
+        "here": "ours",
+        "here, `gradient_as_bucket_view=False`": "ours, no views",
+    }
+    models = {"transformer": "transformer", "embedding of 256 MiB": "embedding"}
+    return Table(
+        file="memory.json",
+        heading="gradients, by bytes of parameters",
+        columns=[
+            Column(
+                title,
+                tuple(
+                    (model, "variants", "{variant}, set_to_none=" + kind, number)
+                    for kind in ("False", "True")
+                    for number in ("gradients_ratio", "first_step_ratio")
+                ),
+                is_range=True,
+            )
+            for title, model in models.items()
+        ],
+        rows={label: {"variant": name} for label, name in names.items()},
+    )
+
+
+def _wire() -> Table:
+    return Table(
+        file="wire.json",
+        heading="main job, gradients travel in",
+        columns=[
+            Column("bits/byte", (("{wire}", "mean_bits"),), "{:.3f}"),
+            Column("difference", (("{wire}", "mean_difference"),), "{:+.4f}"),
+            Column("seeds differ by", (("{wire}", "seed_spread"),), "{:.3f}"),
+        ],
+        rows={
+            "fp32, their own dtype": {"wire": "their own"},
+            "bf16": {"wire": "bfloat16"},
+        },
+    )
+
+
+def _agreement() -> Table:
+    rows = {}
+    for ranks, where in (("2", "2 ranks"), ("4", "4 ranks on 2 cores")):
+        rows[f'{where}: `checks="off"` again'] = {"ranks": ranks, "variant": "off again"}
+        rows[f'{where}: `checks="info"`'] = {"ranks": ranks, "variant": "info"}
+    step = "step, update-freq {}, {{ranks}} ranks, zero_grad()"
+    numbers = (("median_ratio",), ("ratio_interval", "0"), ("ratio_interval", "1"))
+    return Table(
+        file="agree_step_{ranks}.json",
+        heading='whole step, against `checks="off"`',
+        columns=[
+            Column(
+                f"update-freq {update_freq}",
+                tuple((step.format(update_freq), "variants", "{variant}", *number) for number in numbers),
+                "{:.2f} ({:.2f} – {:.2f})",  # noqa: RUF001 - an en dash is what a range takes
+            )
+            for update_freq in (1, 4)
+        ],
+        rows=rows,
+    )
+
+
+def _exchange() -> Table:
+    ways = {"barrier": "barrier", "all-gather of the headers": "all_gather", "with reading them": "agree()"}
+    return Table(
+        file="agree_header_16.json",
+        heading="2 cores, median in ms",
+        columns=[
+            Column(f"{size} ranks", (("run", str(size), "{way}", "median_ms"),), "{:.2g}") for size in (2, 4, 8, 16)
+        ],
+        rows={label: {"way": way} for label, way in ways.items()},
+    )
+
+
+def _replicas() -> Table:
+    names = {
+        '`checks="detail"`': "detail",
+        "`check_replicas()` every 10 steps": "check every 10 steps",
+        "`Recorder`, every step": "record every step",
+        "`Recorder(every=10)`": "record every 10 steps",
+    }
+    models = {"the demo's model": "train_lm", "1,000 small tensors": "1,000 small tensors"}
+    return Table(
+        file="debug_step_2.json",
+        heading='whole step, against `checks="off"`',
+        columns=[
+            Column(title, ((f"step of {model}, 2 ranks", "ratios", "{what}"),)) for title, model in models.items()
+        ],
+        rows={label: {"what": name} for label, name in names.items()},
+    )
+
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        "call": _calls(),
+        "parts": _parts(),
+        "phases": _phases(),
+        "step": _steps(),
+        "crowded": _crowded_steps(),
+        "others": _other_steps(),
+        "hosts": _hosts(),
+        "memory": _memory(),
+        "wire": _wire(),
+        "agree": _agreement(),
+        "header": _exchange(),
+        "replicas": _replicas(),
+    }
+)

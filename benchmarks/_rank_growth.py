@@ -1,0 +1,157 @@
+"""How does the call grow with ranks: up to those that there are, run, and up to 1,024, reasoned?"""
+
+import argparse
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from _alpha_beta import Ours, Ring, Times, fit_ours, fit_ring, residuals, typical_and_worst
+from _calls import BARE, LEVELS, Calls
+from _measure import Summary, measure, summarize
+from _scaling import seconds_per_row
+from bench_agree import reading_seconds
+
+FEW_TENSORS, MANY_TENSORS = 4, 1000
+REASONED_RANKS = (2, 4, 8, 16, 64, 256, 1024)
+
+
+def answer_ranks(arguments: argparse.Namespace, sizes_bytes: Sequence[int]) -> dict[str, Any]:
+    """Collective: measure in ever larger groups; rank 0 prints, reasons and returns all of it."""
+    sizes = [2**power for power in range(1, dist.get_world_size().bit_length())]
+    groups = {size: dist.new_group(list(range(size))) for size in sizes}
+    run = {
+        (size, size_bytes): _run_in(group, Calls(size_bytes, FEW_TENSORS, group, states=["to pack"]), arguments)
+        for size, group in groups.items()
+        for size_bytes in sizes_bytes
+    }
+    many = _run_in(groups[2], Calls(min(sizes_bytes), MANY_TENSORS, groups[2], states=["to pack"]), arguments)
+    reading = {size: reading_seconds(size) for size in REASONED_RANKS} if dist.get_rank() == 0 else {}
+    dist.barrier()  # the others wait, instead of disturbing by leaving
+    if dist.get_rank() != 0:
+        return {}
+    _print_runs(run)
+    tensor_seconds = seconds_per_tensor(run[2, min(sizes_bytes)], many)
+    reasoned = _reason(run, tensor_seconds, seconds_per_row(reading), arguments)
+    _print_ours(reasoned["ours"])
+    for network in reasoned["networks"]:
+        _print_network(network, arguments)
+    tables = {_run_name(*key): summary for key, summary in run.items()}
+    return {"run": tables, f"run, {MANY_TENSORS:,} tensors": many, "reasoned": reasoned}
+
+
+def _run_in(group: dist.ProcessGroup, calls: Calls, arguments: argparse.Namespace) -> Summary:
+    """Collective over the world: the ranks of the group measure, the others wait, which takes no core."""
+    summary: Summary = {}
+    if dist.get_rank(group) >= 0:
+        summary = summarize(measure(calls.build, arguments, group))
+    dist.barrier()
+    return summary
+
+
+def seconds_per_tensor(few: Summary, many: Summary) -> float:
+    """What a tensor more takes, from calls with the same bytes; none if noise says that it saves time."""
+    extra = [table[_variant("off")]["median_ms"] - table[BARE]["median_ms"] for table in (few, many)]
+    return max(0.0, extra[1] - extra[0]) / 1e3 / (MANY_TENSORS - FEW_TENSORS)
+
+
+def _variant(level: str) -> str:
+    return f"ours, {level}, to pack"
+
+
+def _reason(
+    run: Mapping[tuple[int, int], Summary], tensor_seconds: float, row_seconds: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Ours is fitted to 2 ranks, for there it is least disturbed by the cores that are missing."""
+    bare = _median_seconds(run, BARE)
+    two = {key: seconds for key, seconds in bare.items() if key[0] == 2}
+    costs = {"tensors": FEW_TENSORS, "tensor_seconds": tensor_seconds, "row_seconds": row_seconds}
+    ring = fit_ring("2 ranks", two)
+    ours = {}
+    for level in LEVELS:
+        whole = {key: seconds for key, seconds in _median_seconds(run, _variant(level)).items() if key[0] == 2}
+        ours[level] = fit_ours(ring, two, whole, **costs)
+    return {
+        "ours": {level: vars(fitted) for level, fitted in ours.items()},
+        "networks": [_reasoned(network, times, ours, arguments) for network, times in _networks(bare, arguments)],
+    }
+
+
+def _networks(bare: Times, arguments: argparse.Namespace) -> Iterable[tuple[Ring, Times]]:
+    """The networks to reason with, and what they were fitted to; the fitted ones are as crowded as the runs were."""
+    yield Ring("given", 0.0, arguments.alpha_us / 1e6, 1e-9 / arguments.gigabytes_per_second), {}
+    roomy = {key: seconds for key, seconds in bare.items() if not crowded(key[0])}
+    if roomy:
+        most = max(size for size, _ in roomy)
+        yield fit_ring(f"fitted to the runs of up to {most} ranks", roomy), roomy
+    if len(roomy) < len(bare):
+        most = max(size for size, _ in bare)
+        yield fit_ring(f"fitted to all runs, up to {most} ranks; inflated by oversubscription", bare), bare
+
+
+def _reasoned(ring: Ring, times: Times, ours: Mapping[str, Ours], arguments: argparse.Namespace) -> dict[str, Any]:
+    size_bytes = round(arguments.model_mib * 2**20)
+    rows = {BARE: {size: ring.seconds(size, size_bytes) for size in REASONED_RANKS}}
+    for level, own in ours.items():
+        rows[f"ours, {level}"] = {
+            size: own.seconds(ring, size, size_bytes, arguments.model_tensors) for size in REASONED_RANKS
+        }
+    return {
+        "network": ring.name,
+        "call_us": 1e6 * ring.call_seconds,
+        "alpha_us": 1e6 * ring.alpha_seconds,
+        "gigabytes_per_second": 1e-9 / ring.beta_seconds if ring.beta_seconds else None,
+        "residuals": {_run_name(*key): missed for key, missed in residuals(ring, times).items()},
+        "milliseconds": {
+            name: {str(size): 1e3 * seconds for size, seconds in row.items()} for name, row in rows.items()
+        },
+    }
+
+
+def _median_seconds(run: Mapping[tuple[int, int], Summary], name: str) -> dict[tuple[int, int], float]:
+    return {key: summary[name]["median_ms"] / 1e3 for key, summary in run.items()}
+
+
+def _run_name(size: int, size_bytes: int) -> str:
+    return f"{size} ranks, {size_bytes // 1024} KiB"
+
+
+def _print_runs(run: Mapping[tuple[int, int], Summary]) -> None:
+    rounds = next(iter(run.values()))[BARE]["n"]
+    print(f"\nranks, run: ms, medians of {rounds} rounds; * more ranks than cores, an upper bound")
+    print(f"{'ranks':>6}{'KiB':>8}{'bare':>10}{'off':>10}{'info':>10}{'off/bare':>10}{'info/bare':>11}")
+    for (size, size_bytes), summary in run.items():
+        times = "".join(f"{summary[name]['median_ms']:10.2f}" for name in (BARE, *map(_variant, LEVELS)))
+        ratios = "".join(f"{summary[_variant(level)]['median_ratio']:10.2f}" for level in LEVELS)
+        print(f"{size:5}{'*' if crowded(size) else ' '}{size_bytes // 1024:8}{times}{ratios}")
+
+
+def _print_ours(ours: Mapping[str, Mapping[str, float]]) -> None:
+    print("\nwhat ours adds to an all_reduce and the exchange of headers, fitted to 2 ranks")
+    print(f"{'':6}{'us a call':>12}{'ms a GiB':>12}{'us a tensor':>13}{'us a row':>10}")
+    for level, own in ours.items():
+        call, tensor, row = (1e6 * own[f"{name}_seconds"] for name in ("call", "tensor", "row"))
+        print(f"{level:6}{call:12.0f}{1e3 * 2**30 * own['byte_seconds']:12.0f}{tensor:13.2f}{row:10.2f}")
+
+
+def _print_network(network: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    speed = network["gigabytes_per_second"]
+    print(f"\nREASONED, {network['network']}:")
+    costs = f"call {network['call_us']:.0f} us, alpha {network['alpha_us']:.0f} us"
+    print(f"{costs}, {'endless' if speed is None else f'{speed:.2f}'} GB/s; ", end="")
+    print(f"ms for {arguments.model_mib:g} MiB in {arguments.model_tensors:,} tensors")
+    print(f"{'ranks':16}" + "".join(f"{size:9,}" for size in REASONED_RANKS))
+    bare = network["milliseconds"][BARE]
+    for name, row in network["milliseconds"].items():
+        print(f"{name:16}" + "".join(f"{milliseconds:9.1f}" for milliseconds in row.values()))
+        if row is not bare:
+            print(f"{'  to bare':16}" + "".join(f"{row[size] / bare[size]:9.3f}" for size in row))
+    if network["residuals"]:
+        typical, worst = typical_and_worst(network["residuals"])
+        missed = network["residuals"][worst]
+        print(f"off what was run by {typical:.0%} (median), at most by {missed:+.0%} ({worst})", flush=True)
+
+
+def crowded(size: int) -> bool:
+    """Whether as many ranks wait for each other's time slices."""
+    return size > (os.cpu_count() or 1)

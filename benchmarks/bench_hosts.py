@@ -1,0 +1,217 @@
+"""From which update-freq on does the explicit call cost nothing on a slow network? Two hosts, one rank on each.
+
+    python benchmarks/bench_hosts.py [--json FILE]
+
+The hosts are network namespaces of this machine, joined by a link of a given rate (tests/hosts.py), so this needs
+Linux, iproute2 and the right to make namespaces. For each rate one torchrun job, in which _hosts_worker.py checks that
+all variants do the same step, and measures them interleaved, as bench_all_reduce.py does:
+
+torch DDP       overlaps communication with the last backward; the reference. Once more as a control: what it differs
+                from 1 by is noise. With bucket views. With bf16_compress_hook: 16 bits on the wire
+ours            one call after backward, nothing overlaps: checks off, checks info, and checks off with
+                reduce_dtype=torch.bfloat16, which is to be compared with torch DDP's hook
+local compute   the same step without synchronisation: nobody can be faster
+
+Aims: at 2 Gbit/s and update-freq >= 8, ours <= 1.00 of torch DDP; with bfloat16 on the wire <= 0.75 of torch DDP as it
+is by default.
+
+A rate is that of Ethernet frames, each way; what a send and an all_reduce of the gradients' bytes got of it is measured
+and told. Not as on real hosts: both ranks share this machine's cores and memory, so that on two cores gloo's threads
+take time from what they overlap with, to torch DDP's disadvantage more than to ours; a hop takes microseconds; after a
+pause what 2 ms carry may leave at once, and torch DDP, which sends in several buckets, may pause more often.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from _hosts_worker import ALONE, COMPARED, REFERENCE, add_workload
+from _measure import parse, print_table, save
+
+sys.path.append(str(Path(__file__).parent.parent))
+from tests.hosts import HostFailure, Hosts, reason_not_permitted
+
+WORKER = Path(__file__).with_name("_hosts_worker.py")
+NOTHING = 1.00  # what costs nothing takes at most this much of torch DDP's step
+AIM_RATE, AIM_UPDATE_FREQ = 2.0, 8
+AIMS: Mapping[str, float] = {"off": 1.00, "info": 1.00, "bf16": 0.75}
+REACHED = 0.85  # of the rate: an all_reduce that gets less is held up by something else
+LIMIT_SECONDS = 24 * 3600.0  # gloo gives up by itself, after 30 minutes
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure rate after rate, print, write JSON if asked."""
+    arguments = parse_arguments(given)
+    if reason := reason_not_permitted():
+        sys.exit(reason)
+    try:
+        run(arguments)
+    except HostFailure as failure:
+        sys.exit(str(failure))
+    except KeyboardInterrupt:
+        sys.exit("interrupted; the hosts are gone")
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--rates", type=_rate, nargs="+", default=[1.0, 2.0, 10.0], help="in Gbit/s (default: %(default)s)"
+    )
+    add_workload(parser)
+    return parse(parser, given)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0.01 <= rate <= 100:
+        raise argparse.ArgumentTypeError(f"got {text}, expected 0.01 to 100 Gbit/s")
+    return rate
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What is known is written after each rate, for a job takes long."""
+    rates: dict[str, dict[str, Any]] = {}
+    for rate in arguments.rates:
+        document = _measure_at(rate, arguments)
+        results = document["results"]
+        results["reached"] = reached(results["link"], rate)
+        rates[f"{rate:g} Gbit/s"] = results
+        _print_rate(f"{rate:g} Gbit/s", results)
+        summary = {name: summarize_rate(results) for name, results in rates.items()}
+        aims = judge_aims(rates.get(f"{AIM_RATE:g} Gbit/s", {}))
+        save(arguments, document["environment"], {"rates": rates, "summary": summary, "aims": aims})
+    _print_summary(summary)
+    _print_aims(aims, rates)
+
+
+def _measure_at(rate: float, arguments: argparse.Namespace) -> Any:
+    options = ["--update-freq", *map(str, arguments.update_freq), "--layers", str(arguments.layers)]
+    options += ["--repeats", str(arguments.repeats), "--rounds", str(arguments.rounds)]
+    options += ["--warm-up", str(arguments.warm_up)]
+    with TemporaryDirectory() as folder, Hosts(2, rate_mbit=1000 * rate) as hosts:
+        path = Path(folder, "worker.json")
+        hosts.torchrun(WORKER, *options, "--json", str(path)).wait(LIMIT_SECONDS)
+        return json.loads(path.read_text())
+
+
+def reached(link: Mapping[str, Mapping[str, float]], rate: float) -> dict[str, Any]:
+    """What was got of the rate, and whether the rate was what held it up."""
+    shares = {name: row["gigabits_per_second"] / rate for name, row in link.items()}
+    is_reached = shares["bare all_reduce"] >= REACHED
+    return {"share_of_rate": shares, "limited_by": "the rate" if is_reached else "this machine, not the rate"}
+
+
+def update_freqs(results: Mapping[str, Any]) -> dict[int, Any]:
+    """A rate's tables of steps, by update-freq, ascending."""
+    prefix = "step, update-freq "
+    found = {int(name.removeprefix(prefix)): table for name, table in results.items() if name.startswith(prefix)}
+    return dict(sorted(found.items()))
+
+
+def summarize_rate(results: Mapping[str, Any]) -> dict[str, Any]:
+    """From which update-freq on each comparison is at most 1.00: by its medians, and where noise leaves no doubt."""
+    steps = update_freqs(results)
+    summary = {}
+    for what, (own, reference) in COMPARED.items():
+        medians = {update_freq: table["compared"][what]["median_ratio"] for update_freq, table in steps.items()}
+        verdicts = {update_freq: judge(table["compared"], what, NOTHING) for update_freq, table in steps.items()}
+        summary[what] = {
+            "of": f"{own} / {reference}",
+            "median_ratios": {str(update_freq): ratio for update_freq, ratio in medians.items()},
+            "from_update_freq": first_from({update_freq: ratio <= NOTHING for update_freq, ratio in medians.items()}),
+            "from_update_freq_surely": first_from({key: said == "met" for key, said in verdicts.items()}),
+        }
+    return summary
+
+
+def first_from(holds: Mapping[int, bool]) -> int | None:
+    """The least key from which on it holds for all; None if it does not for the last."""
+    found = None
+    for key in sorted(holds, reverse=True):
+        if not holds[key]:
+            break
+        found = key
+    return found
+
+
+def judge_aims(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """For each update-freq that has aims: what came of them."""
+    judged = {}
+    for update_freq, table in update_freqs(results).items():
+        if update_freq >= AIM_UPDATE_FREQ:
+            compared = table["compared"]
+            judged[f"update-freq {update_freq}"] = {
+                what: {**compared[what], "aim": aim, "verdict": judge(compared, what, aim)}
+                for what, aim in AIMS.items()
+            }
+    return judged
+
+
+def judge(compared: Mapping[str, Mapping[str, Any]], what: str, aim: float) -> str:
+    """The verdict on one comparison, beside the control of the same rounds."""
+    return verdict(compared[what]["ratio_interval"], compared["control"]["ratio_interval"], aim)
+
+
+def verdict(interval: Sequence[float], control: Sequence[float], aim: float) -> str:
+    """Whether a ratio is within its aim, all of its 95 %.
+
+    If those of the control leave out 1, two equal variants differed by more than intervals tell: the aim is then moved
+    by as much, against whatever would be claimed.
+    """
+    if interval[1] <= aim * min(1.0, control[1]):
+        return "met"
+    return "missed" if interval[0] > aim * max(1.0, control[0]) else "not decided"
+
+
+def _print_rate(name: str, results: Mapping[str, Any]) -> None:
+    print(f"\n{name}, nominal; limited by {results['reached']['limited_by']}; the gradients' bytes:")
+    for what, row in results["link"].items():
+        share = results["reached"]["share_of_rate"][what]
+        print(f"{what:41}{row['median_ms']:7.1f}ms{row['gigabits_per_second']:9.2f} Gbit/s{share:7.0%}")
+    for update_freq, table in update_freqs(results).items():
+        print_table(f"step at {name}, update-freq {update_freq}", table["variants"])
+
+
+def _print_summary(summary: Mapping[str, Mapping[str, Any]]) -> None:
+    columns = next(iter(next(iter(summary.values())).values()))["median_ratios"]
+    print(f"\nmedian ratios; the update-freq from which on they are <= {NOTHING:.2f}, and surely (95 %)")
+    print(f"{'update-freq':>28}{_cells(columns)}{'from':>8}{'surely':>8}")
+    for name, rows in summary.items():
+        for what, row in rows.items():
+            ratios = _cells(f"{ratio:.2f}" for ratio in row["median_ratios"].values())
+            first, surely = row["from_update_freq"] or "never", row["from_update_freq_surely"] or "never"
+            print(f"{name:12}{what:16}{ratios}{first:>8}{surely:>8}")
+            name = ""
+    for what, (own, reference) in COMPARED.items():
+        print(f"{what}: {own} / {reference}")
+
+
+def _cells(texts: Iterable[str]) -> str:
+    return "".join(f"{text:>7}" for text in texts)
+
+
+def _print_aims(aims: Mapping[str, Mapping[str, Any]], rates: Mapping[str, Mapping[str, Any]]) -> None:
+    name = f"{AIM_RATE:g} Gbit/s"
+    if not aims:
+        print(f"\nno aims to judge: they are for {name} and update-freq >= {AIM_UPDATE_FREQ}")
+        return
+    print(f"\naims at {name}, limited by {rates[name]['reached']['limited_by']}")
+    for update_freq, judged in aims.items():
+        for what, row in judged.items():
+            low, high = row["ratio_interval"]
+            told = f"{row['median_ratio']:6.3f} ({low:.3f} to {high:.3f})"
+            print(f"{update_freq:16}{what:12}{told}   aim {row['aim']:.2f}: {row['verdict']}")
+        alone = rates[name][f"step, {update_freq}"]["variants"][ALONE]["median_ratio"]
+        print(f"{'':16}{ALONE}: {alone:.3f} of {REFERENCE}; nothing gets below", flush=True)
+
+
+if __name__ == "__main__":
+    main()

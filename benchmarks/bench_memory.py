@@ -1,0 +1,284 @@
+"""How much memory do gradients take? Ours against torch DDP, in multiples of the parameters' bytes.
+
+    python benchmarks/bench_memory.py [--json FILE]
+
+The script starts its own ranks, two anew for each variant and way of counting, because allocators keep what they once
+had. Each rank builds the model, wraps it, and trains: zero_grad, forward, backward, synchronisation, SGD without
+momentum (which keeps no memory of its own). Parameters and batches are subtracted from all figures.
+
+gradients    what gradients take, with everything that the wrapper keeps for them, at the worst moment of a step once
+             all has settled: the greater of (in forward and backward) the most memory at a time, less that of the same
+             model whose every gradient is dropped as soon as it is there; and (from there to the end of the step, when
+             activations are gone) the most memory at a time
+first step   likewise in the first step and the wrapper's constructor, where most memory is needed if buffers are made
+             beside gradients that exist: this is what must fit
+kept         what is still held after the step
+peak         the most memory at a time in a step, in MiB, activations included
+allocs       how often a step asks torch's allocator for memory
+
+Gradients are counted in two ways that know nothing of each other. By torch's allocator, through the profiler: exact,
+blind to what a transport allocates for itself, and the least of `repeats` runs, for the profiler does not see what a
+transport's thread is the last to free. By the kernel, as resident memory (RSS) of another run without
+profiler: it sees all, rounded by whatever else the process does; "rss" is gradients counted like that, and malloc is
+told to hand back what is freed. On a device its allocator counts, and there is no second way.
+
+Local compute alone synchronises nothing: it is what the gradients themselves take. torch DDP leaves buffers alone, as
+ours does, and runs in its default form and with gradient_as_bucket_view=True ("views"); ours with checks="info", and
+likewise with gradient_as_bucket_view=False ("no views"). zero_grad(set_to_none=True) drops gradients before each step,
+so that buffers kept by a wrapper lie beside those that backward makes anew, unless it takes them over one by one;
+=False keeps and clears them. The aim is
+for the latter: with ours <= 1.02. If the two counts differ by more than 0.15, nothing is decided; what
+gloo keeps for two collectives at a time, about 4 MiB, is 0.11 of the transformer's.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from _measure import machine, save
+from _memory import (
+    STATUS,
+    AllocatorMeter,
+    DeviceMeter,
+    Meter,
+    ResidentMeter,
+    Use,
+    first_gradients,
+    gradients,
+    greatest,
+    least,
+    use_of,
+)
+from _workloads import WORKLOADS, WRAPPERS, Workload, mean_square
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._settings import ENVIRONMENT_VARIABLE
+
+AIM, AGREE_WITHIN = 1.02, 0.15
+AIMED_AT = "ours, set_to_none=False"
+MODELS = ("transformer", "embedding")  # what is measured if nothing else is asked for
+METERS: Mapping[str, type[Meter]] = {"allocator": AllocatorMeter, "rss": ResidentMeter, "device": DeviceMeter}
+SETTINGS_OF_RANKS = {
+    # Or freed memory stays resident, up to tens of MiB. Read by glibc when a process starts.
+    "MALLOC_MMAP_THRESHOLD_": str(2**16),
+    "MALLOC_TRIM_THRESHOLD_": str(2**16),
+    "KINETO_LOG_LEVEL": "99",  # or the profiler writes a line to stderr whenever it starts
+}
+
+
+def drop_gradients(module: nn.Module) -> nn.Module:
+    """``module``, whose gradients are gone as soon as they are there."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    return module
+
+
+def leave_alone(module: nn.Module) -> nn.Module:
+    """``module``."""
+    return module
+
+
+NOT_KEPT = "no gradient kept"
+WRAPS: Mapping[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
+    {
+        NOT_KEPT: drop_gradients,
+        "local compute alone": leave_alone,
+        "torch DDP": WRAPPERS["torch DDP"],
+        "torch DDP, views": WRAPPERS["torch DDP, bucket views"],
+        "ours": WRAPPERS["ours, info"],
+        "ours, no views": partial(LegacyDistributedDataParallel, gradient_as_bucket_view=False),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank is to do, all of it by name, for it travels to another process."""
+
+    model: str
+    wrap: str
+    set_to_none: bool
+    way: str
+    steps: int
+    device: str
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure, print a table per model, write JSON if asked."""
+    arguments = parse_arguments(given)
+    os.environ.update(SETTINGS_OF_RANKS)
+    mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "legacy_ddp"])
+    results = {}
+    for model in arguments.models:
+        results[model] = _answer(model, arguments)
+        _print(model, results[model])
+    group = {"world_size": arguments.ranks, "backend": "gloo", "threads_per_rank": 1}
+    save(arguments, {**machine(), **group}, results)
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--models", nargs="+", choices=list(WORKLOADS), default=list(MODELS), help="default: %(default)s"
+    )
+    kept = [name for name in WRAPS if name != NOT_KEPT]
+    parser.add_argument("--variants", nargs="+", choices=kept, default=kept, help="default: all")
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=4, help="of which the last is counted (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the least counts (default: %(default)s)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="write the table and the environment here")
+    arguments = parser.parse_args(given)
+    if arguments.ranks < 2:
+        parser.error(f"too few --ranks: got {arguments.ranks}, expected 2 or more")
+    if arguments.repeats < 1:
+        parser.error(f"too few --repeats: got {arguments.repeats}, expected 1 or more")
+    if arguments.steps < 3:
+        parser.error(f"too few --steps: got {arguments.steps}, expected 3 or more; buffers are made in the first ones")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA device: got --device cuda, and torch sees none")
+    if os.environ.get(ENVIRONMENT_VARIABLE):
+        parser.error(f"{ENVIRONMENT_VARIABLE} is set, expected not to be: it overrides the level that is measured")
+    return arguments
+
+
+def _answer(model: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    ways = ["device"] if arguments.device == "cuda" else ["allocator", *(["rss"] if STATUS.exists() else [])]
+    measured = partial(_measure_ranks, arguments, model)
+    without = {way: measured(NOT_KEPT, True, way) for way in ways}
+    with torch.device("meta"):
+        parameter_bytes = sum(parameter.nbytes for parameter in WORKLOADS[model].build().parameters())
+    variants = {}
+    for wrap in arguments.variants:
+        for set_to_none in (False, True):
+            uses = {way: measured(wrap, set_to_none, way) for way in ways}
+            variants[f"{wrap}, set_to_none={set_to_none}"] = row(uses, without, parameter_bytes)
+    return {
+        "aim": AIM,
+        "verdict": verdict(variants[AIMED_AT]) if AIMED_AT in variants else "not measured",
+        "parameters_mib": parameter_bytes / 2**20,
+        "peak_when_no_gradient_is_kept_mib": without[ways[0]].backward_peak / 2**20,
+        "variants": variants,
+    }
+
+
+def _measure_ranks(arguments: argparse.Namespace, model: str, wrap: str, set_to_none: bool, way: str) -> Use:
+    job = Job(model, wrap, set_to_none, way, arguments.steps, arguments.device)
+    return least([_run_ranks(arguments.ranks, job) for _ in range(arguments.repeats if way == "allocator" else 1)])
+
+
+def _run_ranks(ranks: int, job: Job) -> Use:
+    """The greatest figures of any of the ranks, started for nothing else."""
+    with TemporaryDirectory() as folder:
+        mp.start_processes(
+            _run_rank,
+            args=(ranks, folder, job),
+            nprocs=ranks,
+            daemon=True,  # so that they end with this process, whatever ends it
+            start_method="forkserver",
+        )
+        uses = [json.loads(path.read_text()) for path in Path(folder).glob("use-*.json")]
+    return greatest([Use(**use) for use in uses])
+
+
+def _run_rank(rank: int, ranks: int, folder: str, job: Job) -> None:
+    torch.set_num_threads(1)
+    if job.device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    try:
+        use = measure_rank(WRAPS[job.wrap], WORKLOADS[job.model], METERS[job.way](), job)
+        Path(folder, f"use-{rank}.json").write_text(json.dumps(asdict(use)))
+    finally:
+        dist.destroy_process_group()
+
+
+def measure_rank(wrap: Callable[[nn.Module], nn.Module], workload: Workload, meter: Meter, job: Job) -> Use:
+    """Collective: what this rank uses. Of ``job`` only the steps, the device and the kind of zero_grad count."""
+    # Imports, threads, connections and the working space of kernels are made here, not below; but nothing that a
+    # wrapper keeps for gradients of the model's size.
+    _train(wrap(nn.Linear(2, 2).to(job.device)), mean_square, torch.ones(2, 2, device=job.device), Meter(), job)
+    batch = workload.batches(1)[0].to(job.device)
+    _train(workload.build().to(job.device), workload.loss, batch, Meter(), job)
+    gc.collect()
+    with meter:
+        module = workload.build().to(job.device)
+        meter.mark("built")
+        _train(wrap(module), workload.loss, batch, meter, job)
+    return use_of(meter.spans, job.steps)
+
+
+def _train(
+    model: nn.Module,
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+    batch: torch.Tensor,
+    meter: Meter,
+    job: Job,
+) -> None:
+    meter.mark("wrapped")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    for number in range(1, job.steps + 1):
+        optimizer.zero_grad(set_to_none=job.set_to_none)
+        loss(model, batch).backward()
+        meter.mark(f"backward {number}")
+        if isinstance(model, LegacyDistributedDataParallel):
+            model.all_reduce()
+        optimizer.step()
+        meter.mark(f"later {number}")
+
+
+def row(uses: Mapping[str, Use], without: Mapping[str, Use], parameter_bytes: int) -> dict[str, float]:
+    """One variant's figures: of the first way to count, which is exact, and gradients of all ways."""
+    way, *others = uses
+    exact = uses[way]
+    figures: dict[str, float] = {
+        "gradients_ratio": gradients(exact, without[way]) / parameter_bytes,
+        "first_step_ratio": first_gradients(exact, without[way]) / parameter_bytes,
+        "kept_ratio": exact.kept / parameter_bytes,
+        "peak_mib": max(exact.backward_peak, exact.later_peak) / 2**20,
+        "allocations_per_step": exact.allocations,
+    }
+    for other in others:
+        figures[f"{other}_gradients_ratio"] = gradients(uses[other], without[other]) / parameter_bytes
+    return figures
+
+
+def verdict(figures: Mapping[str, float]) -> str:
+    """Whether the aim is met, if all ways to count say nearly the same."""
+    exact = figures["gradients_ratio"]
+    if abs(figures.get("rss_gradients_ratio", exact) - exact) > AGREE_WITHIN:
+        return "not decided"
+    return "met" if exact <= AIM else "missed"
+
+
+def _print(model: str, result: Mapping[str, Any]) -> None:
+    title = f"{model}, {result['parameters_mib']:.1f} MiB of parameters = 1"
+    print(f"\n{title}\n{'':38}{'grads':>7}{'rss':>6}{'first':>6}{'kept':>6}{'peak':>9}{'allocs':>8}")
+    for name, figures in result["variants"].items():
+        rss = figures.get("rss_gradients_ratio", math.nan)
+        ratios = f"{figures['gradients_ratio']:7.2f}{rss:6.2f}{figures['first_step_ratio']:6.2f}"
+        rest = f"{figures['kept_ratio']:6.2f}{figures['peak_mib']:6.0f}MiB{figures['allocations_per_step']:8}"
+        print(f"{name:38}{ratios}{rest}")
+    print(f"aim, {AIMED_AT}: gradients <= {result['aim']:.2f}: {result['verdict']}")
+    print(f"peak when no gradient is kept: {result['peak_when_no_gradient_is_kept_mib']:.1f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()

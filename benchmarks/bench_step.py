@@ -1,0 +1,152 @@
+"""What does a whole training step cost? Ours, torch DDP in three forms, a collective per parameter, and limits.
+
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_step.py [--quick] [--json FILE]
+
+A step is zero_grad, `update-freq` times forward and backward, synchronisation, SGD. A table for each model, update-freq
+and zero_grad(set_to_none=); all variants of a table are run once per round, in rotating order, and ratios are taken
+within a round. Buffers (BatchNorm) are left alone by all; torch DDP's default would broadcast them in every forward.
+
+torch DDP                       its defaults: what the others are compared with; no_sync() but for the last micro-batch
+torch DDP, bucket views         gradient_as_bucket_view=True: gradients live in the buckets, nothing is copied back
+torch DDP, static graph         static_graph=True. It fails if its first backward is inside no_sync(), so everything
+                                here begins with a step of one micro-batch
+ours, off / ours, info          LegacyDistributedDataParallel, checks="off" and "info": one all_reduce() after the last
+                                backward, which overlaps with nothing
+one collective per parameter    in no wrapper: after the last backward all_reduce and a division for each gradient
+local compute + bare all_reduce in no wrapper: after the last backward one all_reduce of a tensor of the gradients'
+                                bytes that is there already. No gradient is packed, averaged or looked at, so nothing is
+                                synchronised: a limit for every call after backward, not a way to train
+local compute alone             in no wrapper, nothing is exchanged
+torch DDP again                 the first one once more: what it differs from 1 by is noise
+
+Before a table is timed, every variant that synchronises takes three steps from equal weights, the ranks on different
+data, and has to end in torch DDP's weights (to 1e-4); "local compute alone" has to end in others.
+
+10,000 tiny tensors go without one collective per parameter, which takes 30 times as long as torch DDP's step:
+bench_all_reduce.py times it.
+
+The embedding holds 256 MiB of weights and as much of gradients, each variant its own, and some a bucket besides. So
+that 4 ranks fit into 23 GB (4.4 GiB each), it goes without static graph, without local compute alone, and without the
+bare all_reduce: with a single parameter that is one collective per parameter but for the division. The sparse one goes
+without bucket views and without the bare all_reduce: sparse gradients live in no bucket, and their bytes are others on
+each rank and in each step.
+
+"phases" are the medians of record.seconds over the timed steps of ours. Seconds are those of rank 0. Ranks talk over
+the loopback, and every core computes: what torch DDP hides behind backward is less here than with cores to spare.
+Python collects garbage as it would in training, and mostly in the steps that allocate most: with 10,000 tensors that
+can be every second one, so look at p90, too.
+
+Aims: transformer on 2 ranks, ours with checks off by torch DDP <= 0.92, from update-freq 4 on <= 0.95; info by off
+<= 1.05, from 4 on <= 1.03; 10,000 tiny tensors, off by torch DDP <= 0.70. --quick: transformer, update-freq 1 and 4,
+set_to_none=True, 8 rounds.
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from _measure import (
+    Variant,
+    measure,
+    median_ratio,
+    parse,
+    print_aims,
+    print_phases,
+    print_table,
+    process_group,
+    summarize,
+    verdicts,
+    write_results,
+)
+from _parity import check_training
+from _ways import INFO, OFF, REFERENCE, Way, begin, own_batches, ways_for
+from _workloads import LAYERS, WORKLOADS, Workload, workload_named
+
+RATIOS = {"ours, off / torch DDP": (OFF, REFERENCE), "ours, info / ours, off": (INFO, OFF)}
+OFF_TO_DDP, INFO_TO_OFF = RATIOS
+TRANSFORMER_RANKS = 2
+TRANSFORMER_AIMS = {1: {OFF_TO_DDP: 0.92, INFO_TO_OFF: 1.05}, 4: {OFF_TO_DDP: 0.95, INFO_TO_OFF: 1.03}}  # from there on
+TINY_AIMS = {OFF_TO_DDP: 0.70}
+QUICK = (
+    "--models",
+    "transformer",
+    "--update-freq",
+    "1",
+    "4",
+    "--set-to-none",
+    "yes",
+    "--repeats",
+    "2",
+    "--rounds",
+    "4",
+)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Measure, print on rank 0, write JSON if asked."""
+    arguments = parse_arguments(given)
+    with process_group():
+        run(arguments)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Collective: one table after the other."""
+    if dist.get_world_size() == 1:
+        sys.exit("nothing to synchronise: got 1 rank, expected 2 or more; raise --nproc-per-node")
+    results = {}
+    for model, update_freq, set_to_none in itertools.product(
+        arguments.models, arguments.update_freq, arguments.set_to_none
+    ):
+        title = f"step of {model}, update-freq {update_freq}, set_to_none={set_to_none}, {dist.get_world_size()} ranks"
+        results[title] = _answer(model, update_freq, set_to_none == "yes", arguments)
+        if dist.get_rank() == 0:
+            print_table(title, results[title]["variants"])
+            print_phases(results[title]["variants"])
+            print_aims(results[title]["ratios"], results[title]["aims"])
+    write_results(arguments, results)
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS), help="default: all")
+    parser.add_argument("--update-freq", type=int, nargs="+", default=[1, 4, 16], help="default: %(default)s")
+    parser.add_argument("--set-to-none", nargs="+", choices=("yes", "no"), default=["yes", "no"], help="default: both")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="of the transformer (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help=f"short for {' '.join(QUICK)}; what else is given counts")
+    given = sys.argv[1:] if given is None else given
+    arguments = parse(parser, (*QUICK, *given) if "--quick" in given else given)
+    for option, least in {"layers": arguments.layers, "update-freq": min(arguments.update_freq)}.items():
+        if least < 1:
+            parser.error(f"--{option} is a count: got {least}, expected 1 or more")
+    return arguments
+
+
+def _answer(model: str, update_freq: int, set_to_none: bool, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Collective: one table, with its aims."""
+    ways, workload = ways_for(model), workload_named(model, layers=arguments.layers)
+    check_training(ways, workload, update_freq, set_to_none=set_to_none)
+    variants = measure(partial(_variants, ways, workload, update_freq, set_to_none), arguments)
+    ratios = {what: median_ratio(variants, own, other) for what, (own, other) in RATIOS.items()}
+    aims = aims_for(model, update_freq, dist.get_world_size())
+    return {"aims": aims, "ratios": ratios, "verdicts": verdicts(ratios, aims), "variants": summarize(variants)}
+
+
+def _variants(ways: Mapping[str, Way], workload: Workload, update_freq: int, set_to_none: bool) -> list[Variant]:
+    batches = own_batches(workload, update_freq)
+    trainings = {name: begin(way, workload, set_to_none=set_to_none) for name, way in ways.items()}
+    return [Variant(name, partial(training.step, batches)) for name, training in trainings.items()]
+
+
+def aims_for(model: str, update_freq: int, size: int) -> Mapping[str, float]:
+    """What the ratios of a table should not exceed."""
+    if model == "transformer" and size == TRANSFORMER_RANKS:
+        return TRANSFORMER_AIMS[max(least for least in TRANSFORMER_AIMS if least <= update_freq)]
+    return TINY_AIMS if model == "tiny" else {}
+
+
+if __name__ == "__main__":
+    main()

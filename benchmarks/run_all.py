@@ -1,0 +1,135 @@
+"""How are all benchmarks run? One after the other: short, to see them work, or in full, as the kept results were made.
+
+    python benchmarks/run_all.py                        # a few minutes
+    python benchmarks/run_all.py --full                 # about an hour; writes benchmarks/results/
+    python benchmarks/run_all.py --full --only step_2   # one of them
+
+Use an idle machine: ratios are taken within a round, but a loaded machine changes them, too. What cannot run here (no
+CUDA device, no right to make network namespaces) is left out and said. A failure does not keep the others from
+running; it is the exit status.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of a script: on so many ranks, or, with 0, one that starts its own.
+
+    ``short`` is None where only the full form makes sense; ``why_not`` says why it cannot run here, if so.
+    """
+
+    script: str
+    ranks: int
+    full: str
+    short: str | None = None
+    why_not: Callable[[], str] = lambda: ""
+
+
+def _no_hosts() -> str:
+    sys.path.append(str(ROOT))
+    from tests.hosts import reason_not_permitted
+
+    return reason_not_permitted() or ""
+
+
+def _no_device() -> str:
+    return "" if torch.cuda.is_available() else "no CUDA device is available"
+
+
+_LITTLE = "--repeats 1 --rounds 4 --warm-up 1"
+RUNS = {
+    "step_2": Run("bench_step.py", 2, "--models transformer --update-freq 1 4 --repeats 3", "--quick"),
+    "step_16_times_2": Run(
+        "bench_step.py", 2, "--models transformer --update-freq 16 --set-to-none yes --repeats 2 --rounds 3"
+    ),
+    "step_others_2": Run(
+        "bench_step.py",
+        2,
+        '--models resnet tiny embedding "sparse embedding" --update-freq 1 --repeats 2 --rounds 4 --warm-up 1',
+        f"--models resnet tiny --update-freq 1 --set-to-none yes {_LITTLE}",
+    ),
+    "step_4": Run(
+        "bench_step.py", 4, "--models transformer --update-freq 1 4 --set-to-none yes --repeats 2 --rounds 6"
+    ),
+    "all_reduce_2": Run("bench_all_reduce.py", 2, "--repeats 5", "--repeats 2 --rounds 5"),
+    "memory": Run("bench_memory.py", 0, "--repeats 2", '--models transformer --variants "torch DDP" ours --repeats 1'),
+    "hosts": Run(
+        "bench_hosts.py",
+        0,
+        "--repeats 2 --rounds 3 --warm-up 1",
+        "--rates 2 --update-freq 1 8 --repeats 1 --rounds 3 --warm-up 1",
+        _no_hosts,
+    ),
+    "scale_tensors": Run("bench_scale.py", 2, f"tensors {_LITTLE}", f"tensors --counts 100 1000 {_LITTLE}"),
+    "scale_bytes": Run("bench_scale.py", 2, f"bytes {_LITTLE}", f"bytes --largest-mib 64 {_LITTLE}"),
+    "scale_ranks": Run("bench_scale.py", 16, f"ranks {_LITTLE}", f"ranks --largest-mib 1 {_LITTLE}"),
+    "wire": Run("bench_wire.py", 0, '--wires "their own" bfloat16'),
+    "agree_step_2": Run("bench_agree.py", 2, "step --repeats 10"),
+    "agree_step_4": Run("bench_agree.py", 4, "step --repeats 10 --update-freq 1 4"),
+    "agree_header_16": Run("bench_agree.py", 16, "header"),
+    "debug_step_2": Run("bench_debug.py", 2, "step"),
+    "debug_digest": Run("bench_debug.py", 1, "digest"),
+    "trace": Run("bench_trace.py", 0, ""),
+    "gpu_nccl_1": Run("bench_gpu.py", 1, "", f"--models transformer {_LITTLE}", _no_device),
+    "gpu_gloo_2": Run("bench_gpu.py", 2, "", None, _no_device),
+}
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run them, say what came of each."""
+    arguments = parse_arguments(given)
+    failed = []
+    for name in arguments.only:
+        run = RUNS[name]
+        if not arguments.full and run.short is None:
+            continue
+        if reason := run.why_not():
+            print(f"--- {name}: left out, {reason}", flush=True)
+            continue
+        print(f"--- {name}", flush=True)
+        start = time.monotonic()
+        exit_code = subprocess.run(command(name, full=arguments.full), env=environment(), check=False).returncode
+        print(f"--- {name}: {time.monotonic() - start:.0f} s, exit code {exit_code}", flush=True)
+        failed += [name] if exit_code else []
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="as the kept results were made; writes them")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="NAME", help="of them all")
+    return parser.parse_args(given)
+
+
+def command(name: str, *, full: bool) -> list[str]:
+    """How it is started."""
+    run = RUNS[name]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)] if run.ranks else []
+    options = shlex.split(run.full if full else run.short or "")
+    kept = ["--json", str(RESULTS / f"{name}.json")] if full else []
+    return [sys.executable, *launch, str(ROOT / "benchmarks" / run.script), *options, *kept]
+
+
+def environment() -> dict[str, str]:
+    """One thread per rank, and the package from here."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Which figures does the documentation quote? Tables made from benchmarks/results/, so that no figure drifts.
+
+    python benchmarks/tables.py            # print all tables
+    python benchmarks/tables.py --write    # put them between their markers in README.md and benchmarks/README.md
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in
+_quoted.py and put the markers where
+it belongs. After a new measurement: write, and read what the prose around the tables says about them.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from _quoted import TABLES, Column, Place, Table
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md")
+MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+
+
+class TableError(Exception):
+    """Says which table, file or place is missing."""
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Print all tables, or write them into the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="into README.md and benchmarks/README.md")
+    arguments = parser.parse_args(given)
+    try:
+        if arguments.write:
+            write(PAGES)
+        else:
+            print("\n".join(f"{name}\n\n{render(table)}" for name, table in TABLES.items()), end="")
+    except TableError as error:
+        sys.exit(str(error))
+
+
+def render(table: Table, folder: Path = RESULTS) -> str:
+    """The table in Markdown.
+
+    Raises:
+        TableError: a file is not there or holds no such number.
+    """
+    lines = [[table.heading, *(column.title for column in table.columns)], ["---"] * (1 + len(table.columns))]
+    for label, blanks in table.rows.items():
+        paths = [folder / (column.file or table.file).format_map(blanks) for column in table.columns]
+        cells = [_cell(column, blanks, path) for column, path in zip(table.columns, paths, strict=True)]
+        lines.append([label, *cells])
+    return "".join(_line(cells) for cells in lines)
+
+
+def fill(text: str, tables: Mapping[str, Table], folder: Path = RESULTS) -> str:
+    """``text`` with every marked table made anew.
+
+    Raises:
+        TableError: as :func:`render`; or a marker names no table, or has no end.
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        if found["name"] not in tables:
+            raise TableError(f"no table is called {found['name']!r}, expected one of {', '.join(tables)}")
+        return found[1] + render(tables[found["name"]], folder) + found[4]
+
+    begun, ended = text.count("<!-- table: "), len(MARKED.findall(text))
+    if begun != ended or any("<!-- table: " in found["table"] for found in MARKED.finditer(text)):
+        raise TableError(f"{begun} tables begin, but not each has its own <!-- end -->")
+    return MARKED.sub(replace, text)
+
+
+def write(pages: Sequence[Path]) -> None:
+    """Make the marked tables of the pages anew.
+
+    Raises:
+        TableError: as :func:`fill`; no page has changed then.
+    """
+    texts = {page: fill(page.read_text(encoding="utf-8"), TABLES) for page in pages}
+    for page, text in texts.items():
+        page.write_text(text, encoding="utf-8")
+
+
+@cache
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TableError(f"{path} cannot be read: {error}") from error
+
+
+def _cell(column: Column, blanks: Mapping[str, str], path: Path) -> str:
+    places = [tuple(part.format_map(blanks) for part in place) for place in column.places]
+    numbers = [_number(_read(path), ("results", *place), path) for place in places]
+    if not column.is_range:
+        return column.form.format(*numbers)
+    ends = [column.form.format(number) for number in (min(numbers), max(numbers))]
+    return " – ".join(dict.fromkeys(ends))  # noqa: RUF001
+
+
+def _number(value: Any, place: Place, path: Path) -> float:
+    for part in place:
+        inside = dict(enumerate(value)) if isinstance(value, list) else value
+        key = int(part) if isinstance(value, list) and part.isdigit() else part
+        if not isinstance(inside, dict) or key not in inside:
+            raise TableError(f"{path} has no number at {' / '.join(place)}: {part!r} is not there")
+        value = inside[key]
+    if not isinstance(value, int | float):
+        raise TableError(f"{path} has no number at {' / '.join(place)}: got {value!r}")
+    return value
+
+
+def _line(cells: Sequence[str]) -> str:
+    # As a separator Markdown is usually written without blanks.
+    return "|---" * len(cells) + "|\n" if set(cells) == {"---"} else "| " + " | ".join(cells) + " |\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Which kinds of gradient are there, and which cannot be reduced?"""
+
+from collections.abc import Sequence
+
+import torch
+
+from legacy_ddp._errors import GradientError
+from legacy_ddp._layout import Bucket, Slot
+
+ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse one
+
+
+def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    """ABSENT, DENSE, or SPARSE + sparse_dim, of each."""
+    return [
+        ABSENT if grad is None else DENSE if grad.layout is torch.strided else SPARSE + grad.sparse_dim()
+        for grad in grads
+    ]
+
+
+def is_usual(bucket: Bucket, slot: Slot, grad: torch.Tensor | None) -> bool:
+    """Whether this is a plain dense gradient as planned, which can be copied as it is."""
+    return (
+        grad is not None
+        and grad.layout is torch.strided
+        and grad.shape == slot.shape
+        and grad.dtype == bucket.dtype
+        and not grad.requires_grad
+    )
+
+
+def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
+    """Refuse what cannot be reduced.
+
+    Raises:
+        GradientError: ``grad`` requires grad, has another shape or dtype than planned, or an unsupported layout.
+    """
+    if grad.requires_grad:
+        problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"
+    elif grad.layout not in (torch.strided, torch.sparse_coo):
+        problem = f"has layout {grad.layout}, expected strided or sparse_coo; convert it before all_reduce()"
+    elif grad.shape != slot.shape:
+        problem = (
+            f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}; assign a gradient of the parameter's shape"
+        )
+    elif grad.dtype != bucket.dtype:
+        problem = f"has dtype {grad.dtype}, expected {bucket.dtype}; cast it, or set grad_dtype on the parameter"
+    else:
+        return
+    raise GradientError(f"grad of {slot.name!r} {problem}", parameter=slot.name)

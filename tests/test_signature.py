@@ -1,0 +1,116 @@
+"""Is every change of the parameters noticed that a plan depends on, and nothing else taken for one?"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils import swap_tensors
+
+from legacy_ddp._plan import _columns
+from legacy_ddp._signature import Signature
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+def _named() -> Named:
+    tied = nn.Parameter(torch.ones(3))
+    return [("a", nn.Parameter(torch.ones(2, 2))), ("b", tied), ("c", tied), ("d", nn.Parameter(torch.ones(4, 1)))]
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    tensor.data = data
+
+
+class _Subclass(nn.Parameter):
+    pass
+
+
+def _change_class(tensor: torch.Tensor) -> None:
+    tensor.__class__ = _Subclass
+
+
+CHANGES: dict[str, Callable[[Named], object]] = {
+    "another name": lambda named: named.__setitem__(0, ("e", named[0][1])),
+    "another tensor": lambda named: named.__setitem__(0, ("a", nn.Parameter(torch.ones(2, 2)))),
+    "one more": lambda named: named.append(("e", nn.Parameter(torch.ones(1)))),
+    "one less": lambda named: named.pop(),
+    "another order": lambda named: named.reverse(),
+    "untied": lambda named: named.__setitem__(2, ("c", nn.Parameter(torch.ones(3)))),
+    "tied": lambda named: named.__setitem__(0, ("a", named[1][1])),
+    "frozen": lambda named: named[0][1].requires_grad_(False),
+    "dtype": lambda named: _set_data(named[0][1], torch.ones(2, 2).double()),
+    "device": lambda named: swap_tensors(named[0][1], nn.Parameter(torch.ones(2, 2, device="meta"))),
+    "shape": lambda named: _set_data(named[0][1], named[0][1].data.view(4)),
+    "shape, same elements in a row": lambda named: _set_data(named[3][1], named[3][1].data.view(1, 4)),
+    "strides": lambda named: _set_data(named[0][1], named[0][1].data.t()),
+    "gradient's dtype": lambda named: setattr(named[0][1], "grad_dtype", torch.float64),
+    "class": lambda named: _change_class(named[0][1]),
+    "lazy": lambda named: named.__setitem__(0, ("a", UninitializedParameter())),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_change_is_noticed(name: str) -> None:
+    named = _named()
+    signature = Signature(*_columns(named))
+
+    CHANGES[name](named)
+
+    assert not signature.fits(*_columns(named))
+
+
+MOMENTS: dict[str, Callable[[], object]] = {
+    "as it was": torch.enable_grad,
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("name", MOMENTS)
+def test_same_parameters_at_another_moment_are_the_same(name: str) -> None:
+    named = _named()
+    signature = Signature(*_columns(named))
+
+    with MOMENTS[name]():  # type: ignore[attr-defined]
+        assert signature.fits(*_columns(named))
+        assert signature.fits(*_columns(named))
+        assert not signature.fits(*_columns(_named()))
+    assert signature.fits(*_columns(named))
+
+
+def test_values_gradients_and_versions_do_not_matter() -> None:
+    named = _named()
+    signature = Signature(*_columns(named))
+
+    with torch.no_grad():
+        named[0][1].mul_(2)
+    named[0][1].sum().backward()
+    named[1][1].data = torch.zeros(3)
+
+    assert signature.fits(*_columns(named))
+
+
+def test_lazy_parameter_that_gets_its_shape_is_a_change_and_one_that_does_not_hides_none() -> None:
+    lazy = UninitializedParameter()
+    named = [*_named(), ("lazy", lazy)]
+    signature = Signature(*_columns(named))
+    assert signature.fits(*_columns(named))
+
+    lazy.materialize((2,))
+    assert not signature.fits(*_columns(named))
+
+    named = [*_named(), ("lazy", UninitializedParameter())]
+    signature = Signature(*_columns(named))
+    named[0][1].requires_grad_(False)
+    assert not signature.fits(*_columns(named))
+
+
+def test_no_parameters_at_all() -> None:
+    signature = Signature([], [])
+
+    assert signature.fits([], [])
+    assert not signature.fits(*_columns(_named()))
