@@ -11,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._bucket import FlatBuffer
+from legacy_ddp._counting import watchers
 
 # Smaller ones are cheaper copied all together. Other devices copy all together at any size: nothing was measured there.
 SMALLEST_BYTES = 64 * 1024
@@ -28,7 +29,7 @@ class Adoption:
         _remove(self._handles)
         for buffer, parameters in shares:
             for index, parameter in enumerate(parameters):
-                if buffer.bucket.device.type == "cpu" and parameter.nbytes >= SMALLEST_BYTES:
+                if buffer.as_views and buffer.bucket.device.type == "cpu" and parameter.nbytes >= SMALLEST_BYTES:
                     handle = parameter.register_post_accumulate_grad_hook(_Hook(buffer, index))  # type: ignore[no-untyped-call]
                     self._handles.append(handle)
 
@@ -39,7 +40,9 @@ class _Hook:
         self.index = index
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        if not torch.compiler.is_compiling():  # compiled autograd traces hooks; then all are copied together
+        # Compiled autograd traces hooks. Where several wrappers count on a parameter, each has its own place for the
+        # gradient, and those that look after it moved would not see that it is a new one.
+        if not torch.compiler.is_compiling() and watchers(parameter) == 1:
             self.buffer.adopt(self.index, parameter)
 
 

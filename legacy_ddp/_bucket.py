@@ -5,8 +5,10 @@ gradients holds the flat tensor's memory (a gradient the user kept, two gradient
 this call takes a fresh tensor and leaves the old one to its other holders.
 """
 
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -22,19 +24,33 @@ class FlatBuffer:
 
     def __init__(self, bucket: Bucket, settings: Settings) -> None:
         self.bucket = bucket
-        self.flat = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
-        self._carried = self.flat
-        self.views: Sequence[torch.Tensor] = ()
+        self.as_views = settings.gradient_as_bucket_view
         self.wire: torch.Tensor | None = None
-        self._as_views = settings.gradient_as_bucket_view
         self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
+        self._memory: SlotViews | None = None  # made by the first backward or call
+        self._making = threading.Lock()  # backward passes may run in several threads
         self._held = [False] * len(bucket.slots)  # whose gradient is its slot already
-        self._left_version = -1  # of the flat tensor, when the last call left its result in it
+
+    @property
+    def views(self) -> SlotViews:
+        """The slots as tensors, and the flat tensor that they lie in; made if there is none."""
+        with self._making:
+            if self._memory is None:
+                self._memory = SlotViews(self.bucket)
+            return self._memory
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return self.views.flat
+
+    @property
+    def travelling(self) -> torch.Tensor:
+        """What collectives carry: the flat tensor's memory, or its copy in another dtype."""
+        return self.views.carried if self.wire is None else self.wire
 
     def recognise(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Note which gradients (one per slot) are their slots already."""
-        if isinstance(self.views, SlotViews):
-            self._held = self.views.recognise(grads)
+        self._held = self._memory.recognise(grads) if self._memory is not None else [False] * len(self._held)
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Refuse what cannot be reduced, before anything is written; for gradients that :meth:`recognise` has seen.
@@ -42,7 +58,7 @@ class FlatBuffer:
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if isinstance(self.views, SlotViews) and self.views.resembles(grads):
+        if self._memory is not None and self._memory.resembles(grads):
             return
         for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True):
             if grad is not None and not held:
@@ -53,21 +69,21 @@ class FlatBuffer:
 
         Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
         """
-        if not isinstance(self.views, SlotViews) or self.views.shared(self._held):
-            self._make_flat()
+        if self.views.shared(self._held):
+            self._memory, self._held = SlotViews(self.bucket), [False] * len(self._held)
         if copy and not all(self._held):
             self._copy_in(grads)
 
     def adopt(self, index: int, parameter: torch.Tensor) -> None:
-        """Move the gradient that backward has just made to its slot, if nobody can tell."""
-        if not self._as_views or not internals.only_in_grad(parameter):
+        """Move the gradient that backward has just made to its slot, if nobody can tell; else it waits for the call."""
+        if not internals.only_in_grad(parameter):
             return
         grad = parameter.grad
         if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):
             return
-        views = self.views if isinstance(self.views, SlotViews) else self._make_flat()
-        if views.is_free(index):
-            parameter.grad = views[index].copy_(grad)
+        with suppress(RuntimeError, MemoryError):  # no room: the call will say so, on all ranks
+            if self.views.is_free(index):
+                parameter.grad = self.views[index].copy_(grad)
 
     def make_wire(self) -> None:
         """Make room for the copy in the wire's dtype, where it is another one."""
@@ -76,9 +92,7 @@ class FlatBuffer:
 
     def forget(self) -> None:
         """Start from no memory at all."""
-        self.flat = self._carried = self.flat.new_empty(0)
-        self.views = ()
-        self.wire = None
+        self._memory = self.wire = None
         self._held = [False] * len(self._held)
 
     def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
@@ -90,8 +104,8 @@ class FlatBuffer:
 
     @property
     def written(self) -> bool:
-        """Whether the flat tensor, or any view of it, was written to since the last call left its result."""
-        return self.flat._version != self._left_version
+        """Whether a gradient was written to since the last call left its result."""
+        return self.views.written
 
     def zero(self, kinds: Sequence[int], *, runs: Sequence[Run]) -> None:
         """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank."""
@@ -105,20 +119,11 @@ class FlatBuffer:
         for view, parameter, kind, held in zip(self.views, parameters, kinds, self._held, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
-            elif kind == DENSE and not self._as_views:
+            elif kind == DENSE and not self.as_views:
                 parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not held:
                 parameter.grad = view
-        self._left_version = self.flat._version
-
-    @property
-    def travelling(self) -> torch.Tensor:
-        """What collectives carry: the flat tensor's memory, or its copy in another dtype.
-
-        The memory under a second storage: a transport's thread may hold what it carried for milliseconds after the
-        wait, which must not look like a gradient that somebody kept.
-        """
-        return self._carried if self.wire is None else self.wire
+        self.views.note_left()
 
     def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:
         slots: list[torch.Tensor] = []
@@ -129,13 +134,6 @@ class FlatBuffer:
                 loose.append(grad)
         if loose:
             torch._foreach_copy_(slots, loose)
-
-    def _make_flat(self) -> SlotViews:
-        self.flat = torch.empty(self.bucket.numel, dtype=self.bucket.dtype, device=self.bucket.device)
-        self._carried = torch.from_dlpack(self.flat)  # type: ignore[attr-defined]  # not in its stubs
-        self.views = views = SlotViews(self.flat, self.bucket.slots)
-        self._held = [False] * len(self._held)
-        return views
 
 
 def _inside(runs: Sequence[Run], offset: int) -> bool:

@@ -121,6 +121,12 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
                 yield parameter, guard
 
 
+def watchers(parameter: torch.Tensor) -> int:
+    """How many count on this parameter."""
+    (hooks,) = internals.accumulate_hooks([parameter])
+    return sum(type(hook) is Watch for hook in hooks.values())
+
+
 def _remove(handles: list[RemovableHandle]) -> None:
     while handles:
         handles.pop().remove()

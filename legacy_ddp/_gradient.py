@@ -18,14 +18,15 @@ def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
     ]
 
 
-def is_usual(bucket: Bucket, slot: Slot, grad: torch.Tensor | None) -> bool:
-    """Whether this is a plain dense gradient as planned, which can be copied as it is."""
+def is_usual(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
+    """Whether this is a plain dense gradient exactly as planned."""
     return (
-        grad is not None
-        and grad.layout is torch.strided
-        and grad.shape == slot.shape
+        grad.layout is torch.strided
+        and grad.device == bucket.device
         and grad.dtype == bucket.dtype
-        and not grad.requires_grad
+        and grad.shape == slot.shape
+        and grad.stride() == slot.stride
+        and not (grad.requires_grad or grad.is_inference())
     )
 
 

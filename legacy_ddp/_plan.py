@@ -81,11 +81,12 @@ class Planner:
     def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Layout:
         layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)
         position = {name: index for index, name in enumerate(names)}
-        self._order = [position[slot.name] for slot in layout.slots]
-        self._buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
-        parameters = [tensors[index] for index in self._order]
+        order = [position[slot.name] for slot in layout.slots]
+        buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
+        parameters = [tensors[index] for index in order]
         self.counter.watch([slot.name for slot in layout.slots], parameters)
-        self._adoption.watch((buffer, parameters[share]) for buffer, share in shares(self._buffers))
+        self._adoption.watch((buffer, parameters[share]) for buffer, share in shares(buffers))
+        self._order, self._buffers = order, buffers
         return layout
 
 

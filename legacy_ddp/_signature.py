@@ -17,14 +17,17 @@ class Signature:
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._identities = _identities(names, tensors)
-        self._facts = _facts(_shaped(tensors))
-        self._likeness = internals.Likeness(_shaped(tensors))
+        first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+        self._first = sorted(first.values())  # where each tensor stands under the first of its names
+        shaped = self._shaped(tensors)
+        self._facts = _facts(shaped)
+        self._likeness = internals.Likeness(shaped)
 
     def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a plan for these would be the same."""
         if _identities(names, tensors) != self._identities:
             return False
-        shaped = _shaped(tensors)
+        shaped = self._shaped(tensors)
         if self._likeness.holds(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
             return True
         if _facts(shaped) != self._facts:
@@ -32,16 +35,16 @@ class Signature:
         self._likeness = internals.Likeness(shaped)  # called under other settings than the last time
         return True
 
+    def _shaped(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Each tensor once, but for those that have no shape yet: lazy ones."""
+        distinct = tensors if len(self._first) == len(tensors) else [tensors[index] for index in self._first]
+        if any(issubclass(kind, (UninitializedParameter, UninitializedBuffer)) for kind in set(self._identities[2])):
+            return [tensor for tensor in distinct if not is_lazy(tensor)]
+        return distinct
+
 
 def _identities(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[list[str], list[int], list[type]]:
     return list(names), list(map(id, tensors)), list(map(type, tensors))
-
-
-def _shaped(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Those that have a shape: lazy ones do not yet."""
-    if any(issubclass(kind, (UninitializedParameter, UninitializedBuffer)) for kind in set(map(type, tensors))):
-        return [tensor for tensor in tensors if not is_lazy(tensor)]
-    return tensors
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype | None], Sequence[tuple[object, ...]]]:

@@ -20,6 +20,7 @@ import torch.distributed.nn.functional
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch._C._dynamo.guards import TensorGuards
 from torch.distributed import distributed_c10d as c10d
+from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["PrefixStore", "ProcessGroupGloo", "Store", "WeakIdKeyDictionary"]  # names that torch exports half-heartedly
@@ -71,15 +72,19 @@ class Likeness:
 
 
 def only_in_grad(parameter: torch.Tensor) -> bool:
-    """Whether there is a ``parameter.grad`` of which nothing else holds the tensor, nor its memory."""
-    return _grad_holders(parameter) == _fresh_grad_holders()
+    """Whether there is a ``parameter.grad``, in memory of torch's own, and nothing else holds it or that memory."""
+    found = _grad_holders(parameter)
+    return found is not None and found == _fresh_grad_holders()
 
 
 def _grad_holders(parameter: torch.Tensor) -> tuple[int, ...] | None:
     grad = parameter.grad
-    if grad is None or grad.layout is not torch.strided:
+    if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
         return None
-    return _USE_COUNT(grad), sys.getrefcount(grad), storage_use_count(grad)
+    storage = grad.untyped_storage()
+    # What comes from NumPy cannot be resized; who holds that memory, or shared memory, torch does not know.
+    is_own = storage.resizable() and not storage.is_shared()
+    return _USE_COUNT(grad), sys.getrefcount(grad), storage_use_count(grad), is_own
 
 
 @cache
@@ -90,19 +95,22 @@ def _fresh_grad_holders() -> tuple[int, ...] | None:
     return _grad_holders(parameter)
 
 
-def held_elsewhere(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these is held by anything but two sequences, ``tensors`` being one of them.
+def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements. Who holds the result's storage does not count for that of ``tensor``, nor the reverse."""
+    return from_dlpack(torch._C._to_dlpack(tensor))
+
+
+def holders(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> tuple[set[int], ...]:
+    """By how many each tensor, and each storage, is held: in C++ and in Python; which numbers occur.
 
     A variable or a list is a holder in Python, a ``.grad`` one in C++, which torch 2.13 counts in Python, too.
     """
-    in_python, in_c = set(map(sys.getrefcount, tensors)), set(map(_USE_COUNT, tensors))
-    return bool(in_python - {_in_two_sequences()} or in_c - {1})
-
-
-@cache
-def _in_two_sequences() -> int:
-    tensors = [torch.empty(1, device="cpu")]
-    return max(map(sys.getrefcount, tensors[:]))  # a comprehension's variable would count
+    return (
+        set(map(_USE_COUNT, tensors)),
+        set(map(sys.getrefcount, tensors)),
+        {torch._C._storage_Use_Count(storage._cdata) for storage in storages},
+        set(map(sys.getrefcount, storages)),
+    )
 
 
 def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Callable[[torch.Tensor], None]]]:

@@ -1,31 +1,42 @@
-"""The slots of one flat tensor as tensors: is a gradient one of them, and does anybody else hold one? Tensors only.
+"""One flat tensor, and its slots as tensors: is a gradient one of them, and does anybody else hold one? Tensors only.
 
-They are made once and lent to ``.grad`` again and again. Identity of the object proves nothing: ``.to()``, ``.data =``
-and ``set_()`` put other memory under it, so what it was like when it was made is compared, too.
+The slots' views are made once and lent to ``.grad`` again and again. Each has a storage of its own over the flat
+tensor's memory, so that counts tell of each slot by itself who holds it. Identity of the object proves nothing:
+``.to()``, ``.data =`` and ``set_()`` put other memory under it, so what it was like when it was made is compared, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from legacy_ddp import _torch_internals as internals
-from legacy_ddp._layout import Slot
+from legacy_ddp._layout import Bucket, Slot
 
 
 class SlotViews(Sequence[torch.Tensor]):
-    """One tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty one has memory of its own."""
+    """One tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty one has memory of its own.
 
-    def __init__(self, flat: torch.Tensor, slots: Sequence[Slot]) -> None:
-        self._flat = flat
-        self._slots = slots
-        self._views = [self._make(slot) for slot in slots]
+    ``carried`` is that memory under one more storage: a transport's thread may hold what it carried for milliseconds
+    after the wait, which must not look like somebody who keeps a gradient.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+        self.carried = internals.under_own_storage(self.flat)
+        self._slots = bucket.slots
+        self._views = [self._make(slot) for slot in self._slots]
+        self._storages = [view.untyped_storage() for view in self._views]
         self._addresses = list(map(torch.Tensor.data_ptr, self._views))
         self._likeness = internals.Likeness(self._views)
-        self._holders = internals.storage_use_count(flat)
+        self._alone = internals.holders(self._views[:], self._storages[:])
+        self._left_versions: list[int] = []  # when the last call left its result here
 
     def __getitem__(self, index: Any) -> Any:
         return self._views[index]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self._views)
 
     def __len__(self) -> int:
         return len(self._views)
@@ -43,36 +54,48 @@ class SlotViews(Sequence[torch.Tensor]):
         return len(present) == len(self) and self._likeness.holds(present)
 
     def shared(self, held: Sequence[bool]) -> bool:
-        """Whether somebody holds memory of the slots, besides those gradients that are their slots (``held``)."""
+        """Whether somebody holds memory of a slot, besides those gradients that are their slots (``held``)."""
         idle = [view for view, is_held in zip(self._views, held, strict=True) if not is_held]
-        return internals.storage_use_count(self._flat) != self._holders or internals.held_elsewhere(idle)
+        return not self._are_alone(idle, self._storages[:])
 
     def is_free(self, index: int) -> bool:
         """Whether nobody at all would see what is written to the slot."""
-        return (
-            not internals.held_elsewhere(self._views[index : index + 1])
-            and internals.storage_use_count(self._flat) == self._holders
-            and self._is_intact(index)
-        )
+        one = slice(index, index + 1)
+        return self._are_alone(self._views[one], self._storages[one]) and self._is_intact(index)
+
+    def note_left(self) -> None:
+        """A call has left its result here."""
+        self._left_versions = [view._version for view in self._views]
+
+    @property
+    def written(self) -> bool:
+        """Whether a view was written to since then."""
+        return self._left_versions != [view._version for view in self._views]
+
+    def _are_alone(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
+        now = internals.holders(views, storages)
+        return all(counts <= alone for counts, alone in zip(now, self._alone, strict=True))
 
     def _make(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:
-            return self._flat.new_empty_strided(slot.shape, slot.stride)
-        return self._flat.as_strided(slot.shape, slot.stride, slot.offset)
+            return self.flat.new_empty_strided(slot.shape, slot.stride)
+        return internals.under_own_storage(self.flat.as_strided(slot.shape, slot.stride, slot.offset))
 
     def _mend(self) -> None:
         """Make anew what is no view of its slot any more: it belongs to whoever changed it."""
         for index, slot in enumerate(self._slots):
             if not self._is_intact(index):
                 self._views[index] = self._make(slot)
+                self._storages[index] = self._views[index].untyped_storage()
         self._likeness = internals.Likeness(self._views)
 
     def _is_intact(self, index: int) -> bool:
         view, slot = self._views[index], self._slots[index]
         return (
-            view.data_ptr() == self._addresses[index]
+            type(view) is torch.Tensor
+            and view.data_ptr() == self._addresses[index]
             and view.shape == slot.shape
             and view.stride() == slot.stride
-            and view.dtype == self._flat.dtype
+            and view.dtype == self.flat.dtype
             and not (view.requires_grad or view.is_conj() or view.is_neg())
         )

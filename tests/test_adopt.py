@@ -1,15 +1,20 @@
 """Large gradients move to their slots during backward. Is what they leave free, and is nobody else's tensor touched?"""
 
 import gc
+import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel, _bucket
 from legacy_ddp._adopt import SMALLEST_BYTES
 from tests.ranks import run_ranks
 
@@ -47,6 +52,19 @@ def _memory(tensor: torch.Tensor | None) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def _moved(parameter: torch.Tensor) -> bool:
+    """Whether its gradient lies in memory that torch cannot resize: a slot is in the middle of some."""
+    assert parameter.grad is not None
+    return not parameter.grad.untyped_storage().resizable()
+
+
+def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the second gradient begins where the first ends, as slots do."""
+    assert one.grad is not None
+    assert other.grad is not None
+    return one.grad.data_ptr() + one.grad.nbytes == other.grad.data_ptr()
+
+
 def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
     results = []
     for inner in INNER.values():
@@ -57,12 +75,12 @@ def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
         flat = _memory(net.large.grad)
         model(10.0).backward()
         stays = _memory(net.large.grad) == flat
-        apart = _memory(net.small.grad) != flat
+        apart = not _adjacent(net.large, net.small)
         local = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
         assert local == ([11.0 + rank], [11.0 + rank], None)
         wrapped.all_reduce()
         reduced = net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), net.unused.grad
-        results.append((stays, apart, _memory(net.large.grad) == flat == _memory(net.small.grad), reduced))
+        results.append((stays, apart, _memory(net.large.grad) == flat and _adjacent(net.large, net.small), reduced))
     return results
 
 
@@ -72,26 +90,30 @@ def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_a
     assert run_ranks(_where_they_are, 2) == [[expected] * len(INNER)] * 2
 
 
-def _moved(rank: int) -> list[bool]:
-    """Whether gradients were views before the call: in the first step, and in the second."""
+def _first_steps(rank: int) -> list[bool]:
+    """Whether gradients moved before the call: in the first step, and in the second."""
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
     net: Any = wrapped.module
     moved = []
     for _ in range(2):
         wrapped.zero_grad()
         wrapped(1.0).backward()
-        moved.append(bool(net.large.grad._is_view()))
+        moved.append(_moved(net.large))
         wrapped.all_reduce()
     return moved
 
 
 def test_the_first_step_too_holds_its_gradients_once() -> None:
-    assert run_ranks(_moved, 1) == [[True, True]]
+    assert run_ranks(_first_steps, 1) == [[True, True]]
 
 
 # --- whose tensor must not be touched: each returns what has to be as it was, and what it was -------------------------
 
 Facts = tuple[bool, ...]
+
+
+class _Subclass(torch.Tensor):
+    pass
 
 
 def _keep_gradient(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
@@ -191,6 +213,51 @@ def _other_dtype(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
     return net.large.grad.dtype == torch.float64, bool((net.large.grad == 5).all())
 
 
+def _keep_row_while_another_slot_is_left(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    (net.large.sum() * 3 + net.unused.sum() * 3).backward()
+    net.unused.grad.data = torch.zeros(LARGE)  # one holder less of the flat tensor's memory,
+    kept = net.large.grad[1]  # one more
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return (bool((kept == 3).all()),)
+
+
+def _numpy_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    own = np.zeros(LARGE, dtype=np.float32)
+    net.large.grad = torch.from_numpy(own)
+    wrapped(5.0).backward()
+    return bool((own == 5).all()), bool((net.large.grad == 5).all())
+
+
+def _shared_memory(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    net.large.grad = torch.zeros(LARGE).share_memory_()
+    wrapped(5.0).backward()
+    return (net.large.grad.is_shared(),)
+
+
+def _subclass(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    net.large.grad = torch.zeros(LARGE).as_subclass(_Subclass)
+    wrapped(5.0).backward()
+    return (type(net.large.grad) is _Subclass,)
+
+
+def _changed_class(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    net.large.grad.__class__ = _Subclass
+    wrapped.zero_grad()
+    wrapped(5.0).backward()
+    return (type(net.large.grad) is torch.Tensor,)
+
+
+def _in_place_with_grad(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
+    wrapped(3.0).backward()
+    net.large.grad.detach_()
+    net.large.grad.add_(0.0 * net.large)
+    required = net.large.grad.requires_grad
+    net.large.grad = None
+    return (required,)
+
+
 def _zeroed(wrapped: LegacyDistributedDataParallel, net: Any) -> Facts:
     wrapped(3.0).backward()
     memory = _memory(net.large.grad)
@@ -212,6 +279,12 @@ DEEDS = [
     _reshaped,
     _one_for_two,
     _other_dtype,
+    _keep_row_while_another_slot_is_left,
+    _numpy_memory,
+    _shared_memory,
+    _subclass,
+    _changed_class,
+    _in_place_with_grad,
     _zeroed,
 ]
 
@@ -238,7 +311,7 @@ def _without_views(rank: int) -> bool:
     wrapped = _wrap(gradient_as_bucket_view=False)
     wrapped(1.0).backward()
     net: Any = wrapped.module
-    return bool(net.large.grad._is_view())
+    return _moved(net.large)
 
 
 def test_without_bucket_views_gradients_stay_where_backward_made_them() -> None:
@@ -252,7 +325,7 @@ def _after_the_wrapper(rank: int) -> tuple[bool, bool]:
     del wrapped
     gc.collect()
     net(1.0).backward()
-    return wrapper() is None, bool(net.large.grad._is_view())
+    return wrapper() is None, _moved(net.large)
 
 
 def test_nothing_moves_after_the_wrapper_is_gone() -> None:
@@ -269,7 +342,7 @@ def _add_a_layer(rank: int) -> list[Any]:
         (wrapped(1.0 + 2 * rank) + net.added.sum() * (1 + 2 * rank)).backward()
         wrapped.all_reduce()
         values += [net.large.grad.unique().tolist(), net.added.grad.unique().tolist()]
-    values.append(_memory(net.large.grad) == _memory(net.added.grad))
+    values.append(_adjacent(net.added, net.large))
     return values
 
 
@@ -291,3 +364,133 @@ def _train_with_an_empty_one(rank: int) -> list[tuple[int, ...]]:
         torch.stack([parameter.sum() for parameter in net]).sum().backward()
         wrapped.all_reduce()
     return [tuple(parameter.grad.shape) for parameter in net if parameter.grad is not None]
+
+
+# --- found by looking for trouble -------------------------------------------------------------------------------------
+
+
+def _two_threads(rank: int) -> int:
+    """How many of many first backward passes, each in two threads, end in a wrong mean."""
+    sys.setswitchinterval(1e-6)
+    wrong = 0
+    for _ in range(40):
+        net = nn.ParameterList([nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(LARGE))])
+        wrapped = LegacyDistributedDataParallel(net, checks="off")
+        threads = [threading.Thread(target=(p.sum() * (1 + 2 * rank)).backward) for p in net]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        wrapped.all_reduce()
+        wrong += any(parameter.grad is None or bool((parameter.grad != 2).any()) for parameter in net)
+    return wrong
+
+
+def test_backward_in_two_threads_makes_one_flat_tensor() -> None:
+    assert run_ranks(_two_threads, 2) == [0, 0]
+
+
+def _fail_to_make_room(rank: int) -> list[Any]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    wrapped(1.0).backward()
+    kept = net.small.grad  # so that the next call wants fresh memory
+    wrapped.all_reduce()
+    kept = net.small.grad[0]
+    wrapped.zero_grad()
+    wrapped(1.0 + 2 * rank).backward()
+    views, _bucket.SlotViews = _bucket.SlotViews, _fail  # type: ignore[assignment,misc]
+    try:
+        wrapped.all_reduce()
+    except MemoryError as error:
+        said = str(error)
+    _bucket.SlotViews = views  # type: ignore[misc]
+    wrapped.all_reduce()
+    return [said, net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), kept.unique().tolist()]
+
+
+def _fail(*arguments: Any) -> None:
+    raise MemoryError("no room")
+
+
+def test_a_call_that_found_no_room_leaves_the_next_one_right() -> None:
+    assert run_ranks(_fail_to_make_room, 2) == [["no room", [2.0], [2.0], [1.0]]] * 2
+
+
+def _fail_in_backward(rank: int) -> list[Any]:
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
+    net: Any = wrapped.module
+    views, _bucket.SlotViews = _bucket.SlotViews, _fail  # type: ignore[assignment,misc]
+    wrapped(1.0 + 2 * rank).backward()
+    _bucket.SlotViews = views  # type: ignore[misc]
+    wrapped.all_reduce()
+    return list(net.large.grad.unique().tolist())
+
+
+def test_no_room_in_backward_is_left_to_the_call() -> None:
+    assert run_ranks(_fail_in_backward, 2) == [[2.0]] * 2
+
+
+def _share(rank: int) -> list[Any]:
+    wrapped = _wrap()
+    net: Any = wrapped.module
+    values = []
+    wrapped(1.0).backward()
+    wrapped.all_reduce()
+    net.share_memory()  # moves what gradients lie in, too
+    for step in range(3):
+        wrapped.zero_grad(set_to_none=step % 2 == 0)
+        wrapped(1.0 + 2 * rank).backward()
+        wrapped.all_reduce()
+        values.append((net.large.grad.unique().tolist(), net.small.grad.unique().tolist()))
+    return values
+
+
+def test_gradients_that_were_moved_to_shared_memory_are_averaged_as_before() -> None:
+    assert run_ranks(_share, 2) == [[([2.0], [2.0])] * 3] * 2
+
+
+def _count_twice(rank: int) -> list[Any]:
+    """Rank 0 drops two batches; every wrapper should see one micro-batch on each rank all the same."""
+    net: Any = _Net()
+    checks = Checks(uneven="raise")
+    one, two = (LegacyDistributedDataParallel(net, checks=checks) for _ in range(2))
+    for _ in range(3 if rank == 0 else 1):
+        net.zero_grad()
+        net(1.0 + 2 * rank).backward()
+    records = [one.all_reduce(), two.all_reduce()]
+    rows = [[row.micro_batches for row in record.rows] for record in records]
+    return [rows, net.large.grad.unique().tolist()]
+
+
+def test_a_second_wrapper_does_not_count_batches_that_were_dropped() -> None:
+    assert run_ranks(_count_twice, 2) == [[[[1, 1], [1, 1]], [2.0]]] * 2
+
+
+def _pretend_first(rank: int) -> list[Any]:
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
+    net: Any = wrapped.module
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net(3.0).backward()
+    wrapped.zero_grad()
+    wrapped(1.0 + 2 * rank).backward()
+    wrapped.all_reduce()
+    return list(net.large.grad.unique().tolist())
+
+
+def test_a_backward_that_only_pretends_leaves_nothing_behind() -> None:
+    assert run_ranks(_pretend_first, 2) == [[2.0]] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_module_may_move_to_a_device_between_wrapping_and_backward() -> None:
+    assert run_ranks(_move_to_device, 2) == [[2.0]] * 2
+
+
+def _move_to_device(rank: int) -> list[Any]:
+    wrapped = LegacyDistributedDataParallel(_Net(), checks="off").cuda()
+    net: Any = wrapped.module
+    wrapped(1.0 + 2 * rank).backward()
+    wrapped.all_reduce()
+    return list(net.large.grad.unique().tolist())

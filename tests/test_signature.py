@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import swap_tensors
 
+from legacy_ddp import _signature
 from legacy_ddp._plan import _columns
 from legacy_ddp._signature import Signature
 
@@ -114,3 +115,11 @@ def test_no_parameters_at_all() -> None:
 
     assert signature.fits([], [])
     assert not signature.fits(*_columns(_named()))
+
+
+def test_tied_parameters_are_compared_as_quickly_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = _named()
+    signature = Signature(*_columns(named))
+    monkeypatch.setattr(_signature, "_facts", lambda _: pytest.fail("asked each parameter for everything"))
+
+    assert signature.fits(*_columns(named))
