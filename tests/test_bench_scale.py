@@ -4,7 +4,6 @@ import argparse
 import importlib
 import json
 import os
-import subprocess
 import sys
 from itertools import product
 from pathlib import Path
@@ -252,18 +251,3 @@ def test_more_than_the_memory_is_refused_before_it_is_taken(
         bench_scale.parse_arguments(["bytes"])
 
     assert "the ranks would need 6000 GiB, and this machine has" in capsys.readouterr().err
-
-
-def test_started_as_a_script_it_finds_its_neighbours() -> None:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench_scale.py"), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "--json" in run.stdout

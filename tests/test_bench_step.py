@@ -6,8 +6,6 @@ import gc
 import importlib
 import io
 import json
-import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -410,18 +408,3 @@ def test_a_single_rank_has_nothing_to_compare() -> None:
 
     assert step == "nothing to synchronise: got 1 rank, expected 2 or more; raise --nproc-per-node"
     assert call == "nothing to reduce: got 1 rank, expected 2 or more; raise --nproc-per-node"
-
-
-def test_the_benchmark_of_a_step_started_as_a_script_finds_its_neighbours() -> None:
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench_step.py"), "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
-
-    assert (run.returncode, run.stderr) == (0, "")
-    assert "--update-freq" in run.stdout
