@@ -102,10 +102,10 @@ _WAYS = MappingProxyType(
 )
 
 
-def _step_places(model: str, update_freq: int, kinds: Sequence[str], ranks: int = 2) -> tuple[Place, ...]:
+def _step_places(model: str, update_freq: int, kinds: Sequence[str]) -> tuple[Place, ...]:
     return tuple(
         (
-            f"step of {model}, update-freq {update_freq}, set_to_none={kind}, {ranks} ranks",
+            f"step of {model}, update-freq {update_freq}, set_to_none={kind}, 2 ranks",
             "variants",
             "{variant}",
             "median_ratio",
@@ -124,15 +124,6 @@ def _steps() -> Table:
         file="step_2.json",
         heading="whole training step, against torch DDP",
         columns=[*columns, often],
-        rows={label: {"variant": name} for label, name in _WAYS.items()},
-    )
-
-
-def _crowded_steps() -> Table:
-    return Table(
-        file="step_4.json",
-        heading="4 ranks on 2 cores, against torch DDP",
-        columns=[Column(f"update-freq {freq}", _step_places("transformer", freq, ("yes",), 4)) for freq in (1, 4)],
         rows={label: {"variant": name} for label, name in _WAYS.items()},
     )
 
@@ -206,22 +197,6 @@ def _memory() -> Table:
     )
 
 
-def _wire() -> Table:
-    return Table(
-        file="wire.json",
-        heading="main job, gradients travel in",
-        columns=[
-            Column("bits/byte", (("{wire}", "mean_bits"),), "{:.3f}"),
-            Column("difference", (("{wire}", "mean_difference"),), "{:+.4f}"),
-            Column("seeds differ by", (("{wire}", "seed_spread"),), "{:.3f}"),
-        ],
-        rows={
-            "fp32, their own dtype": {"wire": "their own"},
-            "bf16": {"wire": "bfloat16"},
-        },
-    )
-
-
 def _agreement() -> Table:
     rows = {}
     for ranks, where in (("2", "2 ranks"), ("4", "4 ranks on 2 cores")):
@@ -280,11 +255,9 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "parts": _parts(),
         "phases": _phases(),
         "step": _steps(),
-        "crowded": _crowded_steps(),
         "others": _other_steps(),
         "hosts": _hosts(),
         "memory": _memory(),
-        "wire": _wire(),
         "agree": _agreement(),
         "header": _exchange(),
         "replicas": _replicas(),
