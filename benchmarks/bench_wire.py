@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _measure import machine, save
+from run_all import environment
 
 MAIN_JOB = Path(__file__).parent.parent / "examples" / "train_lm.py"
 OWN = "their own"
@@ -57,7 +58,7 @@ def train(wire: str, seed: int, steps: int) -> float:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     choice = [] if wire == OWN else ["--reduce-dtype", wire]
     command = [*launch, str(MAIN_JOB), "--seed", str(seed), "--steps", str(steps), *choice]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment(), check=False)
     found = re.search(r"done: ([0-9.]+) bits/byte", run.stdout)
     if run.returncode or not found:
         sys.exit(f"training failed with exit code {run.returncode}: {' '.join(command)}\n{run.stderr[-2000:]}")
