@@ -11,7 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._bucket import FlatBuffer
-from legacy_ddp._counting import watchers
+from legacy_ddp._counting import remove_hooks, watchers
 
 # Smaller ones are cheaper copied all together. Other devices copy all together at any size: nothing was measured there.
 SMALLEST_BYTES = 64 * 1024
@@ -22,11 +22,11 @@ class Adoption:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove_hooks, self._handles)
 
     def watch(self, shares: Iterable[tuple[FlatBuffer, Sequence[torch.Tensor]]]) -> None:
         """From now on, move the gradients of these parameters to those buffers, and no others."""
-        _remove(self._handles)
+        remove_hooks(self._handles)
         for buffer, parameters in shares:
             for index, parameter in enumerate(parameters):
                 if buffer.as_views and buffer.bucket.device.type == "cpu" and parameter.nbytes >= SMALLEST_BYTES:
@@ -44,8 +44,3 @@ class _Hook:
         # gradient, and those that look after it moved would not see that it is a new one.
         if not torch.compiler.is_compiling() and watchers(parameter) == 1:
             self.buffer.adopt(self.index, parameter)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()

@@ -8,7 +8,6 @@ this call takes a fresh tensor and leaves the old one to its other holders.
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 
@@ -81,9 +80,12 @@ class FlatBuffer:
         grad = parameter.grad
         if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):
             return
-        with suppress(RuntimeError, MemoryError):  # no room: the call will say so, on all ranks
-            if self.views.is_free(index):
-                parameter.grad = self.views[index].copy_(grad)
+        try:
+            views = self.views
+        except (RuntimeError, MemoryError):  # no room: the call will say so, on all ranks
+            return
+        if views.is_free(index):
+            parameter.grad = views[index].copy_(grad)
 
     def make_wire(self) -> None:
         """Make room for the copy in the wire's dtype, where it is another one."""

@@ -55,7 +55,7 @@ class BackwardCounter:
         self._counts: list[int] = []
         self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, remove_hooks, self._handles)
 
     def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters counted on, in this order: our hooks tell, where weak references would
@@ -68,7 +68,7 @@ class BackwardCounter:
     def watch(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
         """Count on these from now on, in place of the ones before; what was counted on both stays counted."""
         counts = [self._count_in(hooks) for hooks in internals.accumulate_hooks(parameters)]
-        _remove(self._handles)
+        remove_hooks(self._handles)
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
         for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
@@ -127,6 +127,7 @@ def watchers(parameter: torch.Tensor) -> int:
     return sum(type(hook) is Watch for hook in hooks.values())
 
 
-def _remove(handles: list[RemovableHandle]) -> None:
+def remove_hooks(handles: list[RemovableHandle]) -> None:
+    """Take the hooks away, and empty the list."""
     while handles:
         handles.pop().remove()

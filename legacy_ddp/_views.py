@@ -29,6 +29,7 @@ class SlotViews(Sequence[torch.Tensor]):
         self._storages = [view.untyped_storage() for view in self._views]
         self._addresses = list(map(torch.Tensor.data_ptr, self._views))
         self._likeness = internals.Likeness(self._views)
+        # With a second list holding them, as there is whenever they are counted.
         self._alone = internals.holders(self._views[:], self._storages[:])
         self._left_versions: list[int] = []  # when the last call left its result here
 

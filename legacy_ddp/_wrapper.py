@@ -43,9 +43,9 @@ class LegacyDistributedDataParallel(nn.Module):
             sum: from three ranks on, a backend's order of addition may depend on an element's place.
         init_sync: take all parameters (frozen ones, too) and buffers of rank 0. Without it the caller guarantees
             equality.
-        gradient_as_bucket_view: after a call each ``.grad`` is a view of one flat tensor per device and dtype, so the
-            next call need not copy it. A ``.grad`` that you keep keeps the whole flat tensor. False: ``.grad`` stays
-            a tensor of its own, at the price of a second copy of all gradients and of copying them in and out.
+        gradient_as_bucket_view: after a call ``.grad`` lies in one flat tensor per device and dtype and need not be
+            copied for the next; on CPU, from 64 KiB on, since ``backward()``, unless it is held. One that you keep
+            keeps it all. False: ``.grad`` has memory of its own, a second copy of all gradients, copied in and out.
         reduce_dtype: floating dtype that real gradients travel in; None: their own, and fp32 for fp16 ones.
         ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
             (the module's ``_ddp_params_and_buffers_to_ignore``).
