@@ -51,6 +51,7 @@ def _no_device() -> str:
 
 
 _LITTLE = "--repeats 1 --rounds 4 --warm-up 1"
+_MORE = "--repeats 2 --rounds 5 --warm-up 1"
 RUNS = {
     "step_2": Run("bench_step.py", 2, "--models transformer --update-freq 1 4 --repeats 3", "--quick"),
     "step_16_times_2": Run(
@@ -74,9 +75,12 @@ RUNS = {
         "--rates 2 --update-freq 1 8 --repeats 1 --rounds 3 --warm-up 1",
         _no_hosts,
     ),
-    "scale_tensors": Run("bench_scale.py", 2, f"tensors {_LITTLE}", f"tensors --counts 100 1000 {_LITTLE}"),
-    "scale_bytes": Run("bench_scale.py", 2, f"bytes {_LITTLE}", f"bytes --largest-mib 64 {_LITTLE}"),
-    "scale_ranks": Run("bench_scale.py", 16, f"ranks {_LITTLE}", f"ranks --largest-mib 1 {_LITTLE}"),
+    "hosts_2_gbit": Run(
+        "bench_hosts.py", 0, "--rates 2 --update-freq 8 16 --repeats 3 --rounds 6 --warm-up 1", None, _no_hosts
+    ),
+    "scale_tensors": Run("bench_scale.py", 2, f"tensors {_MORE}", f"tensors --counts 100 1000 {_LITTLE}"),
+    "scale_bytes": Run("bench_scale.py", 2, f"bytes {_MORE}", f"bytes --largest-mib 64 {_LITTLE}"),
+    "scale_ranks": Run("bench_scale.py", 16, f"ranks {_MORE}", f"ranks --largest-mib 1 {_LITTLE}"),
     "wire": Run("bench_wire.py", 0, '--wires "their own" bfloat16'),
     "agree_step_2": Run("bench_agree.py", 2, "step --repeats 10"),
     "agree_step_4": Run("bench_agree.py", 4, "step --repeats 10 --update-freq 1 4"),
