@@ -44,7 +44,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt test browser picture lint bench bench-full clean
+.PHONY: help demo digits hunt replay test browser picture lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -64,6 +64,10 @@ digits: $(READY) ## train on the handwritten digits of scikit-learn
 hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
 	$(call needs,torch)
 	$(LAUNCH) 3 examples/hunt.py $(if $(HUNTS),--times $(HUNTS))
+
+replay: $(READY) ## one training on 1, 2, 4 and 8 ranks, to the same bits; STEPS
+	$(call needs,torch)
+	$(PY) examples/replay.py $(if $(STEPS),--steps $(STEPS))
 
 test: $(READY) ## run the tests
 	$(call needs,torch pytest hypothesis numpy sklearn tqdm bokeh selenium)

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from _batches import global_batch
+from _lm_options import CONTEXT, positive_int
 from _ranks import exit_together, process_group
 from _text import cut_windows, read_text
 from torch import nn
-from train_lm import CONTEXT, Training, global_batch, positive_int, start_training
+from train_lm import Training, start_training
 
 from legacy_ddp import ReplicaDivergenceError
 
@@ -56,7 +58,7 @@ def main() -> None:
 
 def hunt(windows: torch.Tensor, seed: int, device: torch.device) -> bool:
     """Collective: train until the library reports a rank or all steps are done. Whether what it says is right."""
-    settings = Namespace(seed=seed, lr=4e-3, resume=False, reduce_dtype=None)
+    settings = Namespace(seed=seed, lr=4e-3, resume=False, reduce_dtype=None, reproducible=False)
     training = start_training(settings, None, device, checks="detail")
     fault = draw_fault(training.model.module, seed)
     say(f"\ntraining on {dist.get_world_size()} ranks; after one of {STEPS - 1} steps one bit will change")
@@ -74,7 +76,7 @@ def train_until_reported(
     while training.step < STEPS:
         batch = global_batch(windows, training.step, WINDOWS_PER_RANK * world_size, seed)
         try:
-            training.update([batch[rank::world_size]])
+            training.update([(rank, batch[rank::world_size])])
         except ReplicaDivergenceError as error:
             return error
         if (training.step, rank) == (fault.step, fault.rank):

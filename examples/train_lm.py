@@ -1,21 +1,24 @@
 """How does a training loop with gradient accumulation look? A language model of Python's own source, byte by byte.
 
 torchrun --standalone --nproc-per-node 2 examples/train_lm.py --update-freq 4
+torchrun --standalone --nproc-per-node 2 examples/train_lm.py --reproducible --micro-batches 8
 """
 
 import argparse
+import hashlib
 import math
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from _checkpoint import CheckpointError, load_checkpoint, newest_checkpoint, save_checkpoint
+from _batches import MicroBatch, dealt, shared_out
+from _checkpoint import CheckpointError, save_checkpoint
+from _lm_options import CONTEXT, build_parser, checked_settings, read_checkpoint, sampler_of
 from _progress import Progress
 from _ranks import (
     gather_random_states,
@@ -29,9 +32,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import Recorder
 
-CONTEXT = 64
 WARMUP_STEPS = 30
 CLIP_NORM = 1.0
 
@@ -61,14 +64,12 @@ def main() -> None:
 
 def train(training: "Training", args: argparse.Namespace, text: Text, settings: dict[str, Any]) -> None:
     """Collective: take the steps that are left; rank 0 shows progress and writes the checkpoints."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    windows = cut_windows(text.train, CONTEXT)
-    batch_size = args.batch_size * args.update_freq * world_size
+    rank = dist.get_rank()
     progress = Progress(training.step, args.steps, visible=rank == 0)
+    batches = micro_batches(cut_windows(text.train, CONTEXT), args, training.step)
     with recording(training, args):
         while training.step < args.steps:
-            mine = global_batch(windows, training.step, batch_size, args.seed)[rank::world_size]
-            bits = training.update(mine.chunk(args.update_freq))
+            bits = training.update(next(batches))
             progress.show(training.step, bits)
             if args.check_every and training.step % args.check_every == 0:
                 require_identical_replicas(training.model, training.optimizer)
@@ -77,6 +78,21 @@ def train(training: "Training", args: argparse.Namespace, text: Text, settings: 
                 if rank == 0:
                     save_checkpoint(args.save, training.step, {"settings": settings, **state})
     progress.close()
+
+
+def micro_batches(windows: torch.Tensor, args: argparse.Namespace, first_step: int) -> Iterator[list[MicroBatch]]:
+    """Per step, the micro-batches of this rank; with --reproducible they are the same whoever has them."""
+    if args.reproducible:
+        return shared_out(windows, first_step, sampler_of(windows, args, dist.get_rank(), dist.get_world_size()))
+    return dealt(
+        windows,
+        first_step,
+        batch_size=args.batch_size,
+        update_freq=args.update_freq,
+        seed=args.seed,
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+    )
 
 
 def recording(training: "Training", args: argparse.Namespace) -> AbstractContextManager[object]:
@@ -100,17 +116,20 @@ class Training:
     optimizer: torch.optim.Optimizer
     device: torch.device
     peak_learning_rate: float
+    seed: int
+    reproducible: bool = False
     step: int = 0
     calls: int = 0
     earlier_calls: int = 0  # of the runs before the resume
 
-    def update(self, micro_batches: Iterable[torch.Tensor]) -> float:
+    def update(self, micro_batches: Iterable[MicroBatch]) -> float:
         """Collective: one step. Returns this rank's loss in bits per byte."""
         self.optimizer.zero_grad()
         loss_sum, sample_size = 0.0, 0
-        for windows in micro_batches:
-            loss, count = summed_loss(self.model, windows.to(self.device))
-            loss.backward()  # communicates nothing, so accumulating gradients needs no no_sync()
+        for number, windows in micro_batches:
+            with self.micro_batch(number):
+                loss, count = summed_loss(self.model, windows.to(self.device))
+                loss.backward()
             loss_sum, sample_size = loss_sum + loss.item(), sample_size + count
         record = self.model.all_reduce(sample_size=sample_size)
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)  # after all_reduce(), so that all ranks clip alike
@@ -120,6 +139,16 @@ class Training:
         self.step += 1
         self.calls = self.earlier_calls + record.call
         return in_bits(loss_sum / sample_size)
+
+    @contextmanager
+    def micro_batch(self, number: int) -> Iterator[None]:
+        """Backward communicates nothing, so accumulating needs no no_sync(); but to be reproducible every micro-batch
+        is a block of its own, in which dropout depends on the step and the number alone."""
+        if not self.reproducible:
+            yield
+            return
+        with self.model.no_sync(), micro_batch_rng(self.step, number, seed=self.seed):
+            yield
 
     def state(self) -> dict[str, Any]:
         """Collective: everything that :meth:`restore` needs, on every rank."""
@@ -136,7 +165,8 @@ class Training:
         self.calls = self.earlier_calls = state["calls"]
         self.model.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        restore_random_state(state["random"][dist.get_rank()], self.device)
+        if not self.reproducible:  # then every micro-batch is seeded, and the world size may be another one
+            restore_random_state(state["random"][dist.get_rank()], self.device)
 
 
 class ByteModel(nn.Module):
@@ -160,10 +190,12 @@ def start_training(
     """Collective: a training at its first step, or where rank 0's ``checkpoint`` was saved."""
     torch.manual_seed(args.seed)
     reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
-    model = LegacyDistributedDataParallel(ByteModel().to(device), checks=checks, reduce_dtype=reduce_dtype)
+    model = LegacyDistributedDataParallel(
+        ByteModel().to(device), checks=checks, reduce_dtype=reduce_dtype, reproducible=args.reproducible
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(args.seed + 1 + dist.get_rank())  # from here on dropout differs from rank to rank
-    training = Training(model, optimizer, device, args.lr)
+    training = Training(model, optimizer, device, args.lr, args.seed, args.reproducible)
     if args.resume:
         received: list[Any] = [checkpoint]
         dist.broadcast_object_list(received, src=0)  # only rank 0's host needs the folder
@@ -176,13 +208,6 @@ def summed_loss(model: nn.Module, windows: torch.Tensor) -> tuple[torch.Tensor, 
     inputs, targets = windows[:, :-1].long(), windows[:, 1:].long()
     loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     return loss, targets.numel()
-
-
-def global_batch(windows: torch.Tensor, step: int, batch_size: int, seed: int) -> torch.Tensor:
-    """The windows that all ranks read in a step. It follows from the step alone, so a resumed run finds its place."""
-    epoch, index = divmod(step, len(windows) // batch_size)
-    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed + epoch))
-    return windows[order[index * batch_size : (index + 1) * batch_size]]
 
 
 def learning_rate_factor(step: int) -> float:
@@ -206,6 +231,17 @@ def print_result(training: Training, text: Text) -> None:
             f"{training.calls} all_reduce calls, replicas identical",
             flush=True,
         )
+        if training.reproducible:
+            print(f"weights {hash_of(training.model.module)}", flush=True)
+
+
+def hash_of(module: nn.Module) -> str:
+    """Of all weights, bit for bit."""
+    found = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        found.update(name.encode())
+        found.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 @torch.inference_mode()
@@ -220,102 +256,6 @@ def evaluate(model: nn.Module, windows: torch.Tensor, device: torch.device) -> f
     dist.all_reduce(total)
     loss_sum, count = total.tolist()
     return in_bits(loss_sum / count)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Train a byte-level language model on Python's own source.")
-    parser.add_argument("--steps", type=positive_int, default=250, help="optimizer steps in all (default: 250)")
-    parser.add_argument(
-        "--update-freq", type=positive_int, default=4, metavar="N", help="micro-batches per step and rank (default: 4)"
-    )
-    parser.add_argument(
-        "--batch-size", type=positive_int, default=16, help="windows per micro-batch and rank (default: 16)"
-    )
-    parser.add_argument("--lr", type=positive_float, default=4e-3, help="peak learning rate (default: 0.004)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights, dropout and data order (default: 0)")
-    parser.add_argument(
-        "--reduce-dtype", choices=("bfloat16", "float16"), help="dtype that gradients travel in (default: their own)"
-    )
-    parser.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints here")
-    parser.add_argument(
-        "--save-every", type=positive_int, default=100, metavar="N", help="steps between checkpoints (default: 100)"
-    )
-    parser.add_argument(
-        "--check-every",
-        type=positive_int,
-        metavar="N",
-        help="steps between checks of the replicas (default: none)",
-    )
-    parser.add_argument("--record", type=Path, metavar="DIR", help="write a trace here, for legacy-ddp diff")
-    parser.add_argument(
-        "--record-every", type=positive_int, default=1, metavar="N", help="steps between its entries (default: 1)"
-    )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save DIR")
-    return parser
-
-
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
-    return int(text)
-
-
-def positive_float(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (value > 0 and math.isfinite(value)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a finite number above 0")
-    return value
-
-
-def checked_settings(args: argparse.Namespace, text: Text, world_size: int) -> dict[str, Any]:
-    """What must be equal on all ranks, and before and after a resume, under the names that a user knows.
-
-    Raises:
-        ValueError: the text is shorter than one global batch, or --record would overwrite a trace.
-    """
-    if args.record and any(args.record.glob("rank-*.jsonl")):
-        raise ValueError(f"--record folder is in use: got a trace in {args.record}, expected none; choose another one")
-    batch_size = args.batch_size * args.update_freq * world_size
-    window_count = len(cut_windows(text.train, CONTEXT))
-    if batch_size > window_count:
-        raise ValueError(
-            f"global batch is larger than the text: got {batch_size} windows, expected at most {window_count}; "
-            "lower --batch-size or --update-freq"
-        )
-    return {
-        "world size": world_size,
-        "--update-freq": args.update_freq,
-        "--batch-size": args.batch_size,
-        "--lr": args.lr,
-        "--seed": args.seed,
-        "--reduce-dtype": args.reduce_dtype,
-        "text": text.digest,
-    }
-
-
-def read_checkpoint(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint to resume, if one was asked for.
-
-    Raises:
-        CheckpointError: --resume cannot find, read or continue one, or a run without it would mix two trainings.
-    """
-    if not args.resume:
-        if args.save and (found := newest_checkpoint(args.save)):
-            raise CheckpointError(
-                f"--save folder is in use: got {found}, expected no checkpoint; add --resume or choose another folder"
-            )
-        return None
-    if args.save is None:
-        raise CheckpointError("--resume has no folder: got no --save, expected --save DIR; name the folder to resume")
-    checkpoint = load_checkpoint(args.save, settings)
-    if checkpoint["step"] > args.steps:
-        raise CheckpointError(
-            f"--steps is behind the newest checkpoint: got {args.steps}, expected at least {checkpoint['step']}"
-        )
-    return checkpoint
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Explicit data parallelism for torch: gradient synchronisation that you can see and trust."""
 
+from legacy_ddp._all_reduce import all_reduce_gradients
 from legacy_ddp._errors import (
     AgreedError,
     DesyncError,
@@ -18,7 +19,7 @@ from legacy_ddp._errors import (
 from legacy_ddp._figures import NoiseScale
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._settings import Checks
-from legacy_ddp._wrapper import LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 __all__ = [
     "AgreedError",

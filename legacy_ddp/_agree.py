@@ -17,6 +17,7 @@ from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
 from legacy_ddp._gradient import ABSENT, DENSE
 from legacy_ddp._header import Flag, Header, Part, decode_rows, encode_row
+from legacy_ddp._splits import describe_bad_split
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
     Raises:
         PeerError: a rank failed before the exchange.
         DesyncError: another wrapper, operation or call; None against int sample_size; a skipped or an extra call; with
-            ``uneven="raise"`` other numbers of micro-batches.
+            ``uneven="raise"`` other numbers of micro-batches; leaves that ranks do not split as a tree needs it.
         LayoutError: another inventory.
     """
     header = header._replace(member=call.member, operation=call.operation, call=call.number)
@@ -175,6 +176,9 @@ def _find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | No
         return mixed
     if repeating := _ranks_alone_with(Flag.REPEAT, rows):
         return _slipped(rows, repeating, "no backward since the last call, gradients as it left them: an extra call")
+    bad_split, ranks = describe_bad_split(rows)
+    if bad_split:
+        return _error(DesyncError, rows, bad_split, ranks)
     finding = describe_micro_batches(rows)
     stepping = _ranks_alone_with(Flag.STEPPED, rows)
     # Weights change for other reasons, too; that and more backward passes than elsewhere is a step that nobody shared.

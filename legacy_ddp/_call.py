@@ -173,7 +173,7 @@ class Call:
         return values
 
     def options(self, kind: str) -> Any:
-        """Options for one ``Allgather``, ``Allreduce`` or ``Broadcast`` that may take this call's time."""
+        """Options for one operation (``Allreduce``, ``AllToAll``, ...) that may take this call's time."""
         return internals.operation_options(kind, self.timeout)
 
     def carry(self, group: Any, start: Callable[[Any], Any]) -> None:

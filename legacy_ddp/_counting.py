@@ -5,6 +5,7 @@ checkpoint segments, or a dropped gradient was zeroed in place; too low when sev
 each, and with ``create_graph=True``. So it feeds warnings and never the arithmetic.
 """
 
+import sys
 import weakref
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ from legacy_ddp import _torch_internals as internals
 
 @dataclass(slots=True)
 class StepPolicy:
-    """How steps on one counter's parameters are judged. ``sync_enabled``: false inside ``no_sync()``."""
+    """How steps on one counter's parameters are judged. ``sync_enabled``: false inside ``no_sync()``. ``has_leaves``:
+    gradients were taken away to be summed, and wait for the call."""
 
     guarded: bool
     sync_enabled: bool = True
+    has_leaves: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -55,6 +58,7 @@ class BackwardCounter:
         self._counts: list[int] = []
         self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
+        self._watches: list[Watch] = []
         weakref.finalize(self, remove_hooks, self._handles)
 
     def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
@@ -71,8 +75,8 @@ class BackwardCounter:
         remove_hooks(self._handles)
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
-        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-            watch = Watch(name, index, self._counts, self._versions, self.policy)
+        self._watches = [Watch(name, i, self._counts, self._versions, self.policy) for i, name in enumerate(names)]
+        for watch, parameter in zip(self._watches, parameters, strict=True):
             self._handles.append(parameter.register_post_accumulate_grad_hook(watch))  # type: ignore[no-untyped-call]
 
     @property
@@ -92,6 +96,11 @@ class BackwardCounter:
         for index in reached:
             self._versions[index] = parameters[index]._version
         return True
+
+    def expect_more(self, *, are_kept: bool) -> None:
+        """All gradients were taken away: new ones are counted on top of those that are kept, or from 1."""
+        for watch in self._watches:
+            watch.grad_version = -1 if are_kept else sys.maxsize
 
     def reset(self) -> None:
         """Start counting anew."""

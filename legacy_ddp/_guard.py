@@ -48,7 +48,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         watch.name
         for group in optimizer.param_groups
         for parameter, watch in unsynchronized(group["params"])
-        if _moves(parameter.grad)
+        if watch.policy.has_leaves or _moves(parameter.grad)
     ]
     if names:
         raise UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])

@@ -53,7 +53,8 @@ class Header(NamedTuple):
     """One rank's row, every field a signed 64-bit word; the order is the wire's.
 
     ``state``: fingerprint of what replicas should share. ``random``: of the random generators, which need not agree.
-    ``mask``: of which gradients there are, and in check_replicas() of the gradients themselves.
+    ``mask``: of which gradients there are, and in check_replicas() of the gradients themselves. ``leaves``: how many
+    micro-batches were added in the order of a tree, 0 without.
     """
 
     version: int = HEADER_VERSION
@@ -71,7 +72,7 @@ class Header(NamedTuple):
     waited_us: int = 0
     state: int = 0
     random: int = 0
-    reserved_15: int = 0
+    leaves: int = 0
 
     @property
     def call_name(self) -> str:

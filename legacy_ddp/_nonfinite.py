@@ -15,7 +15,6 @@ from legacy_ddp._agree import Agreement
 from legacy_ddp._call import Call
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
-from legacy_ddp._gradient import ABSENT, DENSE
 from legacy_ddp._pack import Packed
 from legacy_ddp._plan import Plan
 from legacy_ddp._settings import LossScaler
@@ -169,14 +168,10 @@ def _scan(plan: Plan, packed: Packed, scale: float | None) -> Damage:
 
 def _pieces(plan: Plan, packed: Packed) -> Iterator[tuple[str, torch.Tensor]]:
     """Every gradient that was packed and has elements; of sparse ones the values that are there."""
-    for buffer, share in plan.shares:
-        indices = range(share.start, share.stop)
-        for slot, view, index in zip(buffer.bucket.slots, buffer.views, indices, strict=True):
-            kind = packed.kinds[index]
-            if kind != ABSENT:
-                piece = view if kind == DENSE else packed.sparse[index].values()
-                if piece.numel():
-                    yield slot.name, piece
+    for name, grad in packed.grads(plan):
+        piece = grad.values() if grad is not None and grad.is_sparse else grad
+        if piece is not None and piece.numel():
+            yield name, piece
 
 
 def _count(piece: torch.Tensor) -> tuple[int, int, int] | None:

@@ -3,7 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
+
 from legacy_ddp._call import Call
+from legacy_ddp._pack import Packed
+from legacy_ddp._plan import Plan
 from legacy_ddp._record import SyncRecord
 
 
@@ -13,8 +17,8 @@ class Observer(Protocol):
     def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the wrapper begins. Not called inside compiled code."""
 
-    def see_local(self) -> None:
-        """A call begins: gradients are this rank's own. An exception here ends the call on all ranks."""
+    def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
+        """A call begins, and these are what this rank brings. An exception here ends the call on all ranks."""
 
     def see_reduced(self, record: SyncRecord) -> None:
         """The call is over, and succeeded."""
@@ -26,12 +30,13 @@ def show_forward(observers: Sequence[Observer], args: tuple[Any, ...], kwargs: M
         observer.see_forward(args, kwargs)
 
 
-def show_local(observers: Sequence[Observer], call: Call) -> None:
+def show_local(observers: Sequence[Observer], call: Call, plan: Plan, packed: Packed) -> None:
     """Let them see the gradients that this rank brings."""
     if observers:
         with call.phase("observe"):
+            grads = dict(packed.grads(plan))
             for observer in observers:
-                observer.see_local()
+                observer.see_local(grads)
 
 
 def show_reduced(observers: Sequence[Observer], record: SyncRecord) -> None:

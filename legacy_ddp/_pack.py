@@ -1,73 +1,90 @@
 """What this rank brings to an all_reduce: its gradients, checked and packed, and the header that describes them."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
-from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._call import Call, check_moment
+from legacy_ddp._counting import BackwardCounter
 from legacy_ddp._errors import GradientError
-from legacy_ddp._gradient import ABSENT, DENSE, SPARSE, kinds_of
+from legacy_ddp._gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
 from legacy_ddp._header import Flag, Header, Part, norm_word
 from legacy_ddp._layout import fingerprint
-from legacy_ddp._plan import Plan, Planner
+from legacy_ddp._leaves import Leaves
+from legacy_ddp._plan import Plan
 
 
 @dataclass(frozen=True)
 class Packed:
-    """``kinds``: of every slot's gradient, all absent on a rank that takes no part. ``sparse``: coalesced, by slot."""
+    """What a rank brings, and the header that describes it.
+
+    ``kinds``: of every slot's gradient, all absent on a rank that takes no part. ``flats``: one tensor per buffer that
+    holds the dense ones. ``sparse``: the others, coalesced, by slot.
+    """
 
     kinds: Sequence[int]
+    flats: Sequence[torch.Tensor]
     sparse: Mapping[int, torch.Tensor]
     header: Header
 
+    def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every slot's name and gradient, in slot order."""
+        for (buffer, share), flat in zip(plan.shares, self.flats, strict=True):
+            for index, slot in enumerate(buffer.bucket.slots, share.start):
+                kind = self.kinds[index]
+                dense = flat.as_strided(slot.shape, slot.stride, slot.offset) if kind == DENSE else None
+                yield slot.name, dense if kind <= DENSE else self.sparse[index]
 
-def pack(call: Call, planner: Planner, plan: Plan, sample_size: int | None, skip: bool) -> Packed:
-    """Check what the user asks and holds, and copy the gradients into the flat buffers. Writes nothing a user can see.
+
+def pack(
+    call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, sample_size: int | None, skip: bool
+) -> Packed:
+    """Check what the user asks and holds, and copy the gradients into flat tensors. Writes nothing a user can see.
 
     Raises:
-        TypeError, ValueError: an unusable ``sample_size``.
-        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time.
+        TypeError, ValueError: an unusable ``sample_size`` or ``skip``.
+        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; a leaf
+            that is not whole.
         LegacyDDPError: called from inside backward or while a CUDA graph is captured.
         ValueError: the group carries nothing for a device.
     """
     with call.phase("pack"):
         check_moment(call)
         header = _describe_part(sample_size, skip)
-        grads = plan.grads
-        for buffer, share in plan.shares:
-            buffer.recognise(grads[share])
-            if header.takes_part:
-                buffer.check(grads[share])
-        for buffer, share in plan.shares:
-            _make_room(call, buffer)
-            buffer.pack(grads[share], copy=header.takes_part)
+        if leaves is not None:
+            _require_sample_size(header)
+        grads = plan.grads if leaves is None else leaves.bring(plan)
+        plan.collect(grads, are_used=header.takes_part)
+        has_peers = call.groups.size > 1
+        for buffer in plan.buffers if has_peers else ():  # what else it needs to travel
+            call.groups.payload(buffer.bucket.device)
+            if leaves is None:
+                buffer.make_wire()
         if not header.takes_part:
             kinds = [ABSENT] * len(grads)
-            return Packed(kinds, {}, _complete(call, plan, header, kinds))
-        header = header._replace(micro_batches=planner.counter.micro_batches, flags=_history(planner, plan, grads))
+            flats = (
+                [buffer.flat for buffer in plan.buffers] if leaves is None else leaves.zeros(plan, has_peers=has_peers)
+            )
+            return Packed(kinds, flats, {}, _complete(call, plan, header, kinds))
+        header = header._replace(micro_batches=counter.micro_batches, flags=_history(counter, plan, grads))
         if header.part == Part.SAMPLES and header.flags & Flag.REPEAT and not any(b.written for b in plan.buffers):
             raise GradientError(
                 "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
                 "them a second time; call all_reduce() once per step"
             )
-        kinds = kinds_of(grads)
+        kinds, flats = kinds_of(grads), [buffer.flat for buffer in plan.buffers]
+        if leaves is not None:
+            count, kinds, flats = leaves.total(plan, kinds, has_peers=has_peers)
+            header = header._replace(leaves=count)
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }
-        if planner.settings.checks.level != "off":
-            may_wait = planner.settings.checks.nonfinite_policy != "ignore"
-            header = _add_values(header, plan, kinds, sparse, may_wait=may_wait)
-        return Packed(kinds, sparse, _complete(call, plan, header, kinds))
-
-
-def _make_room(call: Call, buffer: FlatBuffer) -> None:
-    """Whatever a bucket needs to travel, found or made before the others wait."""
-    if call.groups.size > 1:
-        call.groups.payload(buffer.bucket.device)
-        buffer.make_wire()
+        packed = Packed(kinds, flats, sparse, header)
+        if call.checks.level != "off":
+            packed = _add_values(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
+        return replace(packed, header=_complete(call, plan, packed.header, kinds))
 
 
 def _describe_part(sample_size: int | None, skip: bool) -> Header:
@@ -85,24 +102,31 @@ def _describe_part(sample_size: int | None, skip: bool) -> Header:
     return Header(part=Part.PLAIN) if sample_size is None else Header(part=Part.SAMPLES, sample_size=sample_size)
 
 
-def _history(planner: Planner, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
+def _require_sample_size(header: Header) -> None:
+    if header.part == Part.SKIP:
+        raise ValueError(
+            "skip is not usable with reproducible=True: got True; pass sample_size=0 to leave this rank out"
+        )
+    if header.part == Part.PLAIN:
+        raise ValueError(
+            "sample_size is missing: got None, expected a number of items, as reproducible=True needs it; sum the loss "
+            "over a micro-batch's items, and pass how many items this rank's micro-batches have together"
+        )
+
+
+def _history(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
     """Flags about what happened to gradients and weights since the last call."""
     flags = 0
-    if planner.counter.stepped(plan.parameters):
+    if counter.stepped(plan.parameters):
         flags |= Flag.STEPPED
     if (
-        planner.counter.micro_batches == 0
+        counter.micro_batches == 0
         and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
         # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
-        and any(_has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
+        and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
     ):
         flags |= Flag.REPEAT
     return flags
-
-
-def _has_nonzero(grad: torch.Tensor) -> bool:
-    # The norm is 20 times as fast as any(), but may underflow.
-    return bool(torch.linalg.vector_norm(grad)) or bool(grad.any())
 
 
 def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
@@ -111,19 +135,17 @@ def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> H
     )
 
 
-def _add_values(
-    header: Header, plan: Plan, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor], *, may_wait: bool
-) -> Header:
+def _add_values(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
     """Norm and finiteness of the local gradient; on other devices than CPU only if it may wait for the device."""
     if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
-        return header
-    pieces = [grad.values() for grad in sparse.values()]
-    for buffer, share in plan.shares:
-        runs = buffer.bucket.runs([kind == DENSE for kind in kinds[share]])
-        pieces.extend(buffer.flat[start:stop] for start, stop in runs)
+        return packed
+    pieces = [grad.values() for grad in packed.sparse.values()]
+    for (buffer, share), flat in zip(plan.shares, packed.flats, strict=True):
+        runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
+        pieces.extend(flat[start:stop] for start, stop in runs)
     norm, finite = norm_of(pieces)
-    flags = header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
-    return header._replace(flags=flags, norm_bits=norm_word(norm))
+    flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
+    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=norm_word(norm)))
 
 
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:

@@ -10,7 +10,7 @@ import torch
 from legacy_ddp._adopt import Adoption
 from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._counting import BackwardCounter
-from legacy_ddp._layout import Layout, distinct, plan_layout
+from legacy_ddp._layout import Bucket, Layout, distinct, plan_layout
 from legacy_ddp._settings import Settings
 from legacy_ddp._signature import Signature
 
@@ -35,6 +35,24 @@ class Plan:
     def shares(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, and which of the slots are its."""
         return shares(self.buffers)
+
+    def bucket_of(self, index: int) -> Bucket:
+        """The bucket of slot ``index``."""
+        return next(buffer.bucket for buffer, share in self.shares if share.start <= index < share.stop)
+
+    def collect(self, grads: Sequence[torch.Tensor | None], *, are_used: bool = True) -> None:
+        """Copy the dense ones among ``grads``, one per slot, to their slots; writes nothing that a ``.grad`` can see.
+        Gradients that are not used are neither looked at nor copied.
+
+        Raises:
+            GradientError: as :func:`check_gradient`, before anything is copied.
+        """
+        for buffer, share in self.shares:
+            buffer.recognise(grads[share])
+            if are_used:
+                buffer.check(grads[share])
+        for buffer, share in self.shares:
+            buffer.pack(grads[share], copy=are_used)
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse ones, by slot."""

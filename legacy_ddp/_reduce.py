@@ -3,7 +3,7 @@
 Division comes after the sum. Only where half precision travels is it split: see :func:`split_divisor`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._call import Call
 from legacy_ddp._gradient import ABSENT, DENSE, SPARSE
 from legacy_ddp._layout import Run, cut_runs, gradient_dtype
+from legacy_ddp._leaves import Leaves
 from legacy_ddp._pack import Packed
 from legacy_ddp._plan import Plan
+from legacy_ddp._tree import Trunk, reduce_trunks
 
 # Below it, a second collective costs more than is gained. More than two gain nothing: a gloo group has two threads.
 SMALLEST_PIECE_BYTES = 8 * 2**20
@@ -31,8 +33,10 @@ class Reduced:
     payload_bytes: int
 
 
-def reduce(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
+def reduce(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
     """Sum what the participants packed and divide it; the buffers then hold the same bits on every rank.
+
+    ``leaves``: what they were packed from, if they are to be added in the order of a tree.
 
     Raises:
         LostPeerError: a rank was lost on the way. What the buffers hold after that, or after an interrupt, is
@@ -43,12 +47,17 @@ def reduce(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Redu
     kinds = agree_on_kinds(call, agreement, packed.kinds)
     with call.phase("payload"):
         try:
+            if leaves is not None:
+                trunks = list(_trunks(plan, leaves.inboxes(packed.flats), packed, kinds))
+                return Reduced(kinds, {}, reduce_trunks(call, trunks, agreement.divisor))
             work = [(buffer, _fill(buffer, packed, kinds, share)) for buffer, share in plan.shares]
             runs = [(buffer, _cut(call, buffer, joined, plan.layout.buffer_size)) for buffer, joined in work]
             dense_bytes = reduce_dense(call, runs, agreement.divisor)
             sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
         except BaseException:
             plan.abandon()
+            if leaves is not None:
+                leaves.forget()
             raise
     return Reduced(kinds, sparse, dense_bytes + sparse_bytes)
 
@@ -110,9 +119,19 @@ def reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], diviso
     return reduced, indices.nbytes + values.nbytes
 
 
+def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: Sequence[int]) -> Iterator[Trunk]:
+    for (buffer, share), own, inbox in zip(plan.shares, packed.flats, inboxes, strict=True):
+        joined = _joined_runs(buffer, kinds[share])
+        yield Trunk(own, inbox, buffer.flat, cut_runs(joined, max_numel=plan.layout.buffer_size))
+
+
+def _joined_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> list[Run]:
+    return buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap)
+
+
 def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice) -> list[Run]:
     """Put into the runs that will travel what packing left out: zeros, and sparse gradients that became dense."""
-    runs = buffer.bucket.runs([kind == DENSE for kind in kinds[share]], max_gap=buffer.bucket.max_gap)
+    runs = _joined_runs(buffer, kinds[share])
     buffer.zero(packed.kinds[share], runs=runs)
     for index, grad in packed.sparse.items():
         if kinds[index] == DENSE and share.start <= index < share.stop:

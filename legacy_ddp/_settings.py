@@ -184,6 +184,7 @@ class Settings:
     buffer_size: int = 2**28
     gradient_as_bucket_view: bool = True
     reduce_dtype: torch.dtype | None = None
+    reproducible: bool = False
     ignore: frozenset[str] = frozenset()
     checks: Checks = Checks()
     timeout_seconds: float | None = None
@@ -194,12 +195,16 @@ class Settings:
             raise ValueError(
                 f"buffer_size is not usable: got {size!r}, expected a number of elements, an int of at least 1"
             )
-        if not isinstance(self.gradient_as_bucket_view, bool):
-            raise TypeError(
-                f"gradient_as_bucket_view is not usable: got {self.gradient_as_bucket_view!r}, expected True or False"
-            )
+        for name in ("gradient_as_bucket_view", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} is not usable: got {getattr(self, name)!r}, expected True or False")
         if dtype is not None and dtype not in _REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype is not usable: got {dtype!r}, expected one of {_REDUCE_DTYPES} or None")
+        if dtype is not None and self.reproducible:
+            raise ValueError(
+                f"reduce_dtype is not usable with reproducible=True: got {dtype!r}, expected None; a micro-batch that "
+                "stays on its rank would be rounded otherwise than one that travels"
+            )
         if seconds is not None and not _is_duration(seconds):
             raise ValueError(
                 f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds "
@@ -212,6 +217,7 @@ class Settings:
         return {
             "buffer_size": str(self.buffer_size),
             "reduce_dtype": str(self.reduce_dtype),
+            "reproducible": str(self.reproducible),
             "uneven": self.checks.uneven,
             'checks="detail"': f"{self.checks.compares_replicas}, local_buffers={sorted(self.checks.local_buffers)}",
             "nonfinite": self.checks.nonfinite_policy,

@@ -18,6 +18,7 @@ from legacy_ddp._figures import SUSPICIOUS_CALLS, comparable_norm
 from legacy_ddp._groups import groups_of
 from legacy_ddp._guard import guard_steps
 from legacy_ddp._header import Operation
+from legacy_ddp._leaves import Leaves
 from legacy_ddp._observe import Observer
 from legacy_ddp._plan import Planner
 from legacy_ddp._replicas.trail import Trail
@@ -32,6 +33,7 @@ class Synchronizer:
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self.settings = settings
         self.planner = Planner(settings)
+        self.leaves = Leaves(self.planner.counter) if settings.reproducible else None
         self.observers: list[Observer] = []
         self.trail: Trail | None = None
         if settings.checks.compares_replicas and wrapper is not None:

@@ -157,7 +157,7 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def operation_options(kind: str, timeout: timedelta) -> Any:
-    """Options for one ``Allgather``, ``Allreduce`` or ``Broadcast``, with a timeout of its own."""
+    """Options for one operation (``Allreduce``, ``AllToAll``, ...), with a timeout of its own."""
     options = getattr(c10d, f"{kind}Options")()
     options.timeout = timeout
     return options

@@ -1,7 +1,7 @@
-"""The wrapper, and the one call in which ranks meet: plan → pack → agree → check → reduce → alias → record."""
+"""The wrapper: what a user constructs and calls."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -10,22 +10,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import _torch_internals as internals
-from legacy_ddp._agree import Agreement, agree, announcing_failures
+from legacy_ddp._agree import agree, announcing_failures
+from legacy_ddp._all_reduce import all_reduce
 from legacy_ddp._broadcast import broadcast
-from legacy_ddp._call import Call
 from legacy_ddp._header import Header, Operation
 from legacy_ddp._layout import distinct
-from legacy_ddp._nonfinite import check_finite
-from legacy_ddp._observe import show_forward, show_local, show_reduced
-from legacy_ddp._pack import pack
-from legacy_ddp._process_group import GroupHandle, resolve_group
+from legacy_ddp._observe import show_forward
+from legacy_ddp._plan import Plan
+from legacy_ddp._process_group import GroupHandle
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._reduce import Reduced, reduce
 from legacy_ddp._replicas.holdings import check_local_buffers
-from legacy_ddp._replicas.verify import sign, verify
 from legacy_ddp._settings import Checks, Settings, check_ignored, names_to_ignore, resolve_checks
-from legacy_ddp._synchronizer import NamedTensors, Synchronizer, remember
+from legacy_ddp._synchronizer import NamedTensors, Synchronizer
 from legacy_ddp._watch import HERE
 
 
@@ -47,6 +43,10 @@ class LegacyDistributedDataParallel(nn.Module):
             copied for the next; on CPU, from 64 KiB on, since ``backward()``, unless it is held. One that you keep
             keeps it all. False: ``.grad`` has memory of its own, a second copy of all gradients, copied in and out.
         reduce_dtype: floating dtype that real gradients travel in; None: their own, and fp32 for fp16 ones.
+        reproducible: add gradients in an order that depends on the step's micro-batches alone: any split of them over
+            ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch, the last
+            excepted; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no
+            ``reduce_dtype``, and up to log2(micro-batches per rank) + 2 copies of all gradients.
         ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
             (the module's ``_ddp_params_and_buffers_to_ignore``).
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
@@ -70,6 +70,7 @@ class LegacyDistributedDataParallel(nn.Module):
         init_sync: bool = True,
         gradient_as_bucket_view: bool = True,
         reduce_dtype: torch.dtype | None = None,
+        reproducible: bool = False,
         ignore: Iterable[str] = (),
         checks: str | Checks = "info",
         timeout_seconds: float | None = None,
@@ -85,6 +86,7 @@ class LegacyDistributedDataParallel(nn.Module):
                 buffer_size=buffer_size,
                 gradient_as_bucket_view=gradient_as_bucket_view,
                 reduce_dtype=reduce_dtype,
+                reproducible=reproducible,
                 ignore=names_to_ignore(module, ignore),
                 checks=resolve_checks(checks),
                 timeout_seconds=timeout_seconds,
@@ -102,6 +104,8 @@ class LegacyDistributedDataParallel(nn.Module):
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
         with HERE.forward():
+            if self._synchronizer.leaves is not None:
+                self._synchronizer.leaves.look()
             show_forward(self._synchronizer.observers, args, kwargs)
             return self.module(*args, **kwargs)
 
@@ -172,11 +176,21 @@ class LegacyDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions."""
-        policy = self._synchronizer.policy
+        """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions.
+
+        With ``reproducible=True`` an outermost block is one micro-batch: when it ends its gradients are taken away
+        (``.grad`` is None again, or zeros) and wait for the call; after an exception in it the next call raises on all
+        ranks, and ``zero_grad()`` drops them.
+
+        Raises:
+            GradientError: with ``reproducible=True``, where gradients from outside of any block are there.
+        """
+        policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
         previous, policy.sync_enabled = policy.sync_enabled, False
+        is_leaf = leaves is not None and previous
         try:
-            yield
+            with leaves.block(self._plan) if is_leaf else nullcontext():
+                yield
         finally:
             policy.sync_enabled = previous
 
@@ -203,7 +217,10 @@ class LegacyDistributedDataParallel(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._synchronizer = Synchronizer(self._settings, self)
         with suppress(ValueError):  # told at the first collective; until then backward passes are counted already
-            self._synchronizer.planner.plan(self._named_parameters())
+            self._plan()
+
+    def _plan(self) -> Plan:
+        return self._synchronizer.planner.plan(self._named_parameters())
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(remove_duplicate=False)
@@ -223,7 +240,7 @@ class LegacyDistributedDataParallel(nn.Module):
                     raise ValueError(f"module contains a {inside[0]}, expected no wrapper; wrap the plain module, once")
                 check_ignored(self.module, self._settings.ignore)
                 check_local_buffers(self.module, self._settings.checks.local_buffers)
-                plan = self._synchronizer.planner.plan(self._named_parameters())
+                plan = self._plan()
             agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
 
     def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
@@ -231,70 +248,3 @@ class LegacyDistributedDataParallel(nn.Module):
             broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
         if self._synchronizer.trail is not None and operation is Operation.BROADCAST_PARAMETERS:
             self._synchronizer.trail.restart()
-
-
-def all_reduce_gradients(
-    module_or_params: nn.Module | Iterable[torch.Tensor],
-    *,
-    process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    sample_size: int | None = None,
-    skip: bool = False,
-) -> SyncRecord:
-    """Do what :meth:`LegacyDistributedDataParallel.all_reduce` does, for a loop that wraps its model in something else.
-
-    Collective. What it needs from call to call (flat buffers, counts) is remembered for as long as the module, or the
-    first of the parameters, lives. Ranks do not compare anything before the first call. Parameters given without a
-    module are named by their position. Checks are the default ones, but for ``unsynchronized_step="allow"``: gradients
-    that are not finite are reduced as they are, and ``record.rows`` tells whose they were.
-
-    Raises:
-        As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
-    """
-    synchronizer, named = remember(module_or_params)
-    record = all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
-    synchronizer.emit_warning()
-    return record
-
-
-@internals.leaves_compiled_code
-def all_reduce(
-    synchronizer: Synchronizer, named: NamedTensors, group: dist.ProcessGroup, sample_size: int | None, skip: bool
-) -> SyncRecord:
-    """The way of a gradient, one step a line; docs/design.md says what each step promises."""
-    planner, trail = synchronizer.planner, synchronizer.trail
-    with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
-        with announcing_failures(call):
-            with call.phase("plan"):
-                plan = planner.plan(named)
-            packed = pack(call, planner, plan, sample_size, skip)
-            show_local(synchronizer.observers, call)
-            header = sign(call, trail, packed.header)
-        agreement = agree(call, header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
-        verify(call, trail, agreement.rows)
-        synchronizer.note(check_finite(call, plan, packed, agreement))
-        reduced = reduce(call, plan, packed, agreement)
-        with call.phase("alias"):
-            plan.alias(reduced.kinds, reduced.sparse)
-        planner.counter.reset()
-        if trail is not None:
-            trail.note_reduced()
-    synchronizer.note_uneven(call, agreement)
-    synchronizer.note_same_data(call, agreement)
-    record = _record(call, agreement, reduced)
-    show_reduced(synchronizer.observers, record)
-    return record
-
-
-def _record(call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
-    return SyncRecord(
-        call=call.number,
-        synchronized=True,
-        skipped=agreement.divisor == 0,
-        sample_size=agreement.sample_size,
-        divisor=agreement.divisor,
-        skipped_ranks=agreement.skipped_ranks,
-        payload_bytes=reduced.payload_bytes,
-        seconds=call.seconds,
-        rank=call.groups.rank,
-        _headers=agreement.headers,
-    )

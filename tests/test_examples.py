@@ -34,7 +34,9 @@ SHORT_LM = ("--steps", str(STEPS), "--update-freq", "2", "--batch-size", "4", "-
 DONE = re.compile(r"done: \d+\.\d{3} bits/byte \(bigram \d\.\d{3}\), (\d+) steps, (\d+) all_reduce calls, (.*)\n")
 
 sys.path.append(str(EXAMPLES))  # the scripts find their neighbours because Python puts a script's folder there
+_batches = importlib.import_module("_batches")
 _checkpoint = importlib.import_module("_checkpoint")
+_lm_options = importlib.import_module("_lm_options")
 _progress = importlib.import_module("_progress")
 _ranks = importlib.import_module("_ranks")
 _text = importlib.import_module("_text")
@@ -273,13 +275,13 @@ def test_wrong_arguments_end_in_one_line_before_any_process_group(
 
 
 def test_a_resume_behind_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    args = train_lm.build_parser().parse_args(["--steps", "3", "--save", str(tmp_path), "--resume"])
+    args = _lm_options.build_parser().parse_args(["--steps", "3", "--save", str(tmp_path), "--resume"])
     _checkpoint.save_checkpoint(tmp_path, 4, {"settings": {}, "step": 4})
 
     with pytest.raises(
         _checkpoint.CheckpointError, match="--steps is behind the newest checkpoint: got 3, expected at"
     ):
-        train_lm.read_checkpoint(args, {})
+        _lm_options.read_checkpoint(args, {})
 
 
 def test_ctrl_c_ends_train_lm_without_a_traceback() -> None:
@@ -389,11 +391,11 @@ def test_too_little_text_is_an_error_that_names_the_folder(tmp_path: Path) -> No
 
 def test_an_epoch_reads_no_window_twice_and_depends_on_the_step_alone() -> None:
     windows = torch.arange(26)[:, None]
-    steps = [train_lm.global_batch(windows, step, 8, seed=0).flatten().tolist() for step in range(6)]
+    steps = [_batches.global_batch(windows, step, 8, seed=0).flatten().tolist() for step in range(6)]
 
     assert all(len({*a, *b, *c}) == 24 for a, b, c in (steps[:3], steps[3:]))
     assert steps[:3] != steps[3:]  # the next epoch has another order
-    assert train_lm.global_batch(windows, 4, 8, seed=0).flatten().tolist() == steps[4]
+    assert _batches.global_batch(windows, 4, 8, seed=0).flatten().tolist() == steps[4]
 
 
 def _read_to_end(screen: int) -> bytes:

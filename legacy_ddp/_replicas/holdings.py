@@ -49,14 +49,18 @@ def buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]) -> l
     ]
 
 
-def gradients(module: nn.Module, ignore: Iterable[str]) -> list[Holding]:
-    """The gradient of every trainable parameter, ``NONE`` for one without."""
-    found = distinct(module.named_parameters(remove_duplicate=False), frozenset(ignore))
+def gradients(named: Mapping[str, torch.Tensor | None]) -> list[Holding]:
+    """These gradients of parameters, sorted by name; ``NONE`` for a parameter without."""
     return [
-        Holding("gradients", f"gradient of {item.name!r}", NONE if item.tensor.grad is None else item.tensor.grad)
-        for item in found
-        if item.tensor.requires_grad
+        Holding("gradients", f"gradient of {name!r}", NONE if grad is None else grad)
+        for name, grad in sorted(named.items())
     ]
+
+
+def gradients_in(module: nn.Module, ignore: Iterable[str]) -> list[Holding]:
+    """The gradient of every trainable parameter."""
+    found = distinct(module.named_parameters(remove_duplicate=False), frozenset(ignore))
+    return gradients({item.name: item.tensor.grad for item in found if item.tensor.requires_grad})
 
 
 def optimizers(

@@ -16,9 +16,9 @@ from legacy_ddp._trace.values import measure
 Held = tuple[str, Sequence[hold.Holding]]
 
 
-def gradients(phase: str, module: nn.Module, ignore: Collection[str]) -> list[Section]:
-    """The gradients as they are, called those of ``phase``."""
-    return _sections([(phase, hold.gradients(module, ignore))])
+def gradients(phase: str, held: Sequence[hold.Holding]) -> list[Section]:
+    """These gradients, called those of ``phase``."""
+    return _sections([(phase, held)])
 
 
 def left_by_step(

@@ -130,7 +130,7 @@ def _look(
             *(hold.buffers(module, ignore, local) if "buffers" in what else ()),
             *(hold.optimizers(optimizers, module) if "optimizer" in what else ()),
         ],
-        gradients=hold.gradients(module, ignore) if "gradients" in what else None,
+        gradients=hold.gradients_in(module, ignore) if "gradients" in what else None,
         generators=hold.word_of_generators(module) if "rng" in what else None,
         phases=None if trail is None else trail.recall(),
     )

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._record import RankRow, SyncRecord
-from legacy_ddp._replicas.holdings import word_of_torch_generators
+from legacy_ddp._replicas import holdings as hold
 from legacy_ddp._trace import take
 from legacy_ddp._trace.environment import environment_of
 from legacy_ddp._trace.records import MAX_STEP, CallFacts, Environment, Section
@@ -133,11 +133,11 @@ class Recorder:
             with torch.no_grad():
                 self._inputs.add(args, kwargs)
 
-    def see_local(self) -> None:
+    def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         """Take the gradients of this rank, and before that what the last step left if no optimizer stepped since."""
         self._try(lambda writer: self._take_left(writer, with_buffers=False))
         if self._is_next_due:
-            self._try(self._take_local)
+            self._try(lambda _: self._take_local(grads))
 
     def see_reduced(self, record: SyncRecord) -> None:
         """Write what the call was and what it left."""
@@ -152,17 +152,17 @@ class Recorder:
     def _is_next_due(self) -> bool:
         return (self._step + 1) % self._every == 0
 
-    def _take_local(self, _: Writer) -> None:
-        module, ignore = self._subject.module, self._subject.ignore
-        self._generators = f"{word_of_torch_generators(module) % 2**64:016x}"
-        self._local = take.gradients("local_gradients", module, ignore)
+    def _take_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
+        self._generators = f"{hold.word_of_torch_generators(self._subject.module) % 2**64:016x}"
+        self._local = take.gradients("local_gradients", hold.gradients(grads))
 
     def _take_call(self, writer: Writer, record: SyncRecord) -> None:
         row = record.rows[record.rank]
         if row.took_part:  # else nobody looks at what its gradients hold
             writer.sections(self._step, self._local)
         writer.call(self._step, _facts_of(record, row, self._generators, self._inputs))
-        writer.sections(self._step, take.gradients("reduced_gradients", self._subject.module, self._subject.ignore))
+        reduced = hold.gradients_in(self._subject.module, self._subject.ignore)
+        writer.sections(self._step, take.gradients("reduced_gradients", reduced))
         writer.flush()
 
     def _keep_buffers(self, _: Writer) -> None:

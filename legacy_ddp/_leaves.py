@@ -1,0 +1,231 @@
+"""Which micro-batches is this rank's gradient made of? The leaves of the reproducible sum.
+
+A leaf is what one outermost no_sync() block accumulates, or what is there behind the last block when the call comes.
+When a block ends its gradients are added to the tree, and every ``.grad`` is None again but the smallest: that becomes
+zeros, a bookmark which shows if ``zero_grad()`` was called, for then the leaves are dropped as gradients would be.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._bucket import FlatBuffer
+from legacy_ddp._counting import BackwardCounter
+from legacy_ddp._errors import GradientError
+from legacy_ddp._gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
+from legacy_ddp._plan import Plan
+from legacy_ddp._sums import Sums
+
+
+@dataclass(frozen=True)
+class _Bookmark:
+    """Zeros that were put in place of ``parameter.grad``, the gradient of slot ``index``."""
+
+    index: int
+    parameter: torch.Tensor
+    zeros: torch.Tensor
+    version: int
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.parameter.grad is self.zeros and self.zeros._version == self.version
+
+    @property
+    def was_cleared(self) -> bool:
+        """Asked when no backward ran since: what is another tensor, or not zero, was brought by hand."""
+        grad = self.parameter.grad
+        return grad is None or (grad is self.zeros and not self.is_untouched and not has_nonzero(grad))
+
+
+class Leaves:
+    """Those of one set of parameters since its last call."""
+
+    def __init__(self, counter: BackwardCounter) -> None:
+        self._counter = counter
+        self._count = 0
+        self._passes = 0  # backward passes that they are made of
+        self._kinds: list[int] = []  # of each slot's gradient, over all of them
+        self._buffers: Sequence[FlatBuffer] = ()
+        self._sums: list[Sums] = []  # one per buffer
+        self._bookmark: _Bookmark | None = None
+        self._problem: Exception | None = None
+
+    @contextmanager
+    def block(self, plan: Callable[[], Plan]) -> Iterator[None]:
+        """An outermost no_sync() block. What goes wrong when it ends is raised by the call, on all ranks.
+
+        Raises:
+            GradientError: backward ran outside of a block, and then one begins: which leaf would that be?
+        """
+        self._open(plan)
+        try:
+            yield
+        except BaseException as error:
+            self._problem = self._problem or GradientError(
+                f"an exception inside no_sync() ended micro-batch {self._count + 1} of this step "
+                f"({type(error).__name__}: {error}), so gradients are missing; zero_grad() and do the step again from "
+                "its first micro-batch, on every rank"
+            )
+            raise
+        self._close(plan)
+
+    @internals.leaves_compiled_code
+    def look(self) -> None:
+        """Drop all leaves if the user cleared the gradients."""
+        mark = self._bookmark
+        if mark is None:
+            return
+        if mark.parameter.grad is None or (self._counter.micro_batches == self._passes and mark.was_cleared):
+            self.drop()
+
+    def bring(self, plan: Plan) -> list[torch.Tensor | None]:
+        """A call begins: the gradients of the last leaf, which is not taken yet.
+
+        Raises:
+            Exception: whatever went wrong with the leaves of this step, which are dropped.
+        """
+        self.look()
+        problem, self._problem = self._problem, None
+        if problem is not None:
+            self.drop()
+            raise problem
+        self._fit(plan)
+        return self._grads(plan)
+
+    def total(self, plan: Plan, kinds: Sequence[int], *, has_peers: bool) -> tuple[int, list[int], list[torch.Tensor]]:
+        """How many leaves there are with the last one, which is packed and of these ``kinds``; the kinds of their sum,
+        and the sum, a flat tensor per buffer. Changes nothing that a user can see.
+
+        Raises:
+            GradientError: a sparse gradient.
+        """
+        has_last = not self._count or any(kind != ABSENT for kind in kinds)
+        if has_last:
+            _complete(plan, kinds)
+        flats = [
+            sums.total(buffer.flat if has_last else None) for sums, buffer in zip(self._sums, plan.buffers, strict=True)
+        ]
+        self._reserve(flats, has_peers=has_peers)
+        return self._count + has_last, self._joined(kinds), flats
+
+    def zeros(self, plan: Plan, *, has_peers: bool) -> list[torch.Tensor]:
+        """What a rank brings that takes no part, whatever its leaves are."""
+        self.drop()
+        self._fit(plan)
+        flats = [sums.total(None) for sums in self._sums]
+        self._reserve(flats, has_peers=has_peers)
+        return flats
+
+    def inboxes(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for what peers send, as large as ``flats``, the result of :meth:`total`; of leaves, which end here."""
+        return [sums.inbox(flat) for sums, flat in zip(self._sums, flats, strict=True)]
+
+    def drop(self) -> None:
+        """Begin a step anew."""
+        if self._bookmark is not None and self._bookmark.is_untouched:
+            self._bookmark.parameter.grad = None
+        for sums in self._sums:
+            sums.clear()
+        self._count, self._passes, self._kinds, self._bookmark = 0, 0, [], None
+        self._counter.policy.has_leaves = False
+        self._counter.expect_more(are_kept=False)
+
+    def forget(self) -> None:
+        """Drop them with their memory: a broken-off collective may still write to it."""
+        self._sums, self._buffers = [], ()
+        self.drop()
+
+    @internals.leaves_compiled_code
+    def _open(self, plan: Callable[[], Plan]) -> None:
+        self.look()
+        if self._problem is not None or self._counter.micro_batches == self._passes:
+            return
+        with torch.no_grad():
+            is_stray = any(grad is not None and has_nonzero(grad) for grad in plan().grads)
+        if is_stray:
+            self._problem = GradientError(
+                "a no_sync() block begins, and gradients of a backward outside of any are there: got two micro-batches "
+                "that reproducible=True cannot tell apart; put each into a no_sync() block of its own (only the last "
+                "one of a step may stand behind them), or zero_grad() first"
+            )
+            raise self._problem
+
+    @internals.leaves_compiled_code
+    def _close(self, plan: Callable[[], Plan]) -> None:
+        if self._problem is not None:
+            return
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self._take(plan())
+        except Exception as error:  # noqa: BLE001 - raised by the call, where the other ranks hear of it
+            self._problem = error
+
+    def _take(self, plan: Plan) -> None:
+        """Add what ``.grad`` holds to the tree, as one more leaf."""
+        self._fit(plan)
+        grads = self._grads(plan)
+        kinds = kinds_of(grads)
+        plan.collect(grads)
+        _complete(plan, kinds)
+        for sums, buffer in zip(self._sums, plan.buffers, strict=True):
+            sums.add(buffer.flat)
+        for parameter in plan.parameters:
+            parameter.grad = None
+        self._kinds = self._joined(kinds)
+        self._count += 1
+        self._passes = self._counter.micro_batches
+        self._counter.policy.has_leaves = True
+        self._counter.expect_more(are_kept=True)
+        self._bookmark = self._place_bookmark(plan)
+
+    def _fit(self, plan: Plan) -> None:
+        """Make sums for the plan's buffers, if the ones that there are belong to others."""
+        if self._buffers is plan.buffers:
+            return
+        if self._count:
+            raise GradientError(
+                "parameters changed between the micro-batches of a step: gradients of the earlier ones do not fit any "
+                "more; zero_grad() and do the step again from its first micro-batch, on every rank"
+            )
+        self._buffers = plan.buffers
+        self._sums = [Sums(buffer.bucket) for buffer in plan.buffers]
+
+    def _grads(self, plan: Plan) -> list[torch.Tensor | None]:
+        grads = plan.grads
+        if self._bookmark is not None and self._bookmark.is_untouched:
+            grads[self._bookmark.index] = None
+        return grads
+
+    def _joined(self, kinds: Sequence[int]) -> list[int]:
+        return [max(pair) for pair in zip(kinds, self._kinds, strict=True)] if self._kinds else list(kinds)
+
+    def _reserve(self, flats: Sequence[torch.Tensor], *, has_peers: bool) -> None:
+        for sums, flat in zip(self._sums, flats, strict=True) if has_peers else ():
+            sums.reserve(flat)
+
+    def _place_bookmark(self, plan: Plan) -> _Bookmark | None:
+        slots = plan.layout.slots
+        there = [index for index, kind in enumerate(self._kinds) if kind == DENSE and slots[index].numel]
+        if not there:
+            return None
+        index = min(there, key=lambda index: slots[index].numel)
+        parameter = plan.parameters[index]
+        zeros = torch.zeros(slots[index].shape, dtype=plan.bucket_of(index).dtype, device=parameter.device)
+        parameter.grad = zeros
+        return _Bookmark(index, parameter, zeros, zeros._version)
+
+
+def _complete(plan: Plan, kinds: Sequence[int]) -> None:
+    """Clear the slots of a packed leaf that have no gradient: the tree adds all of them."""
+    for slot, kind in zip(plan.layout.slots, kinds, strict=True):
+        if kind >= SPARSE:
+            raise GradientError(
+                f"grad of {slot.name!r} is sparse, expected a dense one: reproducible=True adds dense gradients only; "
+                "construct the layer with sparse=False, or convert the gradient",
+                parameter=slot.name,
+            )
+    for buffer, share in plan.shares:
+        buffer.zero(kinds[share], runs=[(0, buffer.bucket.numel)])

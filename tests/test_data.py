@@ -1,0 +1,218 @@
+"""Does the content of a step depend on seed and epoch alone, whoever reads it?"""
+
+from contextlib import suppress
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+
+from legacy_ddp._splits import aligned_splits, is_aligned
+from legacy_ddp.data import GlobalBatchSampler, micro_batch_rng
+
+Step = list[list[int]]  # micro-batches, in their order
+
+
+def _samplers(ranks: int, *sizes: int, **options: Any) -> list[GlobalBatchSampler]:
+    return [GlobalBatchSampler(*sizes, rank=rank, world_size=ranks, **options) for rank in range(ranks)]
+
+
+def _epoch(samplers: list[GlobalBatchSampler]) -> list[Step]:
+    """The steps of one epoch, as all ranks together read them."""
+    each = len(samplers[0].micro_batches)
+    read = [list(sampler) for sampler in samplers]
+    return [list(chain(*(batches[start : start + each] for batches in read))) for start in range(0, len(read[0]), each)]
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.integers(0, 40), st.integers(0, 99), st.booleans())
+def test_every_split_reads_the_same_steps(size: int, per_step: int, more: int, seed: int, shuffle: bool) -> None:
+    sizes = (size * per_step + more, size, per_step)
+
+    read = {
+        split: _epoch(_samplers(split[0], *sizes, seed=seed, shuffle=shuffle)) for split in aligned_splits(per_step)
+    }
+
+    first = read[1, per_step]
+    assert all(steps == first for steps in read.values())
+    assert len(first) == sizes[0] // (size * per_step)
+    assert all(len(step) == per_step and all(len(batch) == size for batch in step) for step in first)
+    indices = list(chain(*chain(*first)))
+    assert len(set(indices)) == len(indices)
+    assert set(indices) <= set(range(sizes[0]))
+
+
+def test_epochs_have_other_orders_and_seeds_too() -> None:
+    (sampler,) = _samplers(1, 64, 4, 4)
+    (other,) = _samplers(1, 64, 4, 4, seed=1)
+
+    epochs = [list(sampler), list(sampler), list(other)]
+
+    assert len({str(epoch) for epoch in epochs}) == 3
+    assert all(sorted(chain(*epoch)) == list(range(64)) for epoch in epochs)
+    sampler.set_epoch(0)
+    assert list(sampler) == epochs[0]
+
+
+def test_without_shuffling_samples_come_in_their_order() -> None:
+    assert _epoch(_samplers(2, 9, 2, 2, shuffle=False)) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+
+
+@given(st.integers(0, 11), st.sampled_from([(1, 8), (2, 4), (4, 2), (8, 1)]), st.sampled_from([(1, 8), (8, 1), (2, 4)]))
+def test_a_saved_position_resumes_on_any_split(done: int, before: tuple[int, int], after: tuple[int, int]) -> None:
+    steps = [*_epoch(_samplers(1, 50, 1, 8)), *_epoch(_resumed(_samplers(1, 50, 1, 8), 6))]
+    savers = _samplers(before[0], 50, 1, 8)
+    for sampler in savers:
+        for _ in range(2):  # epochs
+            for _, batch in zip(range(before[1] * max(0, min(6, done - 6 * sampler.epoch))), sampler, strict=False):
+                assert len(batch) == 1
+
+    resumed = _samplers(after[0], 50, 1, 8)
+    for sampler in resumed:
+        sampler.load_state_dict(savers[0].state_dict(global_step=done))
+
+    assert _epoch(resumed) == steps[done : 6 if done < 6 else 12]
+
+
+def _resumed(samplers: list[GlobalBatchSampler], global_step: int) -> list[GlobalBatchSampler]:
+    for sampler in samplers:
+        sampler.load_state_dict(sampler.state_dict(global_step=global_step))
+    return samplers
+
+
+@pytest.mark.parametrize("taken", [0, 3, 4, 7, 12])
+def test_the_position_counts_steps_that_were_handed_out_whole(taken: int) -> None:
+    (sampler,) = _samplers(1, 16, 1, 4)
+    batches = iter(DataLoader(torch.arange(16), batch_sampler=sampler))  # type: ignore[arg-type]
+    for _ in range(taken):
+        next(batches)
+
+    assert sampler.state_dict()["global_step"] == taken // 4
+
+
+def test_a_new_iteration_goes_on_with_the_first_step_that_is_not_whole() -> None:
+    (sampler,) = _samplers(1, 16, 1, 4, shuffle=False)
+    batches = iter(sampler)
+    for _ in range(6):
+        next(batches)
+
+    assert next(iter(sampler)) == [4]
+    sampler.set_epoch(0)  # the present one: the position stays
+    assert next(iter(sampler)) == [4]
+    sampler.set_epoch(3)
+    assert next(iter(sampler)) == [0]
+
+
+def test_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
+    (sampler,) = _samplers(1, 8, 1, 4)
+    list(sampler)
+    (resumed,) = _samplers(1, 8, 1, 4)
+    resumed.load_state_dict(sampler.state_dict())
+
+    assert list(resumed) == list(sampler)
+    assert sampler.epoch == 1
+
+
+def test_the_length_is_that_of_an_epoch_on_this_rank() -> None:
+    samplers = _samplers(2, 35, 2, 4)
+
+    assert [len(sampler) for sampler in samplers] == [8, 8]
+    assert [list(sampler.micro_batches) for sampler in samplers] == [[0, 1], [2, 3]]
+    assert len(DataLoader(torch.arange(35), batch_sampler=samplers[0])) == 8  # type: ignore[arg-type]
+
+
+def test_workers_that_read_ahead_need_the_number_of_steps_done() -> None:
+    (sampler,) = _samplers(1, 32, 1, 4)
+    loader = DataLoader(torch.arange(32), batch_sampler=sampler, num_workers=1)  # type: ignore[arg-type]
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+
+    assert sampler.state_dict(global_step=1)["global_step"] == 1
+    del batches
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        ((8, 1, 6), {"rank": 0, "world_size": 4}, "got 6 on 4 ranks; splits of 6"),
+        ((8, 1, 6), {"rank": 0, "world_size": 2}, "1 x 6, 3 x 2, 6 x 1"),
+        ((7, 2, 4), {}, "dataset_length is less than a step: got 7 samples, expected at least 8"),
+        ((8, 0, 4), {}, "micro_batch_size is out of range: got 0, expected at least 1"),
+        ((8, 1, 4), {"rank": 2, "world_size": 2}, "rank is out of range: got 2, expected 0 to 1"),
+        ((8, 1, 4), {"seed": -1}, "seed is out of range: got -1"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused(arguments: Any, options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        GlobalBatchSampler(*arguments, **options)
+
+
+@pytest.mark.parametrize("options", [{"seed": 0.5}, {"shuffle": 1}, {"rank": True, "world_size": 2}])
+def test_values_of_other_types_are_refused(options: Any) -> None:
+    with pytest.raises(TypeError, match="is of the wrong type: got"):
+        GlobalBatchSampler(8, 1, 4, **options)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"seed": 3}, "got seed 3, expected 0 as in this sampler"),
+        ({"dataset_length": 9}, "got dataset_length 9, expected 8"),
+        ({"global_step": -1}, "global_step is out of range: got -1"),
+        ({"epoch": 1}, "state is not usable: got keys"),
+    ],
+)
+def test_a_state_of_other_content_is_refused(changes: dict[str, Any], message: str) -> None:
+    (sampler,) = _samplers(1, 8, 1, 4)
+
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **changes})
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_splits_that_are_listed_are_the_aligned_ones(ranks: int, each: int) -> None:
+    assert ((ranks, each) in aligned_splits(ranks * each)) == is_aligned(ranks, each)
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+def _mask(step: int, index: int, **options: Any) -> list[float]:
+    with micro_batch_rng(step, index, **options):
+        return nn.functional.dropout(torch.ones(64), 0.5).tolist()
+
+
+def test_masks_depend_on_step_index_and_seed_alone() -> None:
+    first = _mask(2, 5)
+    torch.manual_seed(9)
+
+    assert _mask(2, 5) == first
+    assert first not in (_mask(2, 6), _mask(3, 5), _mask(2, 5, seed=1), _mask(5, 2))
+
+
+def test_random_numbers_outside_go_on_as_if_nothing_had_been() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(1)
+    _mask(0, 0)
+
+    assert torch.rand(3).tolist() == expected
+
+
+def test_an_exception_puts_the_generator_back_too() -> None:
+    state = torch.get_rng_state()
+
+    with suppress(KeyError), micro_batch_rng(0, 0):
+        raise KeyError(torch.rand(1))
+
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("arguments", [(-1, 0), (0, -1)])
+def test_negative_numbers_are_refused(arguments: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="out of range: got -1, expected at least 0"), micro_batch_rng(*arguments):
+        pass
