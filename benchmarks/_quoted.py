@@ -1,31 +1,10 @@
 """Which figures does the documentation quote, and from which results? One Table each; tables.py writes them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
-Place = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Column:
-    """``places`` of numbers below `results`, and how to write them; words in braces are the row's blanks."""
-
-    title: str
-    places: tuple[Place, ...]
-    form: str = "{:.2f}"
-    is_range: bool = False  # from the least number to the greatest, each in that form
-    file: str = ""  # another one than the table's
-
-
-@dataclass(frozen=True)
-class Table:
-    """``rows``: what a row is called -> its blanks. ``file`` may have blanks, too."""
-
-    file: str
-    heading: str
-    columns: Sequence[Column]
-    rows: Mapping[str, Mapping[str, str]]
+from _quoted_growth import GROWTH
+from _table import Column, Place, Table
 
 
 def _calls() -> Table:
@@ -102,10 +81,10 @@ _WAYS = MappingProxyType(
 )
 
 
-def _step_places(model: str, update_freq: int, kinds: Sequence[str]) -> tuple[Place, ...]:
+def _step_places(model: str, update_freq: int, kinds: Sequence[str], ranks: int = 2) -> tuple[Place, ...]:
     return tuple(
         (
-            f"step of {model}, update-freq {update_freq}, set_to_none={kind}, 2 ranks",
+            f"step of {model}, update-freq {update_freq}, set_to_none={kind}, {ranks} ranks",
             "variants",
             "{variant}",
             "median_ratio",
@@ -124,6 +103,15 @@ def _steps() -> Table:
         file="step_2.json",
         heading="whole training step, against torch DDP",
         columns=[*columns, often],
+        rows={label: {"variant": name} for label, name in _WAYS.items()},
+    )
+
+
+def _crowded_steps() -> Table:
+    return Table(
+        file="step_4.json",
+        heading="4 ranks on 2 cores, against torch DDP",
+        columns=[Column(f"update-freq {freq}", _step_places("transformer", freq, ("yes",), 4)) for freq in (1, 4)],
         rows={label: {"variant": name} for label, name in _WAYS.items()},
     )
 
@@ -197,6 +185,22 @@ def _memory() -> Table:
     )
 
 
+def _wire() -> Table:
+    return Table(
+        file="wire.json",
+        heading="main job, gradients travel in",
+        columns=[
+            Column("bits/byte", (("{wire}", "mean_bits"),), "{:.3f}"),
+            Column("difference", (("{wire}", "mean_difference"),), "{:+.3f}"),
+            Column("seeds differ by", (("{wire}", "seed_spread"),), "{:.3f}"),
+        ],
+        rows={
+            "fp32, their own dtype": {"wire": "their own"},
+            "bf16": {"wire": "bfloat16"},
+        },
+    )
+
+
 def _agreement() -> Table:
     rows = {}
     for ranks, where in (("2", "2 ranks"), ("4", "4 ranks on 2 cores")):
@@ -216,18 +220,6 @@ def _agreement() -> Table:
             for update_freq in (1, 4)
         ],
         rows=rows,
-    )
-
-
-def _exchange() -> Table:
-    ways = {"barrier": "barrier", "all-gather of the headers": "all_gather", "with reading them": "agree()"}
-    return Table(
-        file="agree_header_16.json",
-        heading="2 cores, median in ms",
-        columns=[
-            Column(f"{size} ranks", (("run", str(size), "{way}", "median_ms"),), "{:.2g}") for size in (2, 4, 8, 16)
-        ],
-        rows={label: {"way": way} for label, way in ways.items()},
     )
 
 
@@ -255,11 +247,13 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "parts": _parts(),
         "phases": _phases(),
         "step": _steps(),
+        "crowded": _crowded_steps(),
         "others": _other_steps(),
+        "wire": _wire(),
         "hosts": _hosts(),
         "memory": _memory(),
         "agree": _agreement(),
-        "header": _exchange(),
         "replicas": _replicas(),
+        **GROWTH,
     }
 )

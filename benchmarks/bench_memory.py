@@ -36,6 +36,7 @@ import gc
 import json
 import math
 import os
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -47,6 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _interrupt import quiet_interrupt
 from _measure import machine, save
 from _memory import (
     STATUS,
@@ -199,6 +201,7 @@ def _run_ranks(ranks: int, job: Job) -> Use:
 
 
 def _run_rank(rank: int, ranks: int, folder: str, job: Job) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and that ends its ranks
     torch.set_num_threads(1)
     if job.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -281,4 +284,5 @@ def _print(model: str, result: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

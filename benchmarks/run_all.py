@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from _interrupt import quiet_interrupt
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -136,4 +137,5 @@ def environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

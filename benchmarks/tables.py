@@ -3,9 +3,8 @@
     python benchmarks/tables.py            # print all tables
     python benchmarks/tables.py --write    # put them between their markers in README.md and benchmarks/README.md
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in
-_quoted.py and put the markers where
-it belongs. After a new measurement: write, and read what the prose around the tables says about them.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in _quoted.py and put the
+markers where it belongs. After a new measurement: write, and read what the prose around the tables says about them.
 """
 
 import argparse
@@ -17,7 +16,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from _quoted import TABLES, Column, Place, Table
+from _quoted import TABLES
+from _table import Column, Place, Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
