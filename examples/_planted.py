@@ -19,7 +19,7 @@ class Mistake:
     parameter: str
 
     def __str__(self) -> str:
-        return f"in step {self.step} rank {self.rank} scales the gradient of {self.parameter!r} by {FACTOR:.4f}"
+        return f"step {self.step}, rank {self.rank}, gradient of {self.parameter!r} times {FACTOR:.4f}"
 
     @property
     def environment(self) -> dict[str, str]:

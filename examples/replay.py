@@ -29,6 +29,8 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=positive_int, default=8, metavar="M", help="per step (default: 8)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the traces here, in a new folder")
     args = parser.parse_args()
+    if args.micro_batches == 1:
+        parser.error("--micro-batches cannot be split: got 1, expected 2 or more")
     try:
         if args.keep:
             args.keep.mkdir(parents=True)
@@ -44,20 +46,30 @@ def main() -> None:
 def replay(folder: Path, steps: int, micro_batches: int) -> int:
     """Exit status: 0 if all splits agree and the mistake is found where it is."""
     splits = [f"{ranks}x{each}" for ranks, each in aligned_splits(micro_batches)]
-    say(f"{steps} steps of {micro_batches} micro-batches each, split as {', '.join(splits)} (ranks x micro-batches)\n")
+    say(f"{steps} steps of {micro_batches} micro-batches, as {', '.join(splits)} (ranks x micro-batches each)\n")
     hashes = [train(folder / split, split, steps, micro_batches) for split in splits]
     first, *others = splits
-    compared = [compare(folder / first, folder / split) for split in others]
-    is_same = len(set(hashes)) == 1 and all(status == 0 for status, _ in compared)
+    statuses = [compare(folder / first, folder / split)[0] for split in others]
+    is_same = len(set(hashes)) == 1 and not any(statuses)
     say(f"\n{'the same weights, bit for bit' if is_same else 'DIFFERENT WEIGHTS'}: {', '.join(dict.fromkeys(hashes))}")
-    mistake = Mistake(rank=1, step=(steps + 1) // 2, parameter="gru.weight_hh_l0")
-    say(f"\nonce more as {splits[1]}, with a mistake: {mistake}")
-    train(folder / "mistaken", splits[1], steps, micro_batches, mistake)
-    status, found = compare(folder / first, folder / "mistaken")
-    is_found = status == 1 and (found["step"], found["phase"]) == (mistake.step, "reduced_gradients")
-    is_found = is_found and mistake.parameter in str(found["name"])
-    say("FOUND" if is_found else "MISSED")
+    is_found = find_mistake(folder, others[0], first, steps, micro_batches)
+    say(f"\n{'FOUND' if is_found else 'MISSED'}")
     return 0 if is_same and is_found else 1
+
+
+def find_mistake(folder: Path, split: str, other: str, steps: int, micro_batches: int) -> bool:
+    """Train once more with a mistake. Against another split step and parameter show, against its own the rank, too."""
+    mistake = Mistake(rank=1, step=(steps + 1) // 2, parameter="gru.weight_hh_l0")
+    say(f"\nonce more, with a mistake: {mistake}")
+    train(folder / "mistaken", split, steps, micro_batches, mistake)
+    found = [compare(folder / name, folder / "mistaken") for name in (other, split)]
+    phases = ("reduced_gradients", "local_gradients")
+    return found[1][1].get("ranks") == [mistake.rank] and all(
+        status == 1
+        and (first["step"], first["phase"]) == (mistake.step, phase)
+        and mistake.parameter in str(first["name"])
+        for (status, first), phase in zip(found, phases, strict=True)
+    )
 
 
 def train(trace: Path, split: str, steps: int, micro_batches: int, mistake: Mistake | None = None) -> str:
@@ -76,7 +88,7 @@ def train(trace: Path, split: str, steps: int, micro_batches: int, mistake: Mist
     if run.returncode:
         sys.exit(f"the training as {split} failed:\n{run.stderr}")
     result, weights = run.stdout.splitlines()[-2:]
-    say(f"{split:>6}: {result.removeprefix('done: ').partition(',')[0]}, {weights}")
+    say(f"{split:>6}: {result.removeprefix('done: ').partition(' (')[0]}, {weights}")
     return weights.removeprefix("weights ")
 
 
@@ -85,7 +97,7 @@ def compare(one: Path, other: Path) -> tuple[int, dict[str, object]]:
     command: Sequence[str] = [sys.executable, "-m", "legacy_ddp", "diff", str(one), str(other)]
     say(f"\n$ legacy-ddp diff {one.name} {other.name}")
     told = subprocess.run(command, capture_output=True, text=True, check=False)
-    say(told.stdout.strip().partition("\n\nmeaning:")[0] + told.stderr.strip())
+    say(told.stdout.partition("\n  A: ")[0] + told.stderr.strip())  # the headline
     found = json.loads(subprocess.run([*command, "--json"], capture_output=True, text=True, check=False).stdout or "{}")
     return told.returncode, found.get("first") or {}
 

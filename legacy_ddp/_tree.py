@@ -62,7 +62,7 @@ class _Shares:
         if needed > inbox.numel():  # where there are few more elements than ranks
             inbox = own.new_empty(needed)
         self._inbox = inbox[:needed]
-        self._results = self._result.split(self._lengths)
+        self._results = torch.split(self._result, self._lengths)
         self.size_bytes = own.nbytes
 
     def exchange(self) -> list[Any]:
@@ -83,7 +83,7 @@ class _Shares:
 
     def finish_own(self, divisor: int) -> None:
         """Add this rank's share of all ranks' sums, level by level, and divide it."""
-        nodes = list(self._inbox.split(self._mine.numel())) if self._inbox.numel() else []
+        nodes = list(torch.split(self._inbox, self._mine.numel())) if self._inbox.numel() else []
         nodes.insert(self._rank, self._mine)
         while len(nodes) > 1:
             paired = [left.add_(right) for left, right in zip(nodes[::2], nodes[1::2], strict=False)]

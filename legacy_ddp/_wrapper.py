@@ -187,9 +187,8 @@ class LegacyDistributedDataParallel(nn.Module):
         """
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
         previous, policy.sync_enabled = policy.sync_enabled, False
-        is_leaf = leaves is not None and previous
         try:
-            with leaves.block(self._plan) if is_leaf else nullcontext():
+            with nullcontext() if leaves is None or not previous else leaves.block(self._plan):
                 yield
         finally:
             policy.sync_enabled = previous

@@ -169,7 +169,7 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
     """
     for name, value in (("step", step), ("index", index), ("seed", seed)):
         _check_int(name, value, 0)
-    has_cuda = torch.cuda.is_initialized()
+    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if has_cuda else []):
         word = _seed("micro-batch", seed, step, index)
         torch.default_generator.manual_seed(word)

@@ -1,6 +1,6 @@
 """Is what parts two runs found, and nothing else: step, phase, name and ranks, and what may explain it?"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -571,6 +571,56 @@ def test_runs_of_other_world_sizes_explain_themselves_by_the_amounts_of_all_rank
     ]
     assert "only if sums are taken in the same order" in found.meaning
     assert "of rounding size" in found.meaning
+
+
+def _in_one_order(rank: int, size: int) -> Any:
+    return environment(rank, size, facts={"reproducible": "True"})
+
+
+def _share(micro_batches: int, data: str) -> Callable[[int, int], Any]:
+    """Calls of a rank that has so many of four micro-batches, each with data of its own."""
+
+    def call(step: int, rank: int) -> Any:
+        numbers = range(rank * micro_batches, (rank + 1) * micro_batches)
+        inputs = tuple(("int64 (4,)", data if (step, number) == (3, 2) else f"{step}-{number}") for number in numbers)
+        return call_facts(
+            step, rank, micro_batches=micro_batches, sample_size=micro_batches, forwards=micro_batches, inputs=inputs
+        )
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "data, expected", [("3-2", []), ("other", [("data", "first at step 3, input 3 of those of all ranks")])]
+)
+def test_reproducible_runs_of_other_world_sizes_compare_their_data(
+    tmp_path: Path, data: str, expected: list[tuple[str, str]]
+) -> None:
+    planted = {(0, 3, "reduced_gradients", "gradient of 'a'"): (WORD, 1.375000001)}
+    a = {"environments": _in_one_order, "calls": _share(2, "3-2")}
+    b = {"environments": _in_one_order, "calls": _share(1, data), "world_size": 4, "planted": planted}
+
+    found = pair(tmp_path, a, b)
+
+    assert [(cause.what, cause.where) for cause in found.causes] == [("world size", ""), *expected]
+    assert "so the split explains nothing" in found.meaning
+    assert "only if sums are taken in the same order" not in found.meaning
+    assert ("The forward passes were given other data." in found.meaning) == bool(expected)
+    assert found.notes[0] == "world sizes 2 and 4: local gradients were not compared"
+
+
+def test_reproducible_runs_with_another_micro_batch_shape_are_told_so(tmp_path: Path) -> None:
+    def wide(step: int, rank: int) -> Any:
+        return call_facts(step, rank, inputs=(("int64 (8,)", "a"),), forwards=1, micro_batches=1)
+
+    planted = {(0, 1, "reduced_gradients", "gradient of 'a'"): (WORD, 1.0)}
+    a = {"environments": _in_one_order, "calls": _share(2, "3-2")}
+
+    found = pair(tmp_path, a, {"environments": _in_one_order, "calls": wide, "world_size": 1, "planted": planted})
+
+    assert ("micro-batch shape", (("A", "int64 (4,)"), ("B", "int64 (8,)"))) in [
+        (cause.what, cause.sides) for cause in found.causes
+    ]
 
 
 def test_facts_of_single_ranks_do_not_explain_runs_of_other_world_sizes(tmp_path: Path) -> None:

@@ -24,11 +24,9 @@ from torch import nn
 from legacy_ddp._diff.compare_runs import compare_runs
 from legacy_ddp._trace.run import open_run
 from tests.ranks import run_ranks
+from tests.scripts import EXAMPLES, LIMIT_SECONDS, ROOT, assert_same_bits, load, run_script, torchrun
 from tests.traces import write_trace
 
-ROOT = Path(__file__).parent.parent
-EXAMPLES = ROOT / "examples"
-LIMIT_SECONDS = 120
 STEPS = 4
 SHORT_LM = ("--steps", str(STEPS), "--update-freq", "2", "--batch-size", "4", "--save-every", "2")
 DONE = re.compile(r"done: \d+\.\d{3} bits/byte \(bigram \d\.\d{3}\), (\d+) steps, (\d+) all_reduce calls, (.*)\n")
@@ -44,49 +42,8 @@ train_digits = importlib.import_module("train_digits")
 train_lm = importlib.import_module("train_lm")
 
 
-def _run(*command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-        check=False,
-        **options,
-    )
-
-
-def _torchrun(world_size: int, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
-    return _run(*launcher, str(EXAMPLES / script), *arguments)
-
-
 def _checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
-
-def _load(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, weights_only=True)
-    return state
-
-
-def _assert_same_bits(left: Any, right: Any, where: str = "checkpoint") -> None:
-    assert type(left) is type(right), where
-    if isinstance(left, torch.Tensor):
-        assert (left.dtype, left.shape) == (right.dtype, right.shape), where
-        assert torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)), where
-    elif isinstance(left, dict):
-        assert left.keys() == right.keys(), where
-        for key in left:
-            _assert_same_bits(left[key], right[key], f"{where}[{key!r}]")
-    elif isinstance(left, list):
-        assert len(left) == len(right), where
-        for index, pair in enumerate(zip(left, right, strict=True)):
-            _assert_same_bits(*pair, f"{where}[{index}]")
-    else:
-        assert left == right, where
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
@@ -95,7 +52,7 @@ def undisturbed(
 ) -> tuple[int, Path, subprocess.CompletedProcess[str]]:
     """World size, checkpoint folder and output of a short run that nothing interrupted."""
     folder = tmp_path_factory.mktemp(f"undisturbed-{request.param}")
-    result = _torchrun(request.param, "train_lm.py", *SHORT_LM, "--save", str(folder))
+    result = torchrun(request.param, "train_lm.py", *SHORT_LM, "--save", str(folder))
     assert result.returncode == 0, result.stderr
     return request.param, folder, result
 
@@ -122,24 +79,24 @@ def test_train_lm_says_one_line_on_stdout_and_progress_of_one_rank_on_stderr(und
 def test_checking_the_replicas_in_every_step_of_train_lm_changes_no_bit(undisturbed: Any, tmp_path: Path) -> None:
     world_size, original, unchecked = undisturbed
 
-    result = _torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(tmp_path), "--check-every", "1")
+    result = torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(tmp_path), "--check-every", "1")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout == unchecked.stdout
-    _assert_same_bits(*(_load(folder / "step-00000004.pt") for folder in (original, tmp_path)))
+    assert_same_bits(*(load(folder / "step-00000004.pt") for folder in (original, tmp_path)))
 
 
 def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> None:
     world_size, original, uninterrupted = undisturbed
     folder = _killed_after_first_checkpoint(original, tmp_path / "resumed")
 
-    result = _torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(folder), "--resume")
+    result = torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(folder), "--resume")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout == uninterrupted.stdout
     assert [line.split()[1] for line in result.stderr.splitlines() if line.startswith("step ")] == ["3", "4"]
-    before, after = _load(original / "step-00000002.pt"), _load(folder / "step-00000004.pt")
-    _assert_same_bits(after, _load(original / "step-00000004.pt"))
+    before, after = load(original / "step-00000002.pt"), load(folder / "step-00000004.pt")
+    assert_same_bits(after, load(original / "step-00000004.pt"))
     # The comparison means something: weights moved, and every rank has random numbers of its own.
     assert not torch.equal(before["model"]["logits.weight"], after["model"]["logits.weight"])
     assert len(after["random"]) == world_size
@@ -154,10 +111,10 @@ def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
     traces = whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     ways = (("--save", str(tmp_path / "recorded")), ("--save", str(folder), "--resume"))
     for trace, arguments in zip(traces, ways, strict=True):
-        result = _torchrun(world_size, "train_lm.py", *SHORT_LM, "--record", str(trace), *arguments)
+        result = torchrun(world_size, "train_lm.py", *SHORT_LM, "--record", str(trace), *arguments)
         assert result.returncode == 0, result.stderr
 
-    _assert_same_bits(*(_load(saved / "step-00000004.pt") for saved in (original, tmp_path / "recorded")))
+    assert_same_bits(*(load(saved / "step-00000004.pt") for saved in (original, tmp_path / "recorded")))
     found = compare_runs(open_run(whole), open_run(resumed))
     assert (found.verdict, found.steps) == ("same", (2, 4))
 
@@ -180,18 +137,18 @@ def test_a_checkpoint_killed_in_mid_write_leaves_the_one_before(undisturbed: Any
     folder = _killed_after_first_checkpoint(original, tmp_path / "killed")
     arguments = (str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume")
 
-    killed = _run("-c", KILLED_WHILE_WRITING, *arguments)
+    killed = run_script("-c", KILLED_WHILE_WRITING, *arguments)
 
     assert killed.returncode == -signal.SIGXFSZ, killed.stderr
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.tmp"]
     assert (folder / "step-00000004.tmp").stat().st_size == 500_000
     assert (folder / "step-00000002.pt").read_bytes() == (original / "step-00000002.pt").read_bytes()
 
-    resumed = _run(*arguments)  # without torchrun: one rank
+    resumed = run_script(*arguments)  # without torchrun: one rank
 
     assert resumed.returncode == 0, resumed.stderr
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.pt"]
-    _assert_same_bits(_load(folder / "step-00000004.pt"), _load(original / "step-00000004.pt"))
+    assert_same_bits(load(folder / "step-00000004.pt"), load(original / "step-00000004.pt"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
@@ -225,7 +182,7 @@ def test_a_resume_with_other_settings_is_refused_by_rank_0_alone(undisturbed: An
     _, folder, _ = undisturbed
     before = _checkpoints(folder)
 
-    result = _torchrun(2, "train_lm.py", "--update-freq", "3", "--batch-size", "4", "--save", str(folder), "--resume")
+    result = torchrun(2, "train_lm.py", "--update-freq", "3", "--batch-size", "4", "--save", str(folder), "--resume")
 
     errors = [line for line in result.stderr.splitlines() if line.startswith("train_lm.py: error:")]
     assert result.returncode != 0
@@ -460,7 +417,7 @@ def test_train_digits_without_scikit_learn_names_the_command_that_installs_it(
 def test_train_digits_reaches_both_aims() -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 
-    result = _torchrun(2, "train_digits.py")
+    result = torchrun(2, "train_digits.py")
 
     assert result.returncode == 0, result.stderr
     accuracy, parity = result.stdout.splitlines()

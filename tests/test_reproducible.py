@@ -298,7 +298,8 @@ def _flat_tensors(rank: int, each: int) -> int:
     """How many tensors as large as all gradients there are after a step, the parameter not counted."""
     size = 12345
     wrapped = wrap_reproducible([torch.ones(size)])
-    take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks=False), rank, 2)
+    for in_blocks in (False, True, False):
+        take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}
     return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})

@@ -1,7 +1,7 @@
 """What differs around the calls of two trainings: data, amounts, random generators? Causes, never a verdict."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._diff.finding import Cause
@@ -70,11 +70,15 @@ class Calls:
 
 @dataclass
 class Amounts:
-    """What all ranks of one run together took in one step."""
+    """What all ranks of one run together took in one step.
+
+    ``inputs``: in the order of the ranks, None if not all are known.
+    """
 
     micro_batches: int = 0
     sample_size: int = 0
     ranks: int = 0
+    inputs: list[tuple[str, str]] | None = field(default_factory=list)
 
 
 def amounts(traces: Iterator[RankTrace], until: int, world_size: int) -> dict[int, Amounts]:
@@ -87,12 +91,14 @@ def amounts(traces: Iterator[RankTrace], until: int, world_size: int) -> dict[in
                 total.micro_batches += call.micro_batches
                 total.sample_size += call.sample_size or 0
                 total.ranks += 1
+                known = total.inputs is not None and call.inputs_complete
+                total.inputs = [*(total.inputs or ()), *call.inputs] if known else None
     return {step: total for step, total in totals.items() if total.ranks == world_size}
 
 
-def of_amounts(a: dict[int, Amounts], b: dict[int, Amounts]) -> list[Cause]:
-    """Where runs of other world sizes first took other amounts."""
-    causes = []
+def of_amounts(a: dict[int, Amounts], b: dict[int, Amounts], *, in_one_order: bool) -> list[Cause]:
+    """Where runs of other world sizes first took other amounts, or, if ranks hold them in one order, other inputs."""
+    causes = list(_of_all_inputs(a, b)) if in_one_order else []
     for what, member in zip(ITEMS, ("micro_batches", "sample_size"), strict=True):
         for step in sorted(set(a) & set(b)):
             left, right = getattr(a[step], member), getattr(b[step], member)
@@ -100,6 +106,20 @@ def of_amounts(a: dict[int, Amounts], b: dict[int, Amounts]) -> list[Cause]:
                 causes.append(Cause(what, (("A", str(left)), ("B", str(right))), f"first at step {step}"))
                 break
     return causes
+
+
+def _of_all_inputs(a: dict[int, Amounts], b: dict[int, Amounts]) -> Iterator[Cause]:
+    for step in sorted(set(a) & set(b)):
+        left, right = a[step].inputs or [], b[step].inputs or []
+        for index, pair in enumerate(zip(left, right, strict=False)):
+            if pair[0] != pair[1]:
+                (one, word), (other, other_word) = pair
+                where = f"first at step {step}, input {index + 1} of those of all ranks"
+                if one != other:
+                    yield Cause(SHAPE, (("A", one), ("B", other)), where)
+                else:
+                    yield Cause(DATA, (("A", f"{one} {word}"), ("B", f"{other} {other_word}")), where)
+                return
 
 
 def _differences(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:

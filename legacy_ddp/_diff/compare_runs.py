@@ -89,6 +89,12 @@ class _RunComparison:
         return "same", f"same: {self._ranks}, {self._span}, {self._amount}, bit for bit"
 
     @property
+    def _in_one_order(self) -> bool:
+        """Whether both add gradients in an order that the number of ranks has no say in."""
+        environments = (*self._a.environments, *self._b.environments)
+        return all(environment.facts.get("reproducible") == "True" for environment in environments)
+
+    @property
     def _patterns(self) -> list[str]:
         """Buffers that ranks of either run have of their own."""
         return sorted({*self._a.environments[0].local_buffers, *self._b.environments[0].local_buffers})
@@ -209,7 +215,7 @@ class _RunComparison:
         if self._equal_sizes:
             return [*around, *self._calls.causes(until)]
         totals = [calls.amounts(_traces(run, until), until, run.world_size) for run in (self._a, self._b)]
-        return [*around, *calls.of_amounts(*totals)]
+        return [*around, *calls.of_amounts(*totals, in_one_order=self._in_one_order)]
 
     def _evidence(self, first: Divergence, causes: list[Cause]) -> Evidence:
         before = [step for step in self._steps if step < first.step]
@@ -223,6 +229,7 @@ class _RunComparison:
             previous=max(before, default=None),
             causes=frozenset(cause.what for cause in causes),
             inputs_known=all(self._calls.inputs_known(rank) for rank in first.ranks),
+            in_one_order=self._in_one_order,
             generators_known=all(self._calls.knows(rank) for rank in first.ranks),
             size=size,
             growth=self._growth(first) if size is not None and size <= ROUNDING else None,
@@ -241,7 +248,7 @@ class _RunComparison:
     def _notes(self, verdict: Verdict) -> list[str]:
         notes = run_notes.of_steps((self._a, self._b), self._extents, self._steps)
         if not self._equal_sizes:
-            notes += run_notes.of_world_sizes(self._a, self._b, self._patterns)
+            notes += run_notes.of_world_sizes(self._a, self._b, self._patterns, inputs=self._in_one_order)
         notes += run_notes.of_phases(self._extents, PHASES if self._equal_sizes else SHARED) if self._steps else []
         if self._a.folder.resolve() == self._b.folder.resolve():
             notes.append("A and B are the same folder")

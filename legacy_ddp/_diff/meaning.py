@@ -19,7 +19,7 @@ class Evidence:
     ``compared``: the phases that both sides recorded. ``previous``: the last step before it that was compared, None if
     none was. ``is_start``: either side begins with it; ``begins``: which, if the other one came there by training.
     ``causes``: what differs around it. ``inputs_known``: all inputs of its ranks were recorded. ``generators_known``:
-    so were random generators. ``size``: as in a comparison.
+    so were random generators. ``in_one_order``: sums do not depend on the world size. ``size``: as in a comparison.
     """
 
     kind: Kind
@@ -31,6 +31,7 @@ class Evidence:
     causes: frozenset[str] = frozenset()
     inputs_known: bool = False
     generators_known: bool = False
+    in_one_order: bool = False
     size: float | None = None
     growth: Growth | None = None
 
@@ -113,8 +114,10 @@ def _reduced(evidence: Evidence, say: _Sentences) -> None:
     shares = evidence.causes & {calls.SAMPLE_SIZE, calls.TOOK_PART, *calls.ITEMS}
     if shares:
         say("The ranks took other amounts, which the sum is divided by or made of.")
-    elif evidence.kind == "sizes":
+    elif evidence.kind == "sizes" and not evidence.in_one_order:
         say("Local gradients of other world sizes cannot be compared, so they or their sum may part the runs.")
+    elif evidence.kind == "sizes":
+        say("What a rank computed parts the runs: the order of the sum does not.")
     elif "local_gradients" in evidence.compared:
         say(
             "All local gradients agree, so their reduction parts the runs: the order of the sum (buffer_size, backend, "
@@ -244,7 +247,11 @@ def _since(evidence: Evidence, say: _Sentences) -> None:
 
 
 def _other_order(evidence: Evidence, say: _Sentences) -> None:
-    if not evidence.is_start:
+    if evidence.is_start:
+        return
+    if evidence.in_one_order:
+        say("Both add gradients in the order of one tree (reproducible=True), so the split explains nothing.")
+    else:
         say("Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order.")
 
 

@@ -37,10 +37,11 @@ def of_phases(extents: tuple[Extent, Extent], phases: Sequence[str] = PHASES) ->
     return notes + ([NO_OPTIMIZER] if "settings" not in a | b else [])
 
 
-def of_world_sizes(a: Run, b: Run, patterns: Iterable[str]) -> list[str]:
-    """What cannot be compared between runs of other world sizes."""
+def of_world_sizes(a: Run, b: Run, patterns: Iterable[str], *, inputs: bool) -> list[str]:
+    """What cannot be compared between runs of other world sizes. ``inputs``: whether those can."""
     _, mixed = surroundings.of_whole_runs(a.environments, b.environments)
-    notes = [f"world sizes {a.world_size} and {b.world_size}: local gradients and inputs were not compared"]
+    what = "local gradients" if inputs else "local gradients and inputs"
+    notes = [f"world sizes {a.world_size} and {b.world_size}: {what} were not compared"]
     if mixed:
         notes.append(f"not compared, for ranks of a run differ in it: {', '.join(mixed)}")
     if named := sorted(patterns):

@@ -12,7 +12,7 @@ NEVER = ("host", "pid", "started")
 
 # Likeliest first; what is not listed comes after them, and what hardly ever matters last.
 _ORDER = (
-    *("seed", "torch", "legacy_ddp", "reduce_dtype", "default dtype", "devices", "backend", "threads"),
+    *("seed", "torch", "legacy_ddp", "reproducible", "reduce_dtype", "default dtype", "devices", "backend", "threads"),
     *("float32 matmul precision", "deterministic algorithms", "cudnn.benchmark", "cudnn.deterministic"),
     *("CUBLAS_WORKSPACE_CONFIG", "mkldnn", "cpu", "cuda", "cudnn", "nccl", "buffer_size", "optimizer", "ignore"),
     *("interop threads",),

@@ -66,6 +66,7 @@ def facts_of(
         "mkldnn": str(torch.backends.mkldnn.enabled),
         "buffer_size": str(settings.buffer_size),
         "reduce_dtype": _short(settings.reduce_dtype),
+        "reproducible": str(settings.reproducible),
         "gradient_as_bucket_view": str(settings.gradient_as_bucket_view),
         "ignore": ", ".join(sorted(settings.ignore)) or "nothing",
         "checks": settings.checks.level,
