@@ -59,6 +59,7 @@ class Scene:
     calls: int = 2
     numel: int = 8
     buffer_size: int = 2**28
+    reproducible: bool = False
     # What survivors do just before the call in which they lose the victims.
     before: Callable[["Stage"], object] | None = None
 
@@ -74,6 +75,7 @@ class Stage:
         self.model = LegacyDistributedDataParallel(
             nn.Linear(scene.numel, 1, bias=False),
             buffer_size=scene.buffer_size,
+            reproducible=scene.reproducible,
             checks=Checks(report_dir=scene.directory),
             timeout_seconds=scene.timeout_seconds,
         )
@@ -83,8 +85,11 @@ class Stage:
     def step(self, value: float) -> float:
         """One good call; the first element of the averaged gradient."""
         self.backward(value)
-        self.model.all_reduce()
+        self.reduce()
         return self.weight.grad.flatten()[0].item()
+
+    def reduce(self) -> None:
+        self.model.all_reduce(sample_size=1 if self.scene.reproducible else None)
 
     def backward(self, value: float) -> None:
         self.model.zero_grad()
@@ -157,7 +162,7 @@ def _survive(stage: Stage) -> Seen:
     before = stage.weight.grad.clone()
     sys.setprofile(do_when("_poll", partial(stage.note, f"waiting {stage.rank}")))
     try:
-        stage.model.all_reduce()
+        stage.reduce()
     except LostPeerError as error:
         seconds = time.monotonic() - float(stage.read("fault"))
         sys.setprofile(None)
@@ -283,8 +288,8 @@ def killed_in_payload(stage: Stage) -> None:
         stage.note_the_fault()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.setprofile(do_when("_finish", end, nth=3))
-    stage.model.all_reduce()
+    sys.setprofile(do_when("finish_own" if stage.scene.reproducible else "_finish", end, nth=3))
+    stage.reduce()
 
 
 def killed_with_another(stage: Stage) -> None:
@@ -323,7 +328,7 @@ def killed_while_reporting(stage: Stage, *, function: str) -> None:
     threading.setprofile(profile)  # for the threads that start from now on
     sys.setprofile(profile)
     stage.backward(1.0)
-    stage.model.all_reduce()
+    stage.reduce()
 
 
 def killed_with_a_worker(stage: Stage) -> None:

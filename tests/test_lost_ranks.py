@@ -125,9 +125,13 @@ def test_a_rank_that_fails_says_with_what(lose: Lose, victim: int, store: str) -
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
 
 
-@pytest.mark.parametrize("world_size, victim", [(2, 0), (3, 0), (3, 2)])
-def test_death_in_the_payload_leaves_no_gradient_half_reduced(lose: Lose, world_size: int, victim: int) -> None:
-    many = {"numel": 2**20, "buffer_size": 2**13}  # 128 collectives in one call
+@pytest.mark.parametrize(
+    "world_size, victim, reproducible", [(2, 0, False), (3, 0, False), (3, 2, False), (2, 0, True), (3, 2, True)]
+)
+def test_death_in_the_payload_leaves_no_gradient_half_reduced(
+    lose: Lose, world_size: int, victim: int, *, reproducible: bool
+) -> None:
+    many = {"numel": 2**20, "buffer_size": 2**13, "reproducible": reproducible}  # 128 collectives or more in one call
     seen = lose(world_size, (victim,), faults.killed_in_payload, **many)
     _check_all(seen, "PeerLostError", "payload", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
 
@@ -139,6 +143,12 @@ def test_death_in_the_payload_leaves_no_gradient_half_reduced(lose: Lose, world_
 def test_a_stopped_rank_is_named_at_the_timeout(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), faults.stopped, store, timeout_seconds=TIMEOUT_SECONDS)
     said = f"no answer within 2 s; missing rank {victim} (its process is stopped"
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
+
+
+def test_a_stopped_rank_is_named_by_a_reproducible_call_too(lose: Lose) -> None:
+    seen = lose(2, (1,), faults.stopped, timeout_seconds=TIMEOUT_SECONDS, reproducible=True)
+    said = "no answer within 2 s; missing rank 1 (its process is stopped"
     _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
 
 
