@@ -1,6 +1,7 @@
 """Does the main job end in the same bits on any number of ranks, and does a mistake show?"""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,19 @@ import pytest
 from tests.scripts import EXAMPLES, ROOT, assert_same_bits, load, run_script, torchrun
 
 REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2")
+
+
+def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "reproducible.md").read_text()
+    (loop,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    script = tmp_path / "train.py"
+    script.write_text(loop + "\nimport os, sys\ntorch.save(module.state_dict(), sys.argv[1] + os.environ['RANK'])\n")
+    for world_size in (1, 4):
+        result = torchrun(world_size, str(script), str(tmp_path / f"{world_size}-"))
+        assert result.returncode == 0, result.stderr
+
+    for rank in range(4):
+        assert_same_bits(load(tmp_path / "1-0"), load(tmp_path / f"4-{rank}"))
 
 
 def test_replay_finds_equal_weights_and_then_the_mistake() -> None:
