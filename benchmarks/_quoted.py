@@ -201,6 +201,32 @@ def _wire() -> Table:
     )
 
 
+def _reproducible() -> Table:
+    main_job, transformer = "step of main job, update-freq {}", "step of transformer, update-freq {}"
+    rows = {
+        "one call, 1 micro-batch": ("call, transformer", "reproducible, K = 1"),
+        "one call, 4 micro-batches": ("call, transformer", "reproducible, K = 4"),
+        "step of the transformer, update-freq 1": (transformer.format(1), "reproducible"),
+        "step of the transformer, update-freq 4": (transformer.format(4), "reproducible"),
+        "step of the main job, update-freq 1": (main_job.format(1), "reproducible"),
+        "step of the main job, update-freq 4": (main_job.format(4), "reproducible"),
+        "the plain call again": ("call, transformer", "plain again"),
+    }
+    return Table(
+        file="reproducible_2.json",
+        heading="`reproducible=True`, against the plain form",
+        columns=[
+            Column(
+                title,
+                ((f"{{what}}, {ranks} ranks", "variants", "{variant}", "median_ratio"),),
+                file=f"reproducible_{ranks}.json",
+            )
+            for ranks, title in ((2, "2 ranks"), (4, "4 ranks on 2 cores"))
+        ],
+        rows={label: {"what": what, "variant": variant} for label, (what, variant) in rows.items()},
+    )
+
+
 def _agreement() -> Table:
     rows = {}
     for ranks, where in (("2", "2 ranks"), ("4", "4 ranks on 2 cores")):
@@ -250,6 +276,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "crowded": _crowded_steps(),
         "others": _other_steps(),
         "wire": _wire(),
+        "reproducible": _reproducible(),
         "hosts": _hosts(),
         "memory": _memory(),
         "agree": _agreement(),
