@@ -28,6 +28,7 @@ class FlatBuffer:
         self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
         self._memory: SlotViews | None = None  # made by the first backward or call
         self._making = threading.Lock()  # backward passes may run in several threads
+        self.takes_gradients = True  # in backward; not while the flat tensor holds what is still needed
         self._held = [False] * len(bucket.slots)  # whose gradient is its slot already
 
     @property
@@ -75,7 +76,7 @@ class FlatBuffer:
 
     def adopt(self, index: int, parameter: torch.Tensor) -> None:
         """Move the gradient that backward has just made to its slot, if nobody can tell; else it waits for the call."""
-        if not internals.only_in_grad(parameter):
+        if not self.takes_gradients or not internals.only_in_grad(parameter):
             return
         grad = parameter.grad
         if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):
@@ -103,6 +104,11 @@ class FlatBuffer:
             held or grad is None or slot.numel == 0
             for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True)
         )
+
+    @property
+    def is_kept_by_others(self) -> bool:
+        """Whether somebody holds memory of a slot, where no ``.grad`` lies in one."""
+        return self.views.shared([False] * len(self.bucket.slots))
 
     @property
     def written(self) -> bool:

@@ -84,6 +84,11 @@ class BackwardCounter:
         """Backward passes since the last reset."""
         return max(self._counts, default=0)
 
+    @property
+    def accumulations(self) -> int:
+        """How often backward reached any of them since then: grows with every pass that reaches one."""
+        return sum(self._counts)
+
     def stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every parameter that backward reached since the last reset was written to in place since then.
 

@@ -1,8 +1,9 @@
 """Which micro-batches is this rank's gradient made of? The leaves of the reproducible sum.
 
 A leaf is what one outermost no_sync() block accumulates, or what is there behind the last block when the call comes.
-When a block ends its gradients are added to the tree, and every ``.grad`` is None again but the smallest: that becomes
-zeros, a bookmark which shows if ``zero_grad()`` was called, for then the leaves are dropped as gradients would be.
+When a block ends its gradients wait in the flat tensors, until the next one begins and they are added to the tree. Every
+``.grad`` is None again but the smallest: that becomes zeros, a bookmark which shows if ``zero_grad()`` was called, for
+then the leaves are dropped as gradients would be.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,21 +47,18 @@ class Leaves:
     def __init__(self, counter: BackwardCounter) -> None:
         self._counter = counter
         self._count = 0
-        self._passes = 0  # backward passes that they are made of
+        self._accumulations = 0  # of backward into any .grad, that they are made of
         self._kinds: list[int] = []  # of each slot's gradient, over all of them
         self._buffers: Sequence[FlatBuffer] = ()
         self._sums: list[Sums] = []  # one per buffer
+        self._is_waiting = False  # the last one lies in the buffers' flat tensors, and in no sum yet
         self._bookmark: _Bookmark | None = None
         self._problem: Exception | None = None
 
     @contextmanager
     def block(self, plan: Callable[[], Plan]) -> Iterator[None]:
-        """An outermost no_sync() block. What goes wrong when it ends is raised by the call, on all ranks.
-
-        Raises:
-            GradientError: backward ran outside of a block, and then one begins: which leaf would that be?
-        """
-        self._open(plan)
+        """An outermost no_sync() block. What goes wrong is raised by the call, on all ranks."""
+        self._try(lambda: self._begin(plan()))
         try:
             yield
         except BaseException as error:
@@ -70,7 +68,7 @@ class Leaves:
                 "its first micro-batch, on every rank"
             )
             raise
-        self._close(plan)
+        self._try(lambda: self._take(plan()))
 
     @internals.leaves_compiled_code
     def look(self) -> None:
@@ -78,14 +76,15 @@ class Leaves:
         mark = self._bookmark
         if mark is None:
             return
-        if mark.parameter.grad is None or (self._counter.micro_batches == self._passes and mark.was_cleared):
+        if mark.parameter.grad is None or (self._counter.accumulations == self._accumulations and mark.was_cleared):
             self.drop()
 
     def bring(self, plan: Plan) -> list[torch.Tensor | None]:
-        """A call begins: the gradients of the last leaf, which is not taken yet.
+        """A call begins: see to it that the last leaf lies in the flat tensors. The gradients behind the last block.
 
         Raises:
             Exception: whatever went wrong with the leaves of this step, which are dropped.
+            GradientError: a gradient that cannot be reduced.
         """
         self.look()
         problem, self._problem = self._problem, None
@@ -93,27 +92,32 @@ class Leaves:
             self.drop()
             raise problem
         self._fit(plan)
-        return self._grads(plan)
+        grads = self._grads(plan)
+        if any(grad is not None for grad in grads) or any(buffer.is_kept_by_others for buffer in plan.buffers):
+            self._settle()
+        plan.collect(grads)
+        if not self._is_waiting:
+            _complete(plan, kinds_of(grads))
+        return grads
 
     def total(self, plan: Plan, kinds: Sequence[int], *, has_peers: bool) -> tuple[int, list[int], list[torch.Tensor]]:
-        """How many leaves there are with the last one, which is packed and of these ``kinds``; the kinds of their sum,
-        and the sum, a flat tensor per buffer. Changes nothing that a user can see.
+        """How many leaves there are, the kinds of gradient that their sum has, and the sum, a flat tensor per buffer.
 
-        Raises:
-            GradientError: a sparse gradient.
+        ``kinds``: of the gradients behind the last block. Changes nothing that a user can see.
         """
-        has_last = not self._count or any(kind != ABSENT for kind in kinds)
-        if has_last:
-            _complete(plan, kinds)
+        is_one_more = not self._count or any(kind != ABSENT for kind in kinds)
+        lies_flat = self._is_waiting or is_one_more
         flats = [
-            sums.total(buffer.flat if has_last else None) for sums, buffer in zip(self._sums, plan.buffers, strict=True)
+            sums.total(buffer.flat if lies_flat else None)
+            for sums, buffer in zip(self._sums, plan.buffers, strict=True)
         ]
         self._reserve(flats, has_peers=has_peers)
-        return self._count + has_last, self._joined(kinds), flats
+        return self._count + is_one_more, self._joined(kinds), flats
 
     def zeros(self, plan: Plan, *, has_peers: bool) -> list[torch.Tensor]:
-        """What a rank brings that takes no part, whatever its leaves are."""
+        """What a rank brings that takes no part, whatever its leaves are, whole or not."""
         self.drop()
+        self._problem = None
         self._fit(plan)
         flats = [sums.total(None) for sums in self._sums]
         self._reserve(flats, has_peers=has_peers)
@@ -129,57 +133,66 @@ class Leaves:
             self._bookmark.parameter.grad = None
         for sums in self._sums:
             sums.clear()
-        self._count, self._passes, self._kinds, self._bookmark = 0, 0, [], None
+        self._wait(is_waiting=False)
+        self._count, self._accumulations, self._kinds, self._bookmark = 0, 0, [], None
         self._counter.policy.has_leaves = False
         self._counter.expect_more(are_kept=False)
 
     def forget(self) -> None:
         """Drop them with their memory: a broken-off collective may still write to it."""
-        self._sums, self._buffers = [], ()
         self.drop()
+        self._sums, self._buffers = [], ()
 
     @internals.leaves_compiled_code
-    def _open(self, plan: Callable[[], Plan]) -> None:
-        self.look()
-        if self._problem is not None or self._counter.micro_batches == self._passes:
-            return
-        with torch.no_grad():
-            is_stray = any(grad is not None and has_nonzero(grad) for grad in plan().grads)
-        if is_stray:
-            self._problem = GradientError(
-                "a no_sync() block begins, and gradients of a backward outside of any are there: got two micro-batches "
-                "that reproducible=True cannot tell apart; put each into a no_sync() block of its own (only the last "
-                "one of a step may stand behind them), or zero_grad() first"
-            )
-            raise self._problem
-
-    @internals.leaves_compiled_code
-    def _close(self, plan: Callable[[], Plan]) -> None:
+    def _try(self, act: Callable[[], None]) -> None:
+        """What fails is raised by the call, where the other ranks hear of it; until then nothing more is done."""
         if self._problem is not None:
             return
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self._take(plan())
-        except Exception as error:  # noqa: BLE001 - raised by the call, where the other ranks hear of it
+                act()
+        except Exception as error:  # noqa: BLE001 - kept, and raised then
             self._problem = error
 
+    def _begin(self, plan: Plan) -> None:
+        self.look()
+        self._settle()
+        if self._counter.accumulations != self._accumulations and any(map(_is_there, plan.grads)):
+            raise GradientError(
+                "a no_sync() block began while gradients of a backward outside of any were there: got two "
+                "micro-batches that reproducible=True cannot tell apart, expected a no_sync() block for each (only the "
+                "last one of a step may stand behind them); zero_grad() and do the step again, on every rank"
+            )
+
     def _take(self, plan: Plan) -> None:
-        """Add what ``.grad`` holds to the tree, as one more leaf."""
+        """What ``.grad`` holds is one more leaf."""
         self._fit(plan)
         grads = self._grads(plan)
         kinds = kinds_of(grads)
         plan.collect(grads)
         _complete(plan, kinds)
-        for sums, buffer in zip(self._sums, plan.buffers, strict=True):
-            sums.add(buffer.flat)
+        self._wait(is_waiting=True)
         for parameter in plan.parameters:
             parameter.grad = None
         self._kinds = self._joined(kinds)
         self._count += 1
-        self._passes = self._counter.micro_batches
+        self._accumulations = self._counter.accumulations
         self._counter.policy.has_leaves = True
         self._counter.expect_more(are_kept=True)
         self._bookmark = self._place_bookmark(plan)
+
+    def _settle(self) -> None:
+        """Add the leaf that waits to the sums: another one comes, or somebody kept a part of it."""
+        if not self._is_waiting:
+            return
+        self._wait(is_waiting=False)
+        for sums, buffer in zip(self._sums, self._buffers, strict=True):
+            sums.add(buffer.flat)
+
+    def _wait(self, *, is_waiting: bool) -> None:
+        self._is_waiting = is_waiting
+        for buffer in self._buffers:
+            buffer.takes_gradients = not is_waiting
 
     def _fit(self, plan: Plan) -> None:
         """Make sums for the plan's buffers, if the ones that there are belong to others."""
@@ -216,6 +229,10 @@ class Leaves:
         zeros = torch.zeros(slots[index].shape, dtype=plan.bucket_of(index).dtype, device=parameter.device)
         parameter.grad = zeros
         return _Bookmark(index, parameter, zeros, zeros._version)
+
+
+def _is_there(grad: torch.Tensor | None) -> bool:
+    return grad is not None and has_nonzero(grad)
 
 
 def _complete(plan: Plan, kinds: Sequence[int]) -> None:

@@ -55,8 +55,11 @@ def pack(
         header = _describe_part(sample_size, skip)
         if leaves is not None:
             _require_sample_size(header)
-        grads = plan.grads if leaves is None else leaves.bring(plan)
-        plan.collect(grads, are_used=header.takes_part)
+        if leaves is None or not header.takes_part:
+            grads = plan.grads
+            plan.collect(grads, are_used=header.takes_part)
+        else:
+            grads = leaves.bring(plan)
         has_peers = call.groups.size > 1
         for buffer in plan.buffers if has_peers else ():  # what else it needs to travel
             call.groups.payload(buffer.bucket.device)

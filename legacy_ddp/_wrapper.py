@@ -179,11 +179,8 @@ class LegacyDistributedDataParallel(nn.Module):
         """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions.
 
         With ``reproducible=True`` an outermost block is one micro-batch: when it ends its gradients are taken away
-        (``.grad`` is None again, or zeros) and wait for the call; after an exception in it the next call raises on all
-        ranks, and ``zero_grad()`` drops them.
-
-        Raises:
-            GradientError: with ``reproducible=True``, where gradients from outside of any block are there.
+        (``.grad`` is None again, or zeros) and wait for the call; ``zero_grad()`` drops them. After an exception in it,
+        or a backward outside of a block and then a block, the next call raises on all ranks.
         """
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
         previous, policy.sync_enabled = policy.sync_enabled, False

@@ -255,6 +255,18 @@ def test_gradients_assigned_by_hand_are_leaves() -> None:
     assert _grads_of(_by_hand) == [[7.0] * 3, [7.0]]
 
 
+def _zero_in_the_end(wrapped: LegacyDistributedDataParallel) -> None:
+    with wrapped.no_sync():
+        _add(wrapped, 1)
+        bring(wrapped.module, [torch.full((3,), 2.0), None])
+    bring(wrapped.module, [None, torch.zeros(1)])
+    wrapped.all_reduce(sample_size=1)
+
+
+def test_a_last_gradient_that_is_zero_drops_no_micro_batch() -> None:
+    assert _grads_of(_zero_in_the_end) == [[3.0] * 3, [1.0]]
+
+
 def _dropped(wrapped: LegacyDistributedDataParallel, *, set_to_none: bool, last_in_block: bool) -> None:
     optimizer = torch.optim.SGD(wrapped.parameters())
     _leaf(wrapped, 1)

@@ -43,7 +43,7 @@ class Window:
 
     leaves: Sequence[Grads]
     counts: Sequence[int]
-    in_blocks: bool
+    in_blocks: bool = True
 
     def expected(self) -> Grads:
         return [reduced(column, sum(self.counts)) for column in zip(*self.leaves, strict=True)]
