@@ -1,7 +1,7 @@
 """Which micro-batches is this rank's gradient made of? The leaves of the reproducible sum.
 
 A leaf is what one outermost no_sync() block accumulates, or what is there behind the last block when the call comes.
-When a block ends its gradients wait in the flat tensors, until the next one begins and they are added to the tree. Every
+When a block ends its gradients wait in the flat tensors, until the next begins and they are added to the tree. Every
 ``.grad`` is None again but the smallest: that becomes zeros, a bookmark which shows if ``zero_grad()`` was called, for
 then the leaves are dropped as gradients would be.
 """
