@@ -12,16 +12,13 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp import (
-    LegacyDistributedDataParallel,
-)
+from legacy_ddp import LegacyDistributedDataParallel, _adopt
 from tests.cases import Grads, all_bits, get_gradients
 from tests.ranks import run_ranks
 from tests.trees import Window, bring, take, tree_sum, wrap_reproducible
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 SHAPES = [(), (3,), (5, 2), (0,), (65,)]
-ONE = [torch.ones(3)]
 
 
 # --- any step, any split ----------------------------------------------------------------------------------------------
@@ -290,20 +287,28 @@ def test_zero_grad_drops_the_micro_batches_before_it(*, set_to_none: bool, last_
     assert _grads_of(partial(_dropped, set_to_none=set_to_none, last_in_block=last_in_block)) == [[4.0] * 3, [4.0]]
 
 
-def _kept_gradient(rank: int) -> tuple[list[float], list[Any]]:
-    wrapped = wrap_reproducible(ONE)
-    with wrapped.no_sync():
-        bring(wrapped.module, [torch.full((3,), 1.0)])
-        (kept,) = (parameter.grad for parameter in wrapped.parameters())
-    for value in (2.0, 3.0, 4.0):
-        with wrapped.no_sync():
-            bring(wrapped.module, [torch.full((3,), value)])
-    wrapped.all_reduce(sample_size=2)
-    return kept.tolist(), [grad.tolist() for grad in get_gradients(wrapped.module) if grad is not None]
+def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
+    """What was kept from every block and what the call left, where backward puts gradients into their slots."""
+    _adopt.SMALLEST_BYTES = 0
+    wrapped = wrap_reproducible([torch.ones(3)])
+    kept = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        kept.clear()
+        for value in range(count):
+            with wrapped.no_sync():
+                bring(wrapped.module, [torch.full((3,), float(value + 1))])
+                kept += [parameter.grad for parameter in wrapped.parameters()]
+        wrapped.all_reduce(sample_size=1)
+    return [grad.tolist() for grad in kept], [
+        grad.tolist() for grad in get_gradients(wrapped.module) if grad is not None
+    ]
 
 
-def test_a_gradient_kept_from_a_block_keeps_its_values() -> None:
-    assert run_ranks(_kept_gradient, 2) == [([1.0] * 3, [[5.0] * 3])] * 2
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_kept_from_blocks_keep_their_values(count: int) -> None:
+    kept = [[float(value + 1)] * 3 for value in range(count)]
+    assert run_ranks(partial(_kept_gradients, count=count), 2) == [(kept, [[count * (count + 1) / 2] * 3])] * 2
 
 
 def _flat_tensors(rank: int, each: int) -> int:
