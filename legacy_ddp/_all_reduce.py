@@ -41,7 +41,7 @@ def all_reduce(
         with call.phase("alias"):
             plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:
-            leaves.drop()
+            leaves.end_step()
         planner.counter.reset()
         if trail is not None:
             trail.note_reduced()

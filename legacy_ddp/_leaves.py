@@ -8,37 +8,17 @@ then the leaves are dropped as gradients would be.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
 from legacy_ddp import _torch_internals as internals
+from legacy_ddp._bookmark import Bookmark, place_bookmark, without
 from legacy_ddp._bucket import FlatBuffer
 from legacy_ddp._counting import BackwardCounter
 from legacy_ddp._errors import GradientError
-from legacy_ddp._gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
+from legacy_ddp._gradient import ABSENT, SPARSE, has_nonzero, kinds_of
 from legacy_ddp._plan import Plan
 from legacy_ddp._sums import Sums
-
-
-@dataclass(frozen=True)
-class _Bookmark:
-    """Zeros that were put in place of ``parameter.grad``, the gradient of slot ``index``."""
-
-    index: int
-    parameter: torch.Tensor
-    zeros: torch.Tensor
-    version: int
-
-    @property
-    def is_untouched(self) -> bool:
-        return self.parameter.grad is self.zeros and self.zeros._version == self.version
-
-    @property
-    def was_cleared(self) -> bool:
-        """Asked when no backward ran since: what is another tensor, or not zero, was brought by hand."""
-        grad = self.parameter.grad
-        return grad is None or (grad is self.zeros and not self.is_untouched and not has_nonzero(grad))
 
 
 class Leaves:
@@ -52,31 +32,25 @@ class Leaves:
         self._buffers: Sequence[FlatBuffer] = ()
         self._sums: list[Sums] = []  # one per buffer
         self._is_waiting = False  # the last one lies in the buffers' flat tensors, and in no sum yet
-        self._bookmark: _Bookmark | None = None
+        self._bookmark: Bookmark | None = None
         self._problem: Exception | None = None
 
     @contextmanager
     def block(self, plan: Callable[[], Plan]) -> Iterator[None]:
         """An outermost no_sync() block. What goes wrong is raised by the call, on all ranks."""
-        self._try(lambda: self._begin(plan()))
+        self._try(lambda: self._begin(plan))
         try:
             yield
         except BaseException as error:
-            self._problem = self._problem or GradientError(
-                f"an exception inside no_sync() ended micro-batch {self._count + 1} of this step "
-                f"({type(error).__name__}: {error}), so gradients are missing; zero_grad() and do the step again from "
-                "its first micro-batch, on every rank"
-            )
+            self._problem = self._problem or self._incomplete(error)
             raise
         self._try(lambda: self._take(plan()))
 
     @internals.leaves_compiled_code
-    def look(self) -> None:
-        """Drop all leaves if the user cleared the gradients."""
-        mark = self._bookmark
-        if mark is None:
-            return
-        if mark.parameter.grad is None or (self._counter.accumulations == self._accumulations and mark.was_cleared):
+    def drop_if_cleared(self) -> None:
+        """Drop all leaves if the user cleared the gradients. Not asked inside a block: there that clears the block."""
+        is_added_to = self._counter.accumulations != self._accumulations
+        if self._bookmark is not None and self._bookmark.was_cleared(is_added_to=is_added_to):
             self.drop()
 
     def bring(self, plan: Plan) -> list[torch.Tensor | None]:
@@ -86,13 +60,15 @@ class Leaves:
             Exception: whatever went wrong with the leaves of this step, which are dropped.
             GradientError: a gradient that cannot be reduced.
         """
-        self.look()
+        self.drop_if_cleared()
         problem, self._problem = self._problem, None
         if problem is not None:
             self.drop()
             raise problem
-        self._fit(plan)
-        grads = self._grads(plan)
+        if not self._fits(plan):
+            self.drop()
+            raise _changed_parameters()
+        grads = without(plan.grads, self._bookmark)
         if any(grad is not None for grad in grads) or any(buffer.is_kept_by_others for buffer in plan.buffers):
             self._settle()
         plan.collect(grads)
@@ -115,11 +91,11 @@ class Leaves:
         return self._count + is_one_more, self._joined(kinds), flats
 
     def zeros(self, plan: Plan, *, has_peers: bool) -> list[torch.Tensor]:
-        """What a rank brings that takes no part, whatever its leaves are, whole or not."""
-        self.drop()
-        self._problem = None
-        self._fit(plan)
-        flats = [sums.total(None) for sums in self._sums]
+        """What a rank brings that takes no part, whatever its leaves are; they stay until the call succeeds."""
+        if not self._fits(plan):
+            self.drop()
+            self._fits(plan)
+        flats = [sums.zeros() for sums in self._sums]
         self._reserve(flats, has_peers=has_peers)
         return flats
 
@@ -127,10 +103,15 @@ class Leaves:
         """Memory for what peers send, as large as ``flats``, the result of :meth:`total`; of leaves, which end here."""
         return [sums.inbox(flat) for sums, flat in zip(self._sums, flats, strict=True)]
 
+    def end_step(self) -> None:
+        """The call succeeded."""
+        self.drop()
+        self._problem = None
+
     def drop(self) -> None:
-        """Begin a step anew."""
-        if self._bookmark is not None and self._bookmark.is_untouched:
-            self._bookmark.parameter.grad = None
+        """Begin a step anew. What went wrong before is still to be told."""
+        if self._bookmark is not None:
+            self._bookmark.remove()
         for sums in self._sums:
             sums.clear()
         self._wait(is_waiting=False)
@@ -153,21 +134,32 @@ class Leaves:
                 act()
         except Exception as error:  # noqa: BLE001 - kept, and raised then
             self._problem = error
+        except BaseException as error:  # Ctrl-C, say: some sums may have been added to and others not
+            self._problem = self._incomplete(error)
+            raise
 
-    def _begin(self, plan: Plan) -> None:
-        self.look()
+    def _begin(self, plan: Callable[[], Plan]) -> None:
+        self.drop_if_cleared()
         self._settle()
-        if self._counter.accumulations != self._accumulations and any(map(_is_there, plan.grads)):
+        if self._counter.accumulations != self._accumulations and any(map(_is_there, plan().grads)):
             raise GradientError(
                 "a no_sync() block began while gradients of a backward outside of any were there: got two "
                 "micro-batches that reproducible=True cannot tell apart, expected a no_sync() block for each (only the "
                 "last one of a step may stand behind them); zero_grad() and do the step again, on every rank"
             )
 
+    def _incomplete(self, error: BaseException) -> GradientError:
+        return GradientError(
+            f"an exception inside no_sync() ended micro-batch {self._count + 1} of this step "
+            f"({type(error).__name__}: {error}), so gradients are missing; zero_grad() and do the step again from its "
+            "first micro-batch, on every rank"
+        )
+
     def _take(self, plan: Plan) -> None:
         """What ``.grad`` holds is one more leaf."""
-        self._fit(plan)
-        grads = self._grads(plan)
+        if not self._fits(plan):
+            raise _changed_parameters()
+        grads = without(plan.grads, self._bookmark)
         kinds = kinds_of(grads)
         plan.collect(grads)
         _complete(plan, kinds)
@@ -179,7 +171,10 @@ class Leaves:
         self._accumulations = self._counter.accumulations
         self._counter.policy.has_leaves = True
         self._counter.expect_more(are_kept=True)
-        self._bookmark = self._place_bookmark(plan)
+        self._bookmark = place_bookmark(plan)
+        del grads  # the last names for what lies in the buffers
+        if any(buffer.is_kept_by_others for buffer in plan.buffers):
+            self._settle()  # before whoever keeps a gradient writes to it
 
     def _settle(self) -> None:
         """Add the leaf that waits to the sums: another one comes, or somebody kept a part of it."""
@@ -194,23 +189,12 @@ class Leaves:
         for buffer in self._buffers:
             buffer.takes_gradients = not is_waiting
 
-    def _fit(self, plan: Plan) -> None:
-        """Make sums for the plan's buffers, if the ones that there are belong to others."""
-        if self._buffers is plan.buffers:
-            return
-        if self._count:
-            raise GradientError(
-                "parameters changed between the micro-batches of a step: gradients of the earlier ones do not fit any "
-                "more; zero_grad() and do the step again from its first micro-batch, on every rank"
-            )
-        self._buffers = plan.buffers
-        self._sums = [Sums(buffer.bucket) for buffer in plan.buffers]
-
-    def _grads(self, plan: Plan) -> list[torch.Tensor | None]:
-        grads = plan.grads
-        if self._bookmark is not None and self._bookmark.is_untouched:
-            grads[self._bookmark.index] = None
-        return grads
+    def _fits(self, plan: Plan) -> bool:
+        """Whether the sums are of the plan's buffers; made for them if there are no leaves."""
+        if self._buffers is not plan.buffers and not self._count:
+            self._buffers = plan.buffers
+            self._sums = [Sums(buffer.bucket) for buffer in plan.buffers]
+        return self._buffers is plan.buffers
 
     def _joined(self, kinds: Sequence[int]) -> list[int]:
         return [max(pair) for pair in zip(kinds, self._kinds, strict=True)] if self._kinds else list(kinds)
@@ -219,16 +203,12 @@ class Leaves:
         for sums, flat in zip(self._sums, flats, strict=True) if has_peers else ():
             sums.reserve(flat)
 
-    def _place_bookmark(self, plan: Plan) -> _Bookmark | None:
-        slots = plan.layout.slots
-        there = [index for index, kind in enumerate(self._kinds) if kind == DENSE and slots[index].numel]
-        if not there:
-            return None
-        index = min(there, key=lambda index: slots[index].numel)
-        parameter = plan.parameters[index]
-        zeros = torch.zeros(slots[index].shape, dtype=plan.bucket_of(index).dtype, device=parameter.device)
-        parameter.grad = zeros
-        return _Bookmark(index, parameter, zeros, zeros._version)
+
+def _changed_parameters() -> GradientError:
+    return GradientError(
+        "parameters changed between the micro-batches of a step: gradients of the earlier ones do not fit any more; "
+        "zero_grad() and do the step again from its first micro-batch, on every rank"
+    )
 
 
 def _is_there(grad: torch.Tensor | None) -> bool:

@@ -48,7 +48,8 @@ def reduce(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed, agreem
     with call.phase("payload"):
         try:
             if leaves is not None:
-                trunks = list(_trunks(plan, leaves.inboxes(packed.flats), packed, kinds))
+                inboxes = leaves.inboxes(packed.flats) if call.groups.size > 1 else packed.flats
+                trunks = list(_trunks(plan, inboxes, packed, kinds))
                 return Reduced(kinds, {}, reduce_trunks(call, trunks, agreement.divisor))
             work = [(buffer, _fill(buffer, packed, kinds, share)) for buffer, share in plan.shares]
             runs = [(buffer, _cut(call, buffer, joined, plan.layout.buffer_size)) for buffer, joined in work]

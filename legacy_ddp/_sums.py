@@ -35,7 +35,7 @@ class Sums:
         self._nodes.append((size, self._take().copy_(leaf) if newest is leaf else newest))
 
     def total(self, last: torch.Tensor | None) -> torch.Tensor:
-        """The sum of all leaves and of ``last``, one more, in the tree's dtype; zeros if there is none.
+        """The sum of all leaves and of ``last``, one more, in the tree's dtype; there is at least one.
 
         Changes no sum, and is ``last`` or a sum itself where nothing is to be added.
         """
@@ -44,14 +44,18 @@ class Sums:
             return parts[0]
         if self._total is None:
             self._total = self._take()
-        if not parts:
-            return self._total.zero_()
         newest = parts.pop()
         if not parts:
             return self._total.copy_(newest)
         while parts:  # from the end: the sum of a run that is not complete meets that of the one before it
             newest = torch.add(parts.pop(), newest, out=self._total)
         return newest
+
+    def zeros(self) -> torch.Tensor:
+        """In place of a total."""
+        if self._total is None:
+            self._total = self._take()
+        return self._total.zero_()
 
     def reserve(self, total: torch.Tensor) -> None:
         """Make sure of an :meth:`inbox`."""

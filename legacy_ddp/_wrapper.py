@@ -46,7 +46,7 @@ class LegacyDistributedDataParallel(nn.Module):
         reproducible: add gradients in an order that depends on the step's micro-batches alone: any split of them over
             ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch, the last
             excepted; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no
-            ``reduce_dtype``, and up to log2(micro-batches per rank) + 2 copies of all gradients.
+            ``reduce_dtype``, and up to log2(micro-batches per rank) + 2 copies of all gradients, of fp16 ones in fp32.
         ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
             (the module's ``_ddp_params_and_buffers_to_ignore``).
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
@@ -104,8 +104,8 @@ class LegacyDistributedDataParallel(nn.Module):
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
         with HERE.forward():
-            if self._synchronizer.leaves is not None:
-                self._synchronizer.leaves.look()
+            if self._synchronizer.leaves is not None and self._synchronizer.policy.sync_enabled:
+                self._synchronizer.leaves.drop_if_cleared()
             show_forward(self._synchronizer.observers, args, kwargs)
             return self.module(*args, **kwargs)
 
@@ -124,10 +124,10 @@ class LegacyDistributedDataParallel(nn.Module):
         ========================  ==================================================================================
 
         A rank without a gradient counts as zeros; a gradient that no rank has stays None. Sparse gradients stay sparse.
-        The whole window's gradients count, also those assigned or edited by hand. A plain call repeated averages equal
-        values, which may change their last bit (up to half of the fp32 elements at 5 to 7 ranks); one with
-        ``sample_size`` would divide twice, which is an error where it shows: no backward since, and every gradient
-        still the view left.
+        The whole window's gradients count, also those assigned or edited by hand (with ``reproducible=True`` an edit
+        reaches the micro-batch that ``.grad`` holds). A plain call repeated averages equal values, which may change
+        their last bit (up to half of the fp32 elements at 5 to 7 ranks); one with ``sample_size`` would divide twice,
+        which is an error where it shows: no backward since, and every gradient still the view left.
 
         Args:
             sample_size: number of items this rank's gradients are sums over, a host int.
@@ -179,8 +179,9 @@ class LegacyDistributedDataParallel(nn.Module):
         """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions.
 
         With ``reproducible=True`` an outermost block is one micro-batch: when it ends its gradients are taken away
-        (``.grad`` is None again, or zeros) and wait for the call; ``zero_grad()`` drops them. After an exception in it,
-        or a backward outside of a block and then a block, the next call raises on all ranks.
+        (``.grad`` is None again, or zeros) and wait for the call. ``zero_grad()`` between blocks drops them, if it
+        reaches the smallest parameter. After an exception in it, or a backward outside of a block and then a block, the
+        next call raises on all ranks. A block without a backward counts as one of zeros.
         """
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
         previous, policy.sync_enabled = policy.sync_enabled, False

@@ -21,7 +21,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
     they are, and in which order, follows from ``seed`` and the epoch alone; of each step's M micro-batches rank r of W
     takes numbers r M/W to (r + 1) M/W - 1. What is left at the end of an epoch, less than a step, is not used in it.
 
-    An iteration goes on where the position is and ends with the epoch; the next one begins the next epoch.
+    An iteration goes on where the position is and ends with the epoch; the next one begins the next epoch. Worker
+    processes of a DataLoader read ahead, and the position with them: after an iteration that was broken off say where
+    the training is, with ``load_state_dict(state_dict(global_step=...))``.
 
     Args:
         dataset_length: number of samples.
@@ -81,6 +83,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         self._epoch = 0
         self._step = 0  # in the epoch: the first that is not handed out whole
+        self._moves = 0  # of the position by anything but the iteration that is under way
 
     @property
     def steps_per_epoch(self) -> int:
@@ -102,23 +105,35 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.steps_per_epoch * self._each
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The micro-batches of this rank from the position to the end of the epoch."""
+        """The micro-batches of this rank from the position to the end of the epoch.
+
+        Raises:
+            RuntimeError: another iteration began meanwhile, or the position was moved.
+        """
         if self._step == self.steps_per_epoch:
             self._epoch, self._step = self._epoch + 1, 0
+        self._moves += 1
+        own = self._moves
         order = self._order()
         while self._step < self.steps_per_epoch:
             first = self._step * self._step_size
             for number in self.micro_batches:
+                if self._moves != own:
+                    raise RuntimeError(
+                        "this iteration is not the newest one any more: got another that began, set_epoch() or "
+                        "load_state_dict() meanwhile; iterate anew"
+                    )
                 if number == self.micro_batches[-1]:
                     self._step += 1  # now, and not when the next one is asked for: this step is handed out whole
                 start = first + number * self._size
                 yield order[start : start + self._size].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of that epoch; in the present one the position stays, so a resumed loop may say it again."""
+        """Go to the start of that epoch; in the middle of it the position stays, so a resumed loop may say it again."""
         _check_int("epoch", epoch, 0)
-        if epoch != self._epoch:
+        if epoch != self._epoch or self._step == self.steps_per_epoch:
             self._epoch, self._step = epoch, 0
+            self._moves += 1
 
     def state_dict(self, *, global_step: int | None = None) -> dict[str, Any]:
         """The position, and what the content depends on.
@@ -148,12 +163,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 )
         _check_int("global_step", state["global_step"], 0)
         self._epoch, self._step = divmod(state["global_step"], self.steps_per_epoch)
+        self._moves += 1
 
     def _order(self) -> torch.Tensor:
         if not self._content["shuffle"]:
-            return torch.arange(self._length)
-        generator = torch.Generator().manual_seed(_seed("order", self._content["seed"], self._epoch))
-        return torch.randperm(self._length, generator=generator)
+            return torch.arange(self._length, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(_seed("order", self._content["seed"], self._epoch))
+        return torch.randperm(self._length, generator=generator, device="cpu")
 
 
 @contextmanager
@@ -179,7 +195,7 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
 
 
 def _seed(*parts: object) -> int:
-    """63 bits that differ wherever a part does."""
+    """A number for a generator, of which torch's one for the CPU uses 32 bits: two of many will coincide."""
     return fingerprint(repr(parts).encode()) % 2**63
 
 

@@ -106,6 +106,37 @@ def test_a_new_iteration_goes_on_with_the_first_step_that_is_not_whole() -> None
     assert next(iter(sampler)) == [0]
 
 
+@pytest.mark.parametrize("move", ["iterate", "set_epoch", "load"])
+def test_an_iteration_ends_loudly_when_the_position_was_moved(move: str) -> None:
+    (sampler,) = _samplers(1, 16, 1, 4)
+    batches = iter(sampler)
+    next(batches)
+    if move == "iterate":
+        next(iter(sampler))
+    elif move == "set_epoch":
+        sampler.set_epoch(2)
+    else:
+        sampler.load_state_dict(sampler.state_dict(global_step=1))
+
+    with pytest.raises(RuntimeError, match="not the newest one any more"):
+        next(batches)
+
+
+def test_an_epoch_that_ended_can_be_read_again() -> None:
+    (sampler,) = _samplers(1, 16, 1, 4)
+    first = list(sampler)
+    sampler.set_epoch(0)
+
+    assert list(sampler) == first
+
+
+def test_the_order_is_made_on_the_cpu_whatever_the_default_device_is() -> None:
+    (sampler,) = _samplers(1, 16, 1, 4)
+    expected = list(_samplers(1, 16, 1, 4)[0])
+    with torch.device("meta"):
+        assert list(sampler) == expected
+
+
 def test_the_end_of_an_epoch_is_the_start_of_the_next() -> None:
     (sampler,) = _samplers(1, 8, 1, 4)
     list(sampler)

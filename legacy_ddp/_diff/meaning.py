@@ -249,7 +249,7 @@ def _since(evidence: Evidence, say: _Sentences) -> None:
 def _other_order(evidence: Evidence, say: _Sentences) -> None:
     if evidence.is_start:
         return
-    if evidence.in_one_order:
+    if evidence.in_one_order and calls.ITEMS[0] not in evidence.causes:
         say("Both add gradients in the order of one tree (reproducible=True), so the split explains nothing.")
     else:
         say("Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order.")
