@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _checkout import commit
 from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import SyncRecord
@@ -208,12 +208,11 @@ def save(arguments: argparse.Namespace, environment: dict[str, Any], results: di
 
 def machine() -> dict[str, Any]:
     """Where these figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "load_average_at_end": os.getloadavg(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
     }

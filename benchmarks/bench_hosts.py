@@ -33,7 +33,6 @@ from typing import Any
 from _hosts_worker import ALONE, COMPARED, REFERENCE, add_workload
 from _measure import parse, print_table, save
 
-sys.path.append(str(Path(__file__).parent.parent))
 from tests.hosts import HostFailure, Hosts, reason_not_permitted
 
 WORKER = Path(__file__).with_name("_hosts_worker.py")

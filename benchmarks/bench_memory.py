@@ -48,6 +48,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _checkout import environment
 from _interrupt import quiet_interrupt
 from _measure import machine, save
 from _memory import (
@@ -125,7 +126,7 @@ class Job:
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print a table per model, write JSON if asked."""
     arguments = parse_arguments(given)
-    os.environ.update(SETTINGS_OF_RANKS)
+    os.environ.update({**environment(), **SETTINGS_OF_RANKS})
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "legacy_ddp"])
     results = {}
     for model in arguments.models:

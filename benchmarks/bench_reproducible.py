@@ -24,11 +24,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _checkout import ROOT
 from _measure import (
     Variant,
     measure,
@@ -46,7 +46,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(ROOT / "examples"))
 from _text import BYTE_VALUES
 from train_lm import CONTEXT, ByteModel
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from _checkout import environment
 from _measure import machine, save
 
 from legacy_ddp._trace.lines import PHASES
@@ -85,7 +86,7 @@ def compare(paths: Iterable[Path], *, status: int) -> tuple[float, float]:
     """Seconds, and the most memory at a time in MB, of one comparison; it must end with that exit status."""
     command = [sys.executable, "-m", "legacy_ddp", "diff", *map(str, paths)]
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment())
     _, ended, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     process.returncode = os.waitstatus_to_exitcode(ended)

@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from _checkout import ROOT, environment
 from _measure import machine, save
-from run_all import environment
 
-MAIN_JOB = Path(__file__).parent.parent / "examples" / "train_lm.py"
+MAIN_JOB = ROOT / "examples" / "train_lm.py"
 OWN = "their own"
 WIRES = (OWN, "bfloat16", "float16")
 RANKS = 2

@@ -10,19 +10,17 @@ running; it is the exit status.
 """
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from _checkout import ROOT, environment
 from _interrupt import quiet_interrupt
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
@@ -41,7 +39,6 @@ class Run:
 
 
 def _no_hosts() -> str:
-    sys.path.append(str(ROOT))
     from tests.hosts import reason_not_permitted
 
     return reason_not_permitted() or ""
@@ -130,12 +127,6 @@ def command(name: str, *, full: bool) -> list[str]:
     options = shlex.split(run.full if full else run.short or "")
     kept = ["--json", str(RESULTS / f"{name}.json")] if full else []
     return [sys.executable, *launch, str(ROOT / "benchmarks" / run.script), *options, *kept]
-
-
-def environment() -> dict[str, str]:
-    """One thread per rank, and the package from here."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 if __name__ == "__main__":

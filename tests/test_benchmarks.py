@@ -98,14 +98,15 @@ def test_trace_tells_seconds_and_memory_of_every_way_to_compare(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
-def test_a_benchmark_started_as_a_script_finds_its_neighbours(script: str) -> None:
+def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_package(script: str, tmp_path: Path) -> None:
+    (tmp_path / "legacy_ddp.py").write_text("raise RuntimeError('the package of another checkout')")
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--help"],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         check=False,
     )
 
