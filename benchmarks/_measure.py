@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _checkout import commit
-from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import SyncRecord
 from legacy_ddp._settings import ENVIRONMENT_VARIABLE
@@ -41,7 +40,6 @@ class Variant:
     prepare: Callable[[], object] = lambda: None
     seconds: list[float] = field(default_factory=list)
     phases: list[Mapping[str, float]] = field(default_factory=list)
-    fresh_bytes: int | None = None  # not counted yet
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,16 +108,6 @@ def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.Proces
                     variant.phases.append(returned.seconds)
 
 
-def count_fresh_bytes(variants: list[Variant]) -> list[Variant]:
-    """Collective: the variants with the memory that one run of each allocates on this rank."""
-    for variant in variants:
-        variant.prepare()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            variant.run()
-        variant.fresh_bytes = sum(max(0, event.self_cpu_memory_usage) for event in profiler.events())
-    return variants
-
-
 def round_ratios(variant: Variant, reference: Variant) -> list[float]:
     """One ratio of times per round, ascending."""
     return sorted(own / other for own, other in zip(variant.seconds, reference.seconds, strict=True))
@@ -130,12 +118,10 @@ def summarize(variants: list[Variant]) -> Summary:
     summary: Summary = {}
     for variant in variants:
         ratios = round_ratios(variant, variants[0])
-        fresh_bytes = variant.fresh_bytes
         summary[variant.name] = {
             "n": len(ratios),
             "median_ms": 1e3 * statistics.median(variant.seconds),
             "p90_ms": 1e3 * statistics.quantiles(variant.seconds, n=10)[-1],
-            **({} if fresh_bytes is None else {"fresh_mib_per_run": fresh_bytes / 2**20}),
             **({"phase_ms": _phase_medians_ms(variant.phases)} if variant.phases else {}),
             "median_ratio": statistics.median(ratios),
             "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
@@ -161,11 +147,10 @@ def verdicts(ratios: Mapping[str, float], aims: Mapping[str, float]) -> dict[str
 
 def print_table(title: str, summary: Summary) -> None:
     """One line per variant."""
-    with_memory = all("fresh_mib_per_run" in row for row in summary.values())
-    print(f"\n{title}\n{'':41}{'median':>9}{'p90':>9}{'ratio':>7}" + (f"{'fresh':>11}" if with_memory else ""))
+    print(f"\n{title}\n{'':41}{'median':>11}{'p90':>11}{'ratio':>9}")
     for name, row in summary.items():
-        times = f"{row['median_ms']:7.2f}ms{row['p90_ms']:7.2f}ms{row['median_ratio']:7.3f}"
-        print(f"{name:41}{times}" + (f"{row['fresh_mib_per_run']:8.1f}MiB" if with_memory else ""), flush=True)
+        times = f"{row['median_ms']:9.2f}ms{row['p90_ms']:9.2f}ms"
+        print(f"{name:41}{times}{row['median_ratio']:9.3f}", flush=True)
 
 
 def print_phases(summary: Summary) -> None:

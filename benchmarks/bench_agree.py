@@ -151,7 +151,7 @@ def _print_step(title: str, result: dict[str, Any]) -> None:
     for name in ("off", "info"):
         row = variants[name]
         share = row["last_rank_agree_ms"] / row["median_ms"]
-        print(f"{name + ', last rank in agree':41}{row['last_rank_agree_ms']:7.2f}ms   {share:.1%}", flush=True)
+        print(f"{name + ', last rank in agree':41}{row['last_rank_agree_ms']:9.2f}ms   {share:.1%}", flush=True)
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
