@@ -47,15 +47,21 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -
     parser.add_argument("--repeats", type=int, default=5, help="times that all is built (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write medians, ratios and the environment here")
+    parser.add_argument("--json", type=results_path, help="write medians, ratios and the environment here")
     arguments = parser.parse_args(given)
     if min(arguments.repeats, arguments.rounds) < 1 or arguments.warm_up < 0:
         parser.error("--repeats and --rounds are counts: expected 1 or more, and 0 or more for --warm-up")
-    if arguments.json and not arguments.json.parent.is_dir():
-        parser.error(f"--json has nowhere to go: got {arguments.json}, expected a file in a folder that exists")
     if arguments.repeats * arguments.rounds < 2:
         parser.error(f"too little to compare: got {arguments.rounds} --rounds, expected 2 or more; or raise --repeats")
     return arguments
+
+
+def results_path(text: str) -> Path:
+    """Where results can be written; looked at before anything is measured."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"nowhere to go: got {text}, expected a file in a folder that exists")
+    return path
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _interrupt import quiet_interrupt
 from _measure import (
     Variant,
     measure,
@@ -201,4 +202,5 @@ def _exchange() -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

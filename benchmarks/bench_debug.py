@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _checkout import ROOT
+from _interrupt import quiet_interrupt
 from _measure import Variant, measure, parse, print_table, process_group, summarize, write_results
 from torch import nn
 
@@ -160,4 +161,5 @@ def _throughput(arguments: argparse.Namespace, tensors: Sequence[torch.Tensor], 
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _checkout import ROOT
+from _interrupt import quiet_interrupt
 from _measure import (
     Variant,
     measure,
@@ -161,4 +162,5 @@ def _accumulate(model: LegacyDistributedDataParallel, workload: Workload, batche
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

@@ -397,6 +397,7 @@ def test_quick_is_short_for_options_and_what_else_is_given_counts() -> None:
         (["--warm-up", "-1"], "0 or more for --warm-up"),
         (["--repeats", "1", "--rounds", "1"], "too little to compare"),
         (["--json", "no/such/folder/step.json"], "nowhere to go: got no/such/folder/step.json"),
+        (["--json", str(BENCHMARKS)], "expected a file in a folder that exists"),
     ],
 )
 def test_wrong_arguments_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
