@@ -1,4 +1,4 @@
-"""How does a script that starts others end at Ctrl-C? As a shell expects, and without a traceback."""
+"""How does a benchmark end at Ctrl-C? As a shell expects, and without a traceback."""
 
 import sys
 from collections.abc import Iterator

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from _checkout import commit
 
 from legacy_ddp import SyncRecord
 from legacy_ddp._settings import ENVIRONMENT_VARIABLE
@@ -41,7 +40,6 @@ class Variant:
     prepare: Callable[[], object] = lambda: None
     seconds: list[float] = field(default_factory=list)
     phases: list[Mapping[str, float]] = field(default_factory=list)
-    fresh_bytes: int | None = None  # not counted yet
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -49,15 +47,21 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -
     parser.add_argument("--repeats", type=int, default=5, help="times that all is built (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write medians, ratios and the environment here")
+    parser.add_argument("--json", type=results_path, help="write medians, ratios and the environment here")
     arguments = parser.parse_args(given)
     if min(arguments.repeats, arguments.rounds) < 1 or arguments.warm_up < 0:
         parser.error("--repeats and --rounds are counts: expected 1 or more, and 0 or more for --warm-up")
-    if arguments.json and not arguments.json.parent.is_dir():
-        parser.error(f"--json has nowhere to go: got {arguments.json}, expected a file in a folder that exists")
     if arguments.repeats * arguments.rounds < 2:
         parser.error(f"too little to compare: got {arguments.rounds} --rounds, expected 2 or more; or raise --repeats")
     return arguments
+
+
+def results_path(text: str) -> Path:
+    """Where results can be written; looked at before anything is measured."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"nowhere to go: got {text}, expected a file in a folder that exists")
+    return path
 
 
 @contextmanager
@@ -110,16 +114,6 @@ def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.Proces
                     variant.phases.append(returned.seconds)
 
 
-def count_fresh_bytes(variants: list[Variant]) -> list[Variant]:
-    """Collective: the variants with the memory that one run of each allocates on this rank."""
-    for variant in variants:
-        variant.prepare()
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            variant.run()
-        variant.fresh_bytes = sum(max(0, event.self_cpu_memory_usage) for event in profiler.events())
-    return variants
-
-
 def round_ratios(variant: Variant, reference: Variant) -> list[float]:
     """One ratio of times per round, ascending."""
     return sorted(own / other for own, other in zip(variant.seconds, reference.seconds, strict=True))
@@ -130,12 +124,10 @@ def summarize(variants: list[Variant]) -> Summary:
     summary: Summary = {}
     for variant in variants:
         ratios = round_ratios(variant, variants[0])
-        fresh_bytes = variant.fresh_bytes
         summary[variant.name] = {
             "n": len(ratios),
             "median_ms": 1e3 * statistics.median(variant.seconds),
             "p90_ms": 1e3 * statistics.quantiles(variant.seconds, n=10)[-1],
-            **({} if fresh_bytes is None else {"fresh_mib_per_run": fresh_bytes / 2**20}),
             **({"phase_ms": _phase_medians_ms(variant.phases)} if variant.phases else {}),
             "median_ratio": statistics.median(ratios),
             "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
@@ -161,11 +153,10 @@ def verdicts(ratios: Mapping[str, float], aims: Mapping[str, float]) -> dict[str
 
 def print_table(title: str, summary: Summary) -> None:
     """One line per variant."""
-    with_memory = all("fresh_mib_per_run" in row for row in summary.values())
-    print(f"\n{title}\n{'':41}{'median':>9}{'p90':>9}{'ratio':>7}" + (f"{'fresh':>11}" if with_memory else ""))
+    print(f"\n{title}\n{'':41}{'median':>11}{'p90':>11}{'ratio':>9}")
     for name, row in summary.items():
-        times = f"{row['median_ms']:7.2f}ms{row['p90_ms']:7.2f}ms{row['median_ratio']:7.3f}"
-        print(f"{name:41}{times}" + (f"{row['fresh_mib_per_run']:8.1f}MiB" if with_memory else ""), flush=True)
+        times = f"{row['median_ms']:9.2f}ms{row['p90_ms']:9.2f}ms"
+        print(f"{name:41}{times}{row['median_ratio']:9.3f}", flush=True)
 
 
 def print_phases(summary: Summary) -> None:
@@ -208,12 +199,11 @@ def save(arguments: argparse.Namespace, environment: dict[str, Any], results: di
 
 def machine() -> dict[str, Any]:
     """Where these figures come from."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "load_average_at_end": os.getloadavg(),
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit(),
     }

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _interrupt import quiet_interrupt
 from _measure import Variant, measure, parse, print_table, process_group, round_ratios, summarize, write_results
 from _scaling import ROW_BYTES, Network, doubling_hops, fit_alpha, limits, ring_hops, seconds_per_row
 from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
@@ -151,7 +152,7 @@ def _print_step(title: str, result: dict[str, Any]) -> None:
     for name in ("off", "info"):
         row = variants[name]
         share = row["last_rank_agree_ms"] / row["median_ms"]
-        print(f"{name + ', last rank in agree':41}{row['last_rank_agree_ms']:7.2f}ms   {share:.1%}", flush=True)
+        print(f"{name + ', last rank in agree':41}{row['last_rank_agree_ms']:9.2f}ms   {share:.1%}", flush=True)
 
 
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
@@ -247,9 +248,8 @@ def _networks(gathers: dict[int, float], arguments: argparse.Namespace) -> list[
     beta = 1e-9 / arguments.gigabytes_per_second
     networks = [Network("given", arguments.alpha_us / 1e6, beta)]
     if fitting := {size: seconds for size, seconds in gathers.items() if not _crowded(size)}:
-        networks.append(
-            Network(f"fitted to the runs of up to {max(fitting)} ranks", fit_alpha(ring_hops, fitting), beta)
-        )
+        name = f"fitted to the runs of up to {max(fitting)} ranks"
+        networks.append(Network(name, fit_alpha(ring_hops, fitting), beta))
     if any(_crowded(size) for size in gathers):
         name = f"fitted to all runs, up to {max(gathers)} ranks; inflated by oversubscription"
         networks.append(Network(name, fit_alpha(ring_hops, gathers), beta))
@@ -263,9 +263,7 @@ def _median_seconds(summaries: dict[int, dict[str, Any]], name: str) -> dict[int
 def _print_exchanges(summaries: dict[int, dict[str, Any]]) -> None:
     rounds = summaries[2]["barrier"]["n"]
     print(f"\nheader, run: us, medians of {rounds} rounds; * more ranks than cores, an upper bound")
-    print(
-        f"{'ranks':>6} {'bytes':>8}{'barrier':>10}{'all_gather':>12}{'p90':>8}{'a hop':>8}{'ratio':>8}{'agree()':>10}"
-    )
+    print(" ranks    bytes   barrier  all_gather     p90   a hop   ratio   agree()")
     for size, summary in summaries.items():
         barrier, gather, whole = (summary[name] for name in ("barrier", "all_gather", "agree()"))
         times = f"{1e3 * barrier['median_ms']:10.0f}{1e3 * gather['median_ms']:12.0f}{1e3 * gather['p90_ms']:8.0f}"
@@ -297,4 +295,5 @@ def _print_limits(result: dict[str, Any], step_ms: float) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

@@ -4,8 +4,8 @@
 
 Every variant has its own copy of one model; all are run once per round, in an order that rotates from round to round,
 so that whatever else the machine does hits all of them alike, and everything is built several times, because where
-memory happens to lie is worth some per cent. A ratio is the median of the rounds' ratios. "fresh" is the memory that
-one run allocates on its rank, as torch's profiler counts it. Whole steps are bench_step.py's question. Two tables:
+memory happens to lie is worth some per cent. A ratio is the median of the rounds' ratios. Whole steps are
+bench_step.py's question. Two tables:
 
 call    the ranks aligned by a barrier first, so that waiting for a late rank is not counted; gradients come from a real
         backward before it, on other data on each rank. Before anything is timed, the calls of ours and one collective
@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _interrupt import quiet_interrupt
 from _measure import (
     Variant,
-    count_fresh_bytes,
     measure,
     parse,
     print_aims,
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
             check_mean(name, reducing.model, reducing.fill, reducing.call)
         for table, build, aims in (("call", _calls, aims_for(model)), ("parts", _parts, {})):
             title = f"{table}, {model}, {dist.get_world_size()} ranks"
-            summary = summarize(count_fresh_bytes(measure(partial(build, workload), arguments)))
+            summary = summarize(measure(partial(build, workload), arguments))
             ratios = {name: summary[name]["median_ratio"] for name in aims}
             results[title] = {"aims": aims, "verdicts": verdicts(ratios, aims), "variants": summary}
             if dist.get_rank() == 0:
@@ -202,4 +202,5 @@ def _exchange() -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

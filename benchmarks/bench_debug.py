@@ -18,12 +18,13 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _checkout import ROOT
+from _interrupt import quiet_interrupt
 from _measure import Variant, measure, parse, print_table, process_group, summarize, write_results
 from torch import nn
 
@@ -31,7 +32,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp.debug import Recorder, check_replicas, digest
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(ROOT / "examples"))
 from train_lm import ByteModel, summed_loss
 
 EVERY = 10
@@ -160,4 +161,5 @@ def _throughput(arguments: argparse.Namespace, tensors: Sequence[torch.Tensor], 
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

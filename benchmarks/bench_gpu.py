@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _device_calls import complaint, during_call, kernels, launches, record, waits
+from _interrupt import quiet_interrupt
 from _measure import Summary, Variant, measure, parse, print_table, summarize, write_results
 from _workloads import WORKLOADS, WRAPPERS, Workload, step
 from torch import nn
@@ -250,4 +251,5 @@ def _run_and_wait(run: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

@@ -31,9 +31,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from _hosts_worker import ALONE, COMPARED, REFERENCE, add_workload
+from _interrupt import quiet_interrupt
 from _measure import parse, print_table, save
 
-sys.path.append(str(Path(__file__).parent.parent))
 from tests.hosts import HostFailure, Hosts, reason_not_permitted
 
 WORKER = Path(__file__).with_name("_hosts_worker.py")
@@ -53,8 +53,6 @@ def main(given: Sequence[str] | None = None) -> None:
         run(arguments)
     except HostFailure as failure:
         sys.exit(str(failure))
-    except KeyboardInterrupt:
-        sys.exit("interrupted; the hosts are gone")
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -214,4 +212,5 @@ def _print_aims(aims: Mapping[str, Mapping[str, Any]], rates: Mapping[str, Mappi
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

@@ -37,6 +37,7 @@ import json
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -48,8 +49,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from _checkout import environment
 from _interrupt import quiet_interrupt
-from _measure import machine, save
+from _measure import machine, results_path, save
 from _memory import (
     STATUS,
     AllocatorMeter,
@@ -125,7 +127,9 @@ class Job:
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print a table per model, write JSON if asked."""
     arguments = parse_arguments(given)
-    os.environ.update(SETTINGS_OF_RANKS)
+    if "RANK" in os.environ:
+        sys.exit("start without torchrun: python benchmarks/bench_memory.py starts its own ranks")
+    os.environ.update({**environment(), **SETTINGS_OF_RANKS})
     mp.get_context("forkserver").set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "legacy_ddp"])
     results = {}
     for model in arguments.models:
@@ -146,7 +150,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="of which the last is counted (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of which the least counts (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, help="write the table and the environment here")
+    parser.add_argument("--json", type=results_path, help="write the table and the environment here")
     arguments = parser.parse_args(given)
     if arguments.ranks < 2:
         parser.error(f"too few --ranks: got {arguments.ranks}, expected 2 or more")

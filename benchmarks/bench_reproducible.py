@@ -24,11 +24,12 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from _checkout import ROOT
+from _interrupt import quiet_interrupt
 from _measure import (
     Variant,
     measure,
@@ -46,7 +47,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
+sys.path.append(str(ROOT / "examples"))
 from _text import BYTE_VALUES
 from train_lm import CONTEXT, ByteModel
 
@@ -161,4 +162,5 @@ def _accumulate(model: LegacyDistributedDataParallel, workload: Workload, batche
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

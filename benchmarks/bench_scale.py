@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _calls import BARE, COPIES, Calls
+from _interrupt import quiet_interrupt
 from _measure import Summary, Variant, measure, parse, print_table, process_group, summarize, write_results
 from _rank_growth import FEW_TENSORS, answer_ranks, crowded
 from _workloads import WRAPPERS, TinyTensors, mean_square, step
@@ -206,4 +207,5 @@ def _answer_bytes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

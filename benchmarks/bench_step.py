@@ -49,6 +49,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from _interrupt import quiet_interrupt
 from _measure import (
     Variant,
     measure,
@@ -149,4 +150,5 @@ def aims_for(model: str, update_freq: int, size: int) -> Mapping[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

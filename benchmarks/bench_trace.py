@@ -19,7 +19,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from _measure import machine, save
+from _checkout import environment
+from _interrupt import quiet_interrupt
+from _measure import machine, results_path, save
 
 from legacy_ddp._trace.lines import PHASES
 from legacy_ddp._trace.records import CallFacts, Environment, Names, Section, Values
@@ -53,8 +55,19 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, nargs="+", default=[250, 500, 1000, 2000], help="default: %(default)s")
     parser.add_argument("--parameters", type=int, default=300, help="default: %(default)s")
     parser.add_argument("--repeats", type=int, default=5, help="times that each is compared (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write medians and the environment here")
-    return parser.parse_args(given)
+    parser.add_argument("--json", type=results_path, help="write medians and the environment here")
+    arguments = parser.parse_args(given)
+    for problem in _problems(arguments):
+        parser.error(problem)
+    return arguments
+
+
+def _problems(arguments: argparse.Namespace) -> Iterable[str]:
+    if (steps := min(arguments.steps)) < FIRST_DIFFERENCE:
+        yield f"--steps are too few to differ: got {steps}, expected {FIRST_DIFFERENCE} or more"
+    for option, count in {"parameters": arguments.parameters, "repeats": arguments.repeats}.items():
+        if count < 1:
+            yield f"--{option} is a count: got {count}, expected 1 or more"
 
 
 def answer(folder: Path, steps: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -85,7 +98,7 @@ def compare(paths: Iterable[Path], *, status: int) -> tuple[float, float]:
     """Seconds, and the most memory at a time in MB, of one comparison; it must end with that exit status."""
     command = [sys.executable, "-m", "legacy_ddp", "diff", *map(str, paths)]
     start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment())
     _, ended, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - start
     process.returncode = os.waitstatus_to_exitcode(ended)
@@ -125,4 +138,5 @@ def _call(step: int) -> CallFacts:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

@@ -13,13 +13,13 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-from _measure import machine, save
-from run_all import environment
+from _checkout import ROOT, environment
+from _interrupt import quiet_interrupt
+from _measure import machine, results_path, save
 
-MAIN_JOB = Path(__file__).parent.parent / "examples" / "train_lm.py"
+MAIN_JOB = ROOT / "examples" / "train_lm.py"
 OWN = "their own"
 WIRES = (OWN, "bfloat16", "float16")
 RANKS = 2
@@ -46,10 +46,12 @@ def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: %(default)s")
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="default: all")
     parser.add_argument("--steps", type=int, default=250, help="of each training (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write results and the environment here")
+    parser.add_argument("--json", type=results_path, help="write results and the environment here")
     arguments = parser.parse_args(given)
     if OWN not in arguments.wires:
         parser.error(f"--wires has nothing to compare with: got {arguments.wires}, expected {OWN!r} among them")
+    if arguments.steps < 1:
+        parser.error(f"--steps is a count: got {arguments.steps}, expected 1 or more")
     return arguments
 
 
@@ -80,4 +82,5 @@ def summarize(bits: dict[str, dict[str, float]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with quiet_interrupt():
+        main()

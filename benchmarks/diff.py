@@ -20,8 +20,10 @@ Exit status: 0 nothing is worse, 1 something is, 2 the files cannot be compared.
 
 import argparse
 import math
+import os
 import sys
 import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,11 +58,17 @@ def main(given: Sequence[str] | None = None) -> int:
     except NotComparable as error:
         print(f"cannot compare: {error}", file=sys.stderr)
         return 2
-    _print_environment(old, new)
-    _print_rows(old, new, comparisons, arguments.threshold)
-    _print_leaves(comparisons)
-    _print_one_sided(old, new, arguments)
-    return _print_sum(comparisons)
+    try:
+        _print_environment(old, new)
+        _print_rows(old, new, comparisons, arguments.threshold)
+        _print_leaves(comparisons)
+        _print_one_sided(old, new, arguments)
+        _print_sum(comparisons)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # A reader such as `head` has seen enough. Spare the interpreter another failure when it flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1 if _count(comparisons, WORSE) else 0
 
 
 def _parse(given: Sequence[str] | None) -> argparse.Namespace:
@@ -83,8 +91,7 @@ def compare(old: Results, new: Results, threshold: float) -> list[Comparison]:
     rows = [place for place in new.rows if place in old.rows]
     leaves = [place for place in new.leaves if place in old.leaves]
     if not rows and not any(isinstance(new.leaves[place], int | float) for place in leaves):
-        tables = [", ".join(dict.fromkeys(place[0] for place in (*file.rows, *file.leaves))) for file in (old, new)]
-        raise NotComparable(f"they share no row and no number; old: {tables[0]}; new: {tables[1]}")
+        raise NotComparable("\n".join(["they share no row and no number", *_tables("old", old), *_tables("new", new)]))
     found = []
     for at in rows:
         alike = first_row(old, at) == first_row(new, at)
@@ -94,6 +101,17 @@ def compare(old: Results, new: Results, threshold: float) -> list[Comparison]:
         judgement = judge_leaf(at, old.leaves[at], new.leaves[at], threshold)
         found.append(Comparison(at, old.leaves[at], new.leaves[at], judgement))
     return found
+
+
+def _tables(name: str, results: Results) -> list[str]:
+    """What the file's tables are called, in lines for the screen."""
+    return textwrap.wrap(
+        f"{name}: {'; '.join(_titles(results))}", WIDTH, subsequent_indent="  ", break_on_hyphens=False
+    )
+
+
+def _titles(results: Results) -> list[str]:
+    return list(dict.fromkeys(place[0] for place in (*results.rows, *results.leaves)))
 
 
 def first_row(results: Results, place: Place) -> Place:
@@ -194,14 +212,27 @@ def _print_one_sided(old: Results, new: Results, arguments: argparse.Namespace) 
         if alone:
             print()
             _say(f"only in {path}:")
-        for place in alone:
-            _say(f"  {told(place)}")
+        for table, places in _by_table(alone, own, other).items():
+            _say(f"  {told(table)}: {len(places)} entries" if len(places) > 1 else f"  {told(places[0])}")
 
 
-def _print_sum(comparisons: Sequence[Comparison]) -> int:
-    counts = {word: sum(found.judgement == word for found in comparisons) for word in (WORSE, BETTER)}
+def _by_table(places: Sequence[Place], own: Results, other: Results) -> dict[Place, list[Place]]:
+    """The places by what they stand in: a title that the other file lacks, or else their table."""
+    shared_titles = _titles(other)
+    tables: dict[Place, list[Place]] = defaultdict(list)
+    for place in places:
+        table = place[:-2] if place[:-1] in own.rows else place[:-1]  # a number inside a row stands in the row's table
+        tables[table if place[0] in shared_titles else place[:1]].append(place)
+    return tables
+
+
+def _print_sum(comparisons: Sequence[Comparison]) -> None:
+    counts = {word: _count(comparisons, word) for word in (WORSE, BETTER)}
     print(f"\n{len(comparisons)} compared: {counts[WORSE]} worse, {counts[BETTER]} better")
-    return 1 if counts[WORSE] else 0
+
+
+def _count(comparisons: Sequence[Comparison], judgement: str) -> int:
+    return sum(found.judgement == judgement for found in comparisons)
 
 
 def _say(line: str) -> None:

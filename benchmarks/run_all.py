@@ -5,25 +5,26 @@
     python benchmarks/run_all.py --full --only step_2   # one of them
 
 Use an idle machine: ratios are taken within a round, but a loaded machine changes them, too. What cannot run here (no
-CUDA device, no right to make network namespaces) is left out and said. A failure does not keep the others from
-running; it is the exit status.
+CUDA device, no right to make network namespaces; in a short run, what makes sense only in full) is left out and said. A
+failure does not keep the others from running; it is the exit status.
 """
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from _checkout import ROOT, environment
 from _interrupt import quiet_interrupt
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CLEAN_UP_SECONDS = 15.0  # after Ctrl-C; network namespaces take about 5
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,6 @@ class Run:
 
 
 def _no_hosts() -> str:
-    sys.path.append(str(ROOT))
     from tests.hosts import reason_not_permitted
 
     return reason_not_permitted() or ""
@@ -54,7 +54,12 @@ def _no_device() -> str:
 _LITTLE = "--repeats 1 --rounds 4 --warm-up 1"
 _MORE = "--repeats 2 --rounds 5 --warm-up 1"
 RUNS = {
-    "step_2": Run("bench_step.py", 2, "--models transformer --update-freq 1 4 --repeats 3", "--quick"),
+    "step_2": Run(
+        "bench_step.py",
+        2,
+        "--models transformer --update-freq 1 4 --repeats 3",
+        f"--models transformer --update-freq 4 --set-to-none yes {_LITTLE}",
+    ),
     "step_16_times_2": Run(
         "bench_step.py", 2, "--models transformer --update-freq 16 --set-to-none yes --repeats 2 --rounds 3"
     ),
@@ -68,7 +73,7 @@ RUNS = {
         "bench_step.py", 4, "--models transformer --update-freq 1 4 --set-to-none yes --repeats 2 --rounds 6"
     ),
     "all_reduce_2": Run("bench_all_reduce.py", 2, "--repeats 5", "--repeats 2 --rounds 5"),
-    "memory": Run("bench_memory.py", 0, "--repeats 2", '--models transformer --variants "torch DDP" ours --repeats 1'),
+    "memory": Run("bench_memory.py", 0, "--repeats 2", '--models transformer --variants "torch DDP" ours --repeats 2'),
     "hosts": Run(
         "bench_hosts.py",
         0,
@@ -99,17 +104,16 @@ RUNS = {
 def main(given: Sequence[str] | None = None) -> None:
     """Run them, say what came of each."""
     arguments = parse_arguments(given)
+    reasons = {name: why_left_out(name, full=arguments.full) for name in arguments.only}
+    print(f"{sum(not reason for reason in reasons.values())} of {len(reasons)} benchmarks will run", flush=True)
     failed = []
-    for name in arguments.only:
-        run = RUNS[name]
-        if not arguments.full and run.short is None:
-            continue
-        if reason := run.why_not():
+    for name, reason in reasons.items():
+        if reason:
             print(f"--- {name}: left out, {reason}", flush=True)
             continue
         print(f"--- {name}", flush=True)
         start = time.monotonic()
-        exit_code = subprocess.run(command(name, full=arguments.full), env=environment(), check=False).returncode
+        exit_code = run_one(command(name, full=arguments.full))
         print(f"--- {name}: {time.monotonic() - start:.0f} s, exit code {exit_code}", flush=True)
         failed += [name] if exit_code else []
     if failed:
@@ -119,8 +123,20 @@ def main(given: Sequence[str] | None = None) -> None:
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="as the kept results were made; writes them")
-    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), metavar="NAME", help="of them all")
-    return parser.parse_args(given)
+    parser.add_argument("--only", nargs="+", default=list(RUNS), metavar="NAME", help="of them all")
+    arguments = parser.parse_args(given)
+    for name in arguments.only:
+        if name not in RUNS:
+            problem = f"no benchmark is called {name!r}, expected one of {', '.join(RUNS)}"
+            parser.exit(2, textwrap.fill(problem, 80) + "\n")
+    return arguments
+
+
+def why_left_out(name: str, *, full: bool) -> str:
+    """Why it does not run; empty if it does."""
+    if not full and RUNS[name].short is None:
+        return f"only in full (make bench-full BENCH={name})"
+    return RUNS[name].why_not()
 
 
 def command(name: str, *, full: bool) -> list[str]:
@@ -132,10 +148,18 @@ def command(name: str, *, full: bool) -> list[str]:
     return [sys.executable, *launch, str(ROOT / "benchmarks" / run.script), *options, *kept]
 
 
-def environment() -> dict[str, str]:
-    """One thread per rank, and the package from here."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+def run_one(words: Sequence[str]) -> int:
+    """The exit code of a command. At Ctrl-C, which it gets as well, it has time to clean up before it is killed."""
+    process = subprocess.Popen(words, env=environment())
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(CLEAN_UP_SECONDS)
+        raise
+    finally:
+        process.kill()  # nothing happens if it has ended
+        process.wait()
 
 
 if __name__ == "__main__":

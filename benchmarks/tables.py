@@ -1,7 +1,7 @@
 """Which figures does the documentation quote? Tables made from benchmarks/results/, so that no figure drifts.
 
     python benchmarks/tables.py            # print all tables
-    python benchmarks/tables.py --write    # put them between their markers in README.md and benchmarks/README.md
+    python benchmarks/tables.py --write    # put them between their markers in the pages
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in _quoted.py and put the
 markers where it belongs. After a new measurement: write, and read what the prose around the tables says about them.
@@ -32,11 +32,12 @@ class TableError(Exception):
 def main(given: Sequence[str] | None = None) -> None:
     """Print all tables, or write them into the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="into README.md and benchmarks/README.md")
+    parser.add_argument("--write", action="store_true", help="into the pages, and tell which changed")
     arguments = parser.parse_args(given)
     try:
         if arguments.write:
-            write(PAGES)
+            changed = write(PAGES)
+            print("\n".join(f"changed {page.relative_to(ROOT)}" for page in changed) or "no page changed")
         else:
             print("\n".join(f"{name}\n\n{render(table)}" for name, table in TABLES.items()), end="")
     except TableError as error:
@@ -75,15 +76,22 @@ def fill(text: str, tables: Mapping[str, Table], folder: Path = RESULTS) -> str:
     return MARKED.sub(replace, text)
 
 
-def write(pages: Sequence[Path]) -> None:
-    """Make the marked tables of the pages anew.
+def write(pages: Sequence[Path], tables: Mapping[str, Table] = TABLES) -> list[Path]:
+    """The pages that changed, now that their marked tables are made anew.
 
     Raises:
-        TableError: as :func:`fill`; no page has changed then.
+        TableError: as :func:`fill`, or a table does not stand on exactly one page; no page has changed then.
     """
-    texts = {page: fill(page.read_text(encoding="utf-8"), TABLES) for page in pages}
-    for page, text in texts.items():
-        page.write_text(text, encoding="utf-8")
+    before = {page: page.read_text(encoding="utf-8") for page in pages}
+    after = {page: fill(text, tables) for page, text in before.items()}
+    found = [marked["name"] for text in before.values() for marked in MARKED.finditer(text)]
+    for name in tables:
+        if found.count(name) != 1:
+            raise TableError(f"table {name!r} stands in {found.count(name)} places, expected 1; look for its marker")
+    changed = [page for page in pages if before[page] != after[page]]
+    for page in changed:
+        page.write_text(after[page], encoding="utf-8")
+    return changed
 
 
 @cache

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -152,6 +153,36 @@ def test_all_that_differs_is_told_in_80_columns(tmp_path: Path, capsys: pytest.C
     assert "commit" not in told
 
 
+def test_what_only_one_file_has_is_counted_table_by_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old = _document(
+        step={"first": _row(1, 0, fresh_mib=0.0), "second": _row(1.0, fresh_mib=0.0), "gone": _row(1.0)},
+        call={"first": _row(1, 0), "aims": {"first": 1.0, "second": 2.0}, "verdict": "met"},
+        parts={"first": _row(1, 0), "aims": {"first": 1.0, "second": 2.0}},
+    )
+    new = _document(step={"first": _row(1, 0), "second": _row(1.0)}, call={"first": _row(1, 0)})
+
+    assert _run(tmp_path, old, new) == 0
+
+    told = capsys.readouterr().out.splitlines()
+    assert told[told.index(next(line for line in told if line.startswith("only in"))) + 1 : -2] == [
+        "  step: 3 entries",
+        "  parts: 3 entries",
+        "  call / aims: 2 entries",
+        "  call / verdict",
+    ]
+
+
+def test_titles_of_files_that_share_nothing_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    titles = [f"step of transformer, update-freq {n}, 2 ranks" for n in (1, 4)]
+    old, new = _document(**{title: _row(1) for title in titles}), _document(other=_row(1))
+
+    assert _run(tmp_path, old, new) == 2
+
+    told = capsys.readouterr().err
+    assert "; ".join(titles) in " ".join(told.split())
+    assert max(map(len, told.splitlines())) <= 80
+
+
 def test_better_is_no_failure(tmp_path: Path) -> None:
     old, new = (_document(step={"off": _row(1, 0), "info": _row(ratio)}) for ratio in (1.5, 1.0))
 
@@ -180,7 +211,7 @@ def test_every_result_that_is_kept_can_be_compared_and_equals_itself(
         ("[1, 2]", "is no results file: it has no object 'environment'"),
         ('{"environment": {}}', "is no results file: it has no object 'results'"),
         ('{"environment": {}, "results": {"step": {"off": {"median_ratio": 1}}}}', "step / off is no row of times"),
-        (json.dumps(_document(other={"peak_mib": 1.0})), "they share no row and no number; old: step; new: other"),
+        (json.dumps(_document(other={"peak_mib": 1.0})), "they share no row and no number\nold: step\nnew: other"),
         (json.dumps(_document()), "they share no row and no number"),
     ],
 )
@@ -213,6 +244,26 @@ def test_as_a_script_it_ends_with_its_status() -> None:
 
     assert [run.returncode for run in runs] == [0, 2, 2]
     assert "--threshold is no share: got -1.0" in runs[2].stderr
+
+
+@pytest.mark.parametrize("ratio,status", [(1.0, 0), (1.5, 1)])
+def test_a_reader_that_has_seen_enough_gets_the_status_and_no_traceback(
+    tmp_path: Path, ratio: float, status: int
+) -> None:
+    for name, second in (("old.json", 1.0), ("new.json", ratio)):
+        (tmp_path / name).write_text(json.dumps(_document(step={"first": _row(1, 0), "second": _row(second)})))
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed_by_its_reader:
+        run = subprocess.run(
+            [sys.executable, ROOT / "benchmarks" / "diff.py", tmp_path / "old.json", tmp_path / "new.json"],
+            stdout=closed_by_its_reader,
+            stderr=subprocess.PIPE,
+            timeout=120,
+            check=False,
+        )
+
+    assert (run.returncode, run.stderr) == (status, b"")
 
 
 _numbers = st.floats(0.001, 1e6) | st.integers(0, 1000)

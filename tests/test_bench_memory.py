@@ -125,6 +125,7 @@ def test_the_script_starts_its_ranks_and_writes_what_it_prints(tmp_path: Path) -
         (("--repeats", "0"), "too few --repeats: got 0, expected 1 or more"),
         (("--steps", "2"), "too few --steps: got 2, expected 3 or more"),
         (("--models", "none"), "invalid choice: 'none'"),
+        (("--json", "no/such/folder/memory.json"), "nowhere to go: got no/such/folder/memory.json"),
     ],
 )
 def test_wrong_arguments_are_refused(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +134,13 @@ def test_wrong_arguments_are_refused(given: tuple[str, ...], said: str, capsys: 
 
     assert caught.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_under_torchrun_it_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+
+    with pytest.raises(SystemExit, match="start without torchrun"):
+        bench_memory.main([])
 
 
 def _run(*given: str) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +58,8 @@ def test_a_failure_does_not_keep_others_from_running_and_is_the_exit_status(
     assert "--- cannot: left out, it is Sunday" in said
     assert "--- works: " in said
     assert "exit code 0" in said
-    assert "full only" not in said
+    assert "--- full only: left out, only in full (make bench-full BENCH=full only)" in said
+    assert said.startswith("2 of 4 benchmarks will run\n")
 
 
 def test_started_as_a_script_it_says_what_there_is() -> None:
@@ -69,4 +72,40 @@ def test_started_as_a_script_it_says_what_there_is() -> None:
     )
 
     assert run.returncode == 2
-    assert "invalid choice: 'nothing'" in run.stderr
+    assert run.stderr.startswith("no benchmark is called 'nothing', expected one of step_2, ")
+    assert max(map(len, run.stderr.splitlines())) <= 80
+
+
+TAKES_A_SECOND_TO_CLEAN_UP = """
+import signal, time
+try:
+    print("ready", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("clean", flush=True)
+"""
+RUN_IT = """
+import sys
+from _interrupt import quiet_interrupt
+from run_all import run_one
+with quiet_interrupt():
+    run_one([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+def test_at_ctrl_c_a_benchmark_has_time_to_clean_up() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN_IT, TAKES_A_SECOND_TO_CLEAN_UP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT / "benchmarks",
+        start_new_session=True,  # Ctrl-C goes to all of a group
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+
+    assert process.communicate(timeout=60) == ("clean\n", "")
+    assert process.returncode == 130

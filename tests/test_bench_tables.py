@@ -142,9 +142,23 @@ def test_writing_mends_all_pages_or_none(tmp_path: Path) -> None:
     stale.write_text("<!-- table: step -->\nold\n<!-- end -->\n")
     wrong.write_text("<!-- table: nothing -->\n<!-- end -->\n")
 
-    with pytest.raises(tables.TableError):
-        tables.write([stale, wrong])
-    assert "old" in stale.read_text()
-    tables.write([stale])
+    step = {"step": tables.TABLES["step"]}
 
+    with pytest.raises(tables.TableError):
+        tables.write([stale, wrong], step)
+    assert "old" in stale.read_text()
+
+    assert tables.write([stale], step) == [stale]
+    assert tables.write([stale], step) == []
     assert stale.read_text() == f"<!-- table: step -->\n{tables.render(tables.TABLES['step'])}<!-- end -->\n"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_table_that_does_not_stand_in_one_place_is_an_error(tmp_path: Path, count: int) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: step -->\nold\n<!-- end -->\n" * count)
+
+    with pytest.raises(tables.TableError, match=f"table 'step' stands in {count} places, expected 1"):
+        tables.write([page], {"step": tables.TABLES["step"]})
+
+    assert page.read_text().count("old") == count

@@ -30,8 +30,16 @@ def test_each_training_is_run_with_its_own_wire(tmp_path: Path) -> None:
     assert all(1 < row["bits_per_byte"]["0"] < 9 for row in results.values())
 
 
-def test_there_is_nothing_to_tell_without_the_reference(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "given,said",
+    [
+        (["--wires", "bfloat16"], "expected 'their own' among them"),
+        (["--steps", "0"], "--steps is a count: got 0, expected 1 or more"),
+        (["--json", "no/such/folder/wire.json"], "nowhere to go: got no/such/folder/wire.json"),
+    ],
+)
+def test_wrong_arguments_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        bench_wire.parse_arguments(["--wires", "bfloat16"])
+        bench_wire.parse_arguments(given)
 
-    assert "expected 'their own' among them" in capsys.readouterr().err
+    assert said in capsys.readouterr().err

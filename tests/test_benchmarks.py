@@ -97,15 +97,32 @@ def test_trace_tells_seconds_and_memory_of_every_way_to_compare(tmp_path: Path) 
     assert ways["equal"]["megabytes"] == pytest.approx(2 * ways["ranks of one"]["megabytes"])
 
 
+@pytest.mark.parametrize(
+    "given,said",
+    [
+        (["--repeats", "0"], "--repeats is a count: got 0, expected 1 or more"),
+        (["--parameters", "0"], "--parameters is a count: got 0, expected 1 or more"),
+        (["--steps", "250", "0"], "--steps are too few to differ: got 0, expected 10 or more"),
+        (["--json", "no/such/folder/trace.json"], "nowhere to go: got no/such/folder/trace.json"),
+    ],
+)
+def test_wrong_arguments_of_trace_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench_trace.parse_arguments(given)
+
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
-def test_a_benchmark_started_as_a_script_finds_its_neighbours(script: str) -> None:
+def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_package(script: str, tmp_path: Path) -> None:
+    (tmp_path / "legacy_ddp.py").write_text("raise RuntimeError('the package of another checkout')")
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / script), "--help"],
         capture_output=True,
         text=True,
         timeout=120,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         check=False,
     )
 
