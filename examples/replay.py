@@ -17,7 +17,7 @@ from pathlib import Path
 from _lm_options import positive_int
 from _planted import Mistake
 
-from legacy_ddp._splits import aligned_splits
+from legacy_ddp.data import aligned_splits
 
 EXAMPLES = Path(__file__).parent
 BATCH_SIZE = 4  # windows in a micro-batch: small, for eight ranks on two cores

@@ -149,6 +149,11 @@ def _inside(runs: Sequence[Run], offset: int) -> bool:
     return index >= 0 and offset < runs[index][1]
 
 
+def as_real(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory, complex numbers as two real ones each."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
+
+
 def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
     """In what a bucket of ``dtype`` travels: complex ones as they are, the others in ``reduce_dtype`` if there is one.
 

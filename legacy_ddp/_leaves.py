@@ -73,7 +73,7 @@ class Leaves:
             self._settle()
         plan.collect(grads)
         if not self._is_waiting:
-            _complete(plan, kinds_of(grads))
+            _fill_gaps(plan, kinds_of(grads))
         return grads
 
     def total(self, plan: Plan, kinds: Sequence[int], *, has_peers: bool) -> tuple[int, list[int], list[torch.Tensor]]:
@@ -162,7 +162,7 @@ class Leaves:
         grads = without(plan.grads, self._bookmark)
         kinds = kinds_of(grads)
         plan.collect(grads)
-        _complete(plan, kinds)
+        _fill_gaps(plan, kinds)
         self._wait(is_waiting=True)
         for parameter in plan.parameters:
             parameter.grad = None
@@ -215,7 +215,7 @@ def _is_there(grad: torch.Tensor | None) -> bool:
     return grad is not None and has_nonzero(grad)
 
 
-def _complete(plan: Plan, kinds: Sequence[int]) -> None:
+def _fill_gaps(plan: Plan, kinds: Sequence[int]) -> None:
     """Clear the slots of a packed leaf that have no gradient: the tree adds all of them."""
     for slot, kind in zip(plan.layout.slots, kinds, strict=True):
         if kind >= SPARSE:

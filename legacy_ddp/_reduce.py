@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._agree import Agreement, agree_on_kinds
-from legacy_ddp._bucket import FlatBuffer
+from legacy_ddp._bucket import FlatBuffer, as_real
 from legacy_ddp._call import Call
 from legacy_ddp._gradient import ABSENT, DENSE, SPARSE
 from legacy_ddp._layout import Run, cut_runs, gradient_dtype
@@ -180,7 +180,7 @@ def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
         wire.copy_(flat)
     options = call.options("Allreduce")
     options.reduceOp = dist.ReduceOp.SUM
-    return call.start(call.groups.payload(flat.device), lambda group: group.allreduce([_as_real(wire)], options))
+    return call.start(call.groups.payload(flat.device), lambda group: group.allreduce([as_real(wire)], options))
 
 
 def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
@@ -199,10 +199,6 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
             flat.copy_(wire)
     if after != 1.0:
         flat.div_(after)
-
-
-def _as_real(flat: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ def is_aligned(ranks: int, each: int) -> bool:
 
 
 def aligned_splits(total: int) -> list[tuple[int, int]]:
-    """(ranks, micro-batches each) that do, of ``total`` micro-batches; fewest ranks first."""
+    """(ranks, micro-batches each) of ``total`` micro-batches that add in one order; fewest ranks first."""
     powers = (1 << power for power in range(total.bit_length()))
     return sorted({(1, total), *((total // each, each) for each in powers if total % each == 0)})
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from legacy_ddp._bucket import as_real
 from legacy_ddp._call import Call
 from legacy_ddp._layout import Run
 
@@ -54,7 +55,7 @@ class _Shares:
         self._call = call
         self._group = call.groups.payload(trunk.own.device)
         self._size, self._rank = call.groups.size, call.groups.rank
-        own, inbox, self._result = (_as_real(flat[slice(*run)]) for flat in (trunk.own, trunk.inbox, trunk.result))
+        own, inbox, self._result = (as_real(flat[slice(*run)]) for flat in (trunk.own, trunk.inbox, trunk.result))
         bounds = [own.numel() * index // self._size for index in range(self._size + 1)]
         self._lengths = [stop - start for start, stop in pairwise(bounds)]
         self._below, self._mine, self._above = own.tensor_split([bounds[self._rank], bounds[self._rank + 1]])
@@ -109,7 +110,3 @@ class _Shares:
         options = self._call.options("Broadcast")
         options.rootRank = source
         return self._call.start(self._group, lambda group: group.broadcast([share], options))
-
-
-def _as_real(flat: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
