@@ -81,9 +81,6 @@ RUNS = {
         "--rates 2 --update-freq 1 8 --repeats 1 --rounds 3 --warm-up 1",
         _no_hosts,
     ),
-    "hosts_2_gbit": Run(
-        "bench_hosts.py", 0, "--rates 2 --update-freq 8 16 --repeats 3 --rounds 6 --warm-up 1", None, _no_hosts
-    ),
     "scale_tensors": Run("bench_scale.py", 2, f"tensors {_MORE}", f"tensors --counts 100 1000 {_LITTLE}"),
     "scale_bytes": Run("bench_scale.py", 2, f"bytes {_MORE}", f"bytes --largest-mib 64 {_LITTLE}"),
     "scale_ranks": Run("bench_scale.py", 16, f"ranks {_MORE}", f"ranks --largest-mib 1 {_LITTLE}"),

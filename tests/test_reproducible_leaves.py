@@ -62,6 +62,12 @@ def _written_to(model: Model) -> None:
     model.all_reduce(sample_size=1)
 
 
+def _last_behind_a_block(model: Model) -> None:
+    _leaf(model, 1)
+    _add(model, 2)
+    model.all_reduce(sample_size=1)
+
+
 def _clipped(model: Model) -> None:
     _leaf(model, 1)
     nn.utils.clip_grad_norm_(model.parameters(), 1e9)
@@ -83,7 +89,7 @@ def _cleared_inside(model: Model) -> None:
     model.all_reduce(sample_size=1)
 
 
-@pytest.mark.parametrize("script", [_written_to, _clipped, _cleared_inside])
+@pytest.mark.parametrize("script", [_written_to, _last_behind_a_block, _clipped, _cleared_inside])
 def test_the_micro_batches_add_up_to_3(script: Callable[[Model], None]) -> None:
     assert run_ranks(partial(_play, script), 1) == [_filled(3.0)]
 
