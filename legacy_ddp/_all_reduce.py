@@ -47,6 +47,7 @@ def all_reduce(
             trail.note_reduced()
     synchronizer.note_uneven(call, agreement)
     synchronizer.note_same_data(call, agreement)
+    synchronizer.note_joined(call, agreement)
     record = _record(call, agreement, reduced)
     show_reduced(synchronizer.observers, record)
     return record

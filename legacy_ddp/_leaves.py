@@ -49,8 +49,7 @@ class Leaves:
     @internals.leaves_compiled_code
     def drop_if_cleared(self) -> None:
         """Drop all leaves if the user cleared the gradients. Not asked inside a block: there that clears the block."""
-        is_added_to = self._counter.accumulations != self._accumulations
-        if self._bookmark is not None and self._bookmark.was_cleared(is_added_to=is_added_to):
+        if self._bookmark is not None and self._bookmark.was_cleared(is_added_to=self._is_added_to):
             self.drop()
 
     def bring(self, plan: Plan) -> list[torch.Tensor | None]:
@@ -68,7 +67,7 @@ class Leaves:
         if not self._fits(plan):
             self.drop()
             raise _changed_parameters()
-        grads = without(plan.grads, self._bookmark)
+        grads = without(plan.grads, self._bookmark, is_added_to=self._is_added_to)
         if any(grad is not None for grad in grads) or any(buffer.is_kept_by_others for buffer in plan.buffers):
             self._settle()
         plan.collect(grads)
@@ -141,7 +140,7 @@ class Leaves:
     def _begin(self, plan: Callable[[], Plan]) -> None:
         self.drop_if_cleared()
         self._settle()
-        if self._counter.accumulations != self._accumulations and any(map(_is_there, plan().grads)):
+        if self._is_added_to and any(map(_is_there, plan().grads)):
             raise GradientError(
                 "a no_sync() block began while gradients of a backward outside of any were there: got two "
                 "micro-batches that reproducible=True cannot tell apart, expected a no_sync() block for each (only the "
@@ -150,16 +149,21 @@ class Leaves:
 
     def _incomplete(self, error: BaseException) -> GradientError:
         return GradientError(
-            f"an exception inside no_sync() ended micro-batch {self._count + 1} of this step "
+            f"an exception inside no_sync() ended this rank's micro-batch {self._count + 1} (counted from 1) "
             f"({type(error).__name__}: {error}), so gradients are missing; zero_grad() and do the step again from its "
             "first micro-batch, on every rank"
         )
+
+    @property
+    def _is_added_to(self) -> bool:
+        """Whether backward reached any parameter since the last block ended."""
+        return self._counter.accumulations != self._accumulations
 
     def _take(self, plan: Plan) -> None:
         """What ``.grad`` holds is one more leaf."""
         if not self._fits(plan):
             raise _changed_parameters()
-        grads = without(plan.grads, self._bookmark)
+        grads = without(plan.grads, self._bookmark, is_added_to=self._is_added_to)
         kinds = kinds_of(grads)
         plan.collect(grads)
         _fill_gaps(plan, kinds)

@@ -18,6 +18,7 @@ class RankRow:
     CUDA unless ``Checks(nonfinite=)`` asks for it. ``finite``: whether that gradient held neither NaN nor infinity;
     None likewise. ``micro_batches``: backward passes since its last call. ``sample_size``: its own, None for a plain
     call. ``took_part``: false for ``skip`` and ``sample_size=0``.
+    ``leaves``: with ``reproducible=True`` the micro-batches that were added as such, else 0.
     ``seconds_waited``: for the other ranks' headers, in its *previous* call; the straggler waited least.
     """
 
@@ -28,6 +29,7 @@ class RankRow:
     sample_size: int | None
     took_part: bool
     seconds_waited: float
+    leaves: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,4 +121,5 @@ def _row(rank: int, header: Header) -> RankRow:
         sample_size=header.samples,
         took_part=header.takes_part,
         seconds_waited=header.waited_us / 1e6,
+        leaves=header.leaves,
     )

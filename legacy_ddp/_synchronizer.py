@@ -44,6 +44,7 @@ class Synchronizer:
         self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, Seat] = weakref.WeakKeyDictionary()
         self._warned_uneven = False
         self._warned_same_data = False
+        self._warned_joined = False
         self._warnings: list[str] = []
 
     @property
@@ -82,6 +83,20 @@ class Synchronizer:
                 f"{call}: {who} for {SUSPICIOUS_CALLS} calls (norms equal to the last bit; said once):\n"
                 "they probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
                 "see legacy_ddp.Checks(same_data=...)"
+            )
+
+    def note_joined(self, call: Call, agreement: Agreement) -> None:
+        """Prepare the warning, once per run and on rank 0, if several backward passes were added as one leaf."""
+        if self._warned_joined or call.groups.rank != 0 or self.settings.checks.level == "off":
+            return
+        joined = {rank: row for rank, row in enumerate(agreement.rows) if 0 < row.leaves < row.micro_batches}
+        if joined:
+            self._warned_joined = True
+            row = next(iter(joined.values()))
+            self.note(
+                f"{call}: {name_ranks(joined)} ran several backward passes in one micro-batch (said once):\n"
+                f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
+                "or another split of them over ranks gives other bits"
             )
 
     def note(self, warning: str) -> None:

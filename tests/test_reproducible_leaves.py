@@ -1,5 +1,6 @@
 """Do a step's micro-batches survive what is done to gradients between them, and errors that are none of theirs?"""
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -79,6 +80,14 @@ def _clipped(model: Model) -> None:
     model.all_reduce(sample_size=1)
 
 
+def _clipped_in_the_end(model: Model) -> None:
+    """It is too late for that, and no micro-batch more."""
+    _leaf(model, 1)
+    _leaf(model, 2)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert model.all_reduce(sample_size=1).rows[0].leaves == 2
+
+
 def _cleared_inside(model: Model) -> None:
     """Only that block's gradients are meant: it takes them apart and begins anew."""
     _leaf(model, 1)
@@ -89,7 +98,7 @@ def _cleared_inside(model: Model) -> None:
     model.all_reduce(sample_size=1)
 
 
-@pytest.mark.parametrize("script", [_written_to, _last_behind_a_block, _clipped, _cleared_inside])
+@pytest.mark.parametrize("script", [_written_to, _last_behind_a_block, _clipped, _clipped_in_the_end, _cleared_inside])
 def test_the_micro_batches_add_up_to_3(script: Callable[[Model], None]) -> None:
     assert run_ranks(partial(_play, script), 1) == [_filled(3.0)]
 
@@ -104,6 +113,30 @@ def _cleared_after_an_empty_block(model: Model) -> None:
 
 def test_zero_grad_drops_a_block_without_gradients_too() -> None:
     assert run_ranks(partial(_play, _cleared_after_an_empty_block), 1) == [_filled(3.0)]
+
+
+def _joined(rank: int) -> tuple[list[str], list[int]]:
+    model = LegacyDistributedDataParallel(_model().module, reproducible=True)
+    warned, leaves = [], []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.zero_grad()
+            for _ in range(3):
+                _add(model, 1.0 + rank)
+            leaves.append(model.all_reduce(sample_size=1).rows[0].leaves)
+        warned += [str(item.message) for item in caught]
+    return warned, leaves
+
+
+def test_backward_passes_without_blocks_of_their_own_are_warned_of_once() -> None:
+    (warned, leaves), (silent, _) = run_ranks(_joined, 2)
+
+    assert leaves == [1, 1]
+    assert silent == []
+    assert len(warned) == 1
+    assert "ranks 0-1 ran several backward passes in one micro-batch" in warned[0]
+    assert "got 3 in 1" in warned[0]
 
 
 # --- errors that leave the micro-batches as they were -----------------------------------------------------------------

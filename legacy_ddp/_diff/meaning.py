@@ -100,8 +100,12 @@ def _local(evidence: Evidence, say: _Sentences) -> None:
     no_data = evidence.inputs_known and not data
     no_random = evidence.generators_known and not random
     say("The forward passes were given equal data, so the data are ruled out.", no_data)
+    # Generators are looked at in the call; what micro_batch_rng() seeds before it has gone by then.
     # Given other data, equal generators may still have drawn a mask for another place.
-    say("Random generators are equal, so dropout has drawn from the same numbers.", no_random and not data)
+    say(
+        "Random generators are equal, so dropout has drawn from the same numbers.",
+        no_random and not data and not evidence.in_one_order,
+    )
     say(
         "Look at: other code or arguments of the model, loss or its scale, weights or buffers written since the step "
         "before was recorded, gradients left over (zero_grad) or edited before the call, other targets in a loss "
@@ -114,10 +118,8 @@ def _reduced(evidence: Evidence, say: _Sentences) -> None:
     shares = evidence.causes & {calls.SAMPLE_SIZE, calls.TOOK_PART, *calls.ITEMS}
     if shares:
         say("The ranks took other amounts, which the sum is divided by or made of.")
-    elif evidence.kind == "sizes" and not evidence.in_one_order:
-        say("Local gradients of other world sizes cannot be compared, so they or their sum may part the runs.")
     elif evidence.kind == "sizes":
-        say("What a rank computed parts the runs: the order of the sum does not.")
+        say("Local gradients of other world sizes cannot be compared, so they or their sum may part the runs.")
     elif "local_gradients" in evidence.compared:
         say(
             "All local gradients agree, so their reduction parts the runs: the order of the sum (buffer_size, backend, "
@@ -250,7 +252,11 @@ def _other_order(evidence: Evidence, say: _Sentences) -> None:
     if evidence.is_start:
         return
     if evidence.in_one_order and calls.ITEMS[0] not in evidence.causes:
-        say("Both add gradients in the order of one tree (reproducible=True), so the split explains nothing.")
+        say(
+            "Both add gradients in the order of a tree (reproducible=True): with a no_sync() block for each "
+            "micro-batch the order of the sum is not the reason. A loss divided by the micro-batches of a rank would "
+            "be one, and random numbers that follow from the rank."
+        )
     else:
         say("Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order.")
 
