@@ -208,7 +208,7 @@ def _wire() -> Table:
 
 def _reproducible() -> Table:
     main_job, transformer = "step of main job, update-freq {}", "step of transformer, update-freq {}"
-    rows = {
+    kinds = {
         "one call, 1 micro-batch": ("call, transformer", "reproducible, K = 1"),
         "one call, 4 micro-batches": ("call, transformer", "reproducible, K = 4"),
         "step of the transformer, update-freq 1": (transformer.format(1), "reproducible"),
@@ -218,13 +218,17 @@ def _reproducible() -> Table:
         "the plain call again": ("call, transformer", "plain again"),
     }
     return Table(
-        file="reproducible_2.json",
+        file="reproducible_{ranks}.json",
         heading="`reproducible=True`, against the plain form",
         columns=[
-            Column("ratio", (("{what}, 2 ranks", "variants", "{variant}", "median_ratio"),)),
-            Column("median", (("{what}, 2 ranks", "variants", "{variant}", "median_ms"),), "{:.0f} ms"),
+            Column("ratio", (("{what}, {ranks} ranks", "variants", "{variant}", "median_ratio"),)),
+            Column("median", (("{what}, {ranks} ranks", "variants", "{variant}", "median_ms"),), "{:.0f} ms"),
         ],
-        rows={label: {"what": what, "variant": variant} for label, (what, variant) in rows.items()},
+        rows={
+            f"{where}: {label}": {"ranks": ranks, "what": what, "variant": variant}
+            for ranks, where in (("2", "2 ranks"), ("4", "4 ranks on 2 cores"))
+            for label, (what, variant) in kinds.items()
+        },
     )
 
 

@@ -85,6 +85,7 @@ RUNS = {
     "scale_bytes": Run("bench_scale.py", 2, f"bytes {_MORE}", f"bytes --largest-mib 64 {_LITTLE}"),
     "scale_ranks": Run("bench_scale.py", 16, f"ranks {_MORE}", f"ranks --largest-mib 1 {_LITTLE}"),
     "reproducible_2": Run("bench_reproducible.py", 2, "--repeats 4 --rounds 6", f"--update-freq 4 {_LITTLE}"),
+    "reproducible_4": Run("bench_reproducible.py", 4, "--repeats 3 --rounds 5"),
     "wire": Run("bench_wire.py", 0, '--wires "their own" bfloat16'),
     "agree_step_2": Run("bench_agree.py", 2, "step --repeats 10"),
     "agree_step_4": Run("bench_agree.py", 4, "step --repeats 10 --update-freq 1 4"),
