@@ -140,12 +140,19 @@ class Leaves:
     def _begin(self, plan: Callable[[], Plan]) -> None:
         self.drop_if_cleared()
         self._settle()
-        if self._is_added_to and any(map(_is_there, plan().grads)):
+        is_first = not self._count
+        if not (self._is_added_to or is_first) or not any(map(_is_there, plan().grads)):
+            return
+        if self._is_added_to:
             raise GradientError(
                 "a no_sync() block began while gradients of a backward outside of any were there: got two "
                 "micro-batches that reproducible=True cannot tell apart, expected a no_sync() block for each (only the "
                 "last one of a step may stand behind them); zero_grad() and do the step again, on every rank"
             )
+        raise GradientError(
+            "a step's first no_sync() block began while gradients were there, as the last all_reduce() left them or as "
+            "assigned: they would count as part of one micro-batch; call zero_grad() before every step, on every rank"
+        )
 
     def _incomplete(self, error: BaseException) -> GradientError:
         return GradientError(

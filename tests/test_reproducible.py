@@ -318,6 +318,7 @@ def _flat_tensors(rank: int, each: int) -> int:
     size = 12345
     wrapped = wrap_reproducible([torch.ones(size)])
     for in_blocks in (False, True, False):
+        wrapped.zero_grad()
         take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}

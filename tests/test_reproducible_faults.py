@@ -137,6 +137,18 @@ def test_a_micro_batch_outside_before_a_block_is_an_error_on_all_ranks() -> None
     _check(_outside_and_inside, "PeerError", "rank 1", "GradientError", "outside of any", ranks=(1,))
 
 
+def _forgotten_zero_grad(model: Model, rank: int) -> None:
+    for step in range(2):
+        _leaf(model)
+        model.all_reduce(sample_size=1)
+        if (step, rank) != (0, 1):
+            model.zero_grad()
+
+
+def test_a_forgotten_zero_grad_is_an_error_on_all_ranks() -> None:
+    _check(_forgotten_zero_grad, "PeerError", "rank 1", "GradientError", "zero_grad() before every step", ranks=(1,))
+
+
 def _sparse(model: Model, rank: int) -> None:
     with model.no_sync():
         for parameter in model.parameters():
