@@ -3,6 +3,7 @@
 from legacy_ddp._all_reduce import all_reduce_gradients
 from legacy_ddp._errors import (
     AgreedError,
+    CommHookError,
     DesyncError,
     GradientError,
     LayoutError,
@@ -24,6 +25,7 @@ from legacy_ddp._wrapper import LegacyDistributedDataParallel
 __all__ = [
     "AgreedError",
     "Checks",
+    "CommHookError",
     "DesyncError",
     "GradientError",
     "LayoutError",

@@ -37,7 +37,7 @@ def all_reduce(
         agreement = agree(call, header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
         verify(call, trail, agreement.rows)
         synchronizer.note(check_finite(call, plan, packed, agreement))
-        reduced = reduce(call, leaves, plan, packed, agreement)
+        reduced = reduce(call, leaves, synchronizer.settings.comm_hook, plan, packed, agreement)
         with call.phase("alias"):
             plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:

@@ -25,7 +25,8 @@ class FlatBuffer:
         self.bucket = bucket
         self.as_views = settings.gradient_as_bucket_view
         self.wire: torch.Tensor | None = None
-        self._wire_dtype = wire_dtype(bucket.dtype, settings.reduce_dtype)
+        self._is_for_hook = settings.comm_hook is not None
+        self._wire_dtype = bucket.dtype if self._is_for_hook else wire_dtype(bucket.dtype, settings.reduce_dtype)
         self._memory: SlotViews | None = None  # made by the first backward or call
         self._making = threading.Lock()  # backward passes may run in several threads
         self.takes_gradients = True  # in backward; not while the flat tensor holds what is still needed
@@ -88,9 +89,10 @@ class FlatBuffer:
         if views.is_free(index):
             parameter.grad = views[index].copy_(grad)
 
-    def make_wire(self) -> None:
-        """Make room for the copy in the wire's dtype, where it is another one."""
-        if self._wire_dtype != self.bucket.dtype and self.wire is None:
+    def make_wire(self, *, has_peers: bool) -> None:
+        """Make room for the copy that travels, where it is one: in another dtype, or for a hook to write to."""
+        is_copy = self._is_for_hook or (has_peers and self._wire_dtype != self.bucket.dtype)
+        if is_copy and self.wire is None:
             self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
 
     def forget(self) -> None:

@@ -22,7 +22,7 @@ from legacy_ddp._settings import Checks
 from legacy_ddp._watch import HERE, USER_CODE, Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run; one that ends early breaks nothing.
-_SLICE = timedelta(milliseconds=100)
+SLICE = timedelta(milliseconds=100)
 _FIRST_WARNED_CALL = 3
 
 
@@ -197,17 +197,35 @@ class Call:
             return
         start = time.perf_counter()
         while (outcome := _poll(work)) is None:
-            if self.groups.watch is not None and (failure := self.groups.watch.look(time.perf_counter() - start)):
-                raise self._lost_error(failure)
+            self._heed_watch(time.perf_counter() - start)
         if isinstance(outcome, RuntimeError):
-            failure = self._failure(outcome, time.perf_counter() - start)
-            raise self._lost_error(failure) from None  # gloo's own words are in it
+            raise self.lost_error(outcome, time.perf_counter() - start) from None  # gloo's own words are in it
+
+    def heed(self, waited_seconds: float) -> None:
+        """To be called now and then while waiting for what has no time limit of its own.
+
+        Raises:
+            SyncTimeoutError: it has taken as long as this call may wait.
+            LostPeerError: another rank found out that one is lost.
+        """
+        self._heed_watch(waited_seconds)
+        limit = self.timeout.total_seconds()
+        if waited_seconds > limit:
+            raise self._lost_error(_no_answer(limit))
+
+    def lost_error(self, error: RuntimeError, waited_seconds: float) -> LostPeerError:
+        """What an error of the transport, after so long a wait, means to the user."""
+        return self._lost_error(self._failure(error, waited_seconds))
+
+    def _heed_watch(self, waited_seconds: float) -> None:
+        if self.groups.watch is not None and (failure := self.groups.watch.look(waited_seconds)):
+            raise self._lost_error(failure)
 
     def _failure(self, error: RuntimeError, waited_seconds: float) -> Failure:
         limit, said = self.timeout.total_seconds(), _first_sentence(error)
         # By its words, too: the time may have begun to run while this rank still waited for an earlier collective.
         if waited_seconds >= 0.99 * limit or "timed out" in said.lower():
-            return Failure(f"no answer within {limit:g} s", is_late=True)
+            return _no_answer(limit)
         return Failure(f"connection lost after {waited_seconds:.2f} s ({said})")
 
     def _lost_error(self, failure: Failure) -> LostPeerError:
@@ -220,6 +238,10 @@ class Call:
         error = _kind(report.is_late)(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
         error.report = report.text
         return error
+
+
+def _no_answer(limit_seconds: float) -> Failure:
+    return Failure(f"no answer within {limit_seconds:g} s", is_late=True)
 
 
 def _kind(is_late: bool) -> type[LostPeerError]:
@@ -248,7 +270,7 @@ def check_moment(call: Call) -> None:
 def _poll(work: Any) -> bool | RuntimeError | None:
     """True if ``work`` succeeded, its error if it failed, None if it is still under way after a slice."""
     with suppress(RuntimeError):  # and out of it at once: Ctrl-C comes here, and the slice's end is no cause of it
-        work.wait(_SLICE)
+        work.wait(SLICE)
         return True
     if not work.is_completed():
         return None

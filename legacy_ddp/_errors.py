@@ -1,13 +1,14 @@
 """What can go wrong, drawn as one tree.
 
 LegacyDDPError(RuntimeError)
-├── AgreedError            found by the header: same type, ranks and text on every rank;
+├── AgreedError            found by all ranks together: same type, ranks and text on every rank;
 │   │                      every ``.grad`` untouched, the group stays usable
 │   ├── LayoutError            ranks hold different parameters, buffers or settings
 │   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
 │   ├── PeerError              a rank failed on its own before the exchange; the text says how
 │   ├── ReplicaDivergenceError  ranks hold other bits in what replicas share; the text says which, since when and why
-│   └── NonFiniteGradientError  a gradient holds NaN or infinity, and that was to be an error
+│   ├── NonFiniteGradientError  a gradient holds NaN or infinity, and that was to be an error
+│   └── CommHookError          a communication hook returned what cannot be a gradient
 ├── LostPeerError          a rank did not answer; the group is not usable any more
 │   ├── PeerLostError          its connection broke
 │   └── SyncTimeoutError       it was silent for ``timeout_seconds``
@@ -74,6 +75,10 @@ class NonFiniteGradientError(AgreedError):
 
     ``ranks``: those that hold one. ``parameter``: the only one concerned, or the first of them on the first rank.
     """
+
+
+class CommHookError(AgreedError):
+    """A communication hook returned what cannot be a gradient; the text says where, what, and what was expected."""
 
 
 class LostPeerError(LegacyDDPError):

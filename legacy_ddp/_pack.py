@@ -61,10 +61,11 @@ def pack(
         else:
             grads = leaves.bring(plan)
         has_peers = call.groups.size > 1
-        for buffer in plan.buffers if has_peers else ():  # what else it needs to travel
-            call.groups.payload(buffer.bucket.device)
+        for buffer in plan.buffers:  # what else it needs to travel
+            if has_peers:
+                call.groups.payload(buffer.bucket.device)
             if leaves is None:
-                buffer.make_wire()
+                buffer.make_wire(has_peers=has_peers)
         if not header.takes_part:
             kinds = [ABSENT] * len(grads)
             flats = (

@@ -81,6 +81,10 @@ class Planner:
         self._order: list[int] = []  # of each slot's parameter: its position among the named ones
         self._signature: Signature | None = None
 
+    def use(self, settings: Settings) -> None:
+        """Plan anew, with these settings, when next asked."""
+        self.settings, self._layout = settings, None
+
     def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
         """The plan for ``named`` (all names of every parameter): the last one, if nothing changed since.
 

@@ -13,11 +13,14 @@ import torch.distributed as dist
 from legacy_ddp._agree import Agreement, agree_on_kinds
 from legacy_ddp._bucket import FlatBuffer, as_real
 from legacy_ddp._call import Call
+from legacy_ddp._errors import AgreedError
 from legacy_ddp._gradient import ABSENT, DENSE, SPARSE
+from legacy_ddp._hook import reduce_by_hook
 from legacy_ddp._layout import Run, cut_runs, gradient_dtype
 from legacy_ddp._leaves import Leaves
 from legacy_ddp._pack import Packed
 from legacy_ddp._plan import Plan
+from legacy_ddp._settings import CommHook
 from legacy_ddp._tree import Trunk, reduce_trunks
 
 # Below it, a second collective costs more than is gained. More than two gain nothing: a gloo group has two threads.
@@ -33,12 +36,16 @@ class Reduced:
     payload_bytes: int
 
 
-def reduce(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
+def reduce(
+    call: Call, leaves: Leaves | None, hook: CommHook | None, plan: Plan, packed: Packed, agreement: Agreement
+) -> Reduced:
     """Sum what the participants packed and divide it; the buffers then hold the same bits on every rank.
 
-    ``leaves``: what they were packed from, if they are to be added in the order of a tree.
+    ``leaves``: what they were packed from, if they are to be added in the order of a tree. ``hook``: what brings the
+    dense gradients together instead.
 
     Raises:
+        CommHookError: the hook's result is of no use; nothing changed.
         LostPeerError: a rank was lost on the way. What the buffers hold after that, or after an interrupt, is
             undefined, so every gradient is dropped.
     """
@@ -51,10 +58,10 @@ def reduce(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed, agreem
                 inboxes = leaves.inboxes(packed.flats) if call.groups.size > 1 else packed.flats
                 trunks = list(_trunks(plan, inboxes, packed, kinds))
                 return Reduced(kinds, {}, reduce_trunks(call, trunks, agreement.divisor))
-            work = [(buffer, _fill(buffer, packed, kinds, share)) for buffer, share in plan.shares]
-            runs = [(buffer, _cut(call, buffer, joined, plan.layout.buffer_size)) for buffer, joined in work]
-            dense_bytes = reduce_dense(call, runs, agreement.divisor)
+            dense_bytes = _reduce_all_dense(call, hook, plan, packed, kinds, agreement.divisor)
             sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
+        except AgreedError:
+            raise
         except BaseException:
             plan.abandon()
             if leaves is not None:
@@ -126,18 +133,31 @@ def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: 
         yield Trunk(own, inbox, buffer.flat, cut_runs(joined, max_numel=plan.layout.buffer_size))
 
 
+def _reduce_all_dense(
+    call: Call, hook: CommHook | None, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int
+) -> int:
+    if hook is not None:
+        for buffer, share in plan.shares:
+            _fill(buffer, packed, kinds, share, [(0, buffer.bucket.numel)])
+        return reduce_by_hook(call, hook, plan, divisor)
+    runs = []
+    for buffer, share in plan.shares:
+        joined = _joined_runs(buffer, kinds[share])
+        _fill(buffer, packed, kinds, share, joined)
+        runs.append((buffer, _cut(call, buffer, joined, plan.layout.buffer_size)))
+    return reduce_dense(call, runs, divisor)
+
+
 def _joined_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> list[Run]:
     return buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap)
 
 
-def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice) -> list[Run]:
+def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice, runs: Sequence[Run]) -> None:
     """Put into the runs that will travel what packing left out: zeros, and sparse gradients that became dense."""
-    runs = _joined_runs(buffer, kinds[share])
     buffer.zero(packed.kinds[share], runs=runs)
     for index, grad in packed.sparse.items():
         if kinds[index] == DENSE and share.start <= index < share.stop:
             buffer.views[index - share.start].copy_(grad.to_dense())
-    return runs
 
 
 def _cut(call: Call, buffer: FlatBuffer, joined: Sequence[Run], buffer_size: int) -> list[Run]:

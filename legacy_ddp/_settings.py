@@ -1,7 +1,7 @@
 """What the user asks for, checked once: the constructor's arguments."""
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -174,8 +174,22 @@ def resolve_checks(checks: str | Checks) -> Checks:
 
 
 @dataclass(frozen=True)
+class CommHook:
+    """``function(state, bucket)`` begins to communicate and returns a Future of the bucket's mean over the ranks."""
+
+    state: Any
+    function: Callable[[Any, Any], Any]
+
+    def __str__(self) -> str:
+        function = self.function
+        return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+    __repr__ = __str__  # the state may be anything
+
+
+@dataclass(frozen=True)
 class Settings:
-    """All that a copy of a wrapper carries besides its module.
+    """All that a copy of a wrapper carries besides its module; but not ``comm_hook``, whose state is not to be shared.
 
     Raises:
         TypeError, ValueError: an unusable value; the text names the argument.
@@ -188,6 +202,7 @@ class Settings:
     ignore: frozenset[str] = frozenset()
     checks: Checks = Checks()
     timeout_seconds: float | None = None
+    comm_hook: CommHook | None = None
 
     def __post_init__(self) -> None:
         size, dtype, seconds = self.buffer_size, self.reduce_dtype, self.timeout_seconds
@@ -205,6 +220,12 @@ class Settings:
                 f"reduce_dtype is not usable with reproducible=True: got {dtype!r}, expected None; a micro-batch that "
                 "stays on its rank would be rounded otherwise than one that travels"
             )
+        for name, value in (("reduce_dtype", dtype), ("reproducible", self.reproducible or None)):
+            if value is not None and self.comm_hook is not None:
+                raise ValueError(
+                    f"a communication hook is not usable with {name}={value!r}: it decides itself what travels and how "
+                    f"it is added; construct the wrapper without {name}"
+                )
         if seconds is not None and not _is_duration(seconds):
             raise ValueError(
                 f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds "
@@ -218,6 +239,7 @@ class Settings:
             "buffer_size": str(self.buffer_size),
             "reduce_dtype": str(self.reduce_dtype),
             "reproducible": str(self.reproducible),
+            "comm_hook": str(self.comm_hook),
             "uneven": self.checks.uneven,
             'checks="detail"': f"{self.checks.compares_replicas}, local_buffers={sorted(self.checks.local_buffers)}",
             "nonfinite": self.checks.nonfinite_policy,

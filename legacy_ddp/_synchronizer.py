@@ -52,6 +52,11 @@ class Synchronizer:
         """Whether calls happen at all, and how a step without one is judged."""
         return self.planner.counter.policy
 
+    def use(self, settings: Settings) -> None:
+        """Go on with these, from the next call on."""
+        self.settings = settings
+        self.planner.use(settings)
+
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
         """The next call on ``group``. Collective if this process makes its first one there."""
         seconds = self.settings.timeout_seconds

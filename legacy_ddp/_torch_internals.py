@@ -17,13 +17,15 @@ import torch.distributed as dist
 # optimizer. Imported after init_process_group(), it keeps the group's threads alive past destroy_process_group(), and
 # the interpreter aborted at exit ("terminate called without an active exception") in 5 of 13 runs; so it comes first.
 import torch.distributed.nn.functional
+from torch._C import Future  # then() returns one that is no torch.futures.Future
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch._C._dynamo.guards import TensorGuards
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["PrefixStore", "ProcessGroupGloo", "Store", "WeakIdKeyDictionary"]  # names that torch exports half-heartedly
+# Names that torch exports half-heartedly.
+__all__ = ["Future", "PrefixStore", "ProcessGroupGloo", "Store", "WeakIdKeyDictionary"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

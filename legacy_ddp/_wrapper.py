@@ -1,7 +1,8 @@
 """The wrapper: what a user constructs and calls."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from legacy_ddp._plan import Plan
 from legacy_ddp._process_group import GroupHandle
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.holdings import check_local_buffers
-from legacy_ddp._settings import Checks, Settings, check_ignored, names_to_ignore, resolve_checks
+from legacy_ddp._settings import Checks, CommHook, Settings, check_ignored, names_to_ignore, resolve_checks
 from legacy_ddp._synchronizer import NamedTensors, Synchronizer
 from legacy_ddp._watch import HERE
 
@@ -145,6 +146,7 @@ class LegacyDistributedDataParallel(nn.Module):
             ReplicaDivergenceError: with ``checks="detail"``, ranks hold other bits in parameters or buffers, or used
                 other gradients in a step since the last call.
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
+            CommHookError: a hook (:meth:`register_comm_hook`) returned what cannot be a gradient.
             LostPeerError: a rank did not answer. In phase ``payload`` every ``.grad`` becomes None; the group is lost.
 
         After all but the last every ``.grad`` is untouched on every rank and the next call may succeed.
@@ -191,6 +193,37 @@ class LegacyDistributedDataParallel(nn.Module):
         finally:
             policy.sync_enabled = previous
 
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]) -> None:
+        """Let ``hook(state, bucket)`` bring the dense gradients together, in place of our sum; torch DDP's hooks fit.
+
+        Once, and alike on every rank before the next call: other hooks on some ranks are a LayoutError there. In every
+        call the hook gets one bucket per device and dtype, in the same order on all ranks, with the methods of
+        ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients, shape (elements,), zeros where
+        this rank has none. The hook returns a Future of their *mean over the group*, a tensor of the same shape, and
+        dtype (or that of ``bucket.set_buffer()``); where ranks sit out, or with ``sample_size``, we multiply it by
+        group size / divisor. Sparse gradients do not go through it. A copy of the wrapper has no hook; ``state`` is the
+        caller's to keep in checkpoints.
+
+        Args:
+            state: what the hook wants: for torch's default hooks the process group, where None means the default one
+                and not :attr:`process_group`.
+            hook: runs inside :meth:`all_reduce`, on the caller's thread. Its collectives are its own: a rank that
+                raises in it loses the group, and the others raise a LostPeerError that names it.
+
+        Raises:
+            TypeError: ``hook`` is not callable.
+            ValueError: there is one already; ``reduce_dtype`` or ``reproducible`` was set.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook is not callable: got {type(hook).__name__}, expected hook(state, bucket)")
+        if self._settings.comm_hook is not None:
+            raise ValueError(
+                f"a communication hook is there already: got {CommHook(state, hook)}, expected none after "
+                f"{self._settings.comm_hook}; construct another wrapper for another hook"
+            )
+        self._settings = replace(self._settings, comm_hook=CommHook(state, hook))
+        self._synchronizer.use(self._settings)
+
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The group that the ranks meet in."""
@@ -208,7 +241,7 @@ class LegacyDistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings; what belongs to this process appears anew at the copy's first collective."""
-        return {**self.__dict__, "_synchronizer": None}
+        return {**self.__dict__, "_synchronizer": None, "_settings": replace(self._settings, comm_hook=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

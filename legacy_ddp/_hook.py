@@ -1,0 +1,144 @@
+"""A communication hook in place of our sum: what it is shown, and what is made of what it returns. Collective.
+
+torch DDP's hooks know nothing of a bucket but its six methods, so they run here as they are. What a hook may write to
+is a copy under a storage of its own (hooks resize it, and write past the end): until every rank's hook has returned
+something usable no gradient changes.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._bucket import FlatBuffer, as_real
+from legacy_ddp._call import SLICE, Call
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._errors import CommHookError
+from legacy_ddp._plan import Plan
+from legacy_ddp._settings import CommHook
+
+
+class HookBucket:
+    """What a hook sees of one bucket: the methods of ``torch.distributed.GradBucket``, which Python cannot construct.
+
+    Complex gradients are shown as real ones with one more dimension, of size 2.
+    """
+
+    def __init__(self, index: int, buffer: FlatBuffer, parameters: Sequence[torch.Tensor], *, is_last: bool) -> None:
+        self._index = index
+        self._is_last = is_last
+        self._bucket = buffer.bucket
+        self._parameters = parameters
+        self._buffer = as_real(buffer.travelling).view(-1)  # a tensor of its own: a hook may resize it
+
+    def index(self) -> int:
+        """Number of the bucket in this call, from 0."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no other bucket follows in this call."""
+        return self._is_last
+
+    def buffer(self) -> torch.Tensor:
+        """All gradients of the bucket, shape (elements,)."""
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        """Put another tensor in the buffer's place."""
+        self._buffer = tensor
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The buffer's parts as views, of the parameters' shapes and strides."""
+        whole = torch.view_as_complex(self._buffer.view(-1, 2)) if self._bucket.dtype.is_complex else self._buffer
+        views = [whole.as_strided(slot.shape, slot.stride, slot.offset) for slot in self._bucket.slots]
+        return [torch.view_as_real(view) if view.is_complex() else view for view in views]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that the gradients belong to, in the same order."""
+        return list(self._parameters)
+
+
+def reduce_by_hook(call: Call, hook: CommHook, plan: Plan, divisor: int) -> int:
+    """Replace what the flat tensors hold by the hook's mean over the group, times group size / ``divisor``; return the
+    bytes shown to the hook.
+
+    Raises:
+        CommHookError: on some rank the hook returned what cannot be a gradient; no flat tensor changed.
+        LostPeerError: a rank was lost on the way.
+        Exception: whatever the hook raised. The other ranks hear of it, but they may be inside its collectives, so that
+            the group is lost.
+    """
+    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.shares if buffer.bucket.numel]
+    buckets = []
+    for index, (buffer, parameters) in enumerate(filled):
+        buffer.travelling.copy_(buffer.flat)
+        buckets.append(HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1))
+    wanted = [as_real(buffer.flat) for buffer, _ in filled]
+    results = _run(call, hook, buckets)
+    problems = [
+        _problem(result, tensor, bucket.buffer().dtype)
+        for result, tensor, bucket in zip(results, wanted, buckets, strict=True)
+    ]
+    _agree_on_results(call, hook, next(filter(None, problems), ""))
+    for (buffer, _), tensor, result in zip(filled, wanted, results, strict=True):
+        tensor.copy_(result)
+        if divisor != call.groups.size:
+            buffer.flat.div_(divisor / call.groups.size)
+    return sum(buffer.travelling.nbytes for buffer, _ in filled)
+
+
+def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
+    """What the hook's Futures hold, or what it returned if that is none. All are begun before the first is awaited."""
+    start = time.perf_counter()
+    try:
+        returned = [hook.function(hook.state, bucket) for bucket in buckets]
+        return [_wait(call, item) if isinstance(item, internals.Future) else item for item in returned]
+    except Exception as error:
+        # gloo says nothing but RuntimeError, with a place in its own source.
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
+            raise call.lost_error(error, time.perf_counter() - start) from error
+        error.add_note(f"raised by the communication hook {hook} in {call}")
+        raise
+
+
+def _wait(call: Call, future: "internals.Future[Any]") -> Any:
+    done, start = threading.Event(), time.perf_counter()
+    future.add_done_callback(lambda _: done.set())
+    while not done.wait(SLICE.total_seconds()):
+        call.heed(time.perf_counter() - start)
+    value = future.wait()  # on a GPU this makes the stream wait, and not the host
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _problem(result: Any, wanted: torch.Tensor, set_dtype: torch.dtype) -> str:
+    """What is wrong with a hook's result, in words. It may be of the dtype that the hook gave set_buffer(), too."""
+    if not isinstance(result, torch.Tensor):
+        return f"got {type(result).__name__}, expected a torch.futures.Future of a tensor"
+    is_like = result.shape == wanted.shape and result.device == wanted.device
+    if not is_like or result.dtype not in (wanted.dtype, set_dtype):
+        return f"got {_describe(result)}, expected {_describe(wanted)}, as bucket.buffer() was"
+    return ""
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
+    bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
+    if not any(bad):
+        return
+    texts = [text.decode() for text in call.gather_bytes(problem.encode())]
+    ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
+    said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in ranks)
+    raise CommHookError(
+        f"{call}: the communication hook {hook} returned what cannot be a gradient on {name_ranks(ranks)}: {said}; "
+        "no gradient changed",
+        ranks=ranks,
+        call=call.number,
+        phase=call.phase_name,
+    )
