@@ -46,7 +46,10 @@ class Agreement:
     @property
     def divisor(self) -> int:
         """What the sum over the ranks is divided by; 0 if nobody took part."""
-        return len(self.participants) if self.sample_size is None else self.sample_size
+        if self.sample_size is not None:
+            return self.sample_size
+        counted = sum(bool(row.flags & Flag.COUNTED) for row in self.rows)
+        return len(self.participants) + counted if self.participants else 0
 
 
 @contextmanager

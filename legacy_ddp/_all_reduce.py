@@ -1,6 +1,7 @@
 """The one call in which ranks meet: plan → pack → agree → check → reduce → alias → record."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,17 +24,28 @@ from legacy_ddp._synchronizer import NamedTensors, Synchronizer, remember
 
 @internals.leaves_compiled_code
 def all_reduce(
-    synchronizer: Synchronizer, named: NamedTensors, group: dist.ProcessGroup, sample_size: int | None, skip: bool
+    synchronizer: Synchronizer,
+    named: NamedTensors,
+    group: dist.ProcessGroup,
+    sample_size: int | None,
+    skip: bool,
+    *,
+    flags: int = 0,
+    notice: Callable[[], Any] = lambda: None,
 ) -> SyncRecord:
-    """The way of a gradient, one step a line; docs/design.md says what each step promises."""
+    """The way of a gradient, one step a line; docs/design.md says what each step promises.
+
+    ``flags``: more of them for the header. ``notice``: starts what has to come before it, if anything.
+    """
     planner, leaves, trail = synchronizer.planner, synchronizer.leaves, synchronizer.trail
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
+        call.await_notice(notice)
         with announcing_failures(call):
             with call.phase("plan"):
                 plan = planner.plan(named)
             packed = pack(call, planner.counter, leaves, plan, sample_size, skip)
             show_local(synchronizer.observers, call, plan, packed)
-            header = sign(call, trail, packed.header)
+            header = sign(call, trail, packed.header._replace(flags=packed.header.flags | flags))
         agreement = agree(call, header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
         verify(call, trail, agreement.rows)
         synchronizer.note(check_finite(call, plan, packed, agreement))

@@ -36,6 +36,7 @@ class Flag(IntFlag):
 
     REPEAT: no backward since the last call, and its gradients are what that call left.
     STEPPED: weights changed between the first backward since the last call and this call.
+    JOINED: the rank has left a join(), so its replica may be old. COUNTED: it counts in a plain mean all the same.
     """
 
     FAILED = 1
@@ -43,6 +44,8 @@ class Flag(IntFlag):
     STEPPED = 4
     VALUES = 8
     FINITE = 16
+    JOINED = 32
+    COUNTED = 64
 
 
 # As plain numbers: they are asked for in every row of every call, and an IntFlag takes six times as long.

@@ -21,11 +21,12 @@ from torch._C import Future  # then() returns one that is no torch.futures.Futur
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch._C._dynamo.guards import TensorGuards
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.utils.dlpack import from_dlpack
 from torch.utils.weak import WeakIdKeyDictionary
 
 # Names that torch exports half-heartedly.
-__all__ = ["Future", "PrefixStore", "ProcessGroupGloo", "Store", "WeakIdKeyDictionary"]
+__all__ = ["Future", "JoinConfig", "PrefixStore", "ProcessGroupGloo", "Store", "WeakIdKeyDictionary"]
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp._agree import agree, announcing_failures
 from legacy_ddp._all_reduce import all_reduce
 from legacy_ddp._broadcast import broadcast
-from legacy_ddp._header import Header, Operation
+from legacy_ddp._header import Flag, Header, Operation
+from legacy_ddp._join import Joining
 from legacy_ddp._layout import distinct
 from legacy_ddp._observe import show_forward
 from legacy_ddp._plan import Plan
@@ -26,7 +27,7 @@ from legacy_ddp._synchronizer import NamedTensors, Synchronizer
 from legacy_ddp._watch import HERE
 
 
-class LegacyDistributedDataParallel(nn.Module):
+class LegacyDistributedDataParallel(nn.Module, Joining):
     """Data parallelism with one explicit meeting: ``backward()`` as often as you like, then :meth:`all_reduce`.
 
     Collective: construction. The ranks compare their parameters by name, then (``init_sync``) take rank 0's values.
@@ -153,7 +154,14 @@ class LegacyDistributedDataParallel(nn.Module):
         """
         if not self._synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        record = all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), sample_size, skip)
+        record = all_reduce(
+            self._synchronizer,
+            self._named_parameters(),
+            self._group.resolve(),
+            sample_size,
+            skip,
+            notice=self._notice,
+        )
         self._synchronizer.emit_warning()
         return record
 
@@ -241,7 +249,8 @@ class LegacyDistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings; what belongs to this process appears anew at the copy's first collective."""
-        return {**self.__dict__, "_synchronizer": None, "_settings": replace(self._settings, comm_hook=None)}
+        own = {name: value for name, value in self.__dict__.items() if name != "_joining"}
+        return {**own, "_synchronizer": None, "_settings": replace(self._settings, comm_hook=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -273,7 +282,14 @@ class LegacyDistributedDataParallel(nn.Module):
                 plan = self._plan()
             agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
 
+    def _stand_in(self, flags: Flag) -> None:
+        """Collective: what torch's Join lets a rank that left :meth:`join` do, where others call :meth:`all_reduce`."""
+        part = (0, False) if self._settings.reproducible else (None, True)
+        all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), *part, flags=flags)
+        self._synchronizer.emit_warning()
+
     def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
+        self._refuse_inside_join(str(operation))
         with torch.no_grad(), self._synchronizer.call(operation, self._group.resolve()) as call:
             broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
         if self._synchronizer.trail is not None and operation is Operation.BROADCAST_PARAMETERS:

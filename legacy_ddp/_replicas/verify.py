@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from legacy_ddp._call import Call
 from legacy_ddp._errors import ReplicaDivergenceError
-from legacy_ddp._header import Header
+from legacy_ddp._header import Flag, Header
 from legacy_ddp._replicas.examine import examine
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.trail import Trail
@@ -24,7 +24,8 @@ def verify(call: Call, trail: Trail | None, rows: Sequence[Header]) -> None:
     Raises:
         ReplicaDivergenceError: they differ; on every rank, before any gradient moved.
     """
-    if trail is not None and len({row.state for row in rows}) > 1:
+    current = [row for row in rows if not row.flags & Flag.JOINED]  # who left a join() does not step any more
+    if trail is not None and len({row.state for row in current}) > 1:
         error = divergence(call, examine(call, trail.holdings(), trail.recall()))
         trail.restart()  # told; what is not mended differs in the next call, too
         raise error

@@ -1,0 +1,157 @@
+"""Uneven inputs: what does a rank do for the others when it has run out of data? torch's Join asks.
+
+Every call of a rank that still has data begins with a notice on the user's own group. A rank without answers it there,
+and then stands in for one call, so the notice comes before the header, and all_reduce() has to come first of all that
+communicates in a step.
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from legacy_ddp import _torch_internals as internals
+from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._header import Flag
+
+_OUTSIDE = internals.JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class Joining(Joinable):
+    """A wrapper as torch's Join sees it."""
+
+    module: nn.Module
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """Let ranks have different numbers of steps: who leaves the block stands in for the others until all did.
+
+        Collective, as torch DDP's context of the same name. Every step inside makes one :meth:`all_reduce` (which now
+        begins with one more small collective, on :attr:`process_group`). A rank that ran out of data gives nothing to
+        it, what it accumulated since its last call is dropped, and it does not step; in the end all get the parameters
+        and buffers of the highest rank among those that left last. Optimizer state is not synchronised.
+
+        Simpler, and without the collective: let every rank make as many steps, and those without data pass
+        ``sample_size=0``.
+
+        Args:
+            divide_by_initial_world_size: a plain mean counts the ranks that left as zeros; False: it is the mean over
+                those that still have data. ``sample_size`` divides by the items there are either way.
+            enable: False: do nothing.
+            throw_on_early_termination: raise a RuntimeError on all ranks as soon as one has left.
+
+        ``Join([model, zero_optimizer])`` composes it with others. It has to be the first of them.
+
+        Raises:
+            LegacyDDPError: a broadcast inside: ranks that left would not take part.
+            ValueError: it is not the first in ``Join([...])``.
+        """
+        try:
+            with Join(
+                [self],
+                enable,
+                throw_on_early_termination,
+                divide_by_initial_world_size=divide_by_initial_world_size,
+            ):
+                yield
+        finally:
+            self._join_config = _OUTSIDE
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank that left does; ``divide_by_initial_world_size`` as for :meth:`join`."""
+        return _StandIn(self, is_counted=bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where torch's Join keeps what it exchanges: with the parameters."""
+        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """The group that torch's Join exchanges it on."""
+        return self.process_group
+
+    @property
+    @abstractmethod
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that the ranks meet in."""
+
+    @abstractmethod
+    def _stand_in(self, flags: Flag) -> None:
+        """Make the call that other ranks make, without gradients."""
+
+    @abstractmethod
+    def broadcast_parameters(self, src: int = 0) -> None:
+        """Collective: give every rank those of ``src``."""
+
+    @abstractmethod
+    def broadcast_buffers(self, src: int = 0) -> None:
+        """Collective: likewise."""
+
+    @property
+    def _join_config(self) -> internals.JoinConfig:
+        found: internals.JoinConfig = self.__dict__.get("_joining", _OUTSIDE)
+        return found
+
+    @_join_config.setter
+    def _join_config(self, config: internals.JoinConfig) -> None:
+        """torch's Join sets it when it is constructed, on every rank: early enough to refuse what would hang."""
+        if config.enable and not config.is_first_joinable:
+            raise ValueError(
+                "Join([...]) has this wrapper behind another one, where ranks that left would wait elsewhere than in "
+                "all_reduce(), expected it first; write Join([model, ...])"
+            )
+        self.__dict__["_joining"] = config
+
+    def _notice(self) -> Any:
+        """Tell torch's Join that this rank still has data: a collective to wait for, or None."""
+        if not self._join_config.enable:
+            return None
+        work = Join.notify_join_context(self)
+        if work is not None and self.join_device.type != "cpu":
+            work.wait()  # of the stream
+            return None
+        return work
+
+    def _refuse_inside_join(self, what: str) -> None:
+        """Refuse a collective that ranks which left would not take part in.
+
+        Raises:
+            LegacyDDPError: inside a join.
+        """
+        if self._join_config.enable:
+            raise LegacyDDPError(
+                f"{what} was called inside join(): ranks that have left it would not take part; "
+                "call it before or behind the block"
+            )
+
+
+class _StandIn(JoinHook):
+    def __init__(self, wrapper: Joining, *, is_counted: bool) -> None:
+        self._wrapper = wrapper
+        self._flags = Flag.JOINED | Flag.COUNTED if is_counted else Flag.JOINED
+
+    def main_hook(self) -> None:
+        """Another rank takes a step."""
+        self._wrapper._stand_in(self._flags)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have left: the last ones' model is everybody's."""
+        wrapper = self._wrapper
+        wrapper._join_config = _OUTSIDE
+        group = wrapper.process_group
+        rank = dist.get_rank(group)
+        last = torch.tensor([rank if is_last_joiner else -1], device=wrapper.join_device)
+        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
+        wrapper.broadcast_parameters(int(last.item()))
+        wrapper.broadcast_buffers(int(last.item()))
