@@ -12,6 +12,7 @@ from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, agree, announcing_failures
 from legacy_ddp._call import Call
 from legacy_ddp._header import Operation
+from legacy_ddp._log import log_call
 from legacy_ddp._nonfinite import check_finite
 from legacy_ddp._observe import show_local, show_reduced
 from legacy_ddp._pack import pack
@@ -61,6 +62,7 @@ def all_reduce(
     synchronizer.note_same_data(call, agreement)
     synchronizer.note_joined(call, agreement)
     record = _record(call, agreement, reduced)
+    log_call(record.rank, str(call), record.payload_bytes, record.seconds)
     show_reduced(synchronizer.observers, record)
     return record
 

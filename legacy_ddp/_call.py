@@ -4,7 +4,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -143,9 +143,14 @@ class Call:
         if self.groups.watch is not None:
             self.groups.watch.enter(name, self._name)
         try:
-            yield
+            with internals.profiled("legacy_ddp", self.operation, name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._phase_start
+
+    def profiled(self, what: object) -> AbstractContextManager[object]:
+        """A range of that name inside the phase, for torch's profiler."""
+        return internals.profiled("legacy_ddp", self.operation, self.phase_name, what)
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Collective: every rank's host tensor ``row``, of one shape s, as one tensor of shape (size, *s)."""

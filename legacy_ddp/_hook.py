@@ -95,7 +95,10 @@ def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]
     """What the hook's Futures hold, or what it returned if that is none. All are begun before the first is awaited."""
     start = time.perf_counter()
     try:
-        returned = [hook.function(hook.state, bucket) for bucket in buckets]
+        returned = []
+        for bucket in buckets:
+            with call.profiled(f"hook on bucket {bucket.index()}"):
+                returned.append(hook.function(hook.state, bucket))
         return [_wait(call, item) if isinstance(item, internals.Future) else item for item in returned]
     except Exception as error:
         # gloo says nothing but RuntimeError, with a place in its own source.

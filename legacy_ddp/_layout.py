@@ -56,6 +56,11 @@ class Bucket:
         return joined
 
     @property
+    def label(self) -> str:
+        """``cpu float32``."""
+        return f"{self.device} {str(self.dtype).removeprefix('torch.')}"
+
+    @property
     def max_gap(self) -> int:
         """Elements of absent slots worth carrying instead of starting another collective."""
         return MAX_GAP_BYTES // self.dtype.itemsize

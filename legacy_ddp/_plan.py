@@ -76,14 +76,14 @@ class Planner:
         self.settings = settings
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
         self._adoption = Adoption()
-        self._layout: Layout | None = None
+        self.layout: Layout | None = None  # the last one
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # of each slot's parameter: its position among the named ones
         self._signature: Signature | None = None
 
     def use(self, settings: Settings) -> None:
         """Plan anew, with these settings, when next asked."""
-        self.settings, self._layout = settings, None
+        self.settings, self.layout = settings, None
 
     def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
         """The plan for ``named`` (all names of every parameter): the last one, if nothing changed since.
@@ -94,11 +94,11 @@ class Planner:
         names, tensors = _columns(named)
         known = self._signature is not None and self._signature.fits(names, tensors)
         parameters = [tensors[index] for index in self._order] if known else []
-        if self._layout is None or not known or not self.counter.watches(parameters):
-            self._layout = self._replan(names, tensors)
+        if self.layout is None or not known or not self.counter.watches(parameters):
+            self.layout = self._replan(names, tensors)
             self._signature = Signature(names, tensors)
             parameters = [tensors[index] for index in self._order]
-        return Plan(self._layout, parameters, self._buffers)
+        return Plan(self.layout, parameters, self._buffers)
 
     def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Layout:
         layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)

@@ -89,13 +89,17 @@ def reduce_dense(call: Call, buffers: Sequence[tuple[FlatBuffer, list[Run]]], di
 
     All collectives are started before the first is waited for.
     """
-    started = [(buffer, run, _start(call, buffer, run, divisor)) for buffer, runs in buffers for run in runs]
+    started = []
+    for buffer, runs in buffers:
+        with call.profiled(f"start {buffer.bucket.label}"):
+            started += [(buffer, run, _start(call, buffer, run, divisor)) for run in runs]
     size_bytes = 0
     for buffer, (start, stop), work in started:
-        if work is not None:
-            call.wait(call.groups.payload(buffer.bucket.device), work)
-            size_bytes += (stop - start) * buffer.travelling.itemsize
-        _finish(call, buffer, (start, stop), divisor)
+        with call.profiled(f"finish {buffer.bucket.label}"):
+            if work is not None:
+                call.wait(call.groups.payload(buffer.bucket.device), work)
+                size_bytes += (stop - start) * buffer.travelling.itemsize
+            _finish(call, buffer, (start, stop), divisor)
     return size_bytes
 
 

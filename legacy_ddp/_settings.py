@@ -175,10 +175,18 @@ def resolve_checks(checks: str | Checks) -> Checks:
 
 @dataclass(frozen=True)
 class CommHook:
-    """``function(state, bucket)`` begins to communicate and returns a Future of the bucket's mean over the ranks."""
+    """``function(state, bucket)`` begins to communicate and returns a Future of the bucket's mean over the ranks.
+
+    Raises:
+        TypeError: it is not callable.
+    """
 
     state: Any
     function: Callable[[Any, Any], Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(f"hook is not callable: got {self.function!r}, expected hook(state, bucket)")
 
     def __str__(self) -> str:
         function = self.function
@@ -231,6 +239,19 @@ class Settings:
                 f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds "
                 f"(up to {_LONGEST:g}), or None"
             )
+
+    def with_hook(self, hook: CommHook) -> "Settings":
+        """These and a communication hook.
+
+        Raises:
+            ValueError: there is one, or what it cannot go with.
+        """
+        if self.comm_hook is not None:
+            raise ValueError(
+                f"a communication hook is there already: got {hook} after {self.comm_hook}, expected one for good; "
+                "construct another wrapper for another hook"
+            )
+        return replace(self, comm_hook=hook)
 
     @property
     def shared(self) -> dict[str, str]:

@@ -2,12 +2,14 @@
 
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._agree import Agreement, describe_micro_batches
@@ -21,10 +23,12 @@ from legacy_ddp._header import Operation
 from legacy_ddp._leaves import Leaves
 from legacy_ddp._observe import Observer
 from legacy_ddp._plan import Planner
+from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.trail import Trail
 from legacy_ddp._settings import Checks, Settings, resolve_checks
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Listener = Callable[[SyncRecord], object]
 
 
 class Synchronizer:
@@ -35,6 +39,7 @@ class Synchronizer:
         self.planner = Planner(settings)
         self.leaves = Leaves(self.planner.counter) if settings.reproducible else None
         self.observers: list[Observer] = []
+        self._listeners: OrderedDict[int, Listener] = OrderedDict()  # as RemovableHandle wants it
         self.trail: Trail | None = None
         if settings.checks.compares_replicas and wrapper is not None:
             self.trail = Trail(wrapper, settings, self.policy)
@@ -65,6 +70,23 @@ class Synchronizer:
         if group not in self._seats:
             self._seats[group] = Seat(groups)
         return Call(self._seats[group], operation, timeout, self.settings.checks)
+
+    def listen(self, listener: Listener) -> RemovableHandle:
+        """Tell it of every call from now on.
+
+        Raises:
+            TypeError: it is not callable.
+        """
+        if not callable(listener):
+            raise TypeError(f"callback is not callable: got {listener!r}, expected callback(record)")
+        handle = RemovableHandle(self._listeners)
+        self._listeners[handle.id] = listener
+        return handle
+
+    def tell(self, record: SyncRecord) -> None:
+        """What a call did, to all who listen."""
+        for listener in list(self._listeners.values()):
+            listener(record)
 
     def note_uneven(self, call: Call, agreement: Agreement) -> None:
         """Prepare the warning, once per run and on rank 0, if ranks bring different numbers of micro-batches."""

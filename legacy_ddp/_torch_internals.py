@@ -5,6 +5,7 @@ Only torch 2.13 was tried.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import cache
 from operator import attrgetter
@@ -20,6 +21,7 @@ import torch.distributed.nn.functional
 from torch._C import Future  # then() returns one that is no torch.futures.Future
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch._C._dynamo.guards import TensorGuards
+from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.utils.dlpack import from_dlpack
@@ -33,6 +35,14 @@ T = TypeVar("T")
 
 
 _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in its stubs
+_PROFILER_ENABLED: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # likewise
+
+
+def profiled(*names: object) -> AbstractContextManager[object]:
+    """A range for torch's profiler, its name joined by ``::``; nothing (8 us less) while none is running."""
+    if not _PROFILER_ENABLED():
+        return nullcontext()
+    return record_function("::".join(map(str, names)))
 
 
 def storage_use_count(flat: torch.Tensor) -> int:

@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._agree import agree, announcing_failures
 from legacy_ddp._all_reduce import all_reduce
 from legacy_ddp._broadcast import broadcast
+from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._header import Flag, Header, Operation
 from legacy_ddp._join import Joining
 from legacy_ddp._layout import distinct
+from legacy_ddp._log import log_construction
 from legacy_ddp._observe import show_forward
 from legacy_ddp._plan import Plan
 from legacy_ddp._process_group import GroupHandle
@@ -154,15 +157,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         """
         if not self._synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        record = all_reduce(
-            self._synchronizer,
-            self._named_parameters(),
-            self._group.resolve(),
-            sample_size,
-            skip,
-            notice=self._notice,
-        )
+        named, group = self._named_parameters(), self._group.resolve()
+        record = all_reduce(self._synchronizer, named, group, sample_size, skip, notice=self._notice)
         self._synchronizer.emit_warning()
+        self._synchronizer.tell(record)
         return record
 
     def broadcast_parameters(self, src: int = 0) -> None:
@@ -222,15 +220,21 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             TypeError: ``hook`` is not callable.
             ValueError: there is one already; ``reduce_dtype`` or ``reproducible`` was set.
         """
-        if not callable(hook):
-            raise TypeError(f"hook is not callable: got {type(hook).__name__}, expected hook(state, bucket)")
-        if self._settings.comm_hook is not None:
-            raise ValueError(
-                f"a communication hook is there already: got {CommHook(state, hook)}, expected none after "
-                f"{self._settings.comm_hook}; construct another wrapper for another hook"
-            )
-        self._settings = replace(self._settings, comm_hook=CommHook(state, hook))
+        self._settings = self._settings.with_hook(CommHook(state, hook))
         self._synchronizer.use(self._settings)
+
+    def on_sync(self, callback: Callable[[SyncRecord], object]) -> RemovableHandle:
+        """Call ``callback(record)`` on this rank after every :meth:`all_reduce` that succeeded; for logs and plots.
+
+        What it raises leaves :meth:`all_reduce`, with the gradients reduced. A copy of the wrapper has none.
+
+        Returns:
+            A handle whose ``remove()`` ends it.
+
+        Raises:
+            TypeError: it is not callable.
+        """
+        return self._synchronizer.listen(callback)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -242,10 +246,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         self._group = GroupHandle(process_group)
 
     def extra_repr(self) -> str:
-        """The settings that differ from the defaults."""
-        defaults = Settings()
-        changed = {name: value for name, value in vars(self._settings).items() if value != getattr(defaults, name)}
-        return ", ".join(f"{name}={value!r}" for name, value in changed.items())
+        """What ``print(model)`` says besides the module: buckets, group, checks and what differs from the defaults."""
+        return describe_wrapper(self._synchronizer.planner.layout, self._group, self._settings)
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings; what belongs to this process appears anew at the copy's first collective."""
@@ -281,6 +283,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
                 check_local_buffers(self.module, self._settings.checks.local_buffers)
                 plan = self._plan()
             agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
+        log_construction(call.groups.rank, self.extra_repr())
 
     def _stand_in(self, flags: Flag) -> None:
         """Collective: what torch's Join lets a rank that left :meth:`join` do, where others call :meth:`all_reduce`."""

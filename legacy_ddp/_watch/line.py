@@ -2,7 +2,6 @@
 
 import hmac
 import json
-import logging
 import secrets
 import selectors
 import socket
@@ -12,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from legacy_ddp._log import logger_of
 from legacy_ddp._watch.addresses import own_hosts
 from legacy_ddp._watch.peers import (
     ANSWER_SECONDS,
@@ -25,8 +25,6 @@ from legacy_ddp._watch.peers import (
     keep_alive,
 )
 from legacy_ddp._watch.processes import own_identity
-
-logger = logging.getLogger("legacy_ddp")
 
 _MAX_STRANGERS = 128
 
@@ -157,8 +155,8 @@ class Line:
             end.settimeout(ANSWER_SECONDS)
             with suppress(OSError):  # it asked, and did not wait
                 end.sendall(answer)
-        except Exception:  # whatever it is, the others still need answers
-            logger.exception("an answer to another rank failed")
+        except Exception:  # noqa: BLE001 - whatever it is, the others still need answers
+            logger_of(self.me.rank).exception("an answer to another rank failed")
         finally:
             self._drop(end)
 

@@ -2,7 +2,6 @@
 
 import errno
 import faulthandler
-import logging
 import os
 import signal
 import socket
@@ -12,7 +11,7 @@ from datetime import datetime
 from functools import cache
 from pathlib import Path
 
-logger = logging.getLogger("legacy_ddp")
+from legacy_ddp._log import logger_of
 
 _CLOSED = -1
 _open: list[int] = []  # descriptors of this process's report files, the newest last
@@ -42,7 +41,7 @@ class ReportFile:
                     f"report_dir is not usable: got {str(directory)!r} ({error.strerror}), expected a directory to "
                     "write to; pass another one with Checks(report_dir=...)"
                 ) from error
-            logger.warning("no reports on disk: %s; pass Checks(report_dir=...)", error)
+            logger_of(rank).warning("no reports on disk: %s; pass Checks(report_dir=...)", error)
             self.path, self._descriptor = Path(os.devnull), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         with suppress(OSError):  # a full disk is no reason not to train
             self._write(

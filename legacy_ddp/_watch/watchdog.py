@@ -1,6 +1,5 @@
 """Looks after the other ranks while this one waits, answers for this one, and writes down what it found."""
 
-import logging
 import os
 import sys
 import threading
@@ -11,14 +10,13 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from legacy_ddp._compare import name_ranks
+from legacy_ddp._log import logger_of
 from legacy_ddp._watch.failure import Failure, decode_failure
 from legacy_ddp._watch.inquiry import Place, ask_everybody, own_state, rows_of
 from legacy_ddp._watch.line import Line
 from legacy_ddp._watch.peers import CONCURRENT_QUESTIONS, Message, Outcome, Peer, ask, ask_all, decode_peer
 from legacy_ddp._watch.report import LEFT_FOR_A_LOSS, Report, Row, compose, decode_report
 from legacy_ddp._watch.report_file import ReportFile
-
-logger = logging.getLogger("legacy_ddp")
 
 # How long to wait for the rank that makes the report; it may meet silent ranks and looks twice.
 _REPORT_SECONDS = 3.0
@@ -51,6 +49,7 @@ class Watchdog:
         self, rank: int, size: int, *, warn_after_seconds: float, report_dir: str | os.PathLike[str] | None
     ) -> None:
         self.rank = rank
+        self._logger = logger_of(rank)
         self.warn_after_seconds = warn_after_seconds
         self.file = ReportFile(report_dir, rank, size)
         try:
@@ -232,7 +231,7 @@ class Watchdog:
     def _say(self, text: str, report: Report) -> None:
         """Log it, on one rank of each machine."""
         if self.rank in report.speakers:
-            logger.warning("%s", text)
+            self._logger.warning("%s", text)
 
     def _on_closed(self, rank: int, goodbye: str | None) -> None:
         """A neighbour's connection ended."""
@@ -248,7 +247,7 @@ class Watchdog:
             failure = Failure(f"{name_ranks([rank])} ended without a word", ranks=(rank,))
             if self._learn(failure):
                 # A launcher may end this process before anything is raised: then this is all that its user sees.
-                logger.warning("%s; reports of this rank: %s", failure.reason, self.file.path)
+                self._logger.warning("%s; reports of this rank: %s", failure.reason, self.file.path)
             self._spread(failure, None, range(len(self._peers)))
 
     def _learn(self, failure: Failure) -> bool:

@@ -1,0 +1,41 @@
+"""What does ``print(model)`` say of a wrapper? Layout, group and settings. Pure but for the group's rank."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from legacy_ddp._layout import Layout
+from legacy_ddp._process_group import GroupHandle
+from legacy_ddp._settings import Settings
+from legacy_ddp._text import say_bytes
+
+
+def describe_wrapper(layout: Layout | None, group: GroupHandle, settings: Settings) -> str:
+    """Some lines. ``layout``: the last one, None where nothing was planned yet. Never raises."""
+    return "\n".join([*_layout_lines(layout), _group_line(group), _settings_line(settings)])
+
+
+def _layout_lines(layout: Layout | None) -> Iterator[str]:
+    if layout is None:
+        yield "no layout planned yet"
+        return
+    for index, bucket in enumerate(layout.buckets):
+        size = say_bytes(bucket.numel * bucket.dtype.itemsize)
+        yield f"bucket {index}: {bucket.label}, {len(bucket.slots):,} tensors, {bucket.numel:,} elements, {size}"
+    if not layout.buckets:
+        yield "no trainable parameters"
+
+
+def _group_line(group: GroupHandle) -> str:
+    with suppress(ValueError, TypeError, RuntimeError):  # none there, or destroyed meanwhile
+        found = group.resolve()
+        return f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"
+    return "group: none to be had"
+
+
+def _settings_line(settings: Settings) -> str:
+    defaults = Settings()
+    changed = {name: value for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    checks = changed.pop("checks", None) or repr(settings.checks.level)
+    return ", ".join([*(f"{name}={value!r}" for name, value in changed.items()), f"checks={checks}"])

@@ -1,0 +1,25 @@
+"""Records of the logger ``legacy_ddp``: each carries the attribute ``rank``, for formatters and filters."""
+
+import logging
+from collections.abc import Mapping
+
+from legacy_ddp._text import say_bytes
+
+_logger = logging.getLogger("legacy_ddp")
+
+
+def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
+    """The logger of one rank, counted inside its group."""
+    return logging.LoggerAdapter(_logger, {"rank": rank})
+
+
+def log_construction(rank: int, description: str) -> None:
+    """A wrapper was made; level INFO."""
+    logger_of(rank).info("rank %d, new wrapper: %s", rank, description.replace("\n", "; "))
+
+
+def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
+    """A call is over; level DEBUG."""
+    if _logger.isEnabledFor(logging.DEBUG):
+        phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
+        logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, say_bytes(payload_bytes), phases)

@@ -1,0 +1,115 @@
+"""What can be seen of a wrapper and its calls: print(model), on_sync(), log records, the profiler's ranges?"""
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from tests.cases import wrap_module
+from tests.ranks import run_ranks
+from tests.small import add_gradients, error_of, gradient_values, step, wrap
+
+
+def _printed(rank: int) -> list[str]:
+    model = wrap_module([torch.zeros(3, 2), torch.zeros(1), torch.zeros(2, dtype=torch.float64)], buffer_size=5)
+    texts = [repr(model)]
+    dist.destroy_process_group()
+    return [*texts, repr(model)]
+
+
+def test_print_shows_layout_bytes_group_and_checks() -> None:
+    for rank, (text, afterwards) in enumerate(run_ranks(_printed, 2)):
+        assert text.splitlines()[:6] == [
+            "LegacyDistributedDataParallel(",
+            "  bucket 0: cpu float32, 2 tensors, 7 elements, 28 bytes",
+            "  bucket 1: cpu float64, 1 tensors, 2 elements, 16 bytes",
+            f"  group: rank {rank} of 2, gloo",
+            "  buffer_size=5, checks=Checks(uneven='allow')",
+            "  (module): ParameterList(",
+        ]
+        assert "group: none to be had" in afterwards
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_without_trainable_parameters_can_be_printed() -> None:
+    assert "no trainable parameters" in repr(LegacyDistributedDataParallel(nn.ReLU()))
+
+
+def _listened(rank: int) -> tuple[list[Any], Any]:
+    model, seen = wrap(), []
+    first = model.on_sync(lambda record: seen.append(("first", record.call, record.rank)))
+    model.on_sync(lambda record: seen.append(("second", record.sample_size, list(gradient_values(model).values()))))
+    step(model, 1.0 + rank)
+    with model.no_sync():
+        step(model, 1.0)
+    first.remove()
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=2)
+    return seen, error_of(model.on_sync, "print")
+
+
+def test_callbacks_see_every_call_with_the_gradients_it_left() -> None:
+    for rank, (seen, refused) in enumerate(run_ranks(_listened, 2)):
+        # 1 and 2 give 1.5; then 1 in the block and 1 behind it, on both, for 2 items each.
+        assert seen == [("first", 1, rank), ("second", None, [1.5]), ("second", 4, [1.0])]
+        assert refused == ("TypeError", "callback is not callable: got 'print', expected callback(record)")
+
+
+def _raising(rank: int) -> Any:
+    model = wrap()
+
+    def object_to(record: SyncRecord) -> None:
+        raise KeyError(record.call)
+
+    handle = model.on_sync(object_to)
+    said = error_of(step, model, 1.0 + rank)
+    reduced = list(gradient_values(model).values())
+    handle.remove()
+    return said, reduced, step(model, 1.0 + rank)
+
+
+def test_an_error_in_a_callback_leaves_a_call_that_is_over() -> None:
+    assert run_ranks(_raising, 2) == [(("KeyError", "1"), [1.5], 1.5)] * 2
+
+
+def _logged(rank: int) -> list[tuple[str, int, str]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("legacy_ddp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    step(wrap(), 1.0)
+    return [(record.levelname, record.rank, record.getMessage()) for record in records]  # type: ignore[attr-defined]
+
+
+def test_log_records_carry_the_rank() -> None:
+    for rank, ((level, its_rank, text), (call_level, call_rank, call_text)) in enumerate(run_ranks(_logged, 2)):
+        assert (level, its_rank, call_level, call_rank) == ("INFO", rank, "DEBUG", rank)
+        assert text.startswith(f"rank {rank}, new wrapper: bucket 0: cpu float32, 1 tensors, 2 elements")
+        assert call_text.startswith(f"rank {rank}, all_reduce() call 1: 8 bytes; plan ")
+        assert "payload" in call_text
+
+
+def _profiled(rank: int) -> list[str]:
+    warnings.simplefilter("ignore")  # kineto's, about this machine
+    model = wrap()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(model, 1.0)
+    return [event.name for event in profiler.events() if event.name.startswith("legacy_ddp")]
+
+
+def test_the_profiler_shows_phases_and_buckets_by_name() -> None:
+    for names in run_ranks(_profiled, 2):
+        call = "legacy_ddp::all_reduce()::"
+        assert set(names) == {
+            *(call + phase for phase in ("plan", "pack", "agree", "payload", "alias")),
+            call + "payload::start cpu float32",
+            call + "payload::finish cpu float32",
+        }
