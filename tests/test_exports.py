@@ -11,6 +11,7 @@ import pytest
 import legacy_ddp
 from legacy_ddp import (
     AgreedError,
+    CommHookError,
     DesyncError,
     GradientError,
     LayoutError,
@@ -31,6 +32,7 @@ from legacy_ddp import (
 
 _ERRORS = [
     AgreedError,
+    CommHookError,
     DesyncError,
     GradientError,
     LayoutError,
@@ -90,6 +92,7 @@ def test_the_errors_form_one_tree() -> None:
         "GradientError": "LegacyDDPError",
         "UnsynchronizedStepError": "LegacyDDPError",
         "TraceError": "LegacyDDPError",
+        "CommHookError": "AgreedError",
         "LayoutError": "AgreedError",
         "DesyncError": "AgreedError",
         "PeerError": "AgreedError",

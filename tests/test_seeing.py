@@ -1,7 +1,13 @@
 """What can be seen of a wrapper and its calls: print(model), on_sync(), log records, the profiler's ranges?"""
 
+import contextlib
+import io
 import logging
+import re
+import sys
+import types
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +119,81 @@ def test_the_profiler_shows_phases_and_buckets_by_name() -> None:
             call + "payload::start cpu float32",
             call + "payload::finish cpu float32",
         }
+
+
+# --- docs/seeing.md ---------------------------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[1] / "docs" / "seeing.md").read_text(encoding="utf-8")
+TENSORBOARD, WANDB, LOG, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+class _Tracker:
+    """Stands for both trackers, which are too large to install for this: keeps what it is given."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.scalars: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, name: str, value: float, number: int) -> None:
+        self.scalars[name, number] = value
+
+    def log(self, values: dict[str, float]) -> None:
+        self.scalars.update({(name, int(values["call"])): value for name, value in values.items()})
+
+
+def _module(**contents: Any) -> types.ModuleType:
+    module = types.ModuleType("stand-in")
+    vars(module).update(contents)
+    return module
+
+
+def _followed(rank: int) -> list[set[tuple[str, int]]]:
+    sys.modules["torch.utils.tensorboard"] = _module(SummaryWriter=_Tracker)
+    sys.modules["wandb"] = _module(init=_Tracker)
+    scope: dict[str, Any] = {"torch": torch, "model": wrap()}
+    exec(TENSORBOARD, scope)
+    exec(WANDB, scope)
+    for _ in range(10):
+        step(scope["model"], 1.0)
+    return [set(scope[name].scalars) for name in ("writer", "run") if name in scope]
+
+
+def test_the_recipes_for_trackers_draw_every_rank_from_one() -> None:
+    (drawn, logged), *others = run_ranks(_followed, 2)
+    phases = {("seconds/" + phase, 10) for phase in ("plan", "pack", "agree", "payload", "alias")}
+    assert drawn == phases | {(f"{what}/rank {rank}", 10) for what in ("norm", "seconds waited") for rank in (0, 1)}
+    assert {("norm/rank 1", 3), ("call", 1), ("seconds/agree", 10)} <= logged
+    assert others == [[]]
+
+
+def _filtered(rank: int) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        exec(LOG, {})
+        wrap()
+    return said.getvalue()
+
+
+def test_the_recipe_for_the_log_shows_rank_0_alone() -> None:
+    first, second = run_ranks(_filtered, 2)
+    assert "INFO rank 0, new wrapper" in first
+    assert second == ""
+
+
+def _tabulated(rank: int) -> str:
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(PROFILER, {"torch": torch, "model": LegacyDistributedDataParallel(nn.Linear(10, 1))})
+    return said.getvalue()
+
+
+def test_the_recipe_for_the_profiler_prints_the_ranges() -> None:
+    for table in run_ranks(_tabulated, 2):
+        assert "legacy_ddp::all_reduce()::agree" in table
+
+
+def _printed_in_the_page(rank: int) -> str:
+    return repr(LegacyDistributedDataParallel(nn.Linear(10, 1)))
+
+
+def test_the_page_shows_what_print_says() -> None:
+    shown = run_ranks(_printed_in_the_page, 2)[0]
+    assert "".join(f"    {line}\n" for line in shown.splitlines()) in PAGE
