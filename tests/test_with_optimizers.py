@@ -43,17 +43,16 @@ def _line_search(side: Side, rank: int) -> State:
 
 
 def _sparse_adam(side: Side, rank: int) -> State:
-    model = side.wrap(nn.EmbeddingBag(12, 3, mode="sum", sparse=True))
+    embedding = nn.EmbeddingBag(12, 3, mode="sum", sparse=True)
+    model = side.wrap(embedding)
     optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.1)
     for batch in batches(rank):
-        side.backward(model, loss_of_words(model, batch))
+        side.backward(model, model((batch * 10).abs().long() % 12).square().mean())
+        assert embedding.weight.grad is not None
+        assert embedding.weight.grad.is_sparse
         optimizer.step()
         optimizer.zero_grad()
     return weights(model)
-
-
-def loss_of_words(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return model((batch * 10).abs().long() % 12).square().mean()
 
 
 def _averaged(side: Side, rank: int, *, ema: bool) -> State:
