@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -31,10 +32,11 @@ class Side:
     ours: bool
     calls: bool = True
 
-    def wrap(self, module: nn.Module, process_group: dist.ProcessGroup | Any = None, **ddp: Any) -> nn.Module:
+    def wrap(self, module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, **ddp: Any) -> nn.Module:
         """``ddp``: the options that torch DDP needs where the wrapper needs none."""
         if not self.ours:
-            return DistributedDataParallel(module, process_group=process_group, **ddp)
+            group = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
+            return DistributedDataParallel(module, process_group=group, **ddp)
         return LegacyDistributedDataParallel(
             module, process_group=process_group, checks="info" if self.calls else "off"
         )
@@ -60,13 +62,16 @@ class Difference:
     without_the_call: float
 
 
-def compare(loops: Mapping[str, Loop], world_size: int = 2, **options: Any) -> dict[str, list[Difference]]:
-    """For each loop what every rank found, from one start of the ranks."""
-    found = run_ranks(partial(_compare, loops), world_size, **options)
+def compare(
+    loops: Mapping[str, Loop], world_size: int = 2, dtype: torch.dtype = torch.float32
+) -> dict[str, list[Difference]]:
+    """For each loop what every rank found, from one start of the ranks; ``dtype`` is that of weights and data."""
+    found = run_ranks(partial(_compare, loops, dtype), world_size, timeout_seconds=120)
     return {name: [of_rank[name] for of_rank in found] for name in loops}
 
 
-def _compare(loops: Mapping[str, Loop], rank: int) -> dict[str, Difference]:
+def _compare(loops: Mapping[str, Loop], dtype: torch.dtype, rank: int) -> dict[str, Difference]:
+    torch.set_default_dtype(dtype)
     found = {}
     for name, loop in loops.items():
         try:
