@@ -30,8 +30,10 @@ def main() -> None:
         "--update-freq", type=int, default=4, metavar="N", help="micro-batches per step and rank (default: 4)"
     )
     parser.add_argument("--mixed-precision", choices=["no", "bf16"], default="no")
-    parser.add_argument("--save", type=Path, metavar="DIR", help="where accelerate's checkpoint goes (default: nowhere)")
-    parser.add_argument("--torch-ddp", action="store_true", help="the same under torch DDP, to compare")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where accelerate's checkpoints go (default: nowhere)")
+    parser.add_argument(
+        "--ddp", choices=["legacy", "torch"], nargs="+", default=["legacy"], help="what to train with, in turn"
+    )
     args = parser.parse_args()
 
     accelerator = Accelerator(
@@ -39,22 +41,28 @@ def main() -> None:
         gradient_accumulation_steps=args.update_freq,
         mixed_precision=args.mixed_precision,
     )
-    train_set, (images, labels) = load_digits()
-    model = wrap(accelerator, make_model(train_set), torch_ddp=args.torch_ddp)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(*train_set), batch_size=BATCH_SIZE, shuffle=True
-    )
-    optimizer, loader = accelerator.prepare(optimizer, loader)
-    for _ in range(args.epochs):
-        train(accelerator, model, optimizer, loader)
+    for ddp in args.ddp:
+        accuracy = learn(accelerator, args.epochs, torch_ddp=ddp == "torch")
+        accelerator.print(f"{ddp} ddp: accuracy {accuracy:.4f}")
+        if args.save:
+            accelerator.save_state(str(args.save / ddp))
+        accelerator.free_memory()
+    accelerator.end_training()
 
+
+def learn(accelerator: Accelerator, epochs: int, *, torch_ddp: bool) -> float:
+    """Collective: train, always from the same seed; the share of held-out digits that is recognised."""
+    train_set, (images, labels) = load_digits()
+    model = wrap(accelerator, make_model(train_set), torch_ddp=torch_ddp)  # seeds torch's random numbers
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    dataset = torch.utils.data.TensorDataset(*train_set)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH_SIZE, shuffle=True)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for _ in range(epochs):
+        train(accelerator, model, optimizer, loader)
     with torch.inference_mode():
         found = model(images.to(accelerator.device)).argmax(1).cpu()
-    accelerator.print(f"accuracy {(found == labels).double().mean().item():.4f}")
-    if args.save:
-        accelerator.save_state(str(args.save))
-    accelerator.end_training()
+    return (found == labels).double().mean().item()
 
 
 def wrap(accelerator: Accelerator, module: nn.Module, *, torch_ddp: bool) -> nn.Module:

@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 2 examples/transformers_tiny.py
 import argparse
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,36 +63,41 @@ def main() -> None:
     parser.add_argument(
         "--update-freq", type=int, default=4, metavar="N", help="micro-batches per step and rank (default: 4)"
     )
-    parser.add_argument("--save", metavar="DIR", help="where the trained model goes (default: nowhere)")
-    parser.add_argument("--torch-ddp", action="store_true", help="the same under torch DDP, to compare")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="where the trained models go (default: nowhere)")
+    parser.add_argument(
+        "--ddp", choices=["legacy", "torch"], nargs="+", default=["legacy"], help="what to train with, in turn"
+    )
     args = parser.parse_args()
 
-    with tempfile.TemporaryDirectory() as scratch:
-        trainer = (Trainer if args.torch_ddp else LegacyDDPTrainer)(
-            model=make_model(),
-            args=TrainingArguments(
-                output_dir=scratch,
-                use_cpu=not torch.cuda.is_available(),  # without it the Trainer makes no ranks of processes on CPU
-                num_train_epochs=args.epochs,
-                gradient_accumulation_steps=args.update_freq,
-                per_device_train_batch_size=8,
-                learning_rate=3e-3,
-                max_grad_norm=0.5,
-                dataloader_pin_memory=torch.cuda.is_available(),
-                save_strategy="no",
-                logging_strategy="epoch",
-                report_to=[],
-                disable_tqdm=True,
-            ),
-            train_dataset=Sequences(),
-            eval_dataset=Sequences(),
-        )
-        trainer.train()
-        trainer.evaluate()
-    if args.save:
-        trainer.save_model(args.save)
+    for ddp in args.ddp:
+        with tempfile.TemporaryDirectory() as scratch:
+            trainer = make_trainer(scratch, args.epochs, args.update_freq, torch_ddp=ddp == "torch")
+            trainer.train()
+            trainer.evaluate()
+        if args.save:
+            trainer.save_model(str(args.save / ddp))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def make_trainer(scratch: str, epochs: int, update_freq: int, *, torch_ddp: bool) -> Trainer:
+    """Always from the same seed."""
+    settings = TrainingArguments(
+        output_dir=scratch,
+        use_cpu=not torch.cuda.is_available(),  # without it the Trainer makes no ranks of processes on CPU
+        num_train_epochs=epochs,
+        gradient_accumulation_steps=update_freq,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        max_grad_norm=0.5,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        save_strategy="no",
+        logging_strategy="epoch",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    kind = Trainer if torch_ddp else LegacyDDPTrainer
+    return kind(model=make_model(), args=settings, train_dataset=Sequences(), eval_dataset=Sequences())
 
 
 def make_model() -> nn.Module:
