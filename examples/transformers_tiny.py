@@ -27,7 +27,12 @@ SEQUENCES, LENGTH, WORDS = 256, 12, 40
 class LegacyDDPTrainer(Trainer):
     """A Trainer whose ranks meet in all_reduce() only. ``_wrap_model`` is transformers' own, and not public."""
 
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+    def _wrap_model(
+        self,
+        model: nn.Module,
+        training: bool = True,
+        dataloader: Any = None,  # noqa: ARG002 - the signature is the Trainer's
+    ) -> nn.Module:
         if not training or isinstance(model, LegacyDistributedDataParallel):  # evaluation, or a second train()
             return model
         return LegacyDistributedDataParallel(self.accelerator.prepare_model(model, evaluation_mode=True))
@@ -58,7 +63,7 @@ class Sequences(Dataset):  # type: ignore[type-arg]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a tiny BERT on counting words with the Trainer of transformers.")
+    parser = argparse.ArgumentParser(description="Train a tiny BERT with the Trainer of transformers.")
     parser.add_argument("--epochs", type=int, default=10, help="passes over the sequences (default: 10)")
     parser.add_argument(
         "--update-freq", type=int, default=4, metavar="N", help="micro-batches per step and rank (default: 4)"

@@ -32,7 +32,9 @@ class Side:
     ours: bool
     calls: bool = True
 
-    def wrap(self, module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, **ddp: Any) -> nn.Module:
+    def wrap(
+        self, module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, **ddp: Any
+    ) -> nn.Module:
         """``ddp``: the options that torch DDP needs where the wrapper needs none."""
         if not self.ours:
             group = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group

@@ -1,6 +1,9 @@
 """What does a loop that asks for something of torch DDP which is not here get to hear?"""
 
 import inspect
+import tempfile
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,3 +113,25 @@ def test_syncbatchnorm_on_cpu_is_torch_s_own_error_and_not_before_forward() -> N
 
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
         model(torch.ones(3, 2))
+
+
+def _in_an_rpc_context(rank: int) -> tuple[int, list[float]]:
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's RPC does, inside torch
+    import torch.distributed.autograd as dist_autograd
+    from torch.distributed import rpc
+
+    where = rpc.TensorPipeRpcBackendOptions(init_method=Path(tempfile.mkdtemp(), "store").as_uri())
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=where)
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [model(torch.ones(1, 2)).sum()])
+        unseen = model.all_reduce().payload_bytes
+        for parameter, grad in dist_autograd.get_gradients(context).items():
+            parameter.grad = grad
+    model.all_reduce(sample_size=4)
+    rpc.shutdown()
+    return unseen, model.module.weight.grad.flatten().tolist()
+
+
+def test_gradients_in_an_rpc_context_are_not_seen_until_they_are_written_to_grad() -> None:
+    assert run_ranks(_in_an_rpc_context, 1) == [(0, [0.25, 0.25])]

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.besides_ddp import Difference, Side, State, batches, compare, loss_of, net, train, weights
+from tests.ranks import run_ranks
+from tests.small import step, wrap
 
 
 def _sub_group(rank: int) -> dist.ProcessGroup:
@@ -101,5 +103,17 @@ def found() -> dict[str, list[Difference]]:
 def test_groups_and_several_wrappers_end_where_torch_ddp_ends(found: dict[str, list[Difference]], name: str) -> None:
     for difference in found[name]:
         # A sum of four is added in another order at another place of the buffer; one of two has one order only.
-        assert difference.from_ddp <= (0 if name in _OF_TWO else 1e-13)
+        assert difference.from_ddp <= (0 if name in _OF_TWO else 1e-12)
         assert difference.without_the_call > 0
+
+
+def _watched_by_torch(rank: int) -> list[float | None]:
+    """As with TORCH_DISTRIBUTED_DEBUG=DETAIL: torch compares every collective of a group before it runs."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    model = wrap(process_group=dist.new_group([0, 1]))
+    return [step(model, rank + value) for value in (0.0, 1.0)]
+
+
+def test_ranks_meet_on_a_group_whose_collectives_torch_compares() -> None:
+    # Hand arithmetic: torch DDP 2.13 dies of a segmentation fault in its constructor there, on CPU.
+    assert run_ranks(_watched_by_torch, 2) == [[0.5, 1.5]] * 2

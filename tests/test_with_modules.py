@@ -152,7 +152,9 @@ LOOPS = {
     "autograd.grad": _by_hand,
     "hooks": _hooked,
     "checkpointed twice": partial(_plain, build=partial(_Checkpointed, reentrant=False, shared=False)),
-    "checkpointed twice, re-entrant": partial(_plain, build=partial(_Checkpointed, reentrant=True, shared=False), **_STATIC),
+    "checkpointed twice, re-entrant": partial(
+        _plain, build=partial(_Checkpointed, reentrant=True, shared=False), **_STATIC
+    ),
     "checkpoints share a weight": partial(_plain, build=partial(_Checkpointed, reentrant=False, shared=True)),
     "re-entrant checkpoints share a weight": partial(
         _plain, build=partial(_Checkpointed, reentrant=True, shared=True), **_STATIC
