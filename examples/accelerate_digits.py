@@ -37,7 +37,7 @@ def main() -> None:
     args = parser.parse_args()
 
     accelerator = Accelerator(
-        cpu=not torch.cuda.is_available(),  # without it accelerate makes no ranks of processes on CPU
+        cpu=not torch.cuda.is_available(),  # without it accelerate deals the same data to all ranks on CPU
         gradient_accumulation_steps=args.update_freq,
         mixed_precision=args.mixed_precision,
     )

@@ -89,7 +89,7 @@ def make_trainer(scratch: str, epochs: int, update_freq: int, *, torch_ddp: bool
     """Always from the same seed."""
     settings = TrainingArguments(
         output_dir=scratch,
-        use_cpu=not torch.cuda.is_available(),  # without it the Trainer makes no ranks of processes on CPU
+        use_cpu=not torch.cuda.is_available(),  # without it the Trainer deals the same data to all ranks on CPU
         num_train_epochs=epochs,
         gradient_accumulation_steps=update_freq,
         per_device_train_batch_size=8,
