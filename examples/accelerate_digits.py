@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from train_digits import load_digits, make_model
+from train_digits import Digits, load_digits, make_model
 
 from legacy_ddp import LegacyDistributedDataParallel
 
@@ -35,6 +35,10 @@ def main() -> None:
         "--ddp", choices=["legacy", "torch"], nargs="+", default=["legacy"], help="what to train with, in turn"
     )
     args = parser.parse_args()
+    try:
+        digits = load_digits()
+    except ModuleNotFoundError as error:
+        parser.error(f'{error.name} is not installed; run: pip install "legacy_ddp[accelerate,demo]"')
 
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),  # without it accelerate deals the same data to all ranks on CPU
@@ -42,7 +46,7 @@ def main() -> None:
         mixed_precision=args.mixed_precision,
     )
     for ddp in args.ddp:
-        accuracy = learn(accelerator, args.epochs, torch_ddp=ddp == "torch")
+        accuracy = learn(accelerator, digits, args.epochs, torch_ddp=ddp == "torch")
         accelerator.print(f"{ddp} ddp: accuracy {accuracy:.4f}")
         if args.save:
             accelerator.save_state(str(args.save / ddp))
@@ -50,9 +54,9 @@ def main() -> None:
     accelerator.end_training()
 
 
-def learn(accelerator: Accelerator, epochs: int, *, torch_ddp: bool) -> float:
+def learn(accelerator: Accelerator, digits: tuple[Digits, Digits], epochs: int, *, torch_ddp: bool) -> float:
     """Collective: train, always from the same seed; the share of held-out digits that is recognised."""
-    train_set, (images, labels) = load_digits()
+    train_set, (images, labels) = digits
     model = wrap(accelerator, make_model(train_set), torch_ddp=torch_ddp)  # seeds torch's random numbers
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     dataset = torch.utils.data.TensorDataset(*train_set)
