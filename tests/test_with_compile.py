@@ -1,5 +1,7 @@
 """Is a compiled model one graph, and does it train as under torch DDP that is not compiled?"""
 
+import os
+import tempfile
 import warnings
 from typing import Any
 
@@ -13,6 +15,7 @@ from tests.ranks import run_ranks
 def _train(rank: int, side: Side, where: str, backend: str) -> tuple[dict[str, torch.Tensor], int, int]:
     """Weights, graphs, and operations that were left to Python."""
     warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's compiler uses torch.jit
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.gettempdir()  # goes with the test
     import torch._dynamo.utils as dynamo_utils
 
     torch.manual_seed(0)
