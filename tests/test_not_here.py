@@ -35,6 +35,7 @@ def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it
 @pytest.mark.parametrize(
     "name",
     [
+        "_register_builtin_comm_hook",
         "_set_static_graph",
         "_register_fused_optim",
         "_register_buffer_comm_hook",
