@@ -1,6 +1,5 @@
 """Ranks with different numbers of steps: does join() do what torch DDP's does, and is what would hang an error?"""
 
-import warnings
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,13 +12,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.besides_ddp import distributed_optimizers
 from tests.cases import bits_of
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, gradient_values, tanh_net, wrap
-
-with warnings.catch_warnings():  # its neighbours use torch.jit.script, which torch has deprecated
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
 
 Model = LegacyDistributedDataParallel
 
@@ -118,7 +114,7 @@ def _with_zero(rank: int) -> list[Any]:
     with theirs.join():
         _steps(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), rank, 3 - rank)
     ours = Model(_net())
-    sharded = ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.5)
+    sharded = distributed_optimizers().ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.5)
     with Join([ours, sharded]):
         _steps(ours, sharded, rank, 3 - rank)
     found = [[bits_of(tensor.detach()) for tensor in model.state_dict().values()] for model in (theirs, ours)]
@@ -137,7 +133,7 @@ def test_it_composes_with_zero_when_it_comes_first() -> None:
 
 def _second(rank: int) -> Any:
     model = wrap()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    optimizer = distributed_optimizers().ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
     said = error_of(Join, [optimizer, model])
     add_gradients(model, 1.0)
     model.all_reduce()  # what was refused left nothing behind
