@@ -60,9 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         nargs="?",
-        choices=("auto",),
+        choices=("newest", "auto"),
         const="newest",
-        metavar="auto",
         help="go on from the newest checkpoint in --save DIR; auto: if there is one, else start",
     )
     return parser
@@ -137,7 +136,8 @@ def read_checkpoint(args: argparse.Namespace, settings: dict[str, Any]) -> dict[
     if not args.resume:
         if args.save and (found := checkpoints(args.save)):
             raise CheckpointError(
-                f"--save folder is in use: got {found[0]}, expected no checkpoint; add --resume or choose another folder"
+                f"--save folder is in use: got {found[0]}, expected no checkpoint; "
+                "add --resume or choose another folder"
             )
         return None
     if args.save is None:

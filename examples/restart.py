@@ -24,7 +24,7 @@ from train_lm import ByteModel, hash_of
 
 EXAMPLES = Path(__file__).parent
 SETTINGS = ("--update-freq", "1", "--batch-size", "4", "--save-every", "1", "--keep", "2")
-POLL_SECONDS = 0.002
+POLL_SECONDS = 0.01
 
 
 class JobError(RuntimeError):
@@ -153,9 +153,12 @@ class Job:
 
     def kill(self, pid: int) -> None:
         try:
+            is_alive = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            raise JobError(f"a rank ended before it was killed:\n{self._tail()}") from None
+        except (FileNotFoundError, ProcessLookupError):
+            is_alive = False
+        if not is_alive:
+            raise JobError(f"a rank ended before it was killed:\n{self._tail()}")
 
     def wait(self) -> None:
         if self._process.wait():
