@@ -6,6 +6,7 @@ Needs Linux: which processes are the ranks, and of which start, is read from /pr
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -43,10 +44,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill ranks of a training, and compare its weights in the end.")
     parser.add_argument("--kills", type=positive_int, default=5, metavar="N", help="how often (default: 5)")
     parser.add_argument("--ranks", type=positive_int, default=2, metavar="N", help="ranks of the job (default: 2)")
-    parser.add_argument("--steps", type=positive_int, default=40, metavar="N", help="optimizer steps (default: 40)")
+    parser.add_argument("--steps", type=positive_int, metavar="N", help="optimizer steps (default: 25 and 3 per kill)")
     parser.add_argument("--seed", type=int, help="of ranks and moments (default: another one each time)")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the last checkpoints here, in a new folder")
     args = parser.parse_args()
+    if args.steps is None:
+        args.steps = 25 + 3 * args.kills
     if args.seed is None:
         args.seed = random.randrange(2**31)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the job, too
@@ -92,14 +95,16 @@ def train_undisturbed(folder: Path, args: argparse.Namespace) -> Pace:
 def train_killed(folder: Path, args: argparse.Namespace, pace: Pace) -> None:
     """Kill one rank in each start of the job, the last excepted."""
     draw = random.Random(args.seed)
-    # Not in the last steps: the job must not end before it was killed often enough.
-    after = sorted(draw.randrange(max(1, args.steps * 3 // 4)) for _ in range(args.kills))
+    # In the first half: the job must not end before it was killed often enough.
+    after = sorted(draw.randrange(max(1, args.steps // 2)) for _ in range(args.kills))
     with training(folder, args) as job:
         for start, step in enumerate(after):
             ranks = job.wait_for_ranks(start)
-            is_there = job.newest_step() >= step  # then anywhere in the start, else anywhere in two steps
+            done = job.newest_step()
             job.wait_for_step(step)
-            time.sleep(draw.uniform(0, pace.start_seconds if is_there else 2 * pace.step_seconds))
+            # Anywhere in the start if the step is taken already, else in two steps; no later if the pace changes.
+            seconds = draw.uniform(0, pace.start_seconds if done >= step else 2 * pace.step_seconds)
+            job.wait_for_step(max(done + 1, step + 2), at_most_seconds=seconds)
             victim = draw.randrange(args.ranks)
             job.kill(ranks[victim])
             say(f"  start {start}: killed rank {victim}, newest checkpoint: step {job.newest_step()}")
@@ -144,9 +149,10 @@ class Job:
                 return [found[f"RANK={rank}"] for rank in range(self._ranks)]
             self._pause(f"start {start} of the job")
 
-    def wait_for_step(self, step: int) -> None:
-        while self.newest_step() < step:
-            self._pause(f"step {step}")
+    def wait_for_step(self, step: int, *, at_most_seconds: float = math.inf) -> None:
+        give_up = time.monotonic() + at_most_seconds
+        while self.newest_step() < step and (left := give_up - time.monotonic()) > 0:
+            self._pause(f"step {step}", min(left, POLL_SECONDS))
 
     def newest_step(self) -> int:
         return max((int(path.stem.removeprefix("step-")) for path in checkpoints(self._folder)), default=0)
@@ -169,10 +175,10 @@ class Job:
         self._process.wait()
         self._errors.close()
 
-    def _pause(self, awaited: str) -> None:
+    def _pause(self, awaited: str, seconds: float = POLL_SECONDS) -> None:
         if self._process.poll() is not None:
             raise JobError(f"the training ended before {awaited}:\n{self._tail()}")
-        time.sleep(POLL_SECONDS)
+        time.sleep(seconds)
 
     def _tail(self) -> str:
         self._errors.seek(0)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.scripts import EXAMPLES, ROOT, assert_same_bits, load, run_script
 
 KILLS = 20
-STEPS = 40
+STEPS = 60
 LIMIT_SECONDS = 400
 
 sys.path.append(str(EXAMPLES))  # the scripts find their neighbours because Python puts a script's folder there
