@@ -44,7 +44,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay test browser picture lint bench bench-full clean
+.PHONY: help demo digits hunt replay restart test browser picture lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -68,6 +68,10 @@ hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
 replay: $(READY) ## one training on 1, 2, 4 and 8 ranks, to the same bits; STEPS
 	$(call needs,torch)
 	$(PY) examples/replay.py $(if $(STEPS),--steps $(STEPS))
+
+restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
+	$(call needs,torch)
+	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
 test: $(READY) ## run the tests
 	$(call needs,torch pytest hypothesis numpy sklearn tqdm bokeh selenium)

@@ -1,25 +1,41 @@
-"""How does a training survive being killed? Checkpoints are whole or not there, and say what they are of."""
+"""How does a training survive being killed? Checkpoints are whole or not there, and damage is noticed.
 
+A file is what ``torch.save()`` writes, with the SHA-256 of it behind; ``torch.load()`` reads it like any other.
+"""
+
+import hashlib
 import os
-import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+DIGEST_BYTES = hashlib.sha256().digest_size
+_PART_BYTES = 2**20
 
 
 class CheckpointError(RuntimeError):
     """There is no checkpoint to go on from, or it belongs to another training."""
 
 
-def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Write ``state`` to a file of its own; killed at any moment, no half of it is left under that name."""
+class DamagedError(CheckpointError):
+    """A file does not hold what was written to it."""
+
+
+def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int | None = None) -> None:
+    """Write ``state`` to a file of its own; killed at any moment, no half of it is left under that name.
+
+    Of the checkpoints up to this one ``keep`` stay, the newest; None: all of them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
     unfinished = path.with_suffix(".tmp")
     try:
-        with open(unfinished, "wb") as file:
+        with open(unfinished, "w+b") as file:
             torch.save(state, file)
+            file.seek(0)
+            file.write(hashlib.file_digest(file, "sha256").digest())
             file.flush()
             os.fsync(file.fileno())  # before the rename: after a power cut the name must not lead to an empty file
         os.replace(unfinished, path)
@@ -27,6 +43,9 @@ def save_checkpoint(folder: Path, step: int, state: dict[str, Any]) -> None:
         unfinished.unlink(missing_ok=True)
         raise
     sync_folder(folder)
+    if keep is not None:
+        for old in [other for other in checkpoints(folder) if other <= path][keep:]:
+            old.unlink()
 
 
 def sync_folder(folder: Path) -> None:
@@ -37,27 +56,67 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    return max(folder.glob("step-*.pt"), default=None)
+def checkpoints(folder: Path) -> list[Path]:
+    """The newest first, whole or not."""
+    return sorted(folder.glob("step-*.pt"), reverse=True)
 
 
 def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The newest checkpoint in ``folder``.
+    """The newest whole checkpoint in ``folder``; for each newer one, a line on stderr says what is wrong with it.
 
     Raises:
-        CheckpointError: there is none, it cannot be read, or its ``"settings"`` are not ``settings``.
+        CheckpointError: there is none, or its ``"settings"`` are not ``settings``.
     """
-    path = newest_checkpoint(folder)
-    if path is None:
+    found = checkpoints(folder)
+    if not found:
         raise CheckpointError(f"{folder} has nothing to resume: got no step-*.pt, expected one; start without --resume")
+    for path in found:
+        try:
+            state = read_whole(path)
+        except DamagedError as error:
+            print(f"{error}; trying the one before", file=sys.stderr, flush=True)
+            continue
+        check_settings(path, state["settings"], settings)
+        return state
+    raise CheckpointError(
+        f"{folder} has nothing to resume: got {len(found)} step-*.pt, none of them whole, expected one; "
+        "bring one back, or start in another folder"
+    )
+
+
+def read_whole(path: Path) -> dict[str, Any]:
+    """
+    Raises:
+        DamagedError: the file cannot be read, is cut off, or a byte of it changed.
+    """
     try:
+        check_digest(path)
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; delete it to resume from the one before") from error
-    for name, expected in state["settings"].items():
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read: {error}") from error
+    return state
+
+
+def check_digest(path: Path) -> None:
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        left = os.fstat(file.fileno()).st_size - DIGEST_BYTES
+        if left <= 0:
+            raise DamagedError(f"{path} is damaged: got {left + DIGEST_BYTES} bytes, expected more")
+        while left and (part := file.read(min(left, _PART_BYTES))):  # in parts: it may be larger than memory
+            found.update(part)
+            left -= len(part)
+        expected = file.read()
+    if found.digest() != expected:
+        raise DamagedError(
+            f"{path} is damaged: got SHA-256 {found.hexdigest()[:16]}..., expected {expected.hex()[:16]}..."
+        )
+
+
+def check_settings(path: Path, saved: dict[str, Any], settings: dict[str, Any]) -> None:
+    for name, expected in saved.items():
         if settings.get(name) != expected:
             raise CheckpointError(
                 f"{name} is not that of {path}: got {settings.get(name)}, expected {expected}; "
                 "resume with the settings it was saved with"
             )
-    return state

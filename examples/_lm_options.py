@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _checkpoint import CheckpointError, load_checkpoint, newest_checkpoint
+from _checkpoint import CheckpointError, checkpoints, load_checkpoint
 from _text import Text, cut_windows
 
 from legacy_ddp.data import GlobalBatchSampler
@@ -45,6 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--save-every", type=positive_int, default=100, metavar="N", help="steps between checkpoints (default: 100)"
     )
     parser.add_argument(
+        "--keep", type=at_least_two, metavar="N", help="checkpoints to keep, the newest (default: all of them)"
+    )
+    parser.add_argument(
         "--check-every",
         type=positive_int,
         metavar="N",
@@ -54,13 +57,25 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--record-every", type=positive_int, default=1, metavar="N", help="steps between its entries (default: 1)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --save DIR")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        choices=("newest", "auto"),
+        const="newest",
+        help="go on from the newest checkpoint in --save DIR; auto: if there is one, else start",
+    )
     return parser
 
 
 def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+    return int(text)
+
+
+def at_least_two(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:  # the newest one may turn out to be damaged
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 2")
     return int(text)
 
 
@@ -119,13 +134,16 @@ def read_checkpoint(args: argparse.Namespace, settings: dict[str, Any]) -> dict[
         CheckpointError: --resume cannot find, read or continue one, or a run without it would mix two trainings.
     """
     if not args.resume:
-        if args.save and (found := newest_checkpoint(args.save)):
+        if args.save and (found := checkpoints(args.save)):
             raise CheckpointError(
-                f"--save folder is in use: got {found}, expected no checkpoint; add --resume or choose another folder"
+                f"--save folder is in use: got {found[0]}, expected no checkpoint; "
+                "add --resume or choose another folder"
             )
         return None
     if args.save is None:
         raise CheckpointError("--resume has no folder: got no --save, expected --save DIR; name the folder to resume")
+    if args.resume == "auto" and not checkpoints(args.save):
+        return None
     checkpoint = load_checkpoint(args.save, settings)
     if checkpoint["step"] > args.steps:
         raise CheckpointError(

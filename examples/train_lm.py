@@ -76,7 +76,7 @@ def train(training: "Training", args: argparse.Namespace, text: Text, settings: 
             if args.save and (training.step % args.save_every == 0 or training.step == args.steps):
                 state = training.state()
                 if rank == 0:
-                    save_checkpoint(args.save, training.step, {"settings": settings, **state})
+                    save_checkpoint(args.save, training.step, {"settings": settings, **state}, keep=args.keep)
     progress.close()
 
 
@@ -199,7 +199,8 @@ def start_training(
     if args.resume:
         received: list[Any] = [checkpoint]
         dist.broadcast_object_list(received, src=0)  # only rank 0's host needs the folder
-        training.restore(received[0])
+        if received[0] is not None:
+            training.restore(received[0])
     return training
 
 

@@ -161,13 +161,17 @@ class Hosts:
         script: Path | str,
         *arguments: str,
         nproc_per_node: int = 1,
+        options: Sequence[str] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> Job:
-        """Start the same job on all hosts, rank 0 on the first; ``environment`` is added to this process's."""
+        """Start the same job on all hosts, rank 0 on the first; ``environment`` is added to this process's.
+
+        ``options`` are more of torchrun's own, on every host.
+        """
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self)}"]
         launcher += [f"--nproc-per-node={nproc_per_node}", f"--master-addr={self.addresses[0]}"]
         port = next(self._ports)
-        launcher += [f"--master-port={port}"]
+        launcher += [f"--master-port={port}", *options]
         commands = [
             [*launcher, f"--node-rank={index}", f"--local-addr={address}", str(script), *arguments]
             for index, address in enumerate(self.addresses)

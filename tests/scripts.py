@@ -15,12 +15,16 @@ LIMIT_SECONDS = 120
 
 
 def run_script(
-    *command: str, environment: Mapping[str, str] | None = None, limit_seconds: float = LIMIT_SECONDS, **options: Any
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+    limit_seconds: float = LIMIT_SECONDS,
+    cwd: Path = ROOT,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Start Python with these arguments."""
     return subprocess.run(
         [sys.executable, *command],
-        cwd=ROOT,
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
         capture_output=True,
         text=True,

@@ -170,11 +170,23 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
     assert _checkpoint.load_checkpoint(tmp_path, {})["step"] == 1000
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    (tmp_path / "step-00000001.pt").write_bytes(b"damaged")
+@pytest.mark.parametrize("undisturbed", [1], indirect=True, ids=["1-rank"])
+def test_train_lm_says_that_its_newest_checkpoint_is_damaged_and_ends_in_the_same_bits(
+    undisturbed: Any, tmp_path: Path
+) -> None:
+    _, original, _ = undisturbed
+    folder = tmp_path / "damaged"
+    shutil.copytree(original, folder)
+    newest = folder / "step-00000004.pt"
+    os.truncate(newest, 100_000)
 
-    with pytest.raises(_checkpoint.CheckpointError, match=r"step-00000001\.pt cannot be read"):
-        _checkpoint.load_checkpoint(tmp_path, {})
+    result = run_script(str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume", "auto")
+
+    assert result.returncode == 0, result.stderr
+    first, *progress = result.stderr.splitlines()
+    assert first.startswith(f"{newest} is damaged: got SHA-256 ")
+    assert [line.split()[1] for line in progress] == ["3", "4"]
+    assert_same_bits(load(newest), load(original / "step-00000004.pt"))
 
 
 @pytest.mark.parametrize("undisturbed", [2], indirect=True, ids=["2-ranks"])
