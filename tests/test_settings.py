@@ -123,7 +123,7 @@ def test_the_environment_overrides_the_level_and_keeps_the_rest(monkeypatch: pyt
         {"world_size": 1, "buffer_size": 1},
         {"timeout_seconds": 0.5},
         {"timeout_seconds": 86400},
-        {"ignore": iter(["weight"])},
+        {"ignore": dict.fromkeys(["weight"]).keys()},
         {"ignore": {"bias"}},
         {"reduce_dtype": torch.float16},
         {"checks": "off"},

@@ -1,0 +1,108 @@
+"""The strategy for ``lightning.pytorch.Trainer``."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+
+from legacy_ddp._errors import LostPeerError
+from legacy_ddp._record import SyncRecord
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp.lightning._ending import end_children
+from legacy_ddp.lightning._wrapping import Wrapping
+
+
+class LegacyDDPStrategy(Wrapping, DDPStrategy):
+    """Lightning's DDPStrategy with :class:`legacy_ddp.LegacyDistributedDataParallel` in place of torch DDP.
+
+    ``all_reduce()`` follows every backward pass whose gradients are about to be used: before ``on_after_backward``,
+    unscaling and clipping, and not while Lightning accumulates. Rank 0's buffers are sent before validation and at the
+    end of training, as torch DDP sends them in every forward. ``trainer.model`` is the wrapper while ``fit`` runs;
+    ``record`` is what its last call returned, None before the first.
+
+    Args:
+        buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: the wrapper's.
+            ``checks`` are told of the GradScaler of ``precision="16-mixed"``.
+        find_unused_parameters: accepted and without effect: a parameter that no rank used needs no search.
+        kwargs: those that Lightning's DDPStrategy names: ``accelerator``, ``parallel_devices``,
+            ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``, ``ddp_comm_state``, ``ddp_comm_hook``,
+            ``ddp_comm_wrapper``, ``model_averaging_period``, ``process_group_backend``, ``timeout`` (of the process
+            group) and ``start_method``.
+
+    Raises:
+        TypeError: an argument of torch DDP alone, of nobody, or of the wrong type.
+        ValueError: an unusable value.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.record: SyncRecord | None = None
+        if self._ddp_comm_hook is None and (self._ddp_comm_state is not None or self._ddp_comm_wrapper is not None):
+            raise ValueError(
+                "ddp_comm_hook is missing: got None, and a ddp_comm_state or ddp_comm_wrapper; pass all of it"
+            )
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run backward, then ``all_reduce()``, which does nothing while Lightning accumulates. Collective.
+
+        Between the two halves of Lightning's own: later than that the gradients would be unscaled or clipped before
+        they are reduced, and ranks part; and ``on_after_backward`` would see those of one rank.
+        """
+        precision, module = self.precision_plugin, self.lightning_module
+        if module is None:
+            raise RuntimeError("backward() has no LightningModule; call it from a Trainer that fits one")
+        self.pre_backward(closure_loss)
+        loss = precision.pre_backward(closure_loss, module)
+        precision.backward(loss, module, optimizer, *args, **kwargs)
+        if isinstance(self.model, LegacyDistributedDataParallel):
+            self.record = self.model.all_reduce()
+        loss = precision.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate inside the block: its backward passes stay on this rank."""
+        with self.model.no_sync() if isinstance(self.model, LegacyDistributedDataParallel) else nullcontext():
+            yield
+
+    def on_validation_start(self) -> None:
+        """Collective: validate with rank 0's buffers."""
+        super().on_validation_start()
+        self._broadcast_buffers()
+
+    def on_train_end(self) -> None:
+        """Collective: leave rank 0's buffers on every rank."""
+        super().on_train_end()
+        self._broadcast_buffers()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """When a rank is lost: end those that this process launched as scripts; one that hangs would outlive it."""
+        super().on_exception(exception)
+        if isinstance(exception, LostPeerError):
+            end_children(self._launcher)
+
+    def teardown(self) -> None:
+        """Unwrap, then what Lightning does."""
+        module = self.lightning_module
+        if module is not None and isinstance(self.model, LegacyDistributedDataParallel):
+            self.connect(module)
+        super().teardown()
+
+    def _setup_model(self, model: nn.Module) -> LegacyDistributedDataParallel:  # type: ignore[override]  # no torch DDP
+        return self._wrap(model, getattr(self.precision_plugin, "scaler", None))
+
+    def _register_ddp_hooks(self) -> None:
+        if self._ddp_comm_hook is None or not isinstance(self.model, LegacyDistributedDataParallel):
+            return
+        hook = self._ddp_comm_hook if self._ddp_comm_wrapper is None else self._ddp_comm_wrapper(self._ddp_comm_hook)
+        self.model.register_comm_hook(state=self._ddp_comm_state, hook=hook)
+
+    def _broadcast_buffers(self) -> None:
+        if isinstance(self.model, LegacyDistributedDataParallel):
+            self.model.broadcast_buffers()

@@ -1,0 +1,82 @@
+"""What do the strategies of the Trainer and of Fabric share? The wrapper's arguments, and the names in the registry."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from torch import nn
+
+from legacy_ddp._settings import Checks, LossScaler, Settings, as_names, resolve_checks
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp.lightning._arguments import refuse_unknown
+from legacy_ddp.lightning._ending import leave_in_order
+
+_START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}
+
+
+class Wrapping:
+    """Comes before one of Lightning's DDPStrategy classes: takes the wrapper's arguments, and makes the wrapper."""
+
+    def __init__(
+        self,
+        *,
+        buffer_size: int = 2**28,
+        init_sync: bool = True,
+        gradient_as_bucket_view: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        ignore: Iterable[str] = (),
+        checks: str | Checks = "info",
+        timeout_seconds: float | None = None,
+        find_unused_parameters: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        refuse_unknown(type(self).__name__, kwargs, super().__init__)
+        del find_unused_parameters  # there is nothing to search
+        # What is wrong shows here, in one process and before others are started.
+        settings = Settings(
+            buffer_size=buffer_size,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            reduce_dtype=reduce_dtype,
+            ignore=frozenset(as_names(ignore, "ignore")),
+            checks=resolve_checks(checks),
+            timeout_seconds=timeout_seconds,
+        )
+        super().__init__(**kwargs)
+        self._init_sync = init_sync
+        self._settings = settings
+
+    def setup_environment(self) -> None:
+        """Make the process group, and see to how this process will leave."""
+        super().setup_environment()  # type: ignore[misc]  # of the class that comes next
+        leave_in_order(self._launcher)  # type: ignore[attr-defined]
+
+    def _wrap(self, module: nn.Module, scaler: LossScaler | None) -> LegacyDistributedDataParallel:
+        """Collective: the wrapper. ``scaler``: Lightning's, told to the checks unless they have another."""
+        settings = self._settings
+        checks = settings.checks
+        if scaler is not None and checks.grad_scaler is None:
+            checks = replace(checks, grad_scaler=scaler)
+        return LegacyDistributedDataParallel(
+            module,
+            buffer_size=settings.buffer_size,
+            init_sync=self._init_sync,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            reduce_dtype=settings.reduce_dtype,
+            ignore=settings.ignore,
+            checks=checks,
+            timeout_seconds=settings.timeout_seconds,
+        )
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Add the names; a second import under the same name changes nothing."""
+        for name, start_method in _START_METHODS.items():
+            strategy_registry.register(
+                name,
+                cls,
+                description=f"explicit all_reduce() after backward, processes by {start_method}",
+                override=True,
+                start_method=start_method,
+            )
