@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def survive(folder: Path, args: argparse.Namespace) -> int:
-    """Exit status: 0 if weights, optimizer and random generators end in the same bits."""
+    """Exit status: 0 if the weights end in the same bits."""
     say(f"{args.steps} steps on {args.ranks} ranks, undisturbed")
     pace = train_undisturbed(folder / "undisturbed", args)
     say(f"the same with {args.kills} kills, seed {args.seed}")
