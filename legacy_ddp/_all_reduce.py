@@ -32,7 +32,7 @@ def all_reduce(
     skip: bool,
     *,
     flags: int = 0,
-    notice: Callable[[], Any] = lambda: None,
+    notice: Callable[[], Any] | None = None,
 ) -> SyncRecord:
     """The way of a gradient, one step a line; docs/design.md says what each step promises.
 
@@ -40,7 +40,8 @@ def all_reduce(
     """
     planner, leaves, trail = synchronizer.planner, synchronizer.leaves, synchronizer.trail
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
-        call.await_notice(notice)
+        if notice is not None:
+            call.await_notice(notice)
         with announcing_failures(call):
             with call.phase("plan"):
                 plan = planner.plan(named)

@@ -92,7 +92,8 @@ class FlatBuffer:
     def make_wire(self, *, has_peers: bool) -> None:
         """Make room for the copy that travels, where it is one: in another dtype, or for a hook to write to."""
         is_copy = self._is_for_hook or (has_peers and self._wire_dtype != self.bucket.dtype)
-        if is_copy and self.wire is None:
+        size = self.bucket.numel * self._wire_dtype.itemsize
+        if is_copy and (self.wire is None or self.wire.untyped_storage().nbytes() < size):  # a hook may have freed it
             self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
 
     def forget(self) -> None:
@@ -117,11 +118,13 @@ class FlatBuffer:
         """Whether a gradient was written to since the last call left its result."""
         return self.views.written
 
-    def zero(self, kinds: Sequence[int], *, runs: Sequence[Run]) -> None:
-        """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank."""
+    def zero(self, kinds: Sequence[int], *, runs: Sequence[Run], flat: torch.Tensor | None = None) -> None:
+        """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank, in the flat
+        tensor or in ``flat``, one like it."""
+        flat = self.flat if flat is None else flat
         for slot, kind in zip(self.bucket.slots, kinds, strict=True):
             if kind != DENSE and _inside(runs, slot.offset):
-                self.flat[slot.offset : slot.offset + slot.numel].zero_()
+                flat[slot.offset : slot.offset + slot.numel].zero_()
 
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""

@@ -207,13 +207,17 @@ class Call:
             raise self.lost_error(outcome, time.perf_counter() - start) from None  # gloo's own words are in it
 
     def await_notice(self, notice: Callable[[], Any]) -> None:
-        """Wait for what ``notice()`` starts on the user's own group, if it starts anything."""
-        work = notice()
-        start = time.perf_counter()
-        while work is not None and (outcome := _poll(work)) is not True:
-            if isinstance(outcome, RuntimeError):
-                raise self.lost_error(outcome, time.perf_counter() - start) from None
-            self.heed(time.perf_counter() - start)
+        """Wait for what ``notice()`` starts on the user's own group, unless it returns None."""
+        with self.phase("join"):
+            work = notice()
+            if work is None:
+                return
+            self._has_met = self._is_open = True  # the others have this rank's word that it makes the call
+            start = time.perf_counter()
+            while (outcome := _poll(work)) is not True:
+                if isinstance(outcome, RuntimeError):
+                    raise self.lost_error(outcome, time.perf_counter() - start) from None
+                self.heed(time.perf_counter() - start)
 
     def heed(self, waited_seconds: float) -> None:
         """To be called now and then while waiting for what has no time limit of its own.

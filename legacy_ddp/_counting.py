@@ -98,9 +98,12 @@ class BackwardCounter:
         reached = [index for index, count in enumerate(self._counts) if count]
         if not reached or any(parameters[index]._version == self._versions[index] for index in reached):
             return False
-        for index in reached:
-            self._versions[index] = parameters[index]._version
+        self.note_written(parameters)
         return True
+
+    def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """What was written to them so far is known, and no step."""
+        self._versions[:] = [parameter._version for parameter in parameters]
 
     def expect_more(self, *, are_kept: bool) -> None:
         """All gradients were taken away: new ones are counted on top of those that are kept, or from 1."""

@@ -5,9 +5,11 @@ is a copy under a storage of its own (hooks resize it, and write past the end): 
 something usable no gradient changes.
 """
 
+import re
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,9 +19,12 @@ from legacy_ddp import _torch_internals as internals
 from legacy_ddp._bucket import FlatBuffer, as_real
 from legacy_ddp._call import SLICE, Call
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._errors import CommHookError
+from legacy_ddp._errors import CommHookError, LegacyDDPError
 from legacy_ddp._plan import Plan
 from legacy_ddp._settings import CommHook
+
+# gloo raises RuntimeError and nothing else, but begins with a place in its own source.
+_SAID_BY_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
 
 
 class HookBucket:
@@ -49,6 +54,8 @@ class HookBucket:
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
         """Put another tensor in the buffer's place."""
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"set_buffer() got {type(tensor).__name__}, expected a tensor in the buffer's place")
         self._buffer = tensor
 
     def gradients(self) -> list[torch.Tensor]:
@@ -63,8 +70,9 @@ class HookBucket:
 
 
 def reduce_by_hook(call: Call, hook: CommHook, plan: Plan, divisor: int) -> int:
-    """Replace what the flat tensors hold by the hook's mean over the group, times group size / ``divisor``; return the
-    bytes shown to the hook.
+    """Let the hook bring together what travels; leave its mean, times group size / ``divisor``, in the flat tensors.
+
+    Returns the bytes shown to the hook.
 
     Raises:
         CommHookError: on some rank the hook returned what cannot be a gradient; no flat tensor changed.
@@ -75,7 +83,6 @@ def reduce_by_hook(call: Call, hook: CommHook, plan: Plan, divisor: int) -> int:
     filled = [(buffer, plan.parameters[share]) for buffer, share in plan.shares if buffer.bucket.numel]
     buckets = []
     for index, (buffer, parameters) in enumerate(filled):
-        buffer.travelling.copy_(buffer.flat)
         buckets.append(HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1))
     wanted = [as_real(buffer.flat) for buffer, _ in filled]
     results = _run(call, hook, buckets)
@@ -93,42 +100,54 @@ def reduce_by_hook(call: Call, hook: CommHook, plan: Plan, divisor: int) -> int:
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
     """What the hook's Futures hold, or what it returned if that is none. All are begun before the first is awaited."""
+    returned = []
+    for bucket in buckets:
+        with call.profiled(f"hook on bucket {bucket.index()}"), _blaming(call, hook):
+            returned.append(hook.function(hook.state, bucket))
     start = time.perf_counter()
-    try:
-        returned = []
-        for bucket in buckets:
-            with call.profiled(f"hook on bucket {bucket.index()}"):
-                returned.append(hook.function(hook.state, bucket))
-        return [_wait(call, item) if isinstance(item, internals.Future) else item for item in returned]
-    except Exception as error:
-        # gloo says nothing but RuntimeError, with a place in its own source.
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
-            raise call.lost_error(error, time.perf_counter() - start) from error
-        error.add_note(f"raised by the communication hook {hook} in {call}")
-        raise
+    return [_wait(call, hook, item, start) if isinstance(item, internals.Future) else item for item in returned]
 
 
-def _wait(call: Call, future: "internals.Future[Any]") -> Any:
-    done, start = threading.Event(), time.perf_counter()
+def _wait(call: Call, hook: CommHook, future: "internals.Future[Any]", start: float) -> Any:
+    done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     while not done.wait(SLICE.total_seconds()):
         call.heed(time.perf_counter() - start)
-    value = future.wait()  # on a GPU this makes the stream wait, and not the host
+    with _blaming(call, hook):
+        value = future.wait()  # on a GPU this makes the stream wait, and not the host
     return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+@contextmanager
+def _blaming(call: Call, hook: CommHook) -> Iterator[None]:
+    """Say what an error of the hook's is: a lost peer, or its own."""
+    start = time.perf_counter()
+    try:
+        yield
+    except LegacyDDPError as error:
+        # Of another wrapper's call inside the hook. No rank of ours has agreed on it, and nobody knows that it is lost.
+        text = f"{call}: the communication hook {hook} failed with {type(error).__name__}: {error}"
+        raise LegacyDDPError(text, call=call.number, phase=call.phase_name) from error
+    except Exception as error:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _SAID_BY_GLOO.search(str(error))):
+            raise call.lost_error(error, time.perf_counter() - start) from error
+        error.add_note(f"raised by the communication hook {hook} in {call}")
+        raise
 
 
 def _problem(result: Any, wanted: torch.Tensor, set_dtype: torch.dtype) -> str:
     """What is wrong with a hook's result, in words. It may be of the dtype that the hook gave set_buffer(), too."""
     if not isinstance(result, torch.Tensor):
         return f"got {type(result).__name__}, expected a torch.futures.Future of a tensor"
-    is_like = result.shape == wanted.shape and result.device == wanted.device
+    is_like = result.shape == wanted.shape and result.device == wanted.device and result.layout is torch.strided
     if not is_like or result.dtype not in (wanted.dtype, set_dtype):
         return f"got {_describe(result)}, expected {_describe(wanted)}, as bucket.buffer() was"
     return ""
 
 
 def _describe(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
+    layout = "" if tensor.layout is torch.strided else f"{tensor.layout} "
+    return f"{layout}{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} on {tensor.device}"
 
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:

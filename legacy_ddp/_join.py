@@ -6,7 +6,7 @@ communicates in a step.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +38,15 @@ class Joining(Joinable):
 
         Collective, as torch DDP's context of the same name. Every step inside makes one :meth:`all_reduce` (which now
         begins with one more small collective, on :attr:`process_group`). A rank that ran out of data gives nothing to
-        it, what it accumulated since its last call is dropped, and it does not step; in the end all get the parameters
-        and buffers of the highest rank among those that left last. Optimizer state is not synchronised.
+        it and does not step. In the end every ``.grad`` is None, also what was accumulated since the last call, and all
+        have the parameters and buffers of the highest rank among those that left last. Optimizer state is not
+        synchronised: with momentum, say, replicas part in the next epoch unless you see to it.
 
-        Simpler, and without the collective: let every rank make as many steps, and those without data pass
-        ``sample_size=0``.
+        Simpler, without that collective and with equal optimizers: let every rank make as many steps, and those
+        without data pass ``sample_size=0``.
+
+        No other collective belongs into the block, and any error ends it: leave it then, on every rank. A rank that has
+        left waits inside torch's Join, under the timeout of the process group and not under ``timeout_seconds``.
 
         Args:
             divide_by_initial_world_size: a plain mean counts the ranks that left as zeros; False: it is the mean over
@@ -53,9 +57,11 @@ class Joining(Joinable):
         ``Join([model, zero_optimizer])`` composes it with others. It has to be the first of them.
 
         Raises:
-            LegacyDDPError: a broadcast inside: ranks that left would not take part.
+            LegacyDDPError: a broadcast, a check of replicas or another process group inside: ranks that left would not
+                take part.
             ValueError: it is not the first in ``Join([...])``.
         """
+        before = self._join_config
         try:
             with Join(
                 [self],
@@ -65,7 +71,7 @@ class Joining(Joinable):
             ):
                 yield
         finally:
-            self._join_config = _OUTSIDE
+            self._join_config = before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """What a rank that left does; ``divide_by_initial_world_size`` as for :meth:`join`."""
@@ -91,6 +97,10 @@ class Joining(Joinable):
         """Make the call that other ranks make, without gradients."""
 
     @abstractmethod
+    def _drop_gradients(self) -> None:
+        """Make every ``.grad`` None, and forget what was accumulated."""
+
+    @abstractmethod
     def broadcast_parameters(self, src: int = 0) -> None:
         """Collective: give every rank those of ``src``."""
 
@@ -113,15 +123,26 @@ class Joining(Joinable):
             )
         self.__dict__["_joining"] = config
 
-    def _notice(self) -> Any:
-        """Tell torch's Join that this rank still has data: a collective to wait for, or None."""
-        if not self._join_config.enable:
-            return None
+    @property
+    def _notice(self) -> Callable[[], Any] | None:
+        """What tells torch's Join that this rank still has data, and returns a collective to wait for, or None."""
+        return self._notify if self._join_config.enable else None
+
+    def _notify(self) -> Any:
         work = Join.notify_join_context(self)
         if work is not None and self.join_device.type != "cpu":
             work.wait()  # of the stream
             return None
         return work
+
+    @contextmanager
+    def _ending_join(self) -> Iterator[None]:
+        """An error in a call ends the join for all, as torch's Join does not hear of it."""
+        try:
+            yield
+        except BaseException:
+            self._join_config = _OUTSIDE
+            raise
 
     def _refuse_inside_join(self, what: str) -> None:
         """Refuse a collective that ranks which left would not take part in.
@@ -149,6 +170,8 @@ class _StandIn(JoinHook):
         """All have left: the last ones' model is everybody's."""
         wrapper = self._wrapper
         wrapper._join_config = _OUTSIDE
+        # Who stood in holds the others' mean; where zero_grad() follows step(), it would be added to the next epoch.
+        wrapper._drop_gradients()
         group = wrapper.process_group
         rank = dist.get_rank(group)
         last = torch.tensor([rank if is_last_joiner else -1], device=wrapper.join_device)

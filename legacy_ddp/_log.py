@@ -1,7 +1,7 @@
 """Records of the logger ``legacy_ddp``: each carries the attribute ``rank``, for formatters and filters."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from legacy_ddp._text import say_bytes
 
@@ -13,9 +13,10 @@ def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
     return logging.LoggerAdapter(_logger, {"rank": rank})
 
 
-def log_construction(rank: int, description: str) -> None:
+def log_construction(rank: int, describe: Callable[[], str]) -> None:
     """A wrapper was made; level INFO."""
-    logger_of(rank).info("rank %d, new wrapper: %s", rank, description.replace("\n", "; "))
+    if _logger.isEnabledFor(logging.INFO):
+        logger_of(rank).info("rank %d, new wrapper: %s", rank, describe().replace("\n", "; "))
 
 
 def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:

@@ -83,7 +83,7 @@ class Planner:
 
     def use(self, settings: Settings) -> None:
         """Plan anew, with these settings, when next asked."""
-        self.settings, self.layout = settings, None
+        self.settings, self._signature = settings, None
 
     def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
         """The plan for ``named`` (all names of every parameter): the last one, if nothing changed since.

@@ -40,7 +40,8 @@ class SyncRecord:
     false for that no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the
     ranks, None for a plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of
     gradients that this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload,
-    alias; with ``checks="detail"`` also sign, and under a recorder observe). ``rank``: its own number, and row.
+    alias; with ``checks="detail"`` also sign, inside :meth:`join` join, under a recorder observe). ``rank``: its own
+    number, and row.
     """
 
     call: int
@@ -109,7 +110,9 @@ class SyncRecord:
                 f"norms are missing: got those of {len(norms)} of {len(rows)} ranks, expected all; they are taken with "
                 'checks="info" on CPU, and on CUDA with Checks(nonfinite="warn") or "raise"'
             )
-        return estimate_noise(norms, [row.sample_size or 1 for row in rows], float(reduced_norm))
+        # In a join() ranks that left may count as zeros: then the mean over those that took part is larger.
+        scale = self.divisor / len(rows) if self.sample_size is None else 1.0
+        return estimate_noise(norms, [row.sample_size or 1 for row in rows], scale * float(reduced_norm))
 
 
 def _row(rank: int, header: Header) -> RankRow:

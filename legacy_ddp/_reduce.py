@@ -141,13 +141,14 @@ def _reduce_all_dense(
     call: Call, hook: CommHook | None, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int
 ) -> int:
     if hook is not None:
-        for buffer, share in plan.shares:
-            _fill(buffer, packed, kinds, share, [(0, buffer.bucket.numel)])
+        for buffer, share in plan.shares:  # into the copy: a hook may fail in a way that leaves every .grad as it was
+            buffer.travelling.copy_(buffer.flat)
+            _fill(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.travelling)
         return reduce_by_hook(call, hook, plan, divisor)
     runs = []
     for buffer, share in plan.shares:
         joined = _joined_runs(buffer, kinds[share])
-        _fill(buffer, packed, kinds, share, joined)
+        _fill(buffer, packed, kinds, share, joined, buffer.flat)
         runs.append((buffer, _cut(call, buffer, joined, plan.layout.buffer_size)))
     return reduce_dense(call, runs, divisor)
 
@@ -156,12 +157,16 @@ def _joined_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> list[Run]:
     return buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap)
 
 
-def _fill(buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice, runs: Sequence[Run]) -> None:
-    """Put into the runs that will travel what packing left out: zeros, and sparse gradients that became dense."""
-    buffer.zero(packed.kinds[share], runs=runs)
+def _fill(
+    buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice, runs: Sequence[Run], flat: torch.Tensor
+) -> None:
+    """Put into the runs of ``flat`` that will travel what packing left out: zeros, and sparse gradients that became
+    dense."""
+    buffer.zero(packed.kinds[share], runs=runs, flat=flat)
     for index, grad in packed.sparse.items():
         if kinds[index] == DENSE and share.start <= index < share.stop:
-            buffer.views[index - share.start].copy_(grad.to_dense())
+            slot = buffer.bucket.slots[index - share.start]
+            flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(grad.to_dense())
 
 
 def _cut(call: Call, buffer: FlatBuffer, joined: Sequence[Run], buffer_size: int) -> list[Run]:

@@ -22,7 +22,7 @@ from legacy_ddp._guard import guard_steps
 from legacy_ddp._header import Operation
 from legacy_ddp._leaves import Leaves
 from legacy_ddp._observe import Observer
-from legacy_ddp._plan import Planner
+from legacy_ddp._plan import Plan, Planner
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.trail import Trail
 from legacy_ddp._settings import Checks, Settings, resolve_checks
@@ -70,6 +70,18 @@ class Synchronizer:
         if group not in self._seats:
             self._seats[group] = Seat(groups)
         return Call(self._seats[group], operation, timeout, self.settings.checks)
+
+    def note_new_parameters(self, plan: Plan) -> None:
+        """A call gave this rank other parameters: that is no step."""
+        self.planner.counter.note_written(plan.parameters)
+        if self.trail is not None:
+            self.trail.restart()
+
+    def forget_step(self) -> None:
+        """What was accumulated since the last call is gone."""
+        self.planner.counter.reset()
+        if self.leaves is not None:
+            self.leaves.end_step()
 
     def listen(self, listener: Listener) -> RemovableHandle:
         """Tell it of every call from now on.

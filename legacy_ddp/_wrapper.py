@@ -9,14 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._agree import agree, announcing_failures
 from legacy_ddp._all_reduce import all_reduce
 from legacy_ddp._broadcast import broadcast
+from legacy_ddp._construction import construct
 from legacy_ddp._describe import describe_wrapper
-from legacy_ddp._header import Flag, Header, Operation
+from legacy_ddp._header import Flag, Operation
 from legacy_ddp._join import Joining
 from legacy_ddp._layout import distinct
 from legacy_ddp._log import log_construction
@@ -24,8 +23,7 @@ from legacy_ddp._observe import show_forward
 from legacy_ddp._plan import Plan
 from legacy_ddp._process_group import GroupHandle
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.holdings import check_local_buffers
-from legacy_ddp._settings import Checks, CommHook, Settings, check_ignored, names_to_ignore, resolve_checks
+from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, resolve_checks
 from legacy_ddp._synchronizer import NamedTensors, Synchronizer
 from legacy_ddp._watch import HERE
 
@@ -99,7 +97,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
         self._synchronizer = Synchronizer(self._settings, self)
-        self._construct(world_size, problem)
+        with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
+            kind = LegacyDistributedDataParallel
+            construct(call, module, self._settings, self._plan, world_size=world_size, wrapper=kind, problem=problem)
+            log_construction(call.groups.rank, self.extra_repr)
         if init_sync:
             self.broadcast_parameters()
             self.broadcast_buffers()
@@ -158,9 +159,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         if not self._synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
         named, group = self._named_parameters(), self._group.resolve()
-        record = all_reduce(self._synchronizer, named, group, sample_size, skip, notice=self._notice)
-        self._synchronizer.emit_warning()
+        with self._ending_join():
+            record = all_reduce(self._synchronizer, named, group, sample_size, skip, notice=self._notice)
         self._synchronizer.tell(record)
+        self._synchronizer.emit_warning()
         return record
 
     def broadcast_parameters(self, src: int = 0) -> None:
@@ -203,18 +205,19 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         """Let ``hook(state, bucket)`` bring the dense gradients together, in place of our sum; torch DDP's hooks fit.
 
         Once, and alike on every rank before the next call: other hooks on some ranks are a LayoutError there. In every
-        call the hook gets one bucket per device and dtype, in the same order on all ranks, with the methods of
-        ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients, shape (elements,), zeros where
-        this rank has none. The hook returns a Future of their *mean over the group*, a tensor of the same shape, and
-        dtype (or that of ``bucket.set_buffer()``); where ranks sit out, or with ``sample_size``, we multiply it by
-        group size / divisor. Sparse gradients do not go through it. A copy of the wrapper has no hook; ``state`` is the
-        caller's to keep in checkpoints.
+        call that somebody takes part in it gets one bucket per device and dtype, in the same order on all ranks, with
+        the methods of ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients, shape
+        (elements,), zeros where this rank has none. The hook returns a Future of their *mean over the group*, a tensor
+        of the same shape, and dtype (or that of ``bucket.set_buffer()``); where ranks sit out, or with ``sample_size``,
+        we multiply it by group size / divisor. Sparse gradients do not go through it. A copy of the wrapper has no
+        hook; ``state`` is the caller's to keep in checkpoints.
 
         Args:
             state: what the hook wants: for torch's default hooks the process group, where None means the default one
                 and not :attr:`process_group`.
             hook: runs inside :meth:`all_reduce`, on the caller's thread. Its collectives are its own: a rank that
-                raises in it loses the group, and the others raise a LostPeerError that names it.
+                raises in it loses the group, and the others raise a LostPeerError that names it; at once if they wait
+                for its Future, but not out of a collective that blocks inside the hook.
 
         Raises:
             TypeError: ``hook`` is not callable.
@@ -243,6 +246,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
     @process_group.setter
     def process_group(self, process_group: dist.ProcessGroup | DeviceMesh | None) -> None:
+        self._refuse_inside_join("an assignment to process_group")
         self._group = GroupHandle(process_group)
 
     def extra_repr(self) -> str:
@@ -266,34 +270,21 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(remove_duplicate=False)
 
-    def _construct(self, world_size: int | None, problem: Exception | None) -> None:
-        with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
-            with announcing_failures(call):
-                if problem is not None:  # found on the way here; the other ranks wait to hear of it
-                    raise problem
-                if world_size is not None and world_size != call.groups.size:
-                    raise ValueError(
-                        f"world_size does not match the process group: got {world_size}, expected {call.groups.size}; "
-                        "leave it out, or pass the group of that size"
-                    )
-                wrappers = (LegacyDistributedDataParallel, DistributedDataParallel)
-                if inside := [type(child).__name__ for child in self.module.modules() if isinstance(child, wrappers)]:
-                    raise ValueError(f"module contains a {inside[0]}, expected no wrapper; wrap the plain module, once")
-                check_ignored(self.module, self._settings.ignore)
-                check_local_buffers(self.module, self._settings.checks.local_buffers)
-                plan = self._plan()
-            agree(call, Header(layout=plan.layout.fingerprint), plan.layout.inventory)
-        log_construction(call.groups.rank, self.extra_repr())
-
     def _stand_in(self, flags: Flag) -> None:
         """Collective: what torch's Join lets a rank that left :meth:`join` do, where others call :meth:`all_reduce`."""
         part = (0, False) if self._settings.reproducible else (None, True)
-        all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), *part, flags=flags)
+        with self._ending_join():
+            all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), *part, flags=flags)
         self._synchronizer.emit_warning()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        self._synchronizer.forget_step()
 
     def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
         self._refuse_inside_join(str(operation))
         with torch.no_grad(), self._synchronizer.call(operation, self._group.resolve()) as call:
             broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
-        if self._synchronizer.trail is not None and operation is Operation.BROADCAST_PARAMETERS:
-            self._synchronizer.trail.restart()
+        if operation is Operation.BROADCAST_PARAMETERS:
+            self._synchronizer.note_new_parameters(self._plan())

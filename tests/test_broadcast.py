@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LayoutError, LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
 from legacy_ddp._broadcast import CHUNK_BYTES
 from tests.ranks import run_ranks
+from tests.small import add_gradients, gradient_values, wrap
 
 _FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 _DTYPES = [
@@ -303,3 +304,16 @@ def _broadcast_inside_backward(rank: int) -> str:
 def test_a_broadcast_from_inside_backward_is_refused() -> None:
     for text in run_ranks(_broadcast_inside_backward, 2):
         assert "broadcast_buffers() was called from inside backward" in text
+
+
+def _between_backward_and_call(rank: int) -> list[float | None]:
+    model = wrap(checks=Checks(uneven="allow"))
+    for _ in range(1 + rank):
+        add_gradients(model, 1.0)
+    model.broadcast_parameters()
+    model.all_reduce()
+    return list(gradient_values(model).values())
+
+
+def test_a_broadcast_between_backward_and_call_is_not_taken_for_a_step() -> None:
+    assert run_ranks(_between_backward_and_call, 2) == [[1.5]] * 2

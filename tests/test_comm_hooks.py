@@ -19,13 +19,14 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import CommHookError, LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp import CommHookError, LegacyDDPError, LegacyDistributedDataParallel, PeerError, PeerLostError
 from tests.cases import Part, bits_of, get_gradients, set_gradients, wrap_module
 from tests.ranks import run_ranks
-from tests.small import add_gradients, error_of, gradient_values, tanh_net, wrap
+from tests.small import add_gradients, error_of, gradient_values, step, tanh_net, wrap
 
 Model = LegacyDistributedDataParallel
 Hook = Callable[[Any, Any], Any]
@@ -128,6 +129,20 @@ def test_torchs_hooks_give_the_weights_that_they_give_in_torch_ddp() -> None:
         assert compressed[name] != compressed["allreduce"], name
     replicas = {name for name in HOOKS if ranks[0][name][0] == ranks[1][name][0]}
     assert replicas == set(HOOKS) - {"no communication", "post-local-SGD"}
+
+
+def _quantised(rank: int) -> list[str]:
+    warnings.simplefilter("ignore")
+    said = []
+    for wrapper in (LegacyDistributedDataParallel, DistributedDataParallel):
+        model = wrapper(_one_matrix())
+        model.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
+        said.append(error_of(_trained, rank, model, steps=1))
+    return ["invalid index of a 0-dim tensor" in item[1] for item in said if item]
+
+
+def test_the_quantization_hooks_of_torch_fail_as_they_do_under_torch_ddp() -> None:
+    assert run_ranks(_quantised, 1) == [[True, True]]
 
 
 def _bf16(rank: int) -> list[float]:
@@ -353,6 +368,10 @@ def _wrong_shape(bucket: Any) -> Any:
     return _at_once(bucket.buffer()[:-1])
 
 
+def _sparse_result(bucket: Any) -> Any:
+    return _at_once(bucket.buffer().to_sparse())
+
+
 def _wrong_dtype(bucket: Any) -> Any:
     return _at_once(bucket.buffer().double())
 
@@ -370,6 +389,7 @@ def _no_tensor(bucket: Any) -> Any:
     [
         (_wrong_shape, "got float32 (1,) on cpu, expected float32 (2,) on cpu"),
         (_wrong_dtype, "got float64 (2,) on cpu, expected float32 (2,) on cpu"),
+        (_sparse_result, "got torch.sparse_coo float32 (2,) on cpu, expected float32 (2,) on cpu"),
         (_no_future, None),
         (_no_tensor, "got str, expected a torch.futures.Future of a tensor"),
     ],
@@ -409,12 +429,12 @@ def _wrong_on_one(rank: int, wrong: Callable[[Any], Any]) -> Any:
     return text, ranks, list(gradient_values(model).values())
 
 
-def _raising(rank: int, guilty: tuple[int, ...]) -> Any:
+def _raising(rank: int, guilty: tuple[int, ...], error: Exception) -> Any:
     model = wrap(timeout_seconds=20.0)
 
     def hook(state: Any, bucket: Any) -> Any:
         if rank in guilty:
-            raise KeyError("the hook's own")
+            raise error
         return _mean(None, bucket)
 
     model.register_comm_hook(None, hook)
@@ -422,7 +442,7 @@ def _raising(rank: int, guilty: tuple[int, ...]) -> Any:
     start = time.monotonic()
     try:
         model.all_reduce()
-    except (LegacyDDPError, KeyError) as error:
+    except (RuntimeError, KeyError) as error:
         waited = time.monotonic() - start
         text = f"{error} {getattr(error, '__notes__', '')}"
         again = error_of(model.all_reduce)
@@ -431,7 +451,8 @@ def _raising(rank: int, guilty: tuple[int, ...]) -> Any:
 
 
 def test_a_hook_that_raises_on_one_rank_is_told_to_the_others_at_once() -> None:
-    left, raised = run_ranks(partial(_raising, guilty=(1,)), 2, survivors_exit=False)
+    own = KeyError("the hook's own")
+    left, raised = run_ranks(partial(_raising, guilty=(1,), error=own), 2, survivors_exit=False)
     assert raised[0] == "KeyError"
     assert "raised by the communication hook" in raised[1]
     assert "in all_reduce() call 1" in raised[1]
@@ -442,9 +463,96 @@ def test_a_hook_that_raises_on_one_rank_is_told_to_the_others_at_once() -> None:
 
 
 def test_a_hook_that_raises_on_all_ranks_is_its_own_error_there() -> None:
-    for seen in run_ranks(partial(_raising, guilty=(0, 1)), 2):
+    for seen in run_ranks(partial(_raising, guilty=(0, 1), error=KeyError("the hook's own")), 2):
         assert seen[0] in {"KeyError", "PeerLostError"}
         assert "the hook's own" in seen[1]
+
+
+@pytest.mark.parametrize(
+    "error, kind, words",
+    [
+        # Of a wrapper on another group, say: the ranks of this one have agreed on nothing.
+        (PeerError("another call's"), "LegacyDDPError", "failed with PeerError: another call's"),
+        (PeerLostError("another group's"), "LegacyDDPError", "failed with PeerLostError: another group's"),
+        (RuntimeError("my hook wants the gloo group"), "RuntimeError", "my hook wants the gloo group"),
+    ],
+)
+def test_an_error_that_looks_like_one_of_ours_is_still_the_hooks_own(error: Any, kind: str, words: str) -> None:
+    left, raised = run_ranks(partial(_raising, guilty=(1,), error=error), 2, survivors_exit=False)
+    assert raised[0] == kind
+    assert words in raised[1]
+    assert left[0] == "PeerLostError"
+    assert f"rank 1 left all_reduce() call 1 with {kind}" in " ".join(left[1].split())
+    for seen in (left, raised):
+        assert seen[2:] == (True, {"weight": None}, "LostPeerError")
+
+
+def _untouched(rank: int) -> list[Any]:
+    """Rank 1 takes no part, its gradients being what the last call left; rank 0's hook returns nonsense."""
+    model, calls = wrap_module([torch.zeros(2), torch.zeros(3)]), []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        calls.append(1)
+        return _at_once(None) if len(calls) == 2 and rank == 0 else _at_once(bucket.buffer())
+
+    model.register_comm_hook(None, hook)
+    set_gradients(model, [torch.ones(2), torch.ones(3)])
+    model.all_reduce()
+    if rank == 1:
+        for parameter in model.parameters():
+            parameter.grad.fill_(3.0)
+    said = error_of(model.all_reduce, skip=rank == 1)
+    return [said and said[0], *(grad.tolist() for grad in get_gradients(model) if grad is not None)]
+
+
+def test_no_gradient_of_a_rank_that_skips_changes_when_a_hook_goes_wrong() -> None:
+    first, second = run_ranks(_untouched, 2)
+    assert first == ["CommHookError", [1.0] * 2, [1.0] * 3]
+    assert second == ["CommHookError", [3.0] * 2, [3.0] * 3]
+
+
+def _unusual_buffers(rank: int) -> list[Any]:
+    """Freed, and set to nothing."""
+    model, calls = wrap(), []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            bucket.set_buffer(None)
+        mean = bucket.buffer().clone()
+        bucket.buffer().untyped_storage().resize_(0)
+        return _at_once(mean)
+
+    model.register_comm_hook(None, hook)
+    found = [step(model, 1.0), step(model, 2.0)]
+    return [*found, error_of(step, model, 3.0)]
+
+
+def test_a_hook_may_free_its_buffer_and_may_not_set_it_to_nothing() -> None:
+    ((first, second, said),) = run_ranks(_unusual_buffers, 1)
+    assert (first, second) == (1.0, 2.0)
+    assert said == ("TypeError", "set_buffer() got NoneType, expected a tensor in the buffer's place")
+
+
+def _together(rank: int) -> int:
+    """The first bucket's mean is there when the second bucket's hook has begun."""
+    model, first = wrap_module([torch.ones(2), torch.ones(3, dtype=torch.float64)], timeout_seconds=5.0), []
+
+    def hook(state: Any, bucket: Any) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        first.append((future, bucket))
+        if bucket.is_last():
+            for waiting, shown in first:
+                waiting.set_result(shown.buffer())
+        return future
+
+    model.register_comm_hook(None, hook)
+    set_gradients(model, [torch.ones(2), torch.ones(3, dtype=torch.float64)])
+    return model.all_reduce().payload_bytes
+
+
+def test_all_buckets_are_begun_before_the_first_is_awaited_and_their_bytes_are_counted() -> None:
+    assert run_ranks(_together, 2) == [2 * 4 + 3 * 8] * 2
 
 
 def _killed_in_the_hook(rank: int) -> Any:
@@ -522,7 +630,9 @@ def test_what_cannot_be_a_hook_is_refused_with_the_reason() -> None:
     (said,) = run_ranks(_refused, 1)
     assert [kind for kind, _ in said] == ["TypeError", "ValueError", "ValueError", "ValueError"]
     for (_, text), words in zip(
-        said, ["got str, expected hook(state, bucket)", "there already", "reduce_dtype", "reproducible"], strict=True
+        said,
+        ["got 'allreduce', expected hook(state, bucket)", "there already", "reduce_dtype", "reproducible"],
+        strict=True,
     ):
         assert words in text
 

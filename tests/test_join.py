@@ -1,5 +1,7 @@
 """Ranks with different numbers of steps: does join() do what torch DDP's does, and is what would hang an error?"""
 
+import os
+import signal
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,11 +13,12 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError, SyncTimeoutError
+from legacy_ddp.debug import check_replicas
 from tests.besides_ddp import distributed_optimizers
-from tests.cases import bits_of
+from tests.cases import bits_of, set_gradients, wrap_module
 from tests.ranks import run_ranks
-from tests.small import add_gradients, error_of, gradient_values, tanh_net, wrap
+from tests.small import add_gradients, error_of, gradient_values, step, tanh_net, wrap
 
 Model = LegacyDistributedDataParallel
 
@@ -81,9 +84,47 @@ def _one_more(rank: int, **options: Any) -> list[Any]:
 )
 def test_a_mean_counts_the_ranks_that_it_is_told_to(options: Any, divisor: int, value: float) -> None:
     first, *others = run_ranks(partial(_one_more, **options), 3)
-    assert first == [((1, 2), divisor, [value]), [value]]
+    assert first == [((1, 2), divisor, [value]), [None]]
     for other in others:
-        assert other[1] == [value], "the gradients that stood in for are given to all"
+        assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
+
+
+def _two_epochs(rank: int) -> dict[str, Any]:
+    """As many loops have it: zero_grad() behind step()."""
+    found = {}
+    for wrapper in (DistributedDataParallel, Model):
+        model = wrapper(_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for epoch in range(2):
+            torch.manual_seed(10 * epoch + rank)
+            with model.join():
+                for _ in range(2 + (rank + epoch) % 2):
+                    model(torch.randn(8, 4)).square().mean().backward()
+                    if wrapper is Model:
+                        model.all_reduce()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
+    return found
+
+
+def test_an_epoch_after_an_uneven_one_begins_without_gradients() -> None:
+    for found in run_ranks(_two_epochs, 2):
+        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
+
+
+def _dropped_everywhere(rank: int) -> list[float | None]:
+    """Both run out in the middle of a window."""
+    model = wrap()
+    with model.join(), model.no_sync():
+        add_gradients(model, 1.0)
+    left = gradient_values(model)["weight"]
+    add_gradients(model, 1.0 + rank)
+    return [left, model.all_reduce().rows[rank].micro_batches, gradient_values(model)["weight"]]
+
+
+def test_a_window_that_no_rank_fills_is_dropped_too() -> None:
+    assert run_ranks(_dropped_everywhere, 2) == [[None, 1, 1.5]] * 2
 
 
 def _partial_window(rank: int) -> list[Any]:
@@ -146,16 +187,23 @@ def test_a_wrapper_behind_another_is_refused_before_anybody_waits() -> None:
         assert "expected it first" in text
 
 
-def _broadcasting(rank: int) -> list[Any]:
+def _other_collectives(rank: int) -> list[Any]:
     model = wrap()
     with model.join():
-        said = [error_of(model.broadcast_parameters), error_of(model.broadcast_buffers)]
+        said = [
+            error_of(model.broadcast_parameters),
+            error_of(model.broadcast_buffers),
+            error_of(check_replicas, model),
+            error_of(setattr, model, "process_group", None),
+        ]
     model.broadcast_parameters()
+    model.process_group = None
+    assert check_replicas(model).identical
     return said
 
 
-def test_a_broadcast_inside_is_an_error_and_behind_it_none() -> None:
-    for said in run_ranks(_broadcasting, 2):
+def test_what_those_who_left_would_miss_is_an_error_inside_and_behind_it_none() -> None:
+    for said in run_ranks(_other_collectives, 2):
         for kind, text in said:
             assert kind == "LegacyDDPError"
             assert "inside join()" in text
@@ -213,6 +261,71 @@ def test_after_an_exception_inside_the_block_is_over() -> None:
     assert run_ranks(_exception_inside, 2) == [[1.5]] * 2
 
 
+def _agreed_error_inside(rank: int) -> Any:
+    """torch's own context does not tell the wrapper that it was left by an exception."""
+    model = wrap(checks=Checks(nonfinite="raise"))
+
+    def work() -> None:
+        with Join([model]):
+            for number in range(2 + rank):
+                model.zero_grad()
+                add_gradients(model, float("nan") if number == 2 else 1.0)
+                model.all_reduce()
+
+    said = error_of(work)
+    model.broadcast_parameters()
+    return said and said[0], step(model, 1.0 + rank)
+
+
+def test_after_an_agreed_error_inside_the_block_is_over_on_all_ranks() -> None:
+    assert run_ranks(_agreed_error_inside, 2) == [("NonFiniteGradientError", 1.5)] * 2
+
+
+def _nested(rank: int) -> list[float | None]:
+    model, found = wrap(timeout_seconds=5.0), []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            with model.join(enable=False):
+                pass
+            found.append(step(model, 1.0 + rank))
+    return found
+
+
+def test_a_disabled_join_inside_leaves_the_outer_one_on() -> None:
+    assert run_ranks(_nested, 2) == [[1.5], [1.5, 2.0]]
+
+
+def _all_skip(rank: int) -> list[Any]:
+    model, found = wrap(), []
+    with model.join():
+        for number in range(1 + rank):
+            add_gradients(model, 1.0)
+            record = model.all_reduce(skip=number == 1)
+            found.append((record.skipped, record.divisor, gradient_values(model)["weight"]))
+    return found
+
+
+def test_where_nobody_takes_part_those_who_left_count_nothing_either() -> None:
+    assert run_ranks(_all_skip, 2) == [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]]
+
+
+def _noise(rank: int) -> Any:
+    model = wrap_module([torch.zeros(1)])
+    with model.join():
+        if rank < 2:
+            set_gradients(model, [torch.tensor([3.0 - 2 * rank])])
+            record = model.all_reduce()
+            found = record.noise_scale(model.module[0].grad.norm())
+            return found.squared_norm, found.noise
+    return None
+
+
+def test_the_noise_scale_counts_those_that_took_part() -> None:
+    # g = (3, 1): A = (9 + 1) / 2, the mean of the two is 2, N = 2: tr = (5 - 4) / (1 - 1 / 2), |G|^2 = 4 - 2 / 2.
+    for found in run_ranks(_noise, 3)[:2]:
+        assert found == pytest.approx((3.0, 2.0))
+
+
 def _in_detail(rank: int) -> list[Any]:
     """Three ranks; who left holds old weights, which is no divergence."""
     model = LegacyDistributedDataParallel(_net(), checks="detail")
@@ -229,23 +342,27 @@ def test_old_weights_of_a_rank_that_left_are_no_divergence() -> None:
 
 
 def _diverging(rank: int) -> Any:
+    """Rank 0 leaves, then rank 3's weights change."""
     model = LegacyDistributedDataParallel(_net(), checks="detail")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-
-    def work() -> None:
+    try:
         with model.join():
             _steps(model, optimizer, rank, 2 + (rank > 0))
-            if rank == 2:
+            if rank == 3:
                 with torch.no_grad():
                     next(model.parameters()).add_(1.0)
             _steps(model, optimizer, rank, 2 * (rank > 0))
-
-    said = error_of(work)
-    return said and said[0]
+    except ReplicaDivergenceError as error:
+        return error.ranks, str(error)
+    return None
 
 
 def test_weights_that_part_among_those_that_still_step_are_one() -> None:
-    assert run_ranks(_diverging, 3) == ["ReplicaDivergenceError"] * 3
+    seen = run_ranks(_diverging, 4)
+    assert len(set(seen)) == 1
+    ranks, text = seen[0]
+    assert ranks == (3,)
+    assert "rank 3 against ranks 1-2" in text
 
 
 def _reproducible(rank: int) -> list[Any]:
@@ -280,21 +397,20 @@ def test_each_sub_group_joins_for_itself() -> None:
 
 
 def _late(rank: int) -> Any:
-    """Rank 1 never comes to its notice."""
-    model = wrap(timeout_seconds=1.0, checks=Checks(warn_after_seconds=60))
-    add_gradients(model, 1.0)
-    model.all_reduce()
-
-    def work() -> None:
+    """Rank 1 never comes to its notice, and lives."""
+    model = wrap(timeout_seconds=1.0)
+    step(model, 1.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
         with model.join():
             model.all_reduce()
-
-    if rank == 0:
-        return error_of(work)
+    except SyncTimeoutError as error:
+        again = error_of(model.all_reduce)
+        return error.ranks, error.phase, again and again[0]
     return None
 
 
 def test_a_rank_that_stays_away_ends_the_wait_with_the_timeout() -> None:
-    said, _ = run_ranks(_late, 2, lost=(1,), survivors_exit=False)
-    assert said is not None
-    assert said[0] in {"SyncTimeoutError", "PeerLostError"}
+    seen, _ = run_ranks(_late, 2, lost=(1,), survivors_exit=False)
+    assert seen == ((1,), "join", "LostPeerError")

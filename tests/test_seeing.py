@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
@@ -45,6 +46,18 @@ def test_print_shows_layout_bytes_group_and_checks() -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_model_without_trainable_parameters_can_be_printed() -> None:
     assert "no trainable parameters" in repr(LegacyDistributedDataParallel(nn.ReLU()))
+
+
+def _printed_with_hook(rank: int) -> str:
+    model = wrap()
+    model.register_comm_hook(None, allreduce_hook)
+    return model.extra_repr()
+
+
+def test_print_shows_a_hook_and_still_the_buckets() -> None:
+    (text,) = run_ranks(_printed_with_hook, 1)
+    assert "bucket 0: cpu float32" in text
+    assert "comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook" in text
 
 
 def _listened(rank: int) -> tuple[list[Any], Any]:

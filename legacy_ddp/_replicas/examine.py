@@ -1,7 +1,7 @@
 """Ranks show each other what they hold, until they know what differs, how, since when and through whom. Collective."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -54,18 +54,29 @@ def compare(call: Call, rows: Sequence[Header], own: Own, *, details: int) -> Re
     return replace(report, notes=(note,) if local else (), generators=generators)
 
 
-def examine(call: Call, holdings: Sequence[Holding], phases: Phases | None, *, details: int = DETAILS) -> ReplicaReport:
+def examine(
+    call: Call,
+    holdings: Sequence[Holding],
+    phases: Phases | None,
+    *,
+    details: int = DETAILS,
+    left_out: Collection[int] = (),
+) -> ReplicaReport:
     """Collective, on every rank, when headers differ: exchanges the rows of all ranks, and ``details`` tensors.
+
+    ``left_out``: ranks whose replicas are known to be old, and are compared with none.
 
     A tensor that is compared element by element is sent once to all ranks, from the lowest of the ranks that hold
     what most hold.
     """
     with call.phase("examine"):
         rows, compared = _exchange(call, holdings)
-        differences = _find_differences(rows)
-        verdict = _judge(call, differences, compared, phases)
+        ranks = [rank for rank in range(len(rows)) if rank not in left_out]
+        differences = _find_differences(rows, ranks)
+        # What followed their steps counts the ranks that are left out, too.
+        verdict = _judge(call, differences, compared, None if left_out else phases)
         tensors = {item.name: item.value for item in holdings if isinstance(item.value, torch.Tensor)}
-        differences = _look_closer(call, differences, tensors, details)
+        differences = _look_closer(call, differences, tensors, details, ranks)
     return ReplicaReport(str(call), call.groups.size, compared, tuple(differences), verdict)
 
 
@@ -101,12 +112,12 @@ def _show(call: Call, holdings: Sequence[Holding], words: Mapping[str, str]) -> 
     return [json.loads(text) for text in call.gather_bytes(json.dumps(own).encode())]
 
 
-def _find_differences(rows: Sequence[Rows]) -> list[ReplicaDifference]:
+def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
     """Kind by kind, but settings that differ first: a learning rate says more than a thousand weights."""
     found = [
         ReplicaDifference(kind, item.what, item.holders)
         for kind in KINDS
-        for item in compare_rows([of_rank[kind] for of_rank in rows]).differences
+        for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
     ]
     return sorted(found, key=lambda item: not item.is_setting)
 
@@ -132,14 +143,19 @@ def _blame_all(differences: Sequence[ReplicaDifference]) -> Blame:
 
 
 def _look_closer(
-    call: Call, differences: Sequence[ReplicaDifference], tensors: Mapping[str, torch.Tensor], details: int
+    call: Call,
+    differences: Sequence[ReplicaDifference],
+    tensors: Mapping[str, torch.Tensor],
+    details: int,
+    ranks: Sequence[int],
 ) -> list[ReplicaDifference]:
     """Compare the first ``details`` tensors by element; which these are follows from what all ranks know."""
     closer = []
     for item in differences:
         if details > 0 and item.tensor is not None and _can_look_into(tensors[item.name]):
             details -= 1
-            elements = _compare_elements(call, tensors[item.name], item.holders[0][1])
+            told = _compare_elements(call, tensors[item.name], item.holders[0][1])
+            elements = {rank: difference for rank, difference in told.items() if rank in ranks}
             closer.append(replace(item, elements=elements))
         else:
             closer.append(item)

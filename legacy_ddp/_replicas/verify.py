@@ -24,9 +24,9 @@ def verify(call: Call, trail: Trail | None, rows: Sequence[Header]) -> None:
     Raises:
         ReplicaDivergenceError: they differ; on every rank, before any gradient moved.
     """
-    current = [row for row in rows if not row.flags & Flag.JOINED]  # who left a join() does not step any more
-    if trail is not None and len({row.state for row in current}) > 1:
-        error = divergence(call, examine(call, trail.holdings(), trail.recall()))
+    left = {rank for rank, row in enumerate(rows) if row.flags & Flag.JOINED}  # they do not step any more
+    if trail is not None and len({row.state for rank, row in enumerate(rows) if rank not in left}) > 1:
+        error = divergence(call, examine(call, trail.holdings(), trail.recall(), left_out=left))
         trail.restart()  # told; what is not mended differs in the next call, too
         raise error
 

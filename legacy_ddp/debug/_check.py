@@ -17,6 +17,7 @@ from legacy_ddp._replicas.examine import DETAILS, Own, compare
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.verify import divergence
 from legacy_ddp._settings import as_names
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Optimizers, Subject, as_optimizers, subject_of
 
 EVERYTHING = (*hold.KINDS, "rng")
@@ -62,6 +63,8 @@ def check_replicas(
         TypeError, ValueError: wrong arguments. PeerError, DesyncError, LostPeerError: as for ``all_reduce()``.
     """
     subject = subject_of(model, process_group)
+    if isinstance(model, LegacyDistributedDataParallel):
+        model._refuse_inside_join("check_replicas()")
     synchronizer = subject.synchronizer
     with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, subject.group) as call:
         with announcing_failures(call):
