@@ -9,6 +9,8 @@ UPDATE_FREQ ?= 4
 TRACE ?=
 STEPS ?=
 ARGS ?=
+# Ranks of a test wait for each other much of the time: more than cores.
+WORKERS ?= 3
 BENCH ?=
 
 # One thread per rank; torchrun would set the same and print a warning about it.
@@ -35,7 +37,7 @@ missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is No
 if "torch" in missing:
     sys.exit(f"{sys.executable} has no torch; leave PYTHON= out and make sets up its own .venv")
 if missing:
-    packages = " ".join({"sklearn": "scikit-learn"}.get(name, name) for name in missing)
+    packages = " ".join({"sklearn": "scikit-learn", "xdist": "pytest-xdist"}.get(name, name) for name in missing)
     sys.exit(f"missing; run: {sys.executable} -m pip install -c constraints.txt {packages}")
 import torch
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
@@ -51,7 +53,7 @@ help: ## list what can be run
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "PYTHON=/path/to/python   use this Python and its torch, not a .venv"
-	@echo "RANKS=$(RANKS)   UPDATE_FREQ=$(UPDATE_FREQ)   STEPS=...   ARGS='-k name' for pytest"
+	@echo "RANKS=$(RANKS)   UPDATE_FREQ=$(UPDATE_FREQ)   STEPS=...   WORKERS=$(WORKERS)   ARGS='-k name' for pytest"
 
 demo: $(READY) ## train a language model on RANKS ranks; UPDATE_FREQ, STEPS
 	$(call needs,torch)
@@ -73,9 +75,9 @@ restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
 	$(call needs,torch)
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
-test: $(READY) ## run the tests
-	$(call needs,torch pytest hypothesis numpy sklearn tqdm bokeh selenium)
-	$(PY) -m pytest $(ARGS)
+test: $(READY) ## run the tests, WORKERS files at a time
+	$(call needs,torch pytest xdist hypothesis numpy sklearn tqdm bokeh selenium)
+	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
 
 browser: ## install Debian's Chromium for the tests of the page
 	@$(foreach program,chromium chromedriver,command -v $(program) >/dev/null &&) exit 0; \
