@@ -104,7 +104,7 @@ def _raising(rank: int, guilty: tuple[int, ...], error: Exception) -> Any:
     return None
 
 
-def test_a_hook_that_raises_on_one_rank_is_told_to_the_othersat_once() -> None:
+def test_a_hook_that_raises_on_one_rank_is_told_to_the_others_at_once() -> None:
     own = KeyError("the hook's own")
     left, raised = run_ranks(partial(_raising, guilty=(1,), error=own), 2, survivors_exit=False)
     assert raised[0] == "KeyError"

@@ -1,4 +1,4 @@
-"""Do torch DDP's communication hooks do here what they do there, and is one that goes wrong an error on all ranks?"""
+"""Do torch DDP's communication hooks do here what they do there, and what do hooks get to see?"""
 
 import copy
 import pickle
