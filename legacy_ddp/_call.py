@@ -219,8 +219,8 @@ class Call:
                     raise self.lost_error(outcome, time.perf_counter() - start) from None
                 self.heed(time.perf_counter() - start)
 
-    def heed(self, waited_seconds: float) -> None:
-        """To be called now and then while waiting for what has no time limit of its own.
+    def heed(self, waited_seconds: float, what: str = "no answer") -> None:
+        """To be called now and then while waiting for what has no time limit of its own; ``what`` happened if it ends.
 
         Raises:
             SyncTimeoutError: it has taken as long as this call may wait.
@@ -229,7 +229,7 @@ class Call:
         self._heed_watch(waited_seconds)
         limit = self.timeout.total_seconds()
         if waited_seconds > limit:
-            raise self._lost_error(_no_answer(limit))
+            raise self._lost_error(Failure(f"{what} within {limit:g} s", is_late=True))
 
     def lost_error(self, error: RuntimeError, waited_seconds: float) -> LostPeerError:
         """What an error of the transport, after so long a wait, means to the user."""
@@ -243,7 +243,7 @@ class Call:
         limit, said = self.timeout.total_seconds(), _first_sentence(error)
         # By its words, too: the time may have begun to run while this rank still waited for an earlier collective.
         if waited_seconds >= 0.99 * limit or "timed out" in said.lower():
-            return _no_answer(limit)
+            return Failure(f"no answer within {limit:g} s", is_late=True)
         return Failure(f"connection lost after {waited_seconds:.2f} s ({said})")
 
     def _lost_error(self, failure: Failure) -> LostPeerError:
@@ -256,10 +256,6 @@ class Call:
         error = _kind(report.is_late)(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
         error.report = report.text
         return error
-
-
-def _no_answer(limit_seconds: float) -> Failure:
-    return Failure(f"no answer within {limit_seconds:g} s", is_late=True)
 
 
 def _kind(is_late: bool) -> type[LostPeerError]:

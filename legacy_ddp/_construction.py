@@ -34,6 +34,11 @@ def construct(
     with announcing_failures(call):
         if problem is not None:
             raise problem
+        if isinstance(world_size, bool) or not isinstance(world_size, int | None):
+            raise TypeError(
+                f"world_size is of the wrong type: got {type(world_size).__name__}, expected an int or None; "
+                "a process group goes to process_group="
+            )
         if world_size is not None and world_size != call.groups.size:
             raise ValueError(
                 f"world_size does not match the process group: got {world_size}, expected {call.groups.size}; "

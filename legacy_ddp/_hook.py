@@ -112,7 +112,7 @@ def _wait(call: Call, hook: CommHook, future: "internals.Future[Any]", start: fl
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())
     while not done.wait(SLICE.total_seconds()):
-        call.heed(time.perf_counter() - start)
+        call.heed(time.perf_counter() - start, f"the communication hook {hook} did not finish")
     with _blaming(call, hook):
         value = future.wait()  # on a GPU this makes the stream wait, and not the host
     return value[0] if isinstance(value, list) and len(value) == 1 else value
@@ -131,7 +131,10 @@ def _blaming(call: Call, hook: CommHook) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _SAID_BY_GLOO.search(str(error))):
             raise call.lost_error(error, time.perf_counter() - start) from error
-        error.add_note(f"raised by the communication hook {hook} in {call}")
+        error.add_note(
+            f"raised by the communication hook {hook} in {call}; the others may wait in its collectives, so every "
+            ".grad is None now and the process group cannot be used any more"
+        )
         raise
 
 

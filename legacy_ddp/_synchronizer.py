@@ -16,6 +16,7 @@ from legacy_ddp._agree import Agreement, describe_micro_batches
 from legacy_ddp._call import Call, Seat
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._counting import StepPolicy
+from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._figures import SUSPICIOUS_CALLS, comparable_norm
 from legacy_ddp._groups import groups_of
 from legacy_ddp._guard import guard_steps
@@ -40,6 +41,7 @@ class Synchronizer:
         self.leaves = Leaves(self.planner.counter) if settings.reproducible else None
         self.observers: list[Observer] = []
         self._listeners: OrderedDict[int, Listener] = OrderedDict()  # as RemovableHandle wants it
+        self._is_telling = False
         self.trail: Trail | None = None
         if settings.checks.compares_replicas and wrapper is not None:
             self.trail = Trail(wrapper, settings, self.policy)
@@ -63,7 +65,16 @@ class Synchronizer:
         self.planner.use(settings)
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
-        """The next call on ``group``. Collective if this process makes its first one there."""
+        """The next call on ``group``. Collective if this process makes its first one there.
+
+        Raises:
+            LegacyDDPError: called by one who is being told of a call.
+        """
+        if self._is_telling:
+            raise LegacyDDPError(
+                f"{operation} was called inside an on_sync() callback of the same model, which would call it again; "
+                "call it after all_reduce() has returned"
+            )
         seconds = self.settings.timeout_seconds
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         groups = groups_of(group, timeout)
@@ -97,8 +108,12 @@ class Synchronizer:
 
     def tell(self, record: SyncRecord) -> None:
         """What a call did, to all who listen."""
-        for listener in list(self._listeners.values()):
-            listener(record)
+        self._is_telling = True
+        try:
+            for listener in list(self._listeners.values()):
+                listener(record)
+        finally:
+            self._is_telling = False
 
     def note_uneven(self, call: Call, agreement: Agreement) -> None:
         """Prepare the warning, once per run and on rank 0, if ranks bring different numbers of micro-batches."""

@@ -85,6 +85,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         try:
             if not isinstance(module, nn.Module):
                 raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
+            if not isinstance(init_sync, bool):
+                raise TypeError(f"init_sync is not usable: got {init_sync!r}, expected True or False")
             self._settings = Settings(
                 buffer_size=buffer_size,
                 gradient_as_bucket_view=gradient_as_bucket_view,

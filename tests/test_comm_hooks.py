@@ -3,6 +3,7 @@
 import copy
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -84,6 +85,22 @@ def _with_hook(rank: int, model: nn.Module, name: str) -> list[list[bytes]]:
     state, hook = HOOKS[name]()
     model.register_comm_hook(state, hook)
     return _trained(rank, model)
+
+
+def _several_matrices(rank: int) -> list[Any]:
+    """Hooks get gradients in the order of names here, and in that of backward there; here these are one."""
+    warnings.simplefilter("ignore")
+    found = []
+    for wrapper in (LegacyDistributedDataParallel, DistributedDataParallel):
+        torch.manual_seed(3)
+        layers = {"z": nn.Linear(6, 5, bias=False), "m": nn.Tanh(), "a": nn.Linear(5, 4, bias=False)}
+        found.append(_with_hook(rank, wrapper(nn.Sequential(OrderedDict(layers))), "PowerSGD"))
+    return found
+
+
+def test_power_sgd_of_several_matrices_is_that_of_torch_ddp_where_names_follow_backward() -> None:
+    for ours, theirs in run_ranks(_several_matrices, 2):
+        assert ours == theirs
 
 
 def _mend_batched_power() -> None:

@@ -97,6 +97,21 @@ def test_an_error_in_a_callback_leaves_a_call_that_is_over() -> None:
     assert run_ranks(_raising, 2) == [(("KeyError", "1"), [1.5], 1.5)] * 2
 
 
+def _calling(rank: int) -> Any:
+    model = wrap()
+    handle = model.on_sync(lambda _: model.all_reduce())
+    said = error_of(step, model, 1.0)
+    handle.remove()
+    return said, step(model, 1.0 + rank)
+
+
+def test_a_callback_that_calls_again_is_refused_before_it_recurses() -> None:
+    for (kind, text), after in run_ranks(_calling, 2):
+        assert kind == "LegacyDDPError"
+        assert "inside an on_sync() callback" in text
+        assert after == 1.5
+
+
 def _logged(rank: int) -> list[tuple[str, int, str]]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()

@@ -20,6 +20,7 @@ from legacy_ddp import Checks
 from legacy_ddp._watch import HERE
 from legacy_ddp._watch.activity import Activity, Sample
 from legacy_ddp._watch.report_file import ReportFile
+from tests.hooks import at_once
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, step, wrap
 
@@ -199,3 +200,37 @@ def test_a_directory_that_cannot_be_used_on_one_rank_is_an_error_on_all(tmp_path
         assert "rank 1" in text
         assert str(tmp_path / "file") in text
         assert mean == 1.5
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("depth", [0, 30])
+def test_a_call_inside_an_optimizer_s_closure_shows_the_way_into_it_from_the_user_s_line(depth: int) -> None:
+    model, looks = wrap(), _Looks()
+
+    def hook(_: None, bucket: Any) -> Any:
+        looks.look("call")
+        return at_once(bucket.buffer())
+
+    model.register_comm_hook(None, hook)
+    call: Any = model.all_reduce
+    for _ in range(depth):  # each is a frame of the standard library, as a framework's would be
+        call = _nothing()(call)
+
+    def closure() -> float:
+        add_gradients(model, 1.0)
+        call()
+        return 0.0
+
+    torch.optim.SGD(model.parameters(), lr=1.0).step(closure)
+
+    sample = looks.seen["call"]
+    assert sample.line.endswith("in closure")
+    assert sample.line in sample.stack
+    assert sample.stack[-1].endswith("in all_reduce")
+    assert len(sample.stack) <= 12
+    assert ("..." in sample.stack) == bool(depth)

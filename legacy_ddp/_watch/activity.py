@@ -4,7 +4,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import NamedTuple
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
 _MAX_FRAMES = 12
 _PACKAGE = str(Path(__file__).parents[1])
+# The guard of optimizer steps is around closures, a strategy around the loop.
+_AROUND = (f"{_PACKAGE}/_guard.py", f"{_PACKAGE}/lightning/")
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 
@@ -74,14 +76,14 @@ class Activity:
         elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
             phase = BACKWARD
         frames = _frames(frame, bool(mark.call))
-        own = [entry.text for entry in frames if not entry.filename.startswith(_LIBRARIES)]
+        own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
         return Sample(
             mark.call,
             phase,
             time.monotonic() - mark.since,
             mark.changes,
-            stack=tuple(entry.text for entry in frames),
-            line=own[-1] if own else "",
+            stack=_cut(frames, own),
+            line=own[-1].text if own else "",
         )
 
 
@@ -100,7 +102,7 @@ class _Frame(NamedTuple):
 
 
 def _frames(frame: FrameType | None, in_call: bool) -> list[_Frame]:
-    """The innermost frames, outermost first; of a call of ours only the user's way into it.
+    """All frames, outermost first; of a call of ours only the user's way into it.
 
     By hand: the traceback module looks at the source files, perhaps on the disk that everybody waits for.
     """
@@ -111,9 +113,23 @@ def _frames(frame: FrameType | None, in_call: bool) -> list[_Frame]:
         frame = frame.f_back
     frames.reverse()
     if in_call:
-        ours = [index for index, entry in enumerate(frames) if entry.filename.startswith(_PACKAGE)]
+        ours = [i for i, entry in enumerate(frames) if _is_call(entry.filename)]
         frames = frames[: ours[0] + 1] if ours else frames
-    return frames[-_MAX_FRAMES:]
+    return frames
+
+
+def _is_call(filename: str) -> bool:
+    """Whether it is of a call of ours, and not of what may be around the user's code, too."""
+    return filename.startswith(_PACKAGE) and not filename.startswith(_AROUND)
+
+
+def _cut(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:
+    """The innermost ones, and the user's own line where that is further out."""
+    shown = list(frames[-_MAX_FRAMES:])
+    texts = [entry.text for entry in shown]
+    if own and own[-1] not in shown:
+        texts = [own[-1].text, "...", *texts[2:]]
+    return tuple(texts)
 
 
 def _short(filename: str) -> str:

@@ -10,15 +10,20 @@ _BUFFERS = (
     "leave it out: rank 0's buffers are sent before validation and at the end of training, those in ignore= are not; "
     "with Fabric call fabric.strategy.broadcast_buffers()"
 )
+_HOOK = "register it after fabric.setup(): model._forward_module.register_comm_hook(state, hook)"
 _INSTEAD = {
     "broadcast_buffers": _BUFFERS,
     "forward_sync_buffers": _BUFFERS,
     "bucket_cap_mb": "use buffer_size, in elements",
     "bucket_cap_mb_list": "use buffer_size, in elements",
+    "ddp_comm_hook": _HOOK,
+    "ddp_comm_state": _HOOK,
+    "ddp_comm_wrapper": _HOOK,
     "delay_all_reduce_named_params": "leave it out: nothing is reduced before backward has ended",
     "device_ids": "leave it out: the module stays on the device that Lightning gave it",
     "device_mesh": "leave it out: the strategy trains on all ranks of the job",
     "mixed_precision": "use precision= of the Trainer or of Fabric, and reduce_dtype",
+    "model_averaging_period": "with Fabric average in the loop: backward and step inside fabric.no_backward_sync()",
     "output_device": "leave it out: the module stays on the device that Lightning gave it",
     "process_group": "leave it out: the strategy trains on all ranks of the job",
     "reproducible": "it needs the number of items in every step, which Lightning's loop does not tell; "

@@ -40,6 +40,8 @@ class LegacyDDPStrategy(Wrapping, DDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.record: SyncRecord | None = None
+        if self._ddp_comm_hook is not None and not callable(self._ddp_comm_hook):
+            raise TypeError(f"ddp_comm_hook is not callable: got {self._ddp_comm_hook!r}, expected hook(state, bucket)")
         if self._ddp_comm_hook is None and (self._ddp_comm_state is not None or self._ddp_comm_wrapper is not None):
             raise ValueError(
                 "ddp_comm_hook is missing: got None, and a ddp_comm_state or ddp_comm_wrapper; pass all of it"

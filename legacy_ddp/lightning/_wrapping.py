@@ -43,6 +43,8 @@ class Wrapping:
             checks=resolve_checks(checks),
             timeout_seconds=timeout_seconds,
         )
+        if not isinstance(init_sync, bool):
+            raise TypeError(f"init_sync is not usable: got {init_sync!r}, expected True or False")
         super().__init__(**kwargs)
         self._init_sync = init_sync
         self._settings = settings
