@@ -43,20 +43,21 @@ def run_stories(stories: Mapping[Story, Sequence[str]]) -> None:
 
 
 @cache
-def by_trainer() -> Callable[..., list[Result]]:
-    """What the stories of the Trainer left: a job that is started once, as a user does, by Lightning."""
-    return _run("lightning_jobs.py")
+def by_trainer(*stories: str) -> Callable[..., list[Result]]:
+    """What all stories of the Trainer left, or those: a job that is started once, as a user does, by Lightning."""
+    return _run("lightning_jobs.py", stories)
 
 
 @cache
-def by_fabric() -> Callable[..., list[Result]]:
-    """What the stories of Fabric left: a job that is started once, by torchrun."""
-    return _run("fabric_jobs.py", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+def by_fabric(*stories: str) -> Callable[..., list[Result]]:
+    """What all stories of Fabric left, or those: a job that is started once, by torchrun."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    return _run("fabric_jobs.py", stories, *launcher)
 
 
-def _run(script: str, *launcher: str) -> Callable[..., list[Result]]:
+def _run(script: str, stories: Sequence[str], *launcher: str) -> Callable[..., list[Result]]:
     folder = tempfile.TemporaryDirectory()  # as long as what is returned
-    result = run_script(*launcher, str(ROOT / "tests" / script), folder.name)
+    result = run_script(*launcher, str(ROOT / "tests" / script), folder.name, *stories)
     assert result.returncode == 0, result.stderr
     return partial(told, folder)
 

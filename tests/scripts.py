@@ -1,6 +1,7 @@
 """How does a test start an example as a user does, and compare what it leaves?"""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -32,6 +33,11 @@ def run_script(
         check=False,
         **options,
     )
+
+
+def heed_ctrl_c() -> None:
+    """In a child, before it starts: hear SIGINT although whoever started the tests in the background ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

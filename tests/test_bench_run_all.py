@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.scripts import heed_ctrl_c
+
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
 run_all = importlib.import_module("run_all")
@@ -102,6 +104,7 @@ def test_at_ctrl_c_a_benchmark_has_time_to_clean_up() -> None:
         text=True,
         cwd=ROOT / "benchmarks",
         start_new_session=True,  # Ctrl-C goes to all of a group
+        preexec_fn=heed_ctrl_c,
     )
     assert process.stdout
     assert process.stdout.readline() == "ready\n"

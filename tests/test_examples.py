@@ -24,7 +24,7 @@ from torch import nn
 from legacy_ddp._diff.compare_runs import compare_runs
 from legacy_ddp._trace.run import open_run
 from tests.ranks import run_ranks
-from tests.scripts import EXAMPLES, LIMIT_SECONDS, ROOT, assert_same_bits, load, run_script, torchrun
+from tests.scripts import EXAMPLES, LIMIT_SECONDS, ROOT, assert_same_bits, heed_ctrl_c, load, run_script, torchrun
 from tests.traces import write_trace
 
 STEPS = 4
@@ -256,7 +256,8 @@ def test_a_resume_behind_the_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_ctrl_c_ends_train_lm_without_a_traceback() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(EXAMPLES / "train_lm.py"), "--batch-size", "1", "--update-freq", "1"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, preexec_fn=heed_ctrl_c, **pipes) as run:
         time_limit = threading.Timer(LIMIT_SECONDS, run.kill)
         time_limit.start()
         assert run.stderr is not None
