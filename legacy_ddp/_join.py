@@ -38,9 +38,9 @@ class Joining(Joinable):
 
         Collective, as torch DDP's context of the same name. Every step inside makes one :meth:`all_reduce` (which now
         begins with one more small collective, on :attr:`process_group`). A rank that ran out of data gives nothing to
-        it and does not step. In the end every ``.grad`` is None, also what was accumulated since the last call, and all
-        have the parameters and buffers of the highest rank among those that left last. Optimizer state is not
-        synchronised: with momentum, say, replicas part in the next epoch unless you see to it.
+        it and does not step. In the end every ``.grad`` (but of ``ignore=``) is None, also what was accumulated since
+        the last call, and all have the parameters and buffers of the highest rank among those that left last. Optimizer
+        state is not synchronised: with momentum, say, replicas part in the next epoch unless you see to it.
 
         Simpler, without that collective and with equal optimizers: let every rank make as many steps, and those
         without data pass ``sample_size=0``.
@@ -98,7 +98,7 @@ class Joining(Joinable):
 
     @abstractmethod
     def _drop_gradients(self) -> None:
-        """Make every ``.grad`` None, and forget what was accumulated."""
+        """Make every ``.grad`` that is reduced here None, and forget what was accumulated."""
 
     @abstractmethod
     def broadcast_parameters(self, src: int = 0) -> None:

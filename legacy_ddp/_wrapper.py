@@ -280,7 +280,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         self._synchronizer.emit_warning()
 
     def _drop_gradients(self) -> None:
-        for parameter in self.module.parameters():
+        for parameter in self._plan().parameters:  # not of those that are left out
             parameter.grad = None
         self._synchronizer.forget_step()
 

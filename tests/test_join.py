@@ -127,6 +127,18 @@ def test_a_window_that_no_rank_fills_is_dropped_too() -> None:
     assert run_ranks(_dropped_everywhere, 2) == [[None, 1, 1.5]] * 2
 
 
+def _with_ignored(rank: int) -> list[str]:
+    model = LegacyDistributedDataParallel(tanh_net(), ignore=["0.bias"])
+    with model.join():
+        model(torch.ones(1, 4)).sum().backward()
+        model.all_reduce()
+    return [name for name, parameter in model.module.named_parameters() if parameter.grad is not None]
+
+
+def test_the_gradient_of_an_ignored_parameter_is_left_alone() -> None:
+    assert run_ranks(_with_ignored, 2) == [["0.bias"]] * 2
+
+
 def _partial_window(rank: int) -> list[Any]:
     """Rank 1 runs out in the middle of a window of two micro-batches."""
     model, calls = wrap(), []
