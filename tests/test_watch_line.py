@@ -15,7 +15,7 @@ import pytest
 
 from legacy_ddp._watch.addresses import own_hosts, reachable
 from legacy_ddp._watch.line import Line
-from legacy_ddp._watch.peers import Outcome, Peer, ask, ask_all, decode_peer
+from legacy_ddp._watch.peers import Outcome, Peer, ask, ask_all, decode_peer, encode_message
 from legacy_ddp._watch.processes import DEAD, RUNNING, STOPPED, UNKNOWN, Identity, own_identity, state_of
 
 # Another process, so that it can be stopped and killed; it says where it listens and stays.
@@ -169,6 +169,17 @@ def test_a_neighbour_that_leaves_says_goodbye_and_one_that_dies_does_not(ends: _
     assert ask(first.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
 
     second.close("left after call 3")
+
+    assert ends.told.wait(5)
+    assert ends.closed == [(0, 1, "left after call 3")]
+
+
+def test_a_goodbye_that_comes_with_the_greeting_is_heard(ends: _Ends) -> None:
+    line = ends.lines[0]
+    line.start(None)
+    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
+        greeting = encode_message(line.me, {"ask": "hold", "rank": 1})
+        neighbour.sendall(greeting + json.dumps({"goodbye": "left after call 3"}).encode() + b"\n")
 
     assert ends.told.wait(5)
     assert ends.closed == [(0, 1, "left after call 3")]

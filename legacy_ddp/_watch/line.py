@@ -131,10 +131,10 @@ class Line:
         except OSError:
             part = b""
         visitor.said += part
-        is_whole = visitor.said.endswith(b"\n")
+        said, is_whole, more = visitor.said.partition(b"\n")
         if part and not is_whole and len(visitor.said) < MAX_BYTES:
             return
-        message = decode_message(visitor.said) if is_whole else None
+        message = decode_message(said) if is_whole else None
         if visitor.rank is not None:
             self._drop(end)
             self._on_closed(visitor.rank, str(message["goodbye"]) if message and "goodbye" in message else None)
@@ -142,7 +142,7 @@ class Line:
             self._drop(end)
         elif message.get("ask") == "hold":
             keep_alive(end)
-            visitor.rank, visitor.said = int(message["rank"]), bytearray()
+            visitor.rank, visitor.said = int(message["rank"]), more  # it may have come and gone in one breath
         else:
             self._reply(end, message)
 
