@@ -37,7 +37,7 @@ def construct(
         if isinstance(world_size, bool) or not isinstance(world_size, int | None):
             raise TypeError(
                 f"world_size is of the wrong type: got {type(world_size).__name__}, expected an int or None; "
-                "a process group goes to process_group="
+                "a process group goes to process_group=, and torch DDP's device_ids are left out"
             )
         if world_size is not None and world_size != call.groups.size:
             raise ValueError(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,40 +70,59 @@ class HookBucket:
         return list(self._parameters)
 
 
-def reduce_by_hook(call: Call, hook: CommHook, plan: Plan, divisor: int) -> int:
-    """Let the hook bring together what travels; leave its mean, times group size / ``divisor``, in the flat tensors.
+@dataclass(frozen=True)
+class Shown:
+    """What a hook was shown, and what it made of it: a buffer, its bucket and the result, three lists of one length."""
 
-    Returns the bytes shown to the hook.
+    hook: CommHook
+    buffers: list[FlatBuffer]
+    buckets: list[HookBucket]
+    results: list[Any]
+
+
+def show_to_hook(call: Call, hook: CommHook, plan: Plan) -> Shown:
+    """Let the hook bring together what travels. No flat tensor changes.
 
     Raises:
-        CommHookError: on some rank the hook returned what cannot be a gradient; no flat tensor changed.
-        LostPeerError: a rank was lost on the way.
+        LostPeerError: a rank was lost on the way, or the hook did not finish in time.
         Exception: whatever the hook raised. The other ranks hear of it, but they may be inside its collectives, so that
             the group is lost.
     """
     filled = [(buffer, plan.parameters[share]) for buffer, share in plan.shares if buffer.bucket.numel]
-    buckets = []
-    for index, (buffer, parameters) in enumerate(filled):
-        buckets.append(HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1))
-    wanted = [as_real(buffer.flat) for buffer, _ in filled]
-    results = _run(call, hook, buckets)
+    buckets = [
+        HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
+        for index, (buffer, parameters) in enumerate(filled)
+    ]
+    return Shown(hook, [buffer for buffer, _ in filled], buckets, _run(call, hook, buckets))
+
+
+def accept_results(call: Call, shown: Shown, divisor: int) -> int:
+    """Leave the hook's mean, times group size / ``divisor``, in the flat tensors, if it is of use on every rank.
+
+    Returns the bytes that the hook was shown.
+
+    Raises:
+        CommHookError: on some rank the hook returned what cannot be a gradient; no flat tensor changed.
+        LostPeerError: a rank was lost on the way, perhaps because its hook has not finished.
+    """
+    wanted = [as_real(buffer.flat) for buffer in shown.buffers]
     problems = [
         _problem(result, tensor, bucket.buffer().dtype)
-        for result, tensor, bucket in zip(results, wanted, buckets, strict=True)
+        for result, tensor, bucket in zip(shown.results, wanted, shown.buckets, strict=True)
     ]
-    _agree_on_results(call, hook, next(filter(None, problems), ""))
-    for (buffer, _), tensor, result in zip(filled, wanted, results, strict=True):
+    _agree_on_results(call, shown.hook, next(filter(None, problems), ""))
+    for buffer, tensor, result in zip(shown.buffers, wanted, shown.results, strict=True):
         tensor.copy_(result)
         if divisor != call.groups.size:
             buffer.flat.div_(divisor / call.groups.size)
-    return sum(buffer.travelling.nbytes for buffer, _ in filled)
+    return sum(buffer.travelling.nbytes for buffer in shown.buffers)
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
     """What the hook's Futures hold, or what it returned if that is none. All are begun before the first is awaited."""
     returned = []
     for bucket in buckets:
-        with call.profiled(f"hook on bucket {bucket.index()}"), _blaming(call, hook):
+        with call.profiled(f"bucket {bucket.index()}"), _blaming(call, hook):
             returned.append(hook.function(hook.state, bucket))
     start = time.perf_counter()
     return [_wait(call, hook, item, start) if isinstance(item, internals.Future) else item for item in returned]

@@ -15,7 +15,7 @@ from legacy_ddp._bucket import FlatBuffer, as_real
 from legacy_ddp._call import Call
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._gradient import ABSENT, DENSE, SPARSE
-from legacy_ddp._hook import reduce_by_hook
+from legacy_ddp._hook import Shown, accept_results, show_to_hook
 from legacy_ddp._layout import Run, cut_runs, gradient_dtype
 from legacy_ddp._leaves import Leaves
 from legacy_ddp._pack import Packed
@@ -52,21 +52,25 @@ def reduce(
     if agreement.divisor == 0:
         return Reduced([ABSENT] * len(packed.kinds), {}, 0)
     kinds = agree_on_kinds(call, agreement, packed.kinds)
-    with call.phase("payload"):
-        try:
+    try:
+        shown = _show_to_hook(call, hook, plan, packed, kinds) if hook is not None else None
+        with call.phase("payload"):
             if leaves is not None:
                 inboxes = leaves.inboxes(packed.flats) if call.groups.size > 1 else packed.flats
                 trunks = list(_trunks(plan, inboxes, packed, kinds))
                 return Reduced(kinds, {}, reduce_trunks(call, trunks, agreement.divisor))
-            dense_bytes = _reduce_all_dense(call, hook, plan, packed, kinds, agreement.divisor)
+            if shown is not None:
+                dense_bytes = accept_results(call, shown, agreement.divisor)
+            else:
+                dense_bytes = _reduce_all_dense(call, plan, packed, kinds, agreement.divisor)
             sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
-        except AgreedError:
-            raise
-        except BaseException:
-            plan.abandon()
-            if leaves is not None:
-                leaves.forget()
-            raise
+    except AgreedError:
+        raise
+    except BaseException:
+        plan.abandon()
+        if leaves is not None:
+            leaves.forget()
+        raise
     return Reduced(kinds, sparse, dense_bytes + sparse_bytes)
 
 
@@ -137,14 +141,15 @@ def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: 
         yield Trunk(own, inbox, buffer.flat, cut_runs(joined, max_numel=plan.layout.buffer_size))
 
 
-def _reduce_all_dense(
-    call: Call, hook: CommHook | None, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int
-) -> int:
-    if hook is not None:
+def _show_to_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> Shown:
+    with call.phase("hook"):
         for buffer, share in plan.shares:  # into the copy: a hook may fail in a way that leaves every .grad as it was
             buffer.travelling.copy_(buffer.flat)
             _fill(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.travelling)
-        return reduce_by_hook(call, hook, plan, divisor)
+        return show_to_hook(call, hook, plan)
+
+
+def _reduce_all_dense(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int) -> int:
     runs = []
     for buffer, share in plan.shares:
         joined = _joined_runs(buffer, kinds[share])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from legacy_ddp._header import Flag, Operation
 from legacy_ddp._join import Joining
 from legacy_ddp._layout import distinct
 from legacy_ddp._log import log_construction
+from legacy_ddp._not_here import refuse_unknown
 from legacy_ddp._observe import show_forward
 from legacy_ddp._plan import Plan
 from legacy_ddp._process_group import GroupHandle
@@ -77,12 +78,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         ignore: Iterable[str] = (),
         checks: str | Checks = "info",
         timeout_seconds: float | None = None,
+        **unknown: Never,
     ) -> None:
         super().__init__()
         self.module = module
         self._group = GroupHandle(process_group)
         problem = None
         try:
+            refuse_unknown(type(self), unknown, LegacyDistributedDataParallel.__init__)
             if not isinstance(module, nn.Module):
                 raise TypeError(f"module is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
             if not isinstance(init_sync, bool):
@@ -154,7 +157,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
                 other gradients in a step since the last call.
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
             CommHookError: a hook (:meth:`register_comm_hook`) returned what cannot be a gradient.
-            LostPeerError: a rank did not answer. In phase ``payload`` every ``.grad`` becomes None; the group is lost.
+            LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` every ``.grad``
+                becomes None.
 
         After all but the last every ``.grad`` is untouched on every rank and the next call may succeed.
         """

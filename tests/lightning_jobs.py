@@ -214,7 +214,7 @@ def forgetting(strategy: str, folder: Path) -> Result:
     try:
         fit(strategy, Forgetting())
     except UnsynchronizedStepError as error:
-        return {"error": str(error)}
+        return {"error": str(error), "notes": error.__notes__}
     return {}
 
 

@@ -228,26 +228,38 @@ def _killed_in_the_hook(rank: int) -> Any:
 
 def test_a_rank_that_dies_in_a_hooks_collective_is_named() -> None:
     seen = run_ranks(_killed_in_the_hook, 3, lost=(2,), survivors_exit=False)
-    assert seen == [("PeerLostError", (2,), "payload", {"weight": None})] * 2 + [None]
+    assert seen == [("PeerLostError", (2,), "hook", {"weight": None})] * 2 + [None]
 
 
-def _silent_hook(rank: int) -> Any:
+def _silent_hook(rank: int, silent: set[int]) -> Any:
     model = wrap(timeout_seconds=1.0)
 
     def hook(state: Any, bucket: Any) -> Any:
-        return torch.futures.Future() if rank == 0 else at_once(bucket.buffer())
+        return torch.futures.Future() if rank in silent else at_once(bucket.buffer())
 
     model.register_comm_hook(None, hook)
     add_gradients(model, 1.0)
-    return error_of(model.all_reduce)
+    try:
+        model.all_reduce()
+    except LegacyDDPError as error:
+        return type(error).__name__, error.ranks, " ".join(str(error).split()), gradient_values(model)
 
 
-def test_a_future_that_never_comes_ends_with_the_timeout() -> None:
-    # Rank 0 waits for its hook, rank 1 for rank 0: all say what ended first.
-    said = run_ranks(_silent_hook, 2)
-    assert {kind for kind, _ in said} <= {"SyncTimeoutError", "PeerLostError"}
-    texts = [" ".join(text.split()) for _, text in said]
-    assert all("hook did not finish within 1 s" in text or "no answer within 1 s" in text for text in texts)
+def test_a_future_that_never_comes_ends_with_the_timeout_and_names_the_rank_whose_hook_it_is() -> None:
+    # Rank 1 waits for its hook, the others for rank 1: whoever's patience ends first, all name it.
+    seen = run_ranks(partial(_silent_hook, silent={1}), 3)
+    for kind, ranks, text, values in seen:
+        assert kind in ("SyncTimeoutError", "PeerLostError")
+        assert ranks == (1,)
+        assert "hook did not finish within 1 s" in text or "no answer within 1 s" in text
+        assert "missing rank 1 (all_reduce() call 1: hook" in text
+        assert values == {"weight": None}
+
+
+def test_futures_that_never_come_on_any_rank_are_not_blamed_on_the_network() -> None:
+    for _, ranks, text, _ in run_ranks(partial(_silent_hook, silent={0, 1}), 2):
+        assert ranks == ()
+        assert "hook did not finish within 1 s; no rank is missing, every rank is in its communication hook" in text
 
 
 def _on_one_rank(rank: int) -> Any:

@@ -34,11 +34,11 @@ def test_a_name_finds_the_strategy_in_both_registries(name: str, start_method: s
     "given, instead",
     [
         ({"static_graph": True}, "takes no static_graph; leave it out"),
-        ({"bucket_cap_mb": 25}, "use buffer_size"),
+        ({"bucket_cap_mb": 25}, "takes no bucket_cap_mb; leave it out"),
         ({"broadcast_buffers": False}, "ignore="),
         ({"process_group": None}, "all ranks of the job"),
         ({"reproducible": True}, "docs/reproducible.md"),
-        ({"dim": 0}, "takes no dim, unlike torch DDP"),
+        ({"dim": 0}, "the device that Lightning gave it"),
         ({"bufer_size": 1}, "has no argument 'bufer_size'"),
     ],
 )

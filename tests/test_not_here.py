@@ -27,8 +27,34 @@ OF_TORCH_DDP = [name for name in inspect.signature(DistributedDataParallel).para
 def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it(name: str) -> None:
     arguments: Any = {name: None}
 
-    with pytest.raises(TypeError, match=f"got an unexpected keyword argument '{name}'"):
+    with pytest.raises(TypeError, match=rf"^LegacyDistributedDataParallel takes no {name}; \w+"):
         LegacyDistributedDataParallel(nn.Linear(1, 1), **arguments)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "positional, named, said",
+    [
+        ((), {"bufer_size": 1}, r"has no argument 'bufer_size'; expected one of: buffer_size, checks, .*, world_size$"),
+        (([0],), {}, "world_size is of the wrong type: got list, .* device_ids are left out"),
+    ],
+)
+def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
+    positional: Any, named: Any, said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        LegacyDistributedDataParallel(nn.Linear(1, 1), *positional, **named)
+
+
+def _device_ids_on_one_rank(rank: int) -> Said:
+    arguments: Any = {"device_ids": [0]} if rank == 1 else {}
+    return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), timeout_seconds=20.0, **arguments)
+
+
+def test_an_argument_that_is_not_here_on_one_rank_alone_is_an_error_on_all() -> None:
+    for kind, text in run_ranks(_device_ids_on_one_rank, 2, timeout_seconds=15.0):
+        assert kind == "PeerError"
+        assert "rank 1: LegacyDistributedDataParallel takes no device_ids; leave it out" in " ".join(text.split())
 
 
 @pytest.mark.usefixtures("alone")

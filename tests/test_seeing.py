@@ -7,6 +7,7 @@ import re
 import sys
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from tests.cases import wrap_module
+from tests.hooks import mean
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, gradient_values, step, wrap
 
@@ -131,22 +133,27 @@ def test_log_records_carry_the_rank() -> None:
         assert "payload" in call_text
 
 
-def _profiled(rank: int) -> list[str]:
+def _profiled(rank: int, *, hooked: bool) -> list[str]:
     warnings.simplefilter("ignore")  # kineto's, about this machine
     model = wrap()
+    if hooked:
+        model.register_comm_hook(None, mean)
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step(model, 1.0)
     return [event.name for event in profiler.events() if event.name.startswith("legacy_ddp")]
 
 
-def test_the_profiler_shows_phases_and_buckets_by_name() -> None:
-    for names in run_ranks(_profiled, 2):
-        call = "legacy_ddp::all_reduce()::"
-        assert set(names) == {
-            *(call + phase for phase in ("plan", "pack", "agree", "payload", "alias")),
-            call + "payload::start cpu float32",
-            call + "payload::finish cpu float32",
-        }
+@pytest.mark.parametrize(
+    "hooked, ranges",
+    [
+        (False, {"payload::start cpu float32", "payload::finish cpu float32"}),
+        (True, {"hook", "hook::bucket 0"}),
+    ],
+)
+def test_the_profiler_shows_phases_and_buckets_by_name(hooked: bool, ranges: set[str]) -> None:
+    ranges |= {"plan", "pack", "agree", "payload", "alias"}
+    for names in run_ranks(partial(_profiled, hooked=hooked), 2):
+        assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
 
 
 # --- docs/seeing.md ---------------------------------------------------------------------------------------------------

@@ -98,6 +98,8 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
         ([_waits(0), _works(1, serial=5)], ()),  # through this call already
         ([_waits(0), _waits(1, phase="pack")], (1,)),
         ([_waits(0, phase="payload"), _waits(1, phase="agree")], (1,)),
+        ([_waits(0, phase="hook"), _waits(1, phase="examine")], (1,)),
+        ([_waits(0, phase="payload"), _waits(1, phase="hook")], (1,)),
         ([_works(0), _works(1)], ()),  # nobody waits any more
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _works(2)], (2,)),  # somebody is known to be behind
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _waits(2)], (1,)),  # it can be nobody else
@@ -212,7 +214,7 @@ def test_a_thousand_ranks_make_a_page_and_not_a_book() -> None:
 _SAMPLES = st.builds(
     Sample,
     st.sampled_from(["", "all_reduce() call 3"]),
-    st.sampled_from(["plan", "agree", "payload", "forward", "backward", "user code", "debugger"]),
+    st.sampled_from(["plan", "agree", "hook", "payload", "forward", "backward", "user code", "debugger"]),
     st.floats(0, 1e6),
     st.integers(0, 9),
     st.lists(st.sampled_from(["a.py:1 in f", "b.py:2 in g"]), max_size=3).map(tuple),

@@ -14,8 +14,9 @@ LEFT_FOR_A_LOSS = "left because another rank was lost"
 MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
+HOOK = "hook"
 # Where in one call a rank stands; the later, the farther. A rank that has left the call is the farthest.
-_PHASES = ("plan", "pack", "sign", "agree", "examine", "payload", "alias")
+_PHASES = ("plan", "pack", "sign", "agree", "examine", HOOK, "payload", "alias")
 
 
 @dataclass(frozen=True)
@@ -181,6 +182,8 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     """Who is waited for and why, in half a sentence."""
     if not missing and (unknown := [row.rank for row in rows if not row.is_known]):
         return f"who is missing is not known: nobody asked {name_ranks(unknown)}"
+    if not missing and all(row.sample is not None and row.sample.phase == HOOK for row in rows):
+        return "no rank is missing, every rank is in its communication hook; look at what it waits for"
     if not missing:
         return "no rank is missing, every rank is in this call; look at the network between them"
     why: dict[str, list[int]] = {}

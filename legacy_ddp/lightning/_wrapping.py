@@ -8,9 +8,11 @@ import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
+from legacy_ddp._errors import UnsynchronizedStepError
+from legacy_ddp._not_here import refuse_unknown
 from legacy_ddp._settings import Checks, LossScaler, Settings, as_names, resolve_checks
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.lightning._arguments import refuse_unknown
+from legacy_ddp.lightning._arguments import INSTEAD
 from legacy_ddp.lightning._ending import leave_in_order
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}
@@ -32,7 +34,7 @@ class Wrapping:
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self).__name__, kwargs, super().__init__)
+        refuse_unknown(type(self), kwargs, Wrapping.__init__, super().__init__, instead=INSTEAD)
         del find_unused_parameters  # there is nothing to search
         # What is wrong shows here, in one process and before others are started.
         settings = Settings(
@@ -53,6 +55,17 @@ class Wrapping:
         """Make the process group, and see to how this process will leave."""
         super().setup_environment()  # type: ignore[misc]  # of the class that comes next
         leave_in_order(self._launcher)  # type: ignore[attr-defined]
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step; a forgotten reduction is told in Lightning's words, too."""
+        try:
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]  # of the class that comes next
+        except UnsynchronizedStepError as error:
+            error.add_note(
+                "under Lightning replace loss.backward() by self.manual_backward(loss), with Fabric by "
+                "fabric.backward(loss): all_reduce() is part of it"
+            )
+            raise
 
     def _wrap(self, module: nn.Module, scaler: LossScaler | None) -> LegacyDistributedDataParallel:
         """Collective: the wrapper. ``scaler``: Lightning's, told to the checks unless they have another."""

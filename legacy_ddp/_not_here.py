@@ -1,0 +1,52 @@
+"""Which arguments of torch DDP are not here, and what to do instead? Pure."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+_ANY_GRAPH = "leave it out: nothing waits for a hook in backward, so any parameters may be used, others in every step"
+_BUFFERS = "leave it out: forward never communicates; call model.broadcast_buffers() where ranks should agree on them"
+_BUCKETS = "leave it out: such buckets serve an overlap with backward, and there is none"
+_DEVICE = "leave it out: move module and batches to the device yourself"
+_LATER = "leave it out: nothing is reduced before you call all_reduce()"
+INSTEAD = {
+    "batched_grad_copy": _BUCKETS,
+    "broadcast_buffers": _BUFFERS,
+    "bucket_cap_mb": _BUCKETS,
+    "bucket_cap_mb_list": _BUCKETS,
+    "check_reduction": _ANY_GRAPH,
+    "delay_all_reduce_named_params": _LATER,
+    "device_ids": _DEVICE,
+    "device_mesh": "pass the mesh, of one dimension, as process_group=",
+    "dim": _DEVICE,
+    "find_unused_parameters": _ANY_GRAPH,
+    "forward_sync_buffers": _BUFFERS,
+    "mixed_precision": "use torch.autocast, and reduce_dtype= for what gradients travel in",
+    "output_device": _DEVICE,
+    "param_to_hook_all_reduce": _LATER,
+    "skip_all_reduce_unused_params": _ANY_GRAPH,
+    "static_graph": _ANY_GRAPH,
+}
+_OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
+
+
+def refuse_unknown(
+    taker: type, given: Iterable[str], *signatures: Callable[..., Any], instead: Mapping[str, str] = INSTEAD
+) -> None:
+    """Refuse a name in ``given`` that none of the ``signatures``, which are those of ``taker``, has.
+
+    Raises:
+        TypeError: naming the argument and what to do instead.
+    """
+    parameters = [parameter for taken in signatures for parameter in inspect.signature(taken).parameters.values()]
+    known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} - {"self"}
+    for name in given:
+        if name in known:
+            continue
+        if name in instead:
+            raise TypeError(f"{taker.__name__} takes no {name}; {instead[name]}")
+        if name in _OF_TORCH:
+            raise TypeError(f"{taker.__name__} takes no {name}, unlike torch DDP; leave it out, or use torch DDP")
+        raise TypeError(f"{taker.__name__} has no argument {name!r}; expected one of: {', '.join(sorted(known))}")
