@@ -26,6 +26,7 @@ import torch.distributed as dist
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.hosts import ROOT, HostFailure, Hosts, JobFailure, reason_not_permitted
 from tests.namespaces import Host
+from tests.scripts import heed_ctrl_c
 
 needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
 LIMIT_SECONDS = 120.0
@@ -332,11 +333,13 @@ def test_nothing_runs_on_when_the_process_is_interrupted_or_killed(
 ) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # files are left there by a killed process
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    owner = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    )
     _await_ranks(tmp_path, 2)
     handles = [os.pidfd_open(pid) for pid in _processes_with(mark)]
     owner.send_signal(how)
-    owner.communicate(timeout=LIMIT_SECONDS)
+    owner.communicate(timeout=LIMIT_SECONDS / 2)  # its job would end by itself at the limit
 
     assert len(handles) >= 11  # the owner, three holders with their launchers, two torchruns, two ranks
     for handle in handles:

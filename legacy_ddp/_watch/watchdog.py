@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._log import logger_of
 from legacy_ddp._watch.failure import Failure, decode_failure
 from legacy_ddp._watch.inquiry import Place, ask_everybody, own_state, rows_of
 from legacy_ddp._watch.line import Line
 from legacy_ddp._watch.peers import CONCURRENT_QUESTIONS, Message, Outcome, Peer, ask, ask_all, decode_peer
 from legacy_ddp._watch.report import LEFT_FOR_A_LOSS, Report, Row, compose, decode_report
 from legacy_ddp._watch.report_file import ReportFile
+from legacy_ddp._watch.voice import Voice
 
 # How long to wait for the rank that makes the report; it may meet silent ranks and looks twice.
 _REPORT_SECONDS = 3.0
@@ -49,7 +49,6 @@ class Watchdog:
         self, rank: int, size: int, *, warn_after_seconds: float, report_dir: str | os.PathLike[str] | None
     ) -> None:
         self.rank = rank
-        self._logger = logger_of(rank)
         self.warn_after_seconds = warn_after_seconds
         self.file = ReportFile(report_dir, rank, size)
         try:
@@ -60,10 +59,7 @@ class Watchdog:
         self._peers: list[Peer | None] = [None] * size
         self._place = Place()
         self._fresh_seconds = min(_FRESH_SECONDS, warn_after_seconds / 2)
-        self._next_warning_seconds = warn_after_seconds
-        self._is_looking = False
-        self._said: Report | None = None  # in this call, by the log
-        self._reported: Report | None = None  # likewise, in full
+        self._voice = Voice(rank, self.file, warn_after_seconds)
         self._failure: Failure | None = None
         self._failed_at = 0.0
         self._conclusion: Report | None = None
@@ -88,8 +84,7 @@ class Watchdog:
         place = self._place
         place.activity.enter("plan", call)
         place.serial, place.call, place.in_call = place.serial + 1, call, True
-        self._next_warning_seconds = self.warn_after_seconds if warns else float("inf")
-        self._said = self._reported = None
+        self._voice.begin(warns=warns)
 
     def enter(self, phase: str, call: str) -> None:
         """This rank goes on to the next phase of the call."""
@@ -100,14 +95,12 @@ class Watchdog:
         self._place.in_call = False
         if not has_met:
             self._place.serial -= 1
-        if succeeded and self._reported is not None:
-            self._say(f"{self._place.call}: all ranks are there now, and it is done", self._reported)
+        if succeeded:
+            self._voice.end(self._place.call)
 
     def look(self, waited_seconds: float) -> Failure | None:
         """To be called now and then while waiting: warns when it is due; returns what another rank found out."""
-        if waited_seconds >= self._next_warning_seconds and not self._is_looking:
-            self._next_warning_seconds = 2 * waited_seconds
-            self._is_looking = True
+        if self._voice.is_due(waited_seconds):
             _in_background(self._warn, self._place.serial)
         return self._failure if time.monotonic() - self._failed_at > _GRACE_SECONDS else None
 
@@ -212,26 +205,10 @@ class Watchdog:
     def _warn(self, serial: int) -> None:
         try:
             report = self._shared_report(serial, None)
-            if serial != self._place.serial or not self._place.in_call:
-                return  # it got on meanwhile
-            # What computes may be in a loop: it is believed once at each place.
-            is_believed = report.is_busy and not _is_same(report, self._said)
-            if report.is_harmless or is_believed:
-                self._say(f"{report.head}, alive{'' if report.is_harmless else ' and busy'}", report)
-            elif _is_same(report, self._reported):
-                self._say(f"{report.head}, as reported", report)
-            else:
-                self.file.append(report.text)
-                self._say(f"{report.text}\n(reports of this rank: {self.file.path})", report)
-                self._reported = report
-            self._said = report
+            if serial == self._place.serial and self._place.in_call:  # else it got on meanwhile
+                self._voice.say(report)
         finally:
-            self._is_looking = False
-
-    def _say(self, text: str, report: Report) -> None:
-        """Log it, on one rank of each machine."""
-        if self.rank in report.speakers:
-            self._logger.warning("%s", text)
+            self._voice.look_away()
 
     def _on_closed(self, rank: int, goodbye: str | None) -> None:
         """A neighbour's connection ended."""
@@ -246,8 +223,7 @@ class Watchdog:
         if peer is not None and ask(peer, {"ask": "state"}, self._line.me.identity)[0] is Outcome.GONE:
             failure = Failure(f"{name_ranks([rank])} ended without a word", ranks=(rank,))
             if self._learn(failure):
-                # A launcher may end this process before anything is raised: then this is all that its user sees.
-                self._logger.warning("%s; reports of this rank: %s", failure.reason, self.file.path)
+                self._voice.tell_of_loss(failure.reason)
             self._spread(failure, None, range(len(self._peers)))
 
     def _learn(self, failure: Failure) -> bool:
@@ -277,10 +253,6 @@ def _compose(rows: Sequence[Row], failure: Failure | None, *, is_inquiry: bool =
     if failure is None:
         return compose(rows)
     return compose(rows, failure.reason, is_late=failure.is_late, lost=failure.ranks, is_inquiry=is_inquiry)
-
-
-def _is_same(report: Report, other: Report | None) -> bool:
-    return other is not None and report.summary == other.summary
 
 
 def _first_line(error: BaseException) -> str:
