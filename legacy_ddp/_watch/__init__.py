@@ -2,7 +2,7 @@
 
 ``activity``: what this process does. ``processes``: what the kernel says of one. ``addresses``, ``peers``, ``line``:
 how ranks reach each other beside the collectives. ``inquiry``: what they say. ``failure``: what ended a call.
-``report``: the text. ``report_file``: where it lies. ``watchdog``: all of them together.
+``report``: the text. ``report_file``: where it lies. ``voice``: what the log hears. ``watchdog``: all of them together.
 """
 
 from legacy_ddp._watch.activity import HERE, USER_CODE

@@ -24,7 +24,7 @@ class Voice:
         self._said = self._reported = None
 
     def is_due(self, waited_seconds: float) -> bool:
-        """Whether to look after the others now, and :meth:`say` or :meth:`look_away` then; again after twice the time."""
+        """Whether to look after the others now, and :meth:`look_away` at the end; again after twice the time."""
         if waited_seconds < self._next_seconds or self._is_looking:
             return False
         self._next_seconds = 2 * waited_seconds
