@@ -10,8 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -70,18 +69,16 @@ class HookBucket:
         return list(self._parameters)
 
 
-@dataclass(frozen=True)
-class Shown:
-    """What a hook was shown, and what it made of it: a buffer, its bucket and the result, three lists of one length."""
+class Shown(NamedTuple):
+    """A buffer, what the hook saw of it, and what it returned."""
 
-    hook: CommHook
-    buffers: list[FlatBuffer]
-    buckets: list[HookBucket]
-    results: list[Any]
+    buffer: FlatBuffer
+    bucket: HookBucket
+    result: Any
 
 
-def show_to_hook(call: Call, hook: CommHook, plan: Plan) -> Shown:
-    """Let the hook bring together what travels. No flat tensor changes.
+def show_to_hook(call: Call, hook: CommHook, plan: Plan) -> list[Shown]:
+    """Let the hook bring together what travels, bucket by bucket. No flat tensor changes.
 
     Raises:
         LostPeerError: a rank was lost on the way, or the hook did not finish in time.
@@ -93,10 +90,11 @@ def show_to_hook(call: Call, hook: CommHook, plan: Plan) -> Shown:
         HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
         for index, (buffer, parameters) in enumerate(filled)
     ]
-    return Shown(hook, [buffer for buffer, _ in filled], buckets, _run(call, hook, buckets))
+    results = _run(call, hook, buckets)
+    return [Shown(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
 
 
-def accept_results(call: Call, shown: Shown, divisor: int) -> int:
+def accept_results(call: Call, hook: CommHook, shown: Sequence[Shown], divisor: int) -> int:
     """Leave the hook's mean, times group size / ``divisor``, in the flat tensors, if it is of use on every rank.
 
     Returns the bytes that the hook was shown.
@@ -105,17 +103,13 @@ def accept_results(call: Call, shown: Shown, divisor: int) -> int:
         CommHookError: on some rank the hook returned what cannot be a gradient; no flat tensor changed.
         LostPeerError: a rank was lost on the way, perhaps because its hook has not finished.
     """
-    wanted = [as_real(buffer.flat) for buffer in shown.buffers]
-    problems = [
-        _problem(result, tensor, bucket.buffer().dtype)
-        for result, tensor, bucket in zip(shown.results, wanted, shown.buckets, strict=True)
-    ]
-    _agree_on_results(call, shown.hook, next(filter(None, problems), ""))
-    for buffer, tensor, result in zip(shown.buffers, wanted, shown.results, strict=True):
-        tensor.copy_(result)
+    problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in shown)
+    _agree_on_results(call, hook, next(filter(None, problems), ""))
+    for buffer, _, result in shown:
+        as_real(buffer.flat).copy_(result)
         if divisor != call.groups.size:
             buffer.flat.div_(divisor / call.groups.size)
-    return sum(buffer.travelling.nbytes for buffer in shown.buffers)
+    return sum(buffer.travelling.nbytes for buffer, _, _ in shown)
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:

@@ -53,14 +53,14 @@ def reduce(
         return Reduced([ABSENT] * len(packed.kinds), {}, 0)
     kinds = agree_on_kinds(call, agreement, packed.kinds)
     try:
-        shown = _show_to_hook(call, hook, plan, packed, kinds) if hook is not None else None
+        shown = _show_to_hook(call, hook, plan, packed, kinds) if hook is not None else []
         with call.phase("payload"):
             if leaves is not None:
                 inboxes = leaves.inboxes(packed.flats) if call.groups.size > 1 else packed.flats
                 trunks = list(_trunks(plan, inboxes, packed, kinds))
                 return Reduced(kinds, {}, reduce_trunks(call, trunks, agreement.divisor))
-            if shown is not None:
-                dense_bytes = accept_results(call, shown, agreement.divisor)
+            if hook is not None:
+                dense_bytes = accept_results(call, hook, shown, agreement.divisor)
             else:
                 dense_bytes = _reduce_all_dense(call, plan, packed, kinds, agreement.divisor)
             sparse, sparse_bytes = _reduce_all_sparse(call, plan, packed, kinds, agreement.divisor)
@@ -141,7 +141,7 @@ def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: 
         yield Trunk(own, inbox, buffer.flat, cut_runs(joined, max_numel=plan.layout.buffer_size))
 
 
-def _show_to_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> Shown:
+def _show_to_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> list[Shown]:
     with call.phase("hook"):
         for buffer, share in plan.shares:  # into the copy: a hook may fail in a way that leaves every .grad as it was
             buffer.travelling.copy_(buffer.flat)

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.cases import Part, bits_of, get_gradients, set_gradients, wrap_module
-from tests.hooks import at_once, mean
+from tests.hooks import at_once, hold_group, mean
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, gradient_values, tanh_net, wrap
 
@@ -36,6 +36,7 @@ Registered = Callable[[], tuple[Any, Hook]]  # made on the rank, where the group
 
 
 def _power_state(**options: Any) -> powerSGD_hook.PowerSGDState:
+    hold_group()
     return powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5, **options
     )
