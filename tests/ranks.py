@@ -26,9 +26,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# torch._dynamo and hypothesis are loaded by most tests anyway (any optimizer step imports the former):
-# once in the server instead of once per rank and test.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis"]
+# What most ranks load anyway (any optimizer step imports torch._dynamo), or some for a second (what compiles imports
+# inductor): once in the server instead of once per rank and test.
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "hypothesis",
+    "pytest",
+    "legacy_ddp",
+]
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 # faulthandler.dump_traceback_later is one timer per process and the code under test may own it.
 _STACK_SIGNAL = signal.SIGUSR2

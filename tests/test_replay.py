@@ -76,7 +76,7 @@ def test_a_reproducible_training_resumes_to_the_same_bits_on_another_number_of_r
     for world_size, folder, arguments in (
         (1, whole, ("--steps", "4")),
         (4, resumed, ("--steps", "2")),
-        (2, resumed, ("--steps", "4", "--resume")),
+        (1, resumed, ("--steps", "4", "--resume")),
     ):
         result = torchrun(
             world_size, "train_lm.py", *REPRODUCIBLE, *arguments, "--save", str(folder), "--save-every", "2"
