@@ -3,6 +3,7 @@
 A script of two ranks: ``fabric_jobs.py FOLDER [STORY ...]``.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ from lightning.fabric import Fabric
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader
 
 from legacy_ddp import SyncRecord
 from legacy_ddp.lightning import LegacyDDPFabricStrategy
 from tests import lightning_jobs
 from tests.lightning_modules import ARGUMENTS, CLASSES, FEATURES, draw, make_data, total
 from tests.lightning_stories import RANKS, Result, Story, run_stories
+from tests.scripts import ROOT
 
 
 @cache
@@ -194,6 +197,19 @@ def own_call(strategy: str, folder: Path) -> Result:
     return {"gradient": float(model.weight.grad), "sample_size": record.sample_size}
 
 
+def of_the_page(strategy: str, folder: Path) -> Result:
+    """The loop of docs/lightning.md, over two windows of four batches."""
+    page = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^## Fabric$\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    net = make_net(normed=True)
+    data = torch.randn(8 * RANKS * 4, FEATURES, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(data, batch_size=4)
+    names = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "loader": loader}
+    exec(compile(program, "docs/lightning.md", "exec"), names)
+    asked: SyncRecord = names["model"]._forward_module.all_reduce(skip=True)
+    return {"state": state(net), "calls": asked.call - 1}
+
+
 def by_trainer(strategy: str, folder: Path) -> Result:
     """The Trainer's first story, as both are started by the same launcher."""
     return lightning_jobs.accumulating(strategy, folder)
@@ -216,6 +232,7 @@ STORIES: dict[Story, tuple[str, ...]] = {
     by_hand: OURS,
     not_set_up: OURS,
     own_call: OURS,
+    of_the_page: OURS,
     by_trainer: OURS,
 }
 

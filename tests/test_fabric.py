@@ -83,3 +83,10 @@ def test_no_backward_sync_of_a_model_of_another_strategy_is_an_error(left: Any) 
 
 def test_a_loop_can_make_the_call_itself_and_say_over_how_many_items(left: Any) -> None:
     assert left("own_call") == [{"gradient": 1.0, "sample_size": 3}] * 2  # (1 + 2) / (1 + 2)
+
+
+def test_the_page_s_loop_makes_a_call_per_window_and_leaves_ranks_alike(left: Any) -> None:
+    first, second = left("of_the_page")
+
+    assert_same_bits(first, second)
+    assert first["calls"] == 2
