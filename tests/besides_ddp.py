@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from legacy_ddp import LegacyDistributedDataParallel
+from tests.cases import bits_of
 from tests.ranks import run_ranks
 
 State = Mapping[str, torch.Tensor]
@@ -58,8 +59,10 @@ Loop = Callable[[Side, int], State]
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest between elements of the same name: from torch DDP, and with and without the call."""
+    """Whether all bits are those of torch DDP; the largest between elements of the same name: from torch DDP, and with
+    and without the call."""
 
+    has_bits_of_ddp: bool
     from_ddp: float
     without_the_call: float
 
@@ -78,7 +81,7 @@ def _compare(loops: Mapping[str, Loop], dtype: torch.dtype, rank: int) -> dict[s
     for name, loop in loops.items():
         try:
             ddp, ours, alone = (_run(loop, rank, side) for side in (Side(False), Side(True), Side(True, calls=False)))
-            found[name] = Difference(_largest(ours, ddp), _largest(ours, alone))
+            found[name] = Difference(_bits(ours) == _bits(ddp), _largest(ours, ddp), _largest(ours, alone))
         except Exception as error:
             error.add_note(f"in loop {name!r}")
             raise
@@ -88,6 +91,10 @@ def _compare(loops: Mapping[str, Loop], dtype: torch.dtype, rank: int) -> dict[s
 def _run(loop: Loop, rank: int, side: Side) -> State:
     torch.manual_seed(0)
     return {name: tensor.detach().clone() for name, tensor in loop(side, rank).items()}
+
+
+def _bits(state: State) -> dict[str, object]:
+    return {name: bits_of(tensor) for name, tensor in state.items()}
 
 
 def _largest(ours: State, theirs: State) -> float:

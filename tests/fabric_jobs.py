@@ -3,6 +3,7 @@
 A script of two ranks: ``fabric_jobs.py FOLDER [STORY ...]``.
 """
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import torch
 from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader
 
 from legacy_ddp import SyncRecord
 from legacy_ddp.lightning import LegacyDDPFabricStrategy
 from tests import lightning_jobs
-from tests.lightning_modules import CLASSES, FEATURES, make_data
+from tests.lightning_modules import ARGUMENTS, CLASSES, FEATURES, draw, make_data, total
 from tests.lightning_stories import RANKS, Result, Story, run_stories
+from tests.scripts import ROOT
 
 
 @cache
@@ -32,9 +36,11 @@ def make_net(*, normed: bool = False) -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), middle, nn.Linear(8, CLASSES))
 
 
-def train(fabric: Fabric, net: nn.Module, *, batches: int = 7, window: int = 1) -> tuple[Any, Any]:
+def train(fabric: Fabric, net: nn.Module, *, batches: int = 7, window: int = 1, hook: Any = None) -> tuple[Any, Any]:
     """An epoch, clipped; the last window may be shorter."""
     model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), lr=0.05))
+    if hook is not None:
+        model._forward_module.register_comm_hook(None, hook)
     loader = fabric.setup_dataloaders(make_data(batches))
     for index, (inputs, labels) in enumerate(loader):
         is_last = (index + 1) % window == 0 or index + 1 == len(loader)
@@ -62,6 +68,22 @@ def with_arguments(strategy: str, folder: Path) -> Result:
         buffer_size=7, gradient_as_bucket_view=False, reduce_dtype=torch.float64, checks="detail", timeout_seconds=60.0
     )
     return accumulating(chosen, folder)  # type: ignore[arg-type]
+
+
+def configured(strategy: str, folder: Path) -> Result:
+    """What the wrapper has of its arguments, and whether it left this rank's weights alone."""
+    fabric = start(LegacyDDPFabricStrategy(**ARGUMENTS, ignore=["0.bias"]))
+    net = make_net()
+    drawn = draw(net, fabric.global_rank)
+    model = fabric.setup_module(net)
+    settings = model._forward_module.extra_repr().splitlines()[-1]
+    return {"settings": settings, "kept": total(net) == drawn, "drawn": drawn}
+
+
+def hooked(strategy: str, folder: Path) -> Result:
+    """Gradients travel in fp16."""
+    model, _ = train(start(strategy), make_net(), window=3, hook=fp16_compress_hook)
+    return state(model)
 
 
 def in_bf16(strategy: str, folder: Path) -> Result:
@@ -175,6 +197,19 @@ def own_call(strategy: str, folder: Path) -> Result:
     return {"gradient": float(model.weight.grad), "sample_size": record.sample_size}
 
 
+def of_the_page(strategy: str, folder: Path) -> Result:
+    """The loop of docs/lightning.md, over two windows of four batches."""
+    page = (ROOT / "docs" / "lightning.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^## Fabric$\n\n```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    net = make_net(normed=True)
+    data = torch.randn(8 * RANKS * 4, FEATURES, generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(data, batch_size=4)
+    names = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.1), "loader": loader}
+    exec(compile(program, "docs/lightning.md", "exec"), names)
+    asked: SyncRecord = names["model"]._forward_module.all_reduce(skip=True)
+    return {"state": state(net), "calls": asked.call - 1}
+
+
 def by_trainer(strategy: str, folder: Path) -> Result:
     """The Trainer's first story, as both are started by the same launcher."""
     return lightning_jobs.accumulating(strategy, folder)
@@ -185,6 +220,8 @@ OURS = ("legacy_ddp",)
 STORIES: dict[Story, tuple[str, ...]] = {
     accumulating: BOTH,
     with_arguments: OURS,
+    configured: OURS,
+    hooked: BOTH,
     in_bf16: BOTH,
     checkpoint: BOTH,
     normed: BOTH,
@@ -195,6 +232,7 @@ STORIES: dict[Story, tuple[str, ...]] = {
     by_hand: OURS,
     not_set_up: OURS,
     own_call: OURS,
+    of_the_page: OURS,
     by_trainer: OURS,
 }
 

@@ -60,4 +60,4 @@ if __name__ == "__main__":
     try:
         (by_trainer if framework == "trainer" else by_fabric)(fault, options)
     except LostPeerError as error:  # as by somebody who ends the run in a logger first
-        sys.exit(str(error))
+        sys.exit(f"{type(error).__name__}: {error}")

@@ -18,6 +18,7 @@ from legacy_ddp._torch_internals import group_timeout
 from legacy_ddp.lightning import LegacyDDPStrategy
 from tests.lightning_hooks import averaging_of_sharded, hooked, local_sgd
 from tests.lightning_modules import (
+    ARGUMENTS,
     TRAINER,
     Adversaries,
     Normed,
@@ -25,9 +26,11 @@ from tests.lightning_modules import (
     Plain,
     Sharded,
     Sparing,
+    draw,
     fit,
     make_data,
     state,
+    total,
 )
 from tests.lightning_stories import Result, Story, run_stories
 
@@ -129,12 +132,22 @@ def unused(strategy: str, folder: Path) -> Result:
 def different_starts(strategy: str, folder: Path) -> Result:
     """Every rank makes a model of its own; training begins with rank 0's."""
     module = Plain()
-    torch.manual_seed(dist.get_rank() + 1)
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter)
-    drawn = float(module.net[0].weight.sum())
+    drawn = draw(module, dist.get_rank())
     fit(strategy, module)
     return {"state": state(module), "drawn": drawn}
+
+
+def configured(strategy: str, folder: Path) -> Result:
+    """What the wrapper has of its arguments while it trains, and whether training begins with this rank's weights."""
+
+    class Looking(Plain):
+        def on_train_start(self) -> None:
+            self.found = {"settings": self.trainer.model.extra_repr().splitlines()[-1], "kept": total(self) == drawn}
+
+    module = Looking()
+    drawn = draw(module, dist.get_rank())
+    fit(LegacyDDPStrategy(**ARGUMENTS, ignore=["net.0.bias"]), module, batches=1)
+    return {**module.found, "drawn": drawn}
 
 
 def sharded(strategy: str, folder: Path) -> Result:
@@ -253,6 +266,7 @@ STORIES: dict[Story, tuple[str, ...]] = {
     by_hand: BOTH,
     unused: BOTH,
     different_starts: BOTH,
+    configured: OURS,
     sharded: BOTH,
     resumed: BOTH,
     evaluated: BOTH,

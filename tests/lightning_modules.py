@@ -9,12 +9,22 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from legacy_ddp import Checks
 from tests.lightning_stories import QUIET, RANKS, Result
 
 FEATURES = 6
 CLASSES = 3
 BATCH_SIZE = 4
 TRAINER = {"accelerator": "cpu", "devices": RANKS, **QUIET}
+# What the wrapper takes by keyword but for ``ignore``, each other than its default.
+ARGUMENTS: dict[str, Any] = {
+    "buffer_size": 7,
+    "init_sync": False,
+    "gradient_as_bucket_view": False,
+    "reduce_dtype": torch.bfloat16,
+    "checks": Checks(nonfinite="raise"),
+    "timeout_seconds": 90.0,
+}
 
 
 def make_data(batches: int) -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -30,6 +40,18 @@ def fit(strategy: Any, module: pl.LightningModule, *, batches: int = 6, **option
     trainer = pl.Trainer(**{"strategy": strategy, "max_epochs": 1, **TRAINER, **options})
     trainer.fit(module, make_data(batches))
     return trainer
+
+
+def draw(module: nn.Module, rank: int) -> float:
+    """Give it weights of this rank's own; their sum."""
+    torch.manual_seed(rank + 1)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    return total(module)
+
+
+def total(module: nn.Module) -> float:
+    return sum(float(parameter.sum()) for parameter in module.parameters())
 
 
 def state(module: pl.LightningModule) -> Result:

@@ -23,6 +23,22 @@ def test_no_argument_of_the_wrapper_changes_a_bit(left: Any) -> None:
     assert_same_bits(left("with_arguments"), left("accumulating", "ddp"))
 
 
+def test_arguments_of_the_wrapper_reach_it(left: Any) -> None:
+    first, second = left("configured")
+
+    for told in (first, second):
+        assert told["settings"] == (
+            "buffer_size=7, gradient_as_bucket_view=False, reduce_dtype=torch.bfloat16, "
+            "ignore=frozenset({'0.bias'}), timeout_seconds=90.0, checks=Checks(nonfinite='raise')"
+        )
+        assert told["kept"]  # init_sync=False
+    assert first["drawn"] != second["drawn"]
+
+
+def test_a_communication_hook_leaves_what_it_leaves_under_ddp(left: Any) -> None:
+    assert_same_bits(left("hooked"), left("hooked", "ddp"))
+
+
 def test_training_in_bf16_is_that_of_ddp(left: Any) -> None:
     assert_same_bits(left("in_bf16"), left("in_bf16", "ddp"))
 
@@ -67,3 +83,10 @@ def test_no_backward_sync_of_a_model_of_another_strategy_is_an_error(left: Any) 
 
 def test_a_loop_can_make_the_call_itself_and_say_over_how_many_items(left: Any) -> None:
     assert left("own_call") == [{"gradient": 1.0, "sample_size": 3}] * 2  # (1 + 2) / (1 + 2)
+
+
+def test_the_page_s_loop_makes_a_call_per_window_and_leaves_ranks_alike(left: Any) -> None:
+    first, second = left("of_the_page")
+
+    assert_same_bits(first, second)
+    assert first["calls"] == 2

@@ -66,6 +66,18 @@ def test_training_begins_with_the_weights_of_rank_0(left: Any) -> None:
     )
 
 
+def test_arguments_of_the_wrapper_reach_it(left: Any) -> None:
+    first, second = left("configured")
+
+    for told in (first, second):
+        assert told["settings"] == (
+            "buffer_size=7, gradient_as_bucket_view=False, reduce_dtype=torch.bfloat16, "
+            "ignore=frozenset({'net.0.bias'}), timeout_seconds=90.0, checks=Checks(nonfinite='raise')"
+        )
+        assert told["kept"]  # init_sync=False
+    assert first["drawn"] != second["drawn"]
+
+
 def test_batch_norm_is_validated_with_the_statistics_that_ddp_has(left: Any) -> None:
     assert_same_bits(left("normed"), left("normed", "ddp"))
 

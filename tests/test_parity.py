@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from legacy_ddp import LegacyDistributedDataParallel
+from tests.cases import bits_of
 from tests.ranks import run_ranks
 
 STEPS = 20
@@ -151,7 +152,7 @@ def _train_both(rank: int, name: str, dtype: torch.dtype = torch.float32) -> lis
 def _assert_same_bits(actual: State, expected: State) -> None:
     assert actual.keys() == expected.keys()  # also: the same gradients are None
     for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
+        assert bits_of(actual[name]) == bits_of(tensor), name
 
 
 @pytest.mark.parametrize(

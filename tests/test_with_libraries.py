@@ -81,8 +81,11 @@ def test_without_a_library_an_example_names_the_command_that_installs_it(
     assert "Traceback" not in result.stderr
 
 
-def test_the_page_s_accelerate_loop_runs_on_two_ranks(tmp_path: Path, sealed: dict[str, str]) -> None:
+def test_the_page_s_accelerate_loop_runs_on_two_ranks_and_again_after_load_state(
+    tmp_path: Path, sealed: dict[str, str]
+) -> None:
     pytest.importorskip("accelerate", reason="the recipe is for accelerate")
+    epoch = ACCELERATE[ACCELERATE.index("for inputs") :]
     before = """
 import os, torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -90,20 +93,57 @@ torch.manual_seed(0)
 module = torch.nn.Linear(3, 1)
 loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_size=2)
 """
-    after = """
+    ask = """
 from legacy_ddp.debug import check_replicas
 check_replicas(model, raises=True)
 open(f"calls-{os.environ['RANK']}", "w").write(str(model.all_reduce(skip=True).call))
+"""
+    again = f"""
+accelerator.save_state("state")
+{epoch}
+went_on = module.weight.tolist()
+accelerator.load_state("state")
+assert module.weight.tolist() != went_on
+{epoch}
+assert module.weight.tolist() == went_on
 accelerator.end_training()
 """
     script = tmp_path / "loop.py"
-    script.write_text(f"{before}{ACCELERATE}{after}".replace('"calls-', f'"{tmp_path}/calls-'))
+    program = f"{before}{ACCELERATE}{ask}{again}"
+    script.write_text(program.replace('"calls-', f'"{tmp_path}/calls-').replace('"state"', f'"{tmp_path}/state"'))
 
     result = torchrun(2, str(script), environment={**sealed, "ACCELERATE_USE_CPU": "true"})
 
     assert result.returncode == 0, result.stderr
     # 10 micro-batches a rank are steps of 4, 4 and 2; the call that asks is the fourth.
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["4", "4"]
+
+
+def test_a_training_of_transformers_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path: Path, sealed: dict[str, str]
+) -> None:
+    pytest.importorskip("transformers", reason="the recipe is for transformers")
+    script = tmp_path / "resume.py"
+    script.write_text(
+        f"""
+import sys, torch
+sys.path.insert(0, {str(EXAMPLES)!r})
+from transformers_tiny import make_trainer
+from transformers.trainer_utils import SaveStrategy
+trainers = [make_trainer({str(tmp_path)!r}, 2, 4, torch_ddp=False) for _ in range(2)]
+trainers[0].args.save_strategy = SaveStrategy.EPOCH
+trainers[0].train()
+trainers[1].train(resume_from_checkpoint={str(tmp_path / "checkpoint-4")!r})
+whole, resumed = (trainer.model.state_dict() for trainer in trainers)
+assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+assert trainers[1].model_wrapped.all_reduce(skip=True).call == 5  # after four steps, and not after eight
+torch.distributed.destroy_process_group()
+"""
+    )
+
+    result = torchrun(2, str(script), environment=sealed)
+
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_page_s_trainer_is_that_of_the_example() -> None:
