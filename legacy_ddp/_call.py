@@ -139,14 +139,18 @@ class Call:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, and say that the call is in it."""
         self.phase_name, self._phase_start = name, time.perf_counter()
-        HERE.enter(name, self._name)
-        if self.groups.watch is not None:
-            self.groups.watch.enter(name, self._name)
+        self.say(name)
         try:
             with internals.profiled("legacy_ddp", self.operation, name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._phase_start
+
+    def say(self, what: str) -> None:
+        """Say what this rank does from now on, for the others' reports."""
+        HERE.enter(what, self._name)
+        if self.groups.watch is not None:
+            self.groups.watch.enter(what, self._name)
 
     def profiled(self, what: object) -> AbstractContextManager[object]:
         """A range of that name inside the phase, for torch's profiler."""

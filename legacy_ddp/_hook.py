@@ -168,6 +168,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
+    if problem:  # should the others not come, because their hooks wait for this rank's, that is why
+        call.say(f"its hook returned what cannot be a gradient: {problem}")
     bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
     if not any(bad):
         return

@@ -18,6 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from legacy_ddp import _torch_internals as internals
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._header import Flag
+from legacy_ddp._watch import HERE, STANDING_IN, USER_CODE
 
 _OUTSIDE = internals.JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
@@ -46,7 +47,8 @@ class Joining(Joinable):
         without data pass ``sample_size=0``.
 
         No other collective belongs into the block, and any error ends it: leave it then, on every rank. A rank that has
-        left waits inside torch's Join, under the timeout of the process group and not under ``timeout_seconds``.
+        left waits inside torch's Join, under the timeout of the process group and not under ``timeout_seconds``; and a
+        process that an error took out of the block can only end when that has passed. So give the group a short one.
 
         Args:
             divide_by_initial_world_size: a plain mean counts the ranks that left as zeros; False: it is the mean over
@@ -70,7 +72,9 @@ class Joining(Joinable):
                 divide_by_initial_world_size=divide_by_initial_world_size,
             ):
                 yield
+                HERE.enter(STANDING_IN)
         finally:
+            HERE.enter(USER_CODE)
             self._join_config = before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -165,6 +169,7 @@ class _StandIn(JoinHook):
     def main_hook(self) -> None:
         """Another rank takes a step."""
         self._wrapper._stand_in(self._flags)
+        HERE.enter(STANDING_IN)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have left: the last ones' model is everybody's."""

@@ -38,15 +38,19 @@ def refuse_unknown(
     """Refuse a name in ``given`` that none of the ``signatures``, which are those of ``taker``, has.
 
     Raises:
-        TypeError: naming the argument and what to do instead.
+        TypeError: naming all of them, and what to do instead.
     """
     parameters = [parameter for taken in signatures for parameter in inspect.signature(taken).parameters.values()]
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} - {"self"}
+    problems = []
     for name in given:
         if name in known:
             continue
         if name in instead:
-            raise TypeError(f"{taker.__name__} takes no {name}; {instead[name]}")
-        if name in _OF_TORCH:
-            raise TypeError(f"{taker.__name__} takes no {name}, unlike torch DDP; leave it out, or use torch DDP")
-        raise TypeError(f"{taker.__name__} has no argument {name!r}; expected one of: {', '.join(sorted(known))}")
+            problems.append(f"takes no {name}; {instead[name]}")
+        elif name in _OF_TORCH:
+            problems.append(f"takes no {name}, unlike torch DDP; leave it out, or use torch DDP")
+        else:
+            problems.append(f"has no argument {name!r}; expected one of: {', '.join(sorted(known))}")
+    if problems:
+        raise TypeError("; ".join(f"{taker.__name__} {problem}" for problem in problems))

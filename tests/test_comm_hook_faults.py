@@ -256,6 +256,43 @@ def test_a_future_that_never_comes_ends_with_the_timeout_and_names_the_rank_whos
         assert values == {"weight": None}
 
 
+def _nonsense_alone(rank: int) -> Any:
+    model = wrap(timeout_seconds=2.0)
+    model.register_comm_hook(None, lambda state, bucket: "done" if rank == 1 else mean(state, bucket))
+    add_gradients(model, 1.0)
+    return error_of(model.all_reduce)
+
+
+def test_a_rank_whose_hook_returns_nonsense_without_the_others_collective_is_named_with_what_it_returned() -> None:
+    for kind, text in run_ranks(_nonsense_alone, 3, lost=(0, 1, 2), survivors_exit=False):
+        assert kind in ("SyncTimeoutError", "PeerLostError")
+        assert (
+            "missing rank 1 (all_reduce() call 1: its hook returned what cannot be a gradient: got str, expected a "
+            "torch.futures.Future of a tensor"
+        ) in " ".join(text.split())
+
+
+def _asleep_in_the_hook(rank: int) -> Any:
+    model = wrap(timeout_seconds=2.0)
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if rank == 1:
+            time.sleep(6.0)
+        return mean(state, bucket)
+
+    model.register_comm_hook(None, hook)
+    add_gradients(model, 1.0)
+    return error_of(model.all_reduce)
+
+
+def test_the_stack_of_a_rank_that_sleeps_in_its_hook_leads_to_the_line() -> None:
+    kind, text = run_ranks(_asleep_in_the_hook, 2, lost=(1,), survivors_exit=False)[0]
+    assert kind == "SyncTimeoutError"
+    stacks = text.partition("stack of rank 1, innermost last:")[2].partition("stack of rank 0")[0]
+    assert "tests/test_comm_hook_faults.py" in stacks
+    assert " in hook" in stacks
+
+
 def test_futures_that_never_come_on_any_rank_are_not_blamed_on_the_network() -> None:
     for _, ranks, text, _ in run_ranks(partial(_silent_hook, silent={0, 1}), 2):
         assert ranks == ()

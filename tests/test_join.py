@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -426,3 +427,22 @@ def _late(rank: int) -> Any:
 def test_a_rank_that_stays_away_ends_the_wait_with_the_timeout() -> None:
     seen, _ = run_ranks(_late, 2, lost=(1,), survivors_exit=False)
     assert seen == ((1,), "join", "LostPeerError")
+
+
+def _asleep_in_its_second_step(rank: int) -> Any:
+    model = wrap(timeout_seconds=2.0)
+    try:
+        with model.join():
+            for number in range(rank + 1):
+                if (rank, number) == (1, 1):
+                    time.sleep(6.0)
+                step(model, 1.0)
+    except RuntimeError as error:  # gloo's own, for who waits inside torch's Join
+        return getattr(error, "ranks", None), " ".join(str(error).split())
+
+
+def test_a_rank_that_is_out_of_data_is_not_blamed_for_one_that_hangs() -> None:
+    ranks, text = run_ranks(_asleep_in_its_second_step, 3, lost=(0, 1), survivors_exit=False)[2]
+    assert ranks == (1,)
+    assert "missing rank 1 (user code after all_reduce() call 1" in text
+    assert "0 join, out of data after all_reduce() call" in text

@@ -51,6 +51,14 @@ def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
         LegacyDistributedDataParallel(nn.Linear(1, 1), *positional, **named)
 
 
+@pytest.mark.usefixtures("alone")
+def test_all_arguments_that_are_not_here_are_named_at_once() -> None:
+    arguments: Any = {"device_ids": None, "find_unused_parameters": True, "chekcs": "off"}
+
+    with pytest.raises(TypeError, match=r"no device_ids; .* no find_unused_parameters; .* no argument 'chekcs'; "):
+        LegacyDistributedDataParallel(nn.Linear(1, 1), **arguments)
+
+
 def _device_ids_on_one_rank(rank: int) -> Said:
     arguments: Any = {"device_ids": [0]} if rank == 1 else {}
     return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), timeout_seconds=20.0, **arguments)

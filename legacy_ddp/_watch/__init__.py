@@ -5,8 +5,8 @@ how ranks reach each other beside the collectives. ``inquiry``: what they say. `
 ``report``: the text. ``report_file``: where it lies. ``voice``: what the log hears. ``watchdog``: all of them together.
 """
 
-from legacy_ddp._watch.activity import HERE, USER_CODE
+from legacy_ddp._watch.activity import HERE, STANDING_IN, USER_CODE
 from legacy_ddp._watch.failure import Failure
 from legacy_ddp._watch.watchdog import Watchdog
 
-__all__ = ["HERE", "USER_CODE", "Failure", "Watchdog"]
+__all__ = ["HERE", "STANDING_IN", "USER_CODE", "Failure", "Watchdog"]

@@ -12,6 +12,8 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
+STANDING_IN = "join, out of data"
+HOOK = "hook"  # the phase of a call that runs code of the user's
 _MAX_FRAMES = 12
 _PACKAGE = str(Path(__file__).parents[1])
 # The guard of optimizer steps is around closures, a strategy around the loop.
@@ -75,7 +77,9 @@ class Activity:
             phase = DEBUGGER
         elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
             phase = BACKWARD
-        frames = _frames(frame, bool(mark.call))
+        frames = _frames(frame)
+        if mark.call:
+            frames = _way_into_call(frames, with_hook=mark.phase == HOOK)
         own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
         return Sample(
             mark.call,
@@ -101,8 +105,8 @@ class _Frame(NamedTuple):
     text: str
 
 
-def _frames(frame: FrameType | None, in_call: bool) -> list[_Frame]:
-    """All frames, outermost first; of a call of ours only the user's way into it.
+def _frames(frame: FrameType | None) -> list[_Frame]:
+    """All frames, outermost first.
 
     By hand: the traceback module looks at the source files, perhaps on the disk that everybody waits for.
     """
@@ -112,10 +116,15 @@ def _frames(frame: FrameType | None, in_call: bool) -> list[_Frame]:
         frames.append(_Frame(code.co_filename, f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"))
         frame = frame.f_back
     frames.reverse()
-    if in_call:
-        ours = [i for i, entry in enumerate(frames) if _is_call(entry.filename)]
-        frames = frames[: ours[0] + 1] if ours else frames
     return frames
+
+
+def _way_into_call(frames: list[_Frame], *, with_hook: bool) -> list[_Frame]:
+    """What leads into a call of ours, and of what is inside it only what a hook of the user's does."""
+    ours = [index for index, entry in enumerate(frames) if _is_call(entry.filename)]
+    if not ours:
+        return frames
+    return [*frames[: ours[0] + 1], *(frames[ours[-1] + 1 :] if with_hook else ())]
 
 
 def _is_call(filename: str) -> bool:

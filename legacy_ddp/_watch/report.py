@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._watch.activity import DEBUGGER, Sample
+from legacy_ddp._watch.activity import DEBUGGER, HOOK, STANDING_IN, Sample
 from legacy_ddp._watch.peers import Outcome
 from legacy_ddp._watch.processes import DEAD, RUNNING, STOPPED, TRACED
 
@@ -14,7 +14,6 @@ LEFT_FOR_A_LOSS = "left because another rank was lost"
 MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
-HOOK = "hook"
 # Where in one call a rank stands; the later, the farther. A rank that has left the call is the farthest.
 _PHASES = ("plan", "pack", "sign", "agree", "examine", HOOK, "payload", "alias")
 
@@ -58,6 +57,11 @@ class Row:
     def is_held(self) -> bool:
         """Whether somebody stopped it on purpose and may let it go on."""
         return self.sample is not None and self.sample.phase == DEBUGGER
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it has run out of data, and waits inside torch's Join for what the others do."""
+        return self.sample is not None and self.sample.phase == STANDING_IN
 
     @property
     def doing(self) -> str:
@@ -107,7 +111,7 @@ def decode_report(said: Mapping[str, Any]) -> Report:
 def awaited(rows: Sequence[Row]) -> tuple[int, ...]:
     """The ranks that are not as far as the farthest that is in a call; nobody, if all wait at the same place."""
     farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
-    behind = [row for row in rows if row.progress < farthest and row.note != LEFT_FOR_A_LOSS]
+    behind = [row for row in rows if row.progress < farthest and row.note != LEFT_FOR_A_LOSS and not row.stands_in]
     known = tuple(row.rank for row in behind if row.is_known)
     unknown = tuple(row.rank for row in behind if not row.is_known)
     # One of whom nothing is known is named only if it can be nobody else.

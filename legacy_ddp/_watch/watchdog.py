@@ -120,8 +120,10 @@ class Watchdog:
         """Stop, after a word to the neighbours."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         how = f"with {type(error).__name__}: {_first_line(error)}" if error else "in order; did it run out of data?"
-        is_loss = self._failure is not None and self.rank not in self._failure.ranks
-        self._line.close(LEFT_FOR_A_LOSS if is_loss else f"left after {self._place.call} {how}")
+        goodbye = f"left after {self._place.call} {how}"
+        if self._failure is not None:
+            goodbye = self._failure.reason if self.rank in self._failure.ranks else LEFT_FOR_A_LOSS
+        self._line.close(goodbye)
         self.file.close()
 
     def abandon(self) -> None:
