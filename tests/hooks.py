@@ -1,4 +1,4 @@
-"""Communication hooks as a user might write them."""
+"""Communication hooks as a user might write them, and what torch's own need to end well."""
 
 from typing import Any
 
