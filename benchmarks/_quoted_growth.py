@@ -29,6 +29,19 @@ def _tensors() -> Table:
     )
 
 
+def _replans() -> Table:
+    counts = {"1,000": 1000, "16,000": 16_000, "100,000": 100_000}
+    return Table(
+        file="scale_replan.json",
+        heading="ms of one call, gradients kept",
+        columns=[
+            Column(title, ((f"{count} tensors", "{variant}", "median_ms"),), "{:.3g}")
+            for title, count in counts.items()
+        ],
+        rows={name: {"variant": name} for name in ("nothing changed", "one parameter frozen or thawed")},
+    )
+
+
 def _bytes() -> Table:
     return Table(
         file="scale_bytes.json",
@@ -71,5 +84,5 @@ def _exchange() -> Table:
 
 
 GROWTH: Mapping[str, Table] = MappingProxyType(
-    {"tensors": _tensors(), "bytes": _bytes(), "ranks": _ranks(), "header": _exchange()}
+    {"tensors": _tensors(), "replan": _replans(), "bytes": _bytes(), "ranks": _ranks(), "header": _exchange()}
 )

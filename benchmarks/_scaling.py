@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from legacy_ddp._header import HEADER_WORDS
+from legacy_ddp._agreement.header import HEADER_WORDS
 
 ROW_BYTES = 8 * HEADER_WORDS
 MOST_RANKS = 2**20  # where the search for a limit ends

@@ -35,12 +35,13 @@ from _scaling import ROW_BYTES, Network, doubling_hops, fit_alpha, limits, ring_
 from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._agree import agree
-from legacy_ddp._call import Call, Seat
-from legacy_ddp._groups import Groups
-from legacy_ddp._header import Header, Operation, encode_row
+from legacy_ddp._agreement.agree import agree
+from legacy_ddp._agreement.header import Header, encode_row
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
-from legacy_ddp._synchronizer import Synchronizer
+from legacy_ddp._transport.call import Call, Seat
+from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.operation import Operation
 
 STEP_AIMS = {1: 1.05, 4: 1.03}  # from this update-freq on: info/off
 HEADER_AIM = 0.03  # of a step

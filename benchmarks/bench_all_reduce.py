@@ -56,10 +56,11 @@ from _workloads import LAYERS, Workload, workload_named
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._agree import agree
-from legacy_ddp._header import Header, Operation
+from legacy_ddp._agreement.agree import agree
+from legacy_ddp._agreement.header import Header
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
-from legacy_ddp._synchronizer import Synchronizer
+from legacy_ddp._transport.operation import Operation
 
 MODELS = ("transformer", "resnet", "tiny")
 TRANSFORMER_AIMS = {"ours, off, views": 1.12, "ours, info, views": 1.22, "ours, off, to pack": 1.30}

@@ -37,8 +37,8 @@ from _workloads import WORKLOADS, WRAPPERS, Workload, step
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._bucket import DENSE, FlatBuffer
-from legacy_ddp._plan import Planner
+from legacy_ddp._buckets.flat_buffer import DENSE, FlatBuffer
+from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._settings import ENVIRONMENT_VARIABLE, Settings
 

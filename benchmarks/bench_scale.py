@@ -1,6 +1,7 @@
 """How does the call grow: with tensors, with bytes, with ranks?
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py tensors [--json FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py replan [--json FILE]
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py bytes [--json FILE]
     torchrun --standalone --nproc-per-node 16 benchmarks/bench_scale.py ranks [--json FILE]
 
@@ -14,6 +15,7 @@ tensors   100 to 100,000 of them, the same bytes in all, so that what grows is t
           as many tensors: zero_grad, forward and backward that compute next to nothing, synchronisation, SGD; torch DDP
           packs in hooks during backward, so only steps compare with it. Its construction and its second step take time
           by the square of the tensors, 100 s and more for 100,000: it is left out there (--ddp-up-to)
+replan    as many tensors: the call after one of them was frozen or thawed, which plans the layout anew
 bytes     1 MiB to 1 GiB, in 4 tensors. The largest needs 6 times its bytes on each rank
 ranks     the first 2, 4, 8, ... of those that there are, with 64 KiB to 16 MiB; then, reasoned and not run, what up to
           1,024 ranks would take, by the model of _alpha_beta.py: in your network (--alpha-us, --gigabytes-per-second),
@@ -37,6 +39,7 @@ from _calls import BARE, COPIES, Calls
 from _interrupt import quiet_interrupt
 from _measure import Summary, Variant, measure, parse, print_table, process_group, summarize, write_results
 from _rank_growth import FEW_TENSORS, answer_ranks, crowded
+from _replanning import answer_replan
 from _workloads import WRAPPERS, TinyTensors, mean_square, step
 from torch import nn
 
@@ -64,6 +67,7 @@ def run(arguments: argparse.Namespace) -> None:
         sys.exit("nothing to reduce: got 1 rank, expected 2 or more; raise --nproc-per-node")
     answers = {
         "tensors": _answer_tensors,
+        "replan": partial(answer_replan, size_bytes=TENSORS_BYTES),
         "bytes": _answer_bytes,
         "ranks": partial(answer_ranks, sizes_bytes=_sizes(arguments)),
     }
@@ -74,8 +78,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("question", choices=("tensors", "bytes", "ranks"))
-    group = parser.add_argument_group("tensors")
+    parser.add_argument("question", choices=("tensors", "replan", "bytes", "ranks"))
+    group = parser.add_argument_group("tensors and replan")
     counts = [100, 1000, 10_000, 100_000]
     group.add_argument("--counts", type=int, nargs="+", default=counts, help="of tensors (default: %(default)s)")
     group.add_argument(
@@ -111,7 +115,7 @@ def _problems(arguments: argparse.Namespace) -> Iterable[str]:
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
     """Bytes that the question goes through."""
-    if arguments.question == "tensors":
+    if arguments.question in ("tensors", "replan"):
         return [TENSORS_BYTES]
     sizes = RANKS_BYTES if arguments.question == "ranks" else [MIB << power for power in range(0, 11, 2)]
     return [size for size in sizes if arguments.largest_mib is None or size <= arguments.largest_mib * MIB]

@@ -82,6 +82,9 @@ RUNS = {
         _no_hosts,
     ),
     "scale_tensors": Run("bench_scale.py", 2, f"tensors {_MORE}", f"tensors --counts 100 1000 {_LITTLE}"),
+    "scale_replan": Run(
+        "bench_scale.py", 2, f"replan --counts 1000 16000 100000 {_MORE}", f"replan --counts 100 1000 {_LITTLE}"
+    ),
     "scale_bytes": Run("bench_scale.py", 2, f"bytes {_MORE}", f"bytes --largest-mib 64 {_LITTLE}"),
     "scale_ranks": Run("bench_scale.py", 16, f"ranks {_MORE}", f"ranks --largest-mib 1 {_LITTLE}"),
     "reproducible_2": Run("bench_reproducible.py", 2, "--repeats 4 --rounds 6", f"--update-freq 4 {_LITTLE}"),

@@ -1,6 +1,6 @@
 """Explicit data parallelism for torch: gradient synchronisation that you can see and trust."""
 
-from legacy_ddp._all_reduce import all_reduce_gradients
+from legacy_ddp._collectives.all_reduce import all_reduce_gradients
 from legacy_ddp._errors import (
     AgreedError,
     CommHookError,
@@ -17,9 +17,9 @@ from legacy_ddp._errors import (
     TraceError,
     UnsynchronizedStepError,
 )
-from legacy_ddp._figures import NoiseScale
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._settings import Checks
+from legacy_ddp._statistics import NoiseScale
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 __all__ = [

@@ -1,5 +1,5 @@
 """``python -m legacy_ddp`` is ``legacy-ddp``."""
 
-from legacy_ddp._cli import main
+from legacy_ddp.debug._cli import main
 
 raise SystemExit(main())

@@ -5,10 +5,10 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from legacy_ddp._layout import Layout
-from legacy_ddp._process_group import GroupHandle
+from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import say_bytes
+from legacy_ddp._transport.process_group import GroupHandle
 
 
 def describe_wrapper(layout: Layout | None, group: GroupHandle, settings: Settings) -> str:

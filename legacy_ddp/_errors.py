@@ -20,6 +20,8 @@ LegacyDDPError(RuntimeError)
 from collections.abc import Sequence
 from typing import Any
 
+from legacy_ddp._text import encodable
+
 
 class LegacyDDPError(RuntimeError):
     """Base of everything raised here; the attributes say what is known.
@@ -37,7 +39,7 @@ class LegacyDDPError(RuntimeError):
         phase: str | None = None,
         parameter: str | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(encodable(message))  # it names parameters and files; to be written anywhere
         self.ranks = tuple(ranks)
         self.call = call
         self.phase = phase
@@ -59,11 +61,18 @@ class DesyncError(AgreedError):
 class ReplicaDivergenceError(AgreedError):
     """Ranks hold other bits in what replicas should share.
 
+    ``minority``: the ranks outside the strict majority, by counting alone; empty if there is no majority.
+    ``implicated``: the ranks with evidence against them, such as parameters that changed outside of a step; empty if
+    there is none, or against all ranks. ``ranks``: the ranks at fault, from both: ``minority``, or where there is no
+    majority ``implicated``, and ranks with evidence of a second fault. Empty if the evidence of the first fault names a
+    rank of the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes.
     ``report``: the :class:`legacy_ddp.debug.ReplicaReport`, whose text this error's is. ``phase``: since when, one of
     ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``.
     """
 
     report: Any = None
+    minority: tuple[int, ...] = ()
+    implicated: tuple[int, ...] = ()
 
 
 class PeerError(AgreedError):

@@ -1,6 +1,7 @@
-"""Records of the logger ``legacy_ddp``: each carries the attribute ``rank``, for formatters and filters."""
+"""Warnings and log records; each record of the logger ``legacy_ddp`` has the attribute ``rank``."""
 
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 
 from legacy_ddp._text import say_bytes
@@ -11,6 +12,17 @@ _logger = logging.getLogger("legacy_ddp")
 def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
     """The logger of one rank, counted inside its group."""
     return logging.LoggerAdapter(_logger, {"rank": rank})
+
+
+def warn(rank: int, text: str, *, stacklevel: int) -> None:
+    """Show a ``UserWarning``. It is never raised: where a filter makes an error of it, the log gets it, level WARNING.
+
+    An error on one rank would end a call, or a step, that the other ranks make.
+    """
+    try:
+        warnings.warn(text, stacklevel=stacklevel + 1)
+    except UserWarning:
+        logger_of(rank).warning("%s", text)
 
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:

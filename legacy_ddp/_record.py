@@ -6,8 +6,8 @@ from functools import cached_property
 
 import torch
 
-from legacy_ddp._figures import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
-from legacy_ddp._header import Header, decode_rows
+from legacy_ddp._agreement.header import Header, decode_rows
+from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,18 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 class Checks:
     """What every :meth:`all_reduce` looks at besides what its arithmetic needs.
 
+    A warning is never raised: where a filter makes errors of warnings (``-W error``) it goes to the logger
+    ``legacy_ddp``, because an exception on one rank would take that rank away from the others.
+
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
             (norm of the local gradient, finite or not). ``"detail"``: also fingerprints of parameters, buffers and
             gradients in every call, so that replicas which part are a ReplicaDivergenceError in the next call; for
             wrappers, not for :func:`all_reduce_gradients`.
-        uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0;
-            ``"raise"`` a DesyncError on every rank; ``"allow"``.
+        uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0 (not
+            with ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any
+            call; ``"allow"``. What a step in :meth:`no_sync` used does not count, if ``unsynchronized_step`` is
+            ``"raise"``.
         unsynchronized_step: what to do when an optimizer's ``step()`` would use gradients that were not reduced since
             the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
             ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is taken as meant.

@@ -11,6 +11,11 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def encodable(text: str) -> str:
+    """The text with escapes for what UTF-8 cannot hold: lone surrogates, as file names that are no UTF-8 have them."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def wrap(text: str, indent: str = "", deeper: str = "  ") -> list[str]:
     """Lines of at most ``WIDTH`` columns; what does not fit is continued deeper, and only broken if it must be."""
     return textwrap.wrap(

@@ -11,22 +11,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._all_reduce import all_reduce
-from legacy_ddp._broadcast import broadcast
-from legacy_ddp._construction import construct
+from legacy_ddp._agreement.header import Flag
+from legacy_ddp._buckets.layout import distinct
+from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._collectives.all_reduce import all_reduce
+from legacy_ddp._collectives.broadcast import broadcast
+from legacy_ddp._collectives.construct import construct
+from legacy_ddp._collectives.join import Joining
+from legacy_ddp._collectives.observers import show_forward
+from legacy_ddp._collectives.state import NamedTensors, Synchronizer
 from legacy_ddp._describe import describe_wrapper
-from legacy_ddp._header import Flag, Operation
-from legacy_ddp._join import Joining
-from legacy_ddp._layout import distinct
 from legacy_ddp._log import log_construction
-from legacy_ddp._not_here import refuse_unknown
-from legacy_ddp._observe import show_forward
-from legacy_ddp._plan import Plan
-from legacy_ddp._process_group import GroupHandle
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, resolve_checks
-from legacy_ddp._synchronizer import NamedTensors, Synchronizer
-from legacy_ddp._watch import HERE
+from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.process_group import GroupHandle
+from legacy_ddp._unsupported import refuse_unknown
+from legacy_ddp._watchdog import HERE
 
 
 class LegacyDistributedDataParallel(nn.Module, Joining):
@@ -102,13 +103,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
         self._synchronizer = Synchronizer(self._settings, self)
-        with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
-            kind = LegacyDistributedDataParallel
-            construct(call, module, self._settings, self._plan, world_size=world_size, wrapper=kind, problem=problem)
-            log_construction(call.groups.rank, self.extra_repr)
-        if init_sync:
-            self.broadcast_parameters()
-            self.broadcast_buffers()
+        kind, plan = LegacyDistributedDataParallel, self._plan
+        with self._synchronizer.planner.released_on_failure():
+            with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
+                construct(call, module, self._settings, plan, world_size=world_size, wrapper=kind, problem=problem)
+                log_construction(call.groups.rank, self.extra_repr)
+            if init_sync:
+                self.broadcast_parameters()
+                self.broadcast_buffers()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Never communicates, so evaluating on one rank is safe."""
@@ -167,8 +169,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         named, group = self._named_parameters(), self._group.resolve()
         with self._ending_join():
             record = all_reduce(self._synchronizer, named, group, sample_size, skip, notice=self._notice)
-        self._synchronizer.tell(record)
         self._synchronizer.emit_warning()
+        self._synchronizer.tell(record)
         return record
 
     def broadcast_parameters(self, src: int = 0) -> None:
@@ -193,19 +195,24 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions.
+        Blocks of several threads may overlap: no call does anything until the last of them has ended.
 
         With ``reproducible=True`` an outermost block is one micro-batch: when it ends its gradients are taken away
         (``.grad`` is None again, or zeros) and wait for the call. ``zero_grad()`` between blocks drops them, if it
         reaches the smallest parameter. After an exception in it, or a backward outside of a block and then a block, the
         next call raises on all ranks. A block without a backward counts as one of zeros.
+
+        Raises:
+            LegacyDDPError: with ``reproducible=True``, a block of another thread is open; so does the next call, on all
+                ranks.
         """
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
-        previous, policy.sync_enabled = policy.sync_enabled, False
+        is_outermost = policy.open_block()
         try:
-            with nullcontext() if leaves is None or not previous else leaves.block(self._plan):
+            with nullcontext() if leaves is None else leaves.block(self._plan, is_outermost=is_outermost):
                 yield
         finally:
-            policy.sync_enabled = previous
+            policy.close_block()
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]) -> None:
         """Let ``hook(state, bucket)`` bring the dense gradients together, in place of our sum; torch DDP's hooks fit.
@@ -223,7 +230,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
                 and not :attr:`process_group`.
             hook: runs inside :meth:`all_reduce`, on the caller's thread. Its collectives are its own: a rank that
                 raises in it loses the group, and the others raise a LostPeerError that names it; at once if they wait
-                for its Future, but not out of a collective that blocks inside the hook.
+                for its Future, but not out of a collective that blocks inside the hook. Their processes then end
+                after the collectives that their hooks have begun; docs/faults.md has the limits.
 
         Raises:
             TypeError: ``hook`` is not callable.

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from legacy_ddp._layout import fingerprint
-from legacy_ddp._splits import aligned_splits, is_aligned, say_splits
+from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._reproducible.splits import aligned_splits, is_aligned, say_splits
 
 __all__ = ["GlobalBatchSampler", "aligned_splits", "micro_batch_rng"]
 

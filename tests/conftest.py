@@ -9,6 +9,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
+from tests import heard
+
 # No deadline: a shared machine makes any example slow once in a while.
 settings.register_profile("default", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
@@ -22,6 +24,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def _no_warning_is_only_logged() -> Iterator[None]:
+    """A warning of the library is an error in a test, although the library logs it instead of raising it."""
+    heard.listen()
+    yield
+    heard.assert_nothing_left()
 
 
 @pytest.fixture

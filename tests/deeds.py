@@ -1,5 +1,7 @@
 """What some ranks may do to their replica in a scene."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -22,6 +24,20 @@ def poke_statistics(scene: Scene) -> None:
 
 def flip_momentum(scene: Scene) -> None:
     flip(scene.optimizer.state[scene.module[2].weight]["momentum_buffer"], (0, 3), 21)
+
+
+def leave_out(scene: Scene, name: str = WEIGHT) -> None:
+    (group,) = scene.optimizer.param_groups
+    weight = scene.module.get_parameter(name)
+    group["params"] = [parameter for parameter in group["params"] if parameter is not weight]
+
+
+def replace_weight(scene: Scene) -> None:
+    scene.module[2].weight = nn.Parameter(scene.module[2].weight.detach().clone())
+
+
+def optimize_a_copy(scene: Scene) -> None:
+    scene.optimizer = torch.optim.SGD(copy.deepcopy(scene.module).parameters(), lr=0.125)
 
 
 def set_group(scene: Scene, key: str, factor: float) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 
 from legacy_ddp import Checks, NonFiniteGradientError, UnsynchronizedStepError
-from legacy_ddp._torch_internals import group_timeout
+from legacy_ddp._torch import group_timeout
 from legacy_ddp.lightning import LegacyDDPStrategy
 from tests.lightning_hooks import averaging_of_sharded, hooked, local_sgd
 from tests.lightning_modules import (

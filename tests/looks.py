@@ -21,6 +21,8 @@ class Seen(NamedTuple):
 
     identical: bool
     ranks: tuple[int, ...]
+    minority: tuple[int, ...]
+    implicated: tuple[int, ...]
     phase: str
     names: tuple[str, ...]
     elements: tuple[Element, ...]
@@ -32,7 +34,8 @@ class Seen(NamedTuple):
 
 def seen_in(report: ReplicaReport) -> Seen:
     names = tuple(item.name for item in report.differences)
-    facts = (report.identical, report.ranks, report.phase, names, elements_of(report))
+    blame = (report.ranks, report.minority, report.implicated)
+    facts = (report.identical, *blame, report.phase, names, elements_of(report))
     return Seen(*facts, dict(report.compared), report.generators, report.notes, str(report))
 
 

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests import heard
+
 # What most ranks load anyway (any optimizer step imports torch._dynamo), or some for a second (what compiles imports
 # inductor): once in the server instead of once per rank and test.
 _PRELOAD = [
@@ -90,9 +92,9 @@ def run_ranks(
     """Return ``[fn(0, *args), fn(1, *args), ...]``, each call made on its own rank of a gloo group.
 
     ``fn`` is a module-level function or a :func:`functools.partial` of one. Arguments and results
-    travel by value. Warnings on a rank are errors. Changes a test makes to ``os.environ`` do not
-    reach the ranks. The clock of ``timeout_seconds`` starts when the group is up on every rank, and
-    again for the processes to exit once every result is there.
+    travel by value. Warnings on a rank are errors, also those that the library logs instead. Changes
+    a test makes to ``os.environ`` do not reach the ranks. The clock of ``timeout_seconds`` starts when
+    the group is up on every rank, and again for the processes to exit once every result is there.
 
     Ranks in ``lost`` may die, hang or be killed: their result is then ``None``. They are not waited
     for once the others are done; an exception on them still fails. The others must exit by themselves,
@@ -140,6 +142,7 @@ def _run_rank(rank: int, world_size: int, job: bytes, store: str, stack_path: Pa
     """Child: run the job and report. A result is sent before the group is destroyed, which may block."""
     faulthandler.register(_STACK_SIGNAL, file=os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     warnings.simplefilter("error")
+    heard.listen()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     tempfile.tempdir = str(stack_path.parent)  # what a rank leaves behind when it is killed goes with the test
@@ -149,7 +152,9 @@ def _run_rank(rank: int, world_size: int, job: bytes, store: str, stack_path: Pa
         dist.init_process_group("gloo", store=rendezvous, rank=rank, world_size=world_size)
         _tell(pipe, "ready", None)
         pipe.recv_bytes()  # all are ready: a rank that dies at once cannot disturb another's start
-        _tell(pipe, "returned", pickle.dumps(fn(rank, *args)))
+        result = fn(rank, *args)
+        heard.assert_nothing_left()
+        _tell(pipe, "returned", pickle.dumps(result))
     except SystemExit:
         raise  # an exit code is a way to die, not an exception
     except BaseException:  # noqa: BLE001 - all of it is reported, and pytest.fail() is no Exception

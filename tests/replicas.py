@@ -68,6 +68,8 @@ class Sight(NamedTuple):
 
     error: str = ""
     ranks: tuple[int, ...] = ()
+    minority: tuple[int, ...] = ()
+    implicated: tuple[int, ...] = ()
     call: int | None = None
     phase: str | None = None
     parameter: str | None = None
@@ -176,8 +178,19 @@ def _error_of_call(model: LegacyDistributedDataParallel) -> Sight | None:
     assert isinstance(error, ReplicaDivergenceError), error
     report = error.report
     names = tuple(item.name for item in report.differences)
-    facts = (error.ranks, error.call, error.phase, error.parameter, str(error), names, elements_of(report))
+    facts = (
+        error.ranks,
+        error.minority,
+        error.implicated,
+        error.call,
+        error.phase,
+        error.parameter,
+        str(error),
+        names,
+        elements_of(report),
+    )
     assert (report.ranks, report.phase) == (error.ranks, error.phase)
+    assert (report.minority, report.implicated) == (error.minority, error.implicated)
     assert str(report) in str(error)
     assert not report.identical
     return Sight(type(error).__name__, *facts, before == all_bits(get_gradients(model)))

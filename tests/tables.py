@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from legacy_ddp._page.rank_series import Calls
+from legacy_ddp.debug._page.rank_series import Calls
 
 
 def calls_table(

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, _bucket
-from legacy_ddp._adopt import SMALLEST_BYTES
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._buckets import flat_buffer
+from legacy_ddp._buckets.backward_copy import SMALLEST_BYTES
 from tests.ranks import run_ranks
 
 LARGE = (SMALLEST_BYTES // 4 // 64, 64)
@@ -373,13 +374,13 @@ def _two_threads(rank: int) -> tuple[int, int]:
     """Of 40 first backward passes in two threads: how many end in a wrong mean, and how many flat tensors are made."""
     sys.setswitchinterval(1e-6)
     wrong, made = 0, list[Any]()
-    views = _bucket.SlotViews
+    views = flat_buffer.SlotViews
 
     def noted(*arguments: Any) -> Any:
         made.append(arguments)
         return views(*arguments)
 
-    _bucket.SlotViews = noted  # type: ignore[assignment,misc]
+    flat_buffer.SlotViews = noted  # type: ignore[assignment,misc]
     for _ in range(40):
         net = nn.ParameterList([nn.Parameter(torch.zeros(LARGE)), nn.Parameter(torch.zeros(LARGE))])
         wrapped = LegacyDistributedDataParallel(net, checks="off")
@@ -406,12 +407,12 @@ def _fail_to_make_room(rank: int) -> list[Any]:
     kept = net.small.grad[0]
     wrapped.zero_grad()
     wrapped(1.0 + 2 * rank).backward()
-    views, _bucket.SlotViews = _bucket.SlotViews, _fail  # type: ignore[assignment,misc]
+    views, flat_buffer.SlotViews = flat_buffer.SlotViews, _fail  # type: ignore[assignment,misc]
     try:
         wrapped.all_reduce()
     except MemoryError as error:
         said = str(error)
-    _bucket.SlotViews = views  # type: ignore[misc]
+    flat_buffer.SlotViews = views  # type: ignore[misc]
     wrapped.all_reduce()
     return [said, net.large.grad.unique().tolist(), net.small.grad.unique().tolist(), kept.unique().tolist()]
 
@@ -427,9 +428,9 @@ def test_a_call_that_found_no_room_leaves_the_next_one_right() -> None:
 def _fail_in_backward(rank: int) -> list[Any]:
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
     net: Any = wrapped.module
-    views, _bucket.SlotViews = _bucket.SlotViews, _fail  # type: ignore[assignment,misc]
+    views, flat_buffer.SlotViews = flat_buffer.SlotViews, _fail  # type: ignore[assignment,misc]
     wrapped(1.0 + 2 * rank).backward()
-    _bucket.SlotViews = views  # type: ignore[misc]
+    flat_buffer.SlotViews = views  # type: ignore[misc]
     wrapped.all_reduce()
     return list(net.large.grad.unique().tolist())
 

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._agreement.agree import find_other_meaning
+from legacy_ddp._agreement.header import Flag, Header, Part
+from legacy_ddp._transport.operation import Operation
 from tests.outcomes import attempt as _attempt
 from tests.outcomes import backward as _backward
 from tests.outcomes import small_net as _net
@@ -48,6 +51,29 @@ def _wrong_function_first(rank: int) -> list[float]:
 
 def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up() -> None:
     assert run_ranks(_wrong_function_first, 2) == [[0.5, 0.5]] * 2
+
+
+# What the flags of two of three ranks prove, beside a count that speaks against the third.
+_EVIDENCE = {
+    "an extra call": (
+        Header(flags=Flag.REPEAT),
+        Header(part=Part.SAMPLES, sample_size=4, micro_batches=1),
+    ),
+    "a skipped call": (
+        Header(part=Part.SAMPLES, sample_size=8, micro_batches=2, leaves=2, flags=Flag.STEPPED),
+        Header(part=Part.SAMPLES, sample_size=4, micro_batches=1, leaves=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("reading", _EVIDENCE)
+def test_evidence_against_two_of_three_ranks_outranks_the_count(reading: str) -> None:
+    slipped, alone = (header._replace(operation=Operation.ALL_REDUCE) for header in _EVIDENCE[reading])
+    error = find_other_meaning([slipped, slipped, alone], "allow")
+
+    assert error is not None
+    assert error.ranks == (0, 1)
+    assert reading in str(error)
 
 
 class _MaxNorm(nn.Module):

@@ -52,6 +52,19 @@ def test_tensors_are_counted_in_calls_and_steps(tmp_path: Path) -> None:
             assert row["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
 
 
+def test_replanning_is_measured_for_every_number_of_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "replan.json"
+
+    run_ranks(_run, 2, "replan", "--counts", "1", "3", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["1 tensors", "3 tensors"]
+    for count, result in zip((1, 3), results.values(), strict=True):
+        assert list(result) == ["nothing changed", "one parameter frozen or thawed"]
+        beyond_ms = result["one parameter frozen or thawed"]["median_ms"] - result["nothing changed"]["median_ms"]
+        assert result["one parameter frozen or thawed"]["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
+
+
 def test_bytes_go_up_to_the_largest_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "bytes.json"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._broadcast import CHUNK_BYTES
+from legacy_ddp._collectives.broadcast import CHUNK_BYTES
 from tests.ranks import run_ranks
 from tests.small import add_gradients, gradient_values, wrap
 

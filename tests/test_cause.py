@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._replicas.cause import NOTHING, Blame, blame, judge_kinds, judge_phases
-from legacy_ddp._replicas.trail import Phases
+from legacy_ddp._replicas.attribution import NOTHING, Blame, accuse, blame, judge_kinds, judge_phases
+from legacy_ddp._replicas.phases import Phases
 
 # A step on the gradients that the call left, from parameters 1 to 2, and the buffers that follow.
 CLEAN = Phases(before=1, reduced=10, found=1, used=10, steps=1, stepped=2, parameters=2, buffers=20)
@@ -16,7 +16,7 @@ FIRST_CALL = Phases(parameters=1, buffers=20)
 NO_STEP = Phases(before=1, reduced=10, parameters=1, buffers=20)
 
 
-def _but(phases: Phases, **changes: int) -> Phases:
+def _but(phases: Phases, **changes: int | str) -> Phases:
     return Phases(**{**vars(phases), **changes})
 
 
@@ -28,6 +28,9 @@ FLIPPED_BEFORE_STEP = _but(CLEAN, found=5, stepped=6, parameters=6, changed_befo
 MISSED_STEP = _but(CLEAN, found=0, used=0, steps=0, stepped=0, parameters=1)
 OTHER_START = _but(FIRST_CALL, parameters=3)
 WRITTEN_WITHOUT_STEP = _but(NO_STEP, parameters=3, changed_after=True)
+OTHER_LIST = _but(CLEAN, held=31, found=5, used=11, stepped=3, parameters=3)
+REPLACED = _but(OTHER_LIST, lost_parameter=True)
+OTHER_STATE = _but(OTHER_RATE, state_changed_before=True)
 OTHER_REDUCED = _but(CLEAN, reduced=11, used=11, stepped=3, parameters=3)
 
 
@@ -44,6 +47,9 @@ def test_equal_phases_are_no_difference(clean: Phases) -> None:
         (CLEAN, FLIPPED_BEFORE_STEP, "outside", "between call 4 and the step() after it", True),
         (CLEAN, EDITED, "gradients", "between call 4 and the step() after it", False),
         (CLEAN, OTHER_RATE, "step", "the step() after call 4", False),
+        (CLEAN, OTHER_LIST, "step", "the step() after call 4", False),
+        (CLEAN, REPLACED, "step", "the step() after call 4", True),
+        (CLEAN, OTHER_STATE, "step", "the step() after call 4", True),
         (
             FIRST_CALL,
             OTHER_START,
@@ -73,6 +79,26 @@ def test_numbers_of_steps_are_told_by_rank() -> None:
     twice = _but(CLEAN, steps=2, stepped=3, parameters=3)
 
     assert "steps: rank 2 has 2; rank 1 has 0; rank 0 has 1" in judge_phases([CLEAN, MISSED_STEP, twice], 4).cause
+
+
+def test_a_rank_whose_optimizer_holds_nothing_of_the_model_is_told_to_have_stepped_it() -> None:
+    cause = judge_phases([CLEAN, _but(MISSED_STEP, other_steps=1)], 4).cause
+
+    assert "rank 1 has 0, and 1 of an optimizer that holds no parameter of the model; rank 0 has 1" in cause
+
+
+@pytest.mark.parametrize(
+    "first, second, words",
+    [
+        ("2 of 2", "1 of 2", "; in optimizers: rank 1 has 1 of 2; rank 0 has 2 of 2"),
+        ("1 of 2", "1 of 2", "; in optimizers: as many on every rank, but others"),
+    ],
+)
+def test_what_optimizers_hold_is_told_where_that_is_the_difference(first: str, second: str, words: str) -> None:
+    cause = judge_phases([_but(CLEAN, holds=first), _but(OTHER_LIST, holds=second)], 4).cause
+
+    assert cause.endswith(words)
+    assert "edited" not in cause
 
 
 def test_before_the_first_call_there_is_no_number() -> None:
@@ -108,12 +134,28 @@ def test_a_later_deed_is_told_once() -> None:
     assert who == "rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: parameters changed outside of a step"
 
 
-def test_a_deed_of_the_majority_is_told_once_and_the_count_decides() -> None:
+def test_a_deed_of_the_majority_outranks_the_count() -> None:
     verdict = judge_phases([FLIPPED, FLIPPED, CLEAN], 4)
 
-    assert verdict.ranks == (2,)
+    assert (verdict.ranks, verdict.minority, verdict.implicated) == ((), (2,), (0, 1))
     deed = "ranks 0-1: parameters changed outside of a step"
-    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {deed}"
+    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {deed}; count and evidence disagree"
+
+
+def test_what_count_and_evidence_leave_open_stays_open_after_a_later_deed() -> None:
+    both = _but(FLIPPED_BEFORE_STEP, parameters=7)
+    verdict = judge_phases([both, both, _but(CLEAN, parameters=8, changed_after=True)], 4)
+
+    assert (verdict.ranks, verdict.minority, verdict.implicated) == ((), (2,), (0, 1, 2))
+    assert verdict.who.endswith("; rank 2: parameters changed outside of a step")
+
+
+def test_two_later_deeds_are_added_to_the_minority() -> None:
+    steps = [OTHER_RATE, CLEAN, _but(CLEAN, parameters=7, changed_after=True), CLEAN]
+    verdict = accuse(judge_phases(steps, 4), (1,), "did it")
+
+    assert (verdict.ranks, verdict.minority, verdict.implicated) == ((0, 1, 2), (0,), (1, 2))
+    assert verdict.who.endswith("; rank 2: parameters changed outside of a step; rank 1: did it")
 
 
 # A judge that knows nothing but the rule
@@ -128,47 +170,61 @@ def _nothing(_: Phases) -> bool:
 _RULES: list[tuple[str, _Word, Callable[[Phases], bool]]] = [
     ("all_reduce", lambda p: p.reduced, _nothing),
     ("step", lambda p: p.steps, _nothing),
+    ("step", lambda p: p.held, lambda p: p.lost_parameter),
     ("outside", lambda p: p.found, lambda p: p.changed_before),
     ("gradients", lambda p: p.used, _nothing),
-    ("step", lambda p: p.stepped, _nothing),
+    ("step", lambda p: p.stepped, lambda p: p.state_changed_before),
     ("start", lambda p: p.parameters if p.before == 0 else 0, _nothing),
     ("outside", lambda p: p.parameters, lambda p: p.changed_after),
     ("buffers", lambda p: p.buffers, _nothing),
 ]
 
 
-def _at_fault(values: Sequence[object], doers: set[int]) -> set[int]:
+def _minority(values: Sequence[object]) -> set[int]:
     most, count = Counter(values).most_common(1)[0]
-    return {rank for rank, value in enumerate(values) if value != most} if 2 * count > len(values) else doers
+    return {rank for rank, value in enumerate(values) if value != most} if 2 * count > len(values) else set()
 
 
-def _judge(phases: Sequence[Phases]) -> tuple[str, set[int]]:
-    phase, ranks = "", set[int]()
+def _at_fault(values: Sequence[object], doers: set[int]) -> set[int]:
+    minority = _minority(values)
+    if minority and doers - minority:
+        return set()
+    return minority or doers
+
+
+def _judge(phases: Sequence[Phases]) -> tuple[str, set[int], set[int], set[int]]:
+    phase, ranks, minority, implicated = "", set[int](), set[int](), set[int]()
     for name, word, deed in _RULES:
         values = [word(of_rank) for of_rank in phases]
         doers = {rank for rank, of_rank in enumerate(phases) if deed(of_rank)}
         doers = set() if len(doers) == len(phases) else doers
         if len(set(values)) == 1:
             continue
-        ranks |= doers if phase else _at_fault(values, doers)
-        phase = phase or name
-    return phase, ranks
+        if not phase:
+            phase, ranks, minority, implicated = name, _at_fault(values, doers), _minority(values), doers
+        elif doers:
+            ranks = set() if minority and not ranks else ranks | doers
+            implicated = implicated | doers
+    return phase, ranks, minority, implicated
 
 
 _few = st.integers(0, 2)
 # Ranks that share calls agree whether there was one; a step leaves words, and no step none.
 _with_steps = st.builds(
     Phases,
-    st.just(1),
-    _few,
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 2),
-    _few,
-    _few,
-    _few,
-    st.booleans(),
-    st.booleans(),
+    before=st.just(1),
+    reduced=_few,
+    steps=st.integers(1, 2),
+    held=_few,
+    found=st.integers(1, 3),
+    used=st.integers(1, 3),
+    stepped=_few,
+    parameters=_few,
+    buffers=_few,
+    changed_before=st.booleans(),
+    changed_after=st.booleans(),
+    state_changed_before=st.booleans(),
+    lost_parameter=st.booleans(),
 )
 _without = st.builds(
     Phases, before=st.just(1), reduced=_few, parameters=_few, buffers=_few, changed_after=st.booleans()
@@ -183,8 +239,9 @@ _rows = st.one_of(
 def test_any_phases_are_judged_by_the_rule(phases: list[Phases]) -> None:
     verdict = judge_phases(phases, 4)
 
-    assert (verdict.phase, set(verdict.ranks)) == _judge(phases)
-    assert list(verdict.ranks) == sorted(set(verdict.ranks))
+    found = (verdict.ranks, verdict.minority, verdict.implicated)
+    assert (verdict.phase, *map(set, found)) == _judge(phases)
+    assert all(list(ranks) == sorted(set(ranks)) for ranks in found)
     assert (verdict == NOTHING) == (len({of_rank.word for of_rank in phases}) == 1)
 
 
@@ -206,8 +263,11 @@ def test_any_values_are_blamed_by_the_rule(held: list[tuple[int, bool]]) -> None
         return  # nobody asks who is to blame where nothing differs
     found = blame(values, did, "did it")
 
-    assert (set(found.ranks), set(found.doers)) == (_at_fault(values, doers), doers)
-    assert ("cannot attribute" in found.words) == (not found.ranks)
+    assert (set(found.ranks), set(found.minority)) == (_at_fault(values, doers), _minority(values))
+    assert set(found.implicated) == doers
+    disagree = bool(_minority(values)) and bool(doers - _minority(values))
+    assert ("disagree" in found.words) == disagree
+    assert ("cannot attribute" in found.words) == (not found.ranks and not disagree)
     assert ("did it" in found.words) == bool(doers)
     assert ("ranks agree" in found.words) == (2 * max(Counter(values).values()) > len(values))
 
@@ -219,7 +279,19 @@ def test_any_values_are_blamed_by_the_rule(held: list[tuple[int, bool]]) -> None
         ("ab", (True, True), (), "cannot attribute: rank 1 against rank 0, no majority"),
         ("ab", (True, False), (0,), "rank 1 against rank 0; rank 0: did it"),
         ("aba", (False,) * 3, (1,), "rank 1 against ranks 0, 2 (2 of 3 ranks agree)"),
-        ("aba", (True, False, True), (1,), "rank 1 against ranks 0, 2 (2 of 3 ranks agree); ranks 0, 2: did it"),
+        (
+            "aba",
+            (True, False, True),
+            (),
+            "rank 1 against ranks 0, 2 (2 of 3 ranks agree); ranks 0, 2: did it; count and evidence disagree",
+        ),
+        ("abc", (False, True, False), (1,), "every rank has its own; rank 1: did it"),
+        (
+            "aaabc",
+            (False,) * 4 + (True,),
+            (3, 4),
+            "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree); rank 4: did it",
+        ),
         ("abc", (False,) * 3, (), "cannot attribute: every rank has its own, no majority"),
         ("aabb", (False, False, True, True), (2, 3), "ranks 2-3 against ranks 0-1; ranks 2-3: did it"),
         ("aaabc", (), (3, 4), "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree)"),

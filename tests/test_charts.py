@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from bokeh.models import GlyphRenderer, HoverTool, Line, Scatter, VArea
 
-from legacy_ddp._page.charts import Axis, Chart
-from legacy_ddp._page.line_charts import MOST_LINES, local_norms, noise_scale
-from legacy_ddp._page.pictures import parameters, waits
-from legacy_ddp._page.sampling import Grid
-from legacy_ddp._page.series import Heat, Series
+from legacy_ddp.debug._page.binning import Grid
+from legacy_ddp.debug._page.chart import Axis, Chart
+from legacy_ddp.debug._page.heatmap_charts import parameters, waits
+from legacy_ddp.debug._page.line_charts import MOST_LINES, local_norms, noise_scale
+from legacy_ddp.debug._page.series import Heat, Series
 from tests.tables import calls_table
 
 AXIS = Axis.over(0.5, 6.5)

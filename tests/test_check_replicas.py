@@ -288,8 +288,9 @@ def _all_kinds_differ(deviates: bool, rank: int, what: tuple[str, ...]) -> Repli
     return check_replicas(model, optimizer, what)
 
 
-# Of _net: 2 + 2 + 2 parameters, running_mean, running_var and num_batches_tracked; SGD has 10 settings a group.
-_COUNTS = {"parameters": 6, "buffers": 3, "gradients": 6, "optimizer": 9}
+# Of _net: 2 + 2 + 2 parameters, running_mean, running_var and num_batches_tracked; SGD has 9 settings a group, and each
+# parameter is in a group.
+_COUNTS = {"parameters": 6, "buffers": 3, "gradients": 6, "optimizer": 9 + 6}
 _DIFFERING = {"parameters": 1, "buffers": 1, "gradients": 6, "optimizer": 1}
 WHATS = [("parameters",), ("buffers",), ("gradients",), ("optimizer",), ("parameters", "optimizer"), tuple(_COUNTS)]
 KINDS = {" and ".join(what): partial(_all_kinds_differ, what=what) for what in WHATS}

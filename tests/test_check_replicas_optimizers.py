@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
 from tests.looks import flip_lowest, holding, looked
+from tests.small import add_gradients
 
 HERE = "tests.test_check_replicas_optimizers"
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -85,6 +87,17 @@ def _master_weights(deviates: bool, rank: int) -> ReplicaReport:
     return check_replicas(model, torch.optim.SGD([master], lr=0.5))
 
 
+def _left_out(deviates: bool, rank: int) -> ReplicaReport:
+    model = holding(a=torch.ones(2), b=torch.ones(2))
+    return check_replicas(model, torch.optim.SGD([model.a] if deviates else [model.a, model.b], lr=0.5))
+
+
+def _in_another_group(deviates: bool, rank: int) -> ReplicaReport:
+    model = holding(a=torch.ones(2), b=torch.ones(2))
+    first, second = ([model.b], [model.a]) if deviates else ([model.a], [model.b])
+    return check_replicas(model, torch.optim.SGD([{"params": first}, {"params": second}], lr=0.5))
+
+
 def _group_with_a_label(deviates: bool, rank: int) -> ReplicaReport:
     model = holding(it=torch.ones(2))
     label = "head (new) 2" if deviates else "head (new) 1"
@@ -108,13 +121,17 @@ OPTIMIZERS = {
     "several": _several,
     "second group": _second_group,
     "master weights": _master_weights,
+    "left out": _left_out,
+    "other groups": _in_another_group,
 }
 _NAMED = {
-    "beta": "1 in betas of parameter group 0",
-    "LBFGS": "d of 'it'",
-    "several": "optimizer 1: lr of parameter group 0",
-    "second group": "weight_decay of parameter group 1",
-    "master weights": "weights of 'parameter 0 of group 0'",
+    "beta": ("1 in betas of parameter group 0",),
+    "LBFGS": ("d of 'it'",),
+    "several": ("optimizer 1: lr of parameter group 0",),
+    "second group": ("weight_decay of parameter group 1",),
+    "master weights": ("weights of 'parameter 0 of group 0'",),
+    "left out": ("parameter group of 'b'",),
+    "other groups": ("parameter group of 'a'", "parameter group of 'b'"),
 }
 
 
@@ -122,9 +139,9 @@ _NAMED = {
 def test_what_differs_in_an_optimizer_is_named(name: str) -> None:
     seen = looked(f"{HERE}:OPTIMIZERS", 3, 1)[name]
     key = name.partition(" of ")[0]
-    named = _NAMED.get(name) or (f"{key} of parameter group 0" if key == "lr" else f"{key} of 'it'")
+    named = _NAMED.get(name) or (f"{key} of parameter group 0" if key == "lr" else f"{key} of 'it'",)
 
-    assert seen.names == (named,)
+    assert seen.names == named
     assert (seen.phase, seen.ranks) == ("step", (1,))
 
 
@@ -138,3 +155,83 @@ LABELS = {"label": _group_with_a_label}
 
 def test_a_setting_whose_text_looks_like_a_tensor_is_told_as_text() -> None:
     assert looked(f"{HERE}:LABELS", 2, 1)["label"].names == ("label of parameter group 0",)
+
+
+# Evidence of a wrapper that follows the steps
+
+
+def _in_detail(
+    deviates: bool, rank: int, change: Callable[[nn.Module, torch.optim.Optimizer], object]
+) -> ReplicaReport:
+    model = LegacyDistributedDataParallel(holding(it=torch.ones(2, 3, dtype=torch.bfloat16)), checks="detail")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for _ in range(2):
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        optimizer.step()
+    if deviates:
+        change(model.module, optimizer)
+    return check_replicas(model, optimizer)
+
+
+def _flip_average(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    flip_lowest(optimizer.state[module.it]["exp_avg"], (1, 2))
+
+
+def _flip_count(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    flip_lowest(optimizer.state[module.it]["step"], ())
+
+
+def _change_rate(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["lr"] = 0.25
+
+
+def _flip_weight_and_average(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    flip_lowest(module.it, (0, 0))
+    _flip_average(module, optimizer)
+
+
+CHANGES = {
+    "average": partial(_in_detail, change=_flip_average),
+    "count": partial(_in_detail, change=_flip_count),
+    "rate": partial(_in_detail, change=_change_rate),
+    "weight and average": partial(_in_detail, change=_flip_weight_and_average),
+}
+_STATE_CHANGED = "rank 1: optimizer state changed outside of a step"
+
+
+@pytest.mark.parametrize(
+    "name, names, phase, words",
+    [
+        ("average", ("exp_avg of 'it'",), "step", (_STATE_CHANGED,)),
+        ("count", ("step of 'it'",), "step", (_STATE_CHANGED,)),
+        ("rate", ("lr of parameter group 0",), "step", ()),
+        (
+            "weight and average",
+            ("parameter 'it'", "exp_avg of 'it'"),
+            "outside",
+            ("rank 1: parameters changed outside of a step",),
+        ),
+    ],
+)
+def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is_named(
+    name: str, names: tuple[str, ...], phase: str, words: tuple[str, ...]
+) -> None:
+    seen = looked(f"{HERE}:CHANGES", 2, 1)[name]
+
+    assert (seen.names, seen.phase, seen.ranks) == (names, phase, (1,) if words else ()), seen.text
+    assert all(word in " ".join(seen.text.split()) for word in words), seen.text
+    if name == "average":
+        assert [(element.rank, element.count, element.index) for element in seen.elements] == [(1, 1, (1, 2))]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_state_that_changed_alike_on_both_ranks_is_identical(name: str) -> None:
+    assert looked(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
+
+
+@pytest.mark.parametrize("name", ["average", "count"])
+def test_of_three_ranks_evidence_against_two_leaves_open_who_is_at_fault(name: str) -> None:
+    seen = looked(f"{HERE}:CHANGES", 3, 0, 2)[name]
+
+    assert (seen.ranks, seen.minority, seen.implicated) == ((), (1,), (0, 2)), seen.text

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 import legacy_ddp
-from legacy_ddp._cli import main
-from legacy_ddp._progress import SILENT_BYTES, reading
-from legacy_ddp._trace.lines import RANK_FILE, encode
-from tests.traces import environment, write_trace
+from legacy_ddp.debug._cli import main
+from legacy_ddp.debug._progress import SILENT_BYTES, reading
+from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
+from tests.traces import end_after, environment, lines_of, sealed, write_trace
 
 _ROOT = Path(legacy_ddp.__file__).parents[1]
-_WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp._cli import main; sys.exit(main(sys.argv[1:]))"
+_WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
 _RANK_0, _RANK_1 = RANK_FILE.format(0), RANK_FILE.format(1)
 DIFFERENT = {(1, 3, "parameters", "parameter 'a'"): ("ab" * 8, 2.0)}
 
@@ -68,6 +68,22 @@ def test_the_exit_status_says_same_different_or_cannot_tell(
         "different",
         "same",
     ]
+
+
+def test_a_rank_whose_file_ends_early_is_told_by_status_text_json_and_page(
+    traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bokeh")
+    a, b, _ = traces
+    end_after(b / _RANK_1, 2)
+
+    assert [main(["diff", *map(str, given)]) for given in ([a, b], [b, a], [b])] == [2, 2, 2]
+    assert "steps 3-5 were not compared on every rank" in " ".join(capsys.readouterr().out.split())
+    assert main(["diff", str(a), str(b), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["steps"] == [0, 2]
+    assert main(["report", str(a), str(b), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "? CANNOT TELL</b>steps 3-5 were not compared on every rank, for rank 1 of B ended before;" in page
 
 
 def test_json_is_one_object_on_stdout(traces: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +218,7 @@ def test_the_console_script_is_the_command() -> None:
     config = configparser.ConfigParser()
     config.read(_ROOT / "setup.cfg")
 
-    assert config["options.entry_points"]["console_scripts"].strip() == "legacy-ddp = legacy_ddp._cli:main"
+    assert config["options.entry_points"]["console_scripts"].strip() == "legacy-ddp = legacy_ddp.debug._cli:main"
 
 
 def test_a_process_says_different_by_its_exit_status(traces: tuple[Path, Path, Path]) -> None:
@@ -312,6 +328,49 @@ def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Pat
 
     assert done.returncode == 2
     assert done.stderr == ("legacy-ddp: error: report needs bokeh, which is not installed; pip install bokeh\n")
+
+
+@pytest.mark.parametrize("value", [b"1e999", b"Infinity", b"NaN"])
+def test_a_norm_that_is_no_number_is_one_line_of_error(
+    value: bytes, traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bokeh")
+    a, b, _ = traces
+    planted = {(0, 3, "reduced_gradients", "gradient of 'a'"): ("ab" * 8, 123.5)}
+    path = write_trace(tmp_path / "d", planted=planted) / _RANK_0
+    bodies = [line.rpartition(b',"at":')[0].replace(b"123.5,", value + b",") for line in lines_of(path.read_bytes())]
+    path.write_bytes(b"".join(sealed(body, at) for at, body in enumerate(bodies, start=1)))
+
+    for command in (["diff", b, path.parent, "--json"], ["report", path.parent, "-o", tmp_path / "page.html"]):
+        assert main([*map(str, command)]) == 2
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err.count("\n")) == ("", 1)
+        assert "says what no recorder writes: member 'norms'" in captured.err
+    assert not (tmp_path / "page.html").exists()
+    assert main(["diff", str(a), str(b)]) == 0
+
+
+def test_a_home_directory_is_found_in_every_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("bokeh")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_trace(tmp_path / "a")
+    write_trace(tmp_path / "b")
+
+    assert main(["diff", "~/a", "~/b"]) == 0
+    assert main(["show", "~/a"]) == 0
+    assert main(["report", "~/a", "--output=~/page.html"]) == 0
+    assert (tmp_path / "page.html").exists()
+    assert capsys.readouterr().err == f"wrote {tmp_path / 'page.html'}\n"
+
+
+def test_a_home_directory_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["show", "~nobody-of-that-name/a"])
+
+    assert caught.value.code == 2
+    assert "no home directory is known for '~nobody-of-that-name/a'; name the whole path" in capsys.readouterr().err
 
 
 def test_report_writes_a_page_and_says_where(

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp._diff.compare_ranks import compare_ranks
-from legacy_ddp._diff.finding import Comparison, Place, Side
-from legacy_ddp._diff.rank_words import SHARED
-from legacy_ddp._trace.lines import RANK_FILE
-from legacy_ddp._trace.run import open_run
-from tests.traces import KIND, NAMES, START, environment, without, write_trace
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.rank_digests import SHARED
+from legacy_ddp.debug._diff.result import Comparison, Place, Side
+from legacy_ddp.debug._trace.line_format import RANK_FILE
+from legacy_ddp.debug._trace.run import open_run
+from tests.traces import KIND, NAMES, START, end_after, environment, without, write_trace
 
 WORD, OTHER = "ab" * 8, "cd" * 8
 WEIGHT = "parameter 'a'"
@@ -69,13 +69,40 @@ def test_the_earliest_place_comes_first_and_counts_every_name_that_differs(tmp_p
 
 
 def test_the_first_ten_places_are_told_and_the_rest_counted(tmp_path: Path) -> None:
-    planted = {(1, step, "parameters", WEIGHT): (WORD, 1.0) for step in range(13)}
+    # no two steps alike, so that none are joined
+    planted = {(1, step, "parameters", NAMES["parameters"][step % 2]): (WORD, 1.0) for step in range(13)}
 
     found = compared(tmp_path, world_size=3, steps=12, planted=planted)
 
     assert [place.step for place in found.places] == list(range(10))
     assert found.more_places == 3
     assert found.headline.startswith("different: ranks part at the start (step 0) in parameters: ")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_place(
+    tmp_path: Path, odd: int
+) -> None:
+    planted = {(odd, step, "parameters", WEIGHT): (WORD, 1.0) for step in (*range(3, 8), *range(9, 13))}
+    planted[2, 11, "optimizer", "exp_avg of 'a'"] = (WORD, 1.0)
+
+    found = compared(tmp_path, world_size=3, steps=12, planted=planted)
+
+    assert found.places == (
+        Place(3, "parameters", (odd,), 1, 2, last_step=7, steps=5),
+        Place(9, "parameters", (odd,), 1, 2, last_step=12, steps=4),
+        Place(11, "optimizer", (2,), 1, 2),
+    )
+    assert found.more_places == 0
+
+
+def test_where_every_rank_has_its_own_all_names_count(tmp_path: Path) -> None:
+    planted = {(rank, 3, "parameters", WEIGHT): (f"{rank:016x}", 1.0) for rank in (1, 2)}
+    planted[3, 3, "parameters", "parameter 'b'"] = (WORD, 1.0)
+
+    found = compared(tmp_path, world_size=4, planted=planted)
+
+    assert found.places == (Place(3, "parameters", (0, 1, 2, 3), 2, 2),)
 
 
 def test_one_rank_cannot_be_told(tmp_path: Path) -> None:
@@ -157,6 +184,37 @@ def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path: Path) -> None:
         "rank 0 ended after step 5 (killed, or still running)",
         "rank 1 ended after step 4 (killed, or still running)",
     )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the_others(
+    tmp_path: Path, rank: int
+) -> None:
+    folder = end_after(write_trace(tmp_path / "trace", steps=120) / RANK_FILE.format(rank), 4)
+
+    found = compare_ranks(open_run(folder))
+
+    assert (found.verdict, found.steps) == ("unknown", (0, 4))
+    assert found.headline == (
+        f"cannot tell: steps 5-120 were not compared on every rank, for rank {rank} ended before; nothing differs in "
+        "steps 0-4"
+    )
+
+
+def test_tensors_are_counted_in_the_steps_of_all_ranks(tmp_path: Path) -> None:
+    folder = end_after(write_trace(tmp_path / "trace") / RANK_FILE.format(1), 4)
+
+    # 2 ranks x (start: 3 tensors; 4 steps: 2 + 2 + 2 + 1 tensors)
+    assert compare_ranks(open_run(folder)).headline == (
+        "same: 2 ranks hold the same, steps 0-4, 5 phases, 62 tensors, bit for bit"
+    )
+
+
+def test_the_start_alone_is_no_answer(tmp_path: Path) -> None:
+    found = compared(tmp_path, steps=0)
+
+    assert found.verdict == "unknown"
+    assert found.headline == "cannot tell: only the start (step 0) was recorded by all ranks, where they agree"
 
 
 def test_phases_that_a_killed_rank_did_not_come_to_are_no_difference(tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp._diff.compare_runs import compare_runs
-from legacy_ddp._diff.finding import Comparison, Place, Side
 from legacy_ddp._errors import TraceError
-from legacy_ddp._trace.lines import PHASES, RANK_FILE
-from legacy_ddp._trace.run import open_run
-from tests.traces import KIND, NAMES, START, call_facts, environment, without, write_trace
+from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.result import Comparison, Place, Side
+from legacy_ddp.debug._trace.line_format import PHASES, RANK_FILE
+from legacy_ddp.debug._trace.run import open_run
+from tests.traces import KIND, NAMES, START, call_facts, end_after, environment, without, write_trace
 
 WORD = "ab" * 8
 
@@ -105,7 +105,7 @@ def test_further_names_of_the_first_place_are_others(tmp_path: Path) -> None:
 
 def test_the_first_ten_places_are_told_and_the_rest_counted(tmp_path: Path) -> None:
     planted = {
-        (rank, step, phase, NAMES[phase][0]): (WORD, 1.0)
+        (rank, step, phase, NAMES[phase][step % 2]): (WORD, 1.0)  # no two steps alike, so that none are joined
         for rank in (0, 1)
         for step in range(2, 9)
         for phase in ("reduced_gradients", "parameters")
@@ -118,6 +118,51 @@ def test_the_first_ten_places_are_told_and_the_rest_counted(tmp_path: Path) -> N
     assert [(place.step, place.phase) for place in found.places] == expected
     assert [place.ranks for place in found.places] == [(1,), (1,), *[(0, 1)] * 8]
     assert found.more_places == 4
+
+
+def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_place(
+    tmp_path: Path,
+) -> None:
+    planted = {(1, step, "parameters", "parameter 'b'"): (WORD, 1.0) for step in range(62, 121)}
+    planted |= {(rank, 119, "buffers", "buffer 'mean'"): (WORD, 1.0) for rank in (0, 1)}
+
+    found = pair(tmp_path, {"steps": 120}, {"steps": 120, "planted": planted})
+
+    assert found.places == (
+        Place(62, "parameters", (1,), 1, 2, last_step=120, steps=59),
+        Place(119, "buffers", (0, 1), 1, 1),
+    )
+    assert found.more_places == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {(1, 4, "parameters", "parameter 'a'"): (WORD, 1.0)},  # another name
+        {(1, 4, "parameters", f"parameter '{name}'"): (WORD, 1.0) for name in "ab"},  # one name more
+        {(rank, 4, "parameters", "parameter 'b'"): (WORD, 1.0) for rank in (0, 1)},  # another rank, too
+        {},  # nothing at all
+    ],
+)
+def test_a_step_that_differs_in_another_way_or_not_at_all_parts_the_steps_around_it(
+    tmp_path: Path, other: dict[tuple[int, int, str, str], tuple[str, float]]
+) -> None:
+    around = {(1, step, "parameters", "parameter 'b'"): (WORD, 1.0) for step in (2, 3, 5, 6)}
+
+    found = pair(tmp_path, {"steps": 6}, {"steps": 6, "planted": {**around, **other}})
+
+    spans = [(place.step, place.last_step) for place in found.places]
+    assert spans == ([(2, 3), (4, None), (5, 6)] if other else [(2, 3), (5, 6)])
+
+
+def test_ranks_that_differ_in_the_same_names_are_joined_only_as_a_whole(tmp_path: Path) -> None:
+    one, other = "parameter 'a'", "parameter 'b'"
+    planted = {(0, step, "parameters", one): (WORD, 1.0) for step in (1, 2)}
+    planted |= {(1, 1, "parameters", other): (WORD, 1.0), (1, 2, "parameters", one): (WORD, 1.0)}
+
+    found = pair(tmp_path, b={"planted": planted})
+
+    assert found.places == (Place(1, "parameters", (0, 1), 2, 2), Place(2, "parameters", (0, 1), 1, 2))
 
 
 def test_settings_that_change_no_tensor_are_a_note(tmp_path: Path) -> None:
@@ -182,6 +227,99 @@ def test_runs_of_other_length_are_compared_in_the_steps_that_both_have(tmp_path:
 
     assert (found.verdict, found.steps) == ("same", (0, 5))
     assert found.notes == ("A goes on to step 9",)
+
+
+def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the_others(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a", world_size=3, steps=120), write_trace(tmp_path / "b", world_size=3, steps=120)
+    end_after(b / RANK_FILE.format(1), 4)
+
+    for found, label in ((compared(a, b), "B"), (compared(b, a), "A")):
+        assert (found.verdict, found.steps) == ("unknown", (0, 4))
+        assert found.headline == (
+            f"cannot tell: steps 5-120 were not compared on every rank, for rank 1 of {label} ended before; nothing "
+            "differs in steps 0-4"
+        )
+        assert f"{label}: rank 1 ended after step 4 (killed, or still running)" in found.notes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_any_step_is_not_called_the_same(tmp_path: Path, rank: int) -> None:
+    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
+    end_after(b / RANK_FILE.format(rank), None)
+
+    found = compared(a, b)
+
+    assert (found.verdict, found.steps) == ("unknown", None)
+    assert found.headline == (
+        f"cannot tell: steps 0-5 were not compared on every rank, for rank {rank} of B ended before; no step was "
+        "compared on every rank"
+    )
+
+
+def test_a_short_rank_beyond_the_steps_of_the_other_run_does_not_count(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a", steps=3), write_trace(tmp_path / "b", steps=20)
+    end_after(b / RANK_FILE.format(1), 10)
+
+    found = compared(a, b)
+
+    assert (found.verdict, found.steps) == ("same", (0, 3))
+
+
+def test_a_rank_that_a_kill_left_one_step_behind_is_compared_as_far_as_it_went(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a", steps=9), write_trace(tmp_path / "b")
+    end_after(b / RANK_FILE.format(1), 4)
+
+    found = compared(a, b)
+
+    # 2 ranks x (start: 3 tensors; 4 steps: 9 tensors)
+    assert found.headline == "same: 2 ranks, steps 0-4, 6 phases, 78 tensors, bit for bit"
+    assert (found.verdict, found.steps) == ("same", (0, 4))
+
+
+def test_of_a_single_step_that_not_all_ranks_have_only_the_start_is_left(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a", steps=1), write_trace(tmp_path / "b", steps=1)
+    end_after(b / RANK_FILE.format(1), 0)
+
+    assert compared(a, b).headline.startswith("cannot tell: only the start (step 0) was recorded by both")
+
+
+def test_a_difference_counts_wherever_the_ranks_that_show_it_were_compared(tmp_path: Path) -> None:
+    a = write_trace(tmp_path / "a")
+    b = write_trace(tmp_path / "b", planted={(0, 4, "parameters", "parameter 'a'"): (WORD, 1.0)})
+    end_after(b / RANK_FILE.format(1), 1)
+
+    found = compared(a, b)
+
+    assert found.first is not None
+    assert (found.verdict, found.first.step, found.steps) == ("different", 4, (0, 1))
+
+
+def test_a_phase_that_one_rank_alone_was_compared_in_is_not_counted_and_is_a_note(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
+    for folder in (a, b):
+        without(
+            folder / RANK_FILE.format(1),
+            lambda line: b'"line":"values"' in line and (b'"settings"' in line or b'"optimizer"' in line),
+        )
+
+    found = compared(a, b)
+
+    # 2 ranks x (start: 3 tensors; 5 steps: 2 + 2 + 2 + 1 tensors)
+    assert found.headline == "same: 2 ranks, steps 0-5, 4 phases, 76 tensors, bit for bit"
+    assert found.notes == ("not compared on rank 1, where not both runs recorded it: settings, optimizer state",)
+
+
+def test_other_world_sizes_are_the_same_only_as_far_as_all_ranks_of_each_go(tmp_path: Path) -> None:
+    a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", world_size=4)
+    end_after(b / RANK_FILE.format(3), 4)
+
+    assert compared(a, b).headline.startswith("same: what ranks of 2 and of 4 share, steps 0-4, 5 phases, ")
+
+    end_after(b / RANK_FILE.format(3), 2)
+    found = compared(a, b)
+
+    assert found.verdict == "unknown"
+    assert "but inside B: cannot tell: steps 3-5 were not compared on every rank, for rank 3" in found.headline
 
 
 def test_a_difference_beyond_the_common_steps_does_not_count(tmp_path: Path) -> None:
@@ -671,6 +809,11 @@ def test_other_intervals_of_recording_are_compared_where_both_recorded(tmp_path:
 
     found = compared(a, write_trace(tmp_path / "b", planted=planted))
 
+    every_step = {(0, step, "parameters", "parameter 'a'"): (WORD, 1.0) for step in range(1, 6)}
+    joined = compared(a, write_trace(tmp_path / "d", planted=every_step))
+    assert joined.places == (Place(2, "parameters", (0,), 1, 2, last_step=4, steps=2),)
+    same = compared(a, write_trace(tmp_path / "c"))
+    assert same.headline.startswith("same: 2 ranks, steps 0-4 (3 compared), ")
     assert found.steps == (0, 4)
     assert "A recorded every 2 steps, B every 1: 3 in common" in found.notes
     assert "Steps after 2 and before this one were not compared" in found.meaning

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp._diff.compare_runs import compare_runs
-from legacy_ddp._trace.run import open_run
+from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._trace.run import open_run
 from tests.ranks import run_ranks
 from tests.scripts import EXAMPLES, LIMIT_SECONDS, ROOT, assert_same_bits, heed_ctrl_c, load, run_script, torchrun
 from tests.traces import write_trace

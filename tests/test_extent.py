@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._trace.extent import Extent, span
-from legacy_ddp._trace.run import open_run
+from legacy_ddp.debug._trace.coverage import Extent, span
+from legacy_ddp.debug._trace.run import open_run
 from tests.traces import environment, write_trace
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 import time
 import weakref
@@ -17,7 +18,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerLostError
 from tests.faults import do_when
 from tests.ranks import run_ranks
-from tests.small import add_gradients, wrap
+from tests.small import add_gradients, step, wrap
 
 # Nothing is to take as long as the timeout, which is 30 s where no rank is silent.
 AT_ONCE_SECONDS = 5.0
@@ -146,6 +147,47 @@ def test_a_late_rank_ends_the_wait_at_the_timeout_and_reads_the_same_report_when
         assert "all_reduce() call 1, phase agree: no answer within 1 s; missing rank 1 (user code after" in line
         assert "in _late, on host" in line
         assert "not usable after an earlier failure" in again
+
+
+def _is_stopped_until_the_others_have_left(rank: int, world_size: int) -> tuple[str, tuple[int, ...], str]:
+    model = wrap(timeout_seconds=1.0)
+    step(model, 1.0)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 1:
+        others = [str(int(pid)) for pid in pids if int(pid) != os.getpid()]
+        continues = subprocess.Popen([sys.executable, "-c", CONTINUE, str(os.getpid()), *others])
+        sys.setprofile(do_when("agree", partial(os.kill, os.getpid(), signal.SIGSTOP)))
+    with pytest.raises(LostPeerError) as caught:
+        step(model, 1.0)
+    sys.setprofile(None)
+    if rank == 1:
+        assert continues.wait() == 0
+    return type(caught.value).__name__, caught.value.ranks, caught.value.report
+
+
+CONTINUE = """
+import os, select, signal, sys
+stopped, *others = map(int, sys.argv[1:])
+for end in [os.pidfd_open(pid) for pid in others]:
+    select.select([end], [], [])  # until that process has ended
+os.kill(stopped, signal.SIGCONT)
+"""
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_was_stopped_until_the_others_left_names_these_and_says_why_they_left(world_size: int) -> None:
+    """Its report said that no rank is missing, above a table in which all others are dead."""
+    results = run_ranks(_is_stopped_until_the_others_have_left, world_size, world_size)
+
+    others = tuple(rank for rank in range(world_size) if rank != 1)
+    for rank in others:
+        assert results[rank][:2] == ("SyncTimeoutError", (1,))
+    _, ranks, report = results[1]
+    words = " ".join(report.split())
+    assert ranks == others
+    assert "no rank is missing" not in words
+    assert "left because another rank was lost: missing rank 1 (its process is stopped" in words
 
 
 # By an interrupt

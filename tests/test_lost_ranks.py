@@ -188,6 +188,15 @@ def test_the_others_still_get_a_report_when_the_reporting_rank_is_killed(lose: L
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 0, 3 (its process has ended")
 
 
+def _start_no_more_threads(_: Stage) -> None:
+    threading.stack_size(2**47)  # more than the address space holds
+
+
+def test_a_killed_rank_is_named_by_all_others_though_these_can_start_no_thread(lose: Lose) -> None:
+    seen = lose(4, (1,), faults.killed, before=_start_no_more_threads)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
+
+
 def test_several_silent_ranks_are_named_by_all_others(lose: Lose) -> None:
     """They were asked one after the other for a report, until time was up: a living rank was then blamed."""
     seen = lose(5, (0, 1, 2), faults.holds_the_gil, timeout_seconds=TIMEOUT_SECONDS)
@@ -300,8 +309,8 @@ def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, e
 
 ASK_AT_EXIT = """
 import atexit
-from legacy_ddp._watch.line import Line
-from legacy_ddp._watch.peers import ask_all
+from legacy_ddp._watchdog.server import Line
+from legacy_ddp._watchdog.client import ask_all
 
 line = Line(0, dict, print)
 atexit.register(lambda: print(*ask_all([line.me], {}, line.me.identity).values()))
@@ -312,7 +321,7 @@ def test_a_rank_that_asks_while_its_process_ends_leaves_no_traceback() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", ASK_AT_EXIT], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
-    assert "not asked" in ran.stdout
+    assert "does not answer" in ran.stdout  # asked by the thread that ends the process: no other can be started
 
 
 def _start_script(script: Path, folder: Path, rank: int) -> subprocess.Popen[str]:

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._diff.finding import Divergence, Side
-from legacy_ddp._diff.growth import Growth
-from legacy_ddp._diff.meaning import Evidence, meaning
-from legacy_ddp._trace.lines import PHASES
+from legacy_ddp.debug._diff.explain import Evidence, meaning
+from legacy_ddp.debug._diff.growth import Growth
+from legacy_ddp.debug._diff.result import Divergence, Side
+from legacy_ddp.debug._trace.line_format import PHASES
 
 
 def told(phase: str, **changes: Any) -> str:

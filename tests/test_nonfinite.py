@@ -17,8 +17,9 @@ from legacy_ddp import (
     NonFiniteGradientError,
     all_reduce_gradients,
 )
-from legacy_ddp._nonfinite import Damage, describe_damage
-from legacy_ddp._pack import norm_of
+from legacy_ddp._collectives.nonfinite import Damage, describe_damage
+from legacy_ddp._collectives.pack import norm_of
+from tests import heard
 from tests.cases import all_bits, get_gradients
 from tests.ranks import run_ranks
 from tests.small import Said, add_gradients, error_of, gradient_values, step, wrap
@@ -324,17 +325,17 @@ def test_warnings_come_on_every_rank_when_a_streak_begins_at_the_caller_s_line()
     )
 
 
-def _warning_as_error(rank: int) -> tuple[Said, bool, float | None]:
+def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
     model = wrap(checks=Checks(nonfinite="warn"))
     add_gradients(model, NAN if rank else 1.0)
-    said = error_of(model.all_reduce)
-    return said, bool(model.module.weight.grad.isnan().all()), step(model, rank)
+    model.all_reduce()
+    return heard.take(), bool(model.module.weight.grad.isnan().all()), step(model, rank)
 
 
-def test_a_warning_that_became_an_error_leaves_the_ranks_in_step() -> None:
-    for said, went_on, after in run_ranks(_warning_as_error, 2):
-        assert said is not None
-        assert (said[0], went_on, after) == ("UserWarning", True, 0.5)
+def test_a_warning_that_a_filter_makes_an_error_is_logged_and_the_ranks_stay_in_step() -> None:
+    for (said,), went_on, after in run_ranks(_warning_as_error, 2):
+        assert said.startswith(f"all_reduce() call 1: {HEADLINE}  rank 1: 'weight': 2 NaN of 2")
+        assert (went_on, after) == (True, 0.5)
 
 
 # GradScaler

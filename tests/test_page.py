@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._diff.finding import Comparison, Verdict
 from legacy_ddp._errors import TraceError
-from legacy_ddp._page.heatmaps import short_label
-from legacy_ddp._page.page import publish, reserved
-from legacy_ddp._page.render import render
-from legacy_ddp._trace.records import Environment
-from legacy_ddp._trace.run import Run, open_run
-from tests.traces import NAMES, call_facts, environment, without, write_trace
+from legacy_ddp.debug._diff.result import Comparison, Verdict
+from legacy_ddp.debug._page.heatmap import short_label
+from legacy_ddp.debug._page.render import render
+from legacy_ddp.debug._page.write_page import publish, reserved, write_page
+from legacy_ddp.debug._trace.line_format import RANK_FILE
+from legacy_ddp.debug._trace.records import Environment
+from legacy_ddp.debug._trace.run import Run, open_run
+from tests.traces import NAMES, call_facts, end_after, environment, without, write_trace
 
 ROOT = Path(__file__).parents[1]
 EVIL = "</script><script>alert(1)</script><img src=https://example.com/a.png>&\"'"
@@ -106,6 +107,51 @@ def test_all_charts_are_there_with_their_words(tmp_path: Path) -> None:
     assert "dashed lines: B" in both.text
     assert "larger of two differences: that of the reduced gradient, and that of the parameter" in both.text
     assert "Ranks are compared each with its own." in both.text
+
+
+def _only_environments(folder: Path, ranks: tuple[int, ...]) -> Run:
+    """A run of two ranks of which some were killed before they recorded their start."""
+    write_trace(folder)
+    for rank in ranks:
+        end_after(folder / RANK_FILE.format(rank), None)
+    return open_run(folder)
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("others", [None, (), (0, 1)])
+def test_a_rank_that_recorded_nothing_leaves_a_page_that_says_so(
+    tmp_path: Path, ranks: tuple[int, ...], others: tuple[int, ...] | None
+) -> None:
+    runs = [_only_environments(tmp_path / "a", ranks)]
+    if others is not None:
+        runs.append(_only_environments(tmp_path / "b", others))
+
+    write_page(runs, tmp_path / "page.html")
+
+    page = _Reader((tmp_path / "page.html").read_text(encoding="utf-8"))
+    assert "CANNOT TELL" in page.text
+    assert "Local gradients:" in page.text
+    assert ("Left out: no finite norm of a local gradient is in the trace." in page.text) == (
+        len(ranks) == 2 and others != ()
+    )
+
+
+@pytest.mark.parametrize("norm", [1e160, 1.7e308])
+def test_norms_whose_squares_or_sums_no_float64_holds_are_shown(tmp_path: Path, norm: float) -> None:
+    names = NAMES["reduced_gradients"]
+    planted = {
+        (rank, step, phase, name): (f"{step:016x}", norm)
+        for rank in (0, 1)
+        for step in range(1, 6)
+        for phase in ("reduced_gradients", "parameters")
+        for name in (names if phase == "reduced_gradients" else NAMES["parameters"])
+    }
+    run = _run(tmp_path / "a", planted=planted, calls=lambda step, rank: call_facts(step, rank, local_norm=norm))
+
+    page = _read(run)
+
+    assert "have a finite norm in the trace" in page.text  # a noise scale needs squares
+    assert "Local gradients: every rank's own norm" in page.text
 
 
 def test_what_comes_from_a_trace_is_escaped_wherever_it_shows(tmp_path: Path) -> None:
@@ -375,7 +421,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 try:
-    from legacy_ddp._page.page import write_page
+    from legacy_ddp.debug._page.write_page import write_page
 except ModuleNotFoundError as error:
     print(error.name)
 """

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 from selenium import webdriver
 
-from legacy_ddp._diff.finding import Comparison
-from legacy_ddp._page.render import render
-from legacy_ddp._trace.run import open_run
+from legacy_ddp.debug._diff.result import Comparison
+from legacy_ddp.debug._page.render import render
+from legacy_ddp.debug._trace.run import open_run
 from tests.browser import Page, open_browser, reason_missing
 from tests.traces import NAMES, call_facts, environment, write_trace
 

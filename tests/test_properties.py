@@ -16,10 +16,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord, _adopt
+from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp._agreement.header import HEADER_WORDS, Header, decode_rows, encode_row, norm_word
+from legacy_ddp._buckets import backward_copy
+from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
-from legacy_ddp._header import HEADER_WORDS, Header, decode_rows, encode_row, norm_word
-from legacy_ddp._layout import Bucket, cut_runs, distinct, plan_layout
 from legacy_ddp._settings import Settings
 from tests.ranks import run_ranks
 
@@ -160,7 +161,7 @@ def _train_all(trainings: Sequence[Training], rank: int) -> list[list[Seen]]:
 
 
 def _train(training: Training, rank: int) -> list[Seen]:
-    _adopt.SMALLEST_BYTES = 0 if training.moves else 2**40
+    backward_copy.SMALLEST_BYTES = 0 if training.moves else 2**40
     module = _Modules(training, backwards=rank % 2 == 1)
     wrapped = LegacyDistributedDataParallel(module, checks=Checks(uneven="allow"), **training.options)
     generator = torch.Generator().manual_seed(rank)

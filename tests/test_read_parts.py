@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from legacy_ddp._trace.run import open_run
+from legacy_ddp.debug._trace.run import open_run
 from tests.traces import KIND, NAMES, write_trace
 
 

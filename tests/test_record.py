@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, SyncRecord, all_reduce_gradients
+from tests import heard
 from tests.ranks import run_ranks
-from tests.small import Said, add_gradients, error_of, gradient_values, step, wrap
+from tests.small import Said, add_gradients, error_of, gradient_values, wrap
 
 # What a call says about itself
 
@@ -198,19 +199,73 @@ def test_the_warning_of_uneven_work_points_at_the_caller(how: str) -> None:
     assert run_ranks(_uneven_filename, 2, how) == [[__file__], []]
 
 
-def _uneven_with_warnings_as_errors(rank: int) -> tuple[Said, float | None, float | None]:
+def _uneven_with_warnings_as_errors(rank: int, strict: tuple[int, ...]) -> tuple[list[str], list[float | None], int]:
+    """Who raises out of a call skips the step, as a loop does that catches errors: the others would go on alone."""
     model = wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with torch.no_grad():
+        model.module.weight.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if rank in strict else "ignore")
+        for call in range(3):
+            for _ in range(1 + (rank == 1 and call == 0)):
+                add_gradients(model, rank)
+            if error_of(model.all_reduce) is None:
+                optimizer.step()
+            optimizer.zero_grad()
+    return heard.take(), model.module.weight.flatten().tolist(), model.all_reduce().call
+
+
+@pytest.mark.parametrize("strict", [(0,), (0, 1)])
+def test_a_warning_that_is_an_error_on_some_ranks_is_logged_there_and_all_go_on(strict: tuple[int, ...]) -> None:
+    (logged, *first), (silent, *second) = run_ranks(_uneven_with_warnings_as_errors, 2, strict)
+
+    assert len(logged) == 1
+    assert "micro-batches since the last call: rank 1 has 2; rank 0 has 1" in logged[0]
+    assert silent == []
+    assert first == second == [[-0.5 * (1.0 + 0.5 + 0.5)] * 2, 4]
+
+
+def _one_micro_batch_more(rank: int, uneven: str, sample_size: int | None) -> tuple[Said, list[float], list[str]]:
+    model = wrap(checks=Checks(uneven=uneven))
     for _ in range(1 + rank):
-        add_gradients(model, rank)
-    return error_of(model.all_reduce), gradient_values(model)["weight"], step(model, rank)
+        add_gradients(model, 6.0)
+    said = error_of(model.all_reduce, None if sample_size is None else sample_size * (1 + rank))
+    return said, model.module.weight.grad.flatten().tolist(), heard.take()
 
 
-def test_a_warning_that_became_an_error_leaves_the_ranks_in_step() -> None:
-    (said, *grads), second = run_ranks(_uneven_with_warnings_as_errors, 2)
+def test_uneven_work_is_no_warning_where_items_are_counted() -> None:
+    # 6 + 12 over 2 + 4 items
+    assert run_ranks(_one_micro_batch_more, 2, "warn", 2) == [(None, [3.0] * 2, [])] * 2
+    (_, _, warned), (_, _, silent) = run_ranks(_one_micro_batch_more, 2, "warn", None)
+    assert (len(warned), silent) == (1, [])
 
-    assert said[0] == "UserWarning"
-    assert grads == [1.0, 0.5]
-    assert second == (None, 1.0, 0.5)
+
+def test_uneven_work_that_is_to_raise_raises_where_items_are_counted_too() -> None:
+    for rank, (said, grads, _) in enumerate(run_ranks(_one_micro_batch_more, 2, "raise", 2)):
+        assert said is not None
+        assert said[0] == "DesyncError"
+        assert "micro-batches since the last call: rank 1 has 2; rank 0 has 1" in said[1]
+        assert grads == [6.0 * (1 + rank)] * 2
+
+
+def _local_steps(rank: int, steps: tuple[int, int], clear: bool) -> list[int]:
+    """Local SGD: ranks make other numbers of steps of their own between two calls."""
+    model = wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps[rank]):
+        add_gradients(model, 1.0 + rank)
+        with model.no_sync():
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=clear)
+    add_gradients(model, 1.0 + rank)
+    return [row.micro_batches for row in model.all_reduce().rows]
+
+
+@pytest.mark.parametrize("steps", [(1, 3), (0, 2)])
+@pytest.mark.parametrize("clear", [False, True])
+def test_gradients_that_local_steps_have_used_are_no_uneven_work(steps: tuple[int, int], clear: bool) -> None:
+    assert run_ranks(_local_steps, 2, steps, clear) == [[1, 1]] * 2
 
 
 def _uneven_then_even(rank: int) -> tuple[tuple[int, ...], int | None, float | None, float | None]:

@@ -19,9 +19,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
-from legacy_ddp._trace.read import RankTrace
-from legacy_ddp._trace.run import open_run
 from legacy_ddp.debug import Recorder, digest
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.run import open_run
+from tests import heard
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, tanh_net, wrap
 
@@ -571,6 +572,14 @@ def test_a_recorder_is_used_once(tmp_path: Path) -> None:
         ({"folder": 3}, ("TypeError", "folder is not usable: got 3, expected a path")),
         ({"folder": ""}, ("TypeError", "folder is not usable: got '', expected a path")),
         (
+            {"folder": "~nobody-of-that-name/x"},
+            (
+                "ValueError",
+                "folder is not usable: got '~nobody-of-that-name/x', expected ~ with a known home directory; name the "
+                "whole path",
+            ),
+        ),
+        (
             {"optimizer": [3]},
             ("TypeError", "optimizer is of the wrong type: got int, expected torch.optim.Optimizer or several"),
         ),
@@ -592,6 +601,92 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], ex
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("folder", ["~/runs/x", Path("~/runs/x")])
+def test_a_folder_may_lie_in_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str | Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    model = wrap()
+    with Recorder(model, folder):
+        add_gradients(model, 1.0)
+        model.all_reduce()
+
+    assert list(_read(tmp_path / "home" / "runs" / "x").steps) == [0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("value", [1e200, 1.7e308])
+def test_gradients_whose_norm_no_float64_holds_are_recorded_without_one(tmp_path: Path, value: float) -> None:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False, dtype=torch.float64))
+    with Recorder(model, tmp_path):
+        for _ in range(2):
+            model.module.weight.grad = torch.full((1, 2), value, dtype=torch.float64)
+            model.all_reduce()
+
+    trace = _read(tmp_path)
+    assert (list(trace.steps), trace.end) == ([0, 1, 2], "closed")
+    facts = trace.call(2)
+    assert facts is not None
+    assert (facts.local_norm, facts.finite) == (None, True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_holds_no_parameter_of_the_model_is_warned_of(tmp_path: Path) -> None:
+    model = wrap()
+    own, other, copies = (
+        torch.optim.SGD(parameters, lr=0.5)
+        for parameters in (
+            model.parameters(),
+            nn.Linear(2, 1).parameters(),
+            [item.detach().double() for item in model.parameters()],
+        )
+    )
+    for name, given, expected in (
+        ("other", other, ["optimizer (SGD) holds no parameter of the model"]),
+        ("several", [own, other, copies], ["optimizer 1 (SGD) holds no", "optimizer 2 (SGD) holds no"]),
+    ):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with Recorder(model, tmp_path / name, optimizer=given):
+                add_gradients(model, 1.0)
+                model.all_reduce()
+
+        told = [warning for warning in said if "holds no parameter" in str(warning.message)]
+        assert all(str(warning.message).startswith(text) for warning, text in zip(told, expected, strict=True))
+        assert {warning.filename for warning in told} == {__file__}
+
+
+@pytest.mark.usefixtures("alone")
+def test_optimizers_of_some_of_the_parameters_or_of_more_than_the_model_has_are_the_model_s(tmp_path: Path) -> None:
+    model = LegacyDistributedDataParallel(tanh_net())
+    first, *others = model.parameters()
+    late = torch.optim.SGD([first], lr=0.5)
+    joint = torch.optim.SGD([*others, *nn.Linear(2, 1).parameters()], lr=0.5)
+    with Recorder(model, tmp_path, optimizer=[late, joint]):  # a warning is an error here
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        late.step()
+        joint.step()
+
+    assert _read(tmp_path).end == "closed"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_is_warned_of_ends_no_recording_where_warnings_are_errors(tmp_path: Path) -> None:
+    model, optimizer = wrap(), torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.5)
+    with Recorder(model, tmp_path, optimizer=optimizer):
+        (text,) = heard.take()
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        optimizer.step()
+
+    assert "holds no parameter of the model" in text
+    assert [path.suffix for path in tmp_path.iterdir()] == [".jsonl"]
+
+
+@pytest.mark.usefixtures("alone")
 def test_torch_ddp_is_refused_because_nothing_would_be_seen(tmp_path: Path) -> None:
     said = error_of(Recorder, DistributedDataParallel(nn.Linear(2, 1)), tmp_path)
 
@@ -608,22 +703,23 @@ def _open_files() -> list[str]:
     return found
 
 
-def _fill_the_disk(rank: int, folder: Path) -> tuple[list[str], int]:
+def _fill_the_disk(rank: int, folder: Path, as_errors: bool) -> tuple[list[str], int]:
     model = wrap()
     optimizer = _start(model)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=not as_errors) as said:
+        warnings.simplefilter("error" if as_errors else "always")
         with Recorder(model, folder, optimizer=optimizer):
             if rank == 1:  # no file of this process may grow beyond that
                 room = os.path.getsize(folder / "rank-00001.jsonl") + 2000
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
             _take_steps(model, optimizer, [1.0] * 8)
     assert not any(str(folder) in name for name in _open_files())
-    return [str(warning.message) for warning in said], digest(model.module.weight)
+    return [str(warning.message) for warning in said or []] + heard.take(), digest(model.module.weight)
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
-    (none, weights), (said, others_weights) = run_ranks(_fill_the_disk, 2, tmp_path)
+@pytest.mark.parametrize("as_errors", [False, True])
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, as_errors: bool) -> None:
+    (none, weights), (said, others_weights) = run_ranks(_fill_the_disk, 2, tmp_path, as_errors)
 
     assert none == []
     assert len(said) == 1

@@ -4,7 +4,7 @@ import copy
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._diff.compare_ranks import compare_ranks
-from legacy_ddp._diff.compare_runs import compare_runs
-from legacy_ddp._diff.finding import Comparison
 from legacy_ddp._replicas.digest import digest_words
-from legacy_ddp._trace.run import open_run
 from legacy_ddp.debug import Recorder
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.result import Comparison
+from legacy_ddp.debug._trace.run import open_run
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, wrap
+from tests.test_error_text import MuteError
 
 
 def _net() -> nn.Sequential:
@@ -306,6 +307,25 @@ def test_a_value_that_cannot_be_recorded_ends_the_trace_and_not_the_training(tmp
     assert "rank-00000.jsonl ends before step 3" in told[0]
     with open_run(tmp_path).open(0) as trace:
         assert (list(trace.steps), trace.end, trace.damage) == ([0, 1, 2], "", "")
+
+
+class _Unreadable(dict[str, Any]):
+    """State of an optimizer that fails when it is looked at, without a text."""
+
+    def __iter__(self) -> NoReturn:
+        raise MuteError
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exception_whose_text_cannot_be_made_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
+    model = wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Recorder(model, tmp_path, optimizer=optimizer):
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        optimizer.state[model.module.weight]["odd"] = _Unreadable()
+        with pytest.warns(UserWarning, match=r"MuteError: \(no text: its __str__ raised ZeroDivisionError\)"):
+            optimizer.step()
 
 
 def _record_on_a_part(rank: int, folder: Path) -> int:

@@ -40,6 +40,7 @@ _flipped = partial(_outside, deed=deeds.flip_weight, place=(1, 2), bit=22)
 _at_start = partial(Fault, moment="built", step=0, call=1, phase="start", has_doer=False, init_sync=False)
 _used = partial(Fault, moment="reduced", step=1, call=2, phase="gradients", has_doer=False, parameter=None)
 _in_step = partial(Fault, moment="reduced", step=1, call=2, phase="step", has_doer=False, parameter=None)
+_next_step = partial(_in_step, moment="stepped", call=3)
 _statistics = partial(Fault, phase="buffers", has_doer=False, parameter=None)
 
 FAULTS = {
@@ -81,8 +82,33 @@ FAULTS = {
     "another weight decay": _in_step(
         deed=partial(deeds.set_group, key="weight_decay", factor=2.0), words=("weight_decay", "0.5")
     ),
-    "momentum changes": _in_step(
-        moment="stepped", deed=deeds.flip_momentum, call=3, parameter=WEIGHT, place=(0, 3), words=("momentum_buffer",)
+    "momentum changes": _next_step(
+        deed=deeds.flip_momentum,
+        has_doer=True,
+        parameter=WEIGHT,
+        place=(0, 3),
+        words=("momentum_buffer", "optimizer state changed outside of a step"),
+    ),
+    "an optimizer lacks a layer": _next_step(
+        deed=deeds.leave_out, parameter=WEIGHT, words=("in optimizers: ", "without '2.weight'", "left out of a list")
+    ),
+    "an optimizer holds what was replaced": _next_step(
+        deed=deeds.replace_weight,
+        has_doer=True,
+        parameter=WEIGHT,
+        words=("tensor that is not in the model, in place of a parameter", "not in the model: float32 (4, 4)"),
+    ),
+    "a weight is replaced between call and step": _outside(
+        "reduced",
+        1,
+        deeds.replace_weight,
+        call=2,
+        words=("changed outside of a step", "tensor that is not in the model, in place of a parameter"),
+    ),
+    "an optimizer holds nothing of the model": _next_step(
+        deed=deeds.optimize_a_copy,
+        parameter=None,
+        words=("different numbers of steps", "1 of an optimizer that holds no parameter of the model"),
     ),
     "gradients are clipped": _used(deed=deeds.clip),
     "gradients are dropped": _used(deed=deeds.drop_gradients),
@@ -109,6 +135,9 @@ def test_what_happens_to_one_rank_alone_is_told_on_all(name: str, world_size: in
     assert (sight.phase, sight.parameter) == (fault.phase, fault.parameter), sight.text
     assert sight.ranks == ((who,) if world_size > 2 or fault.has_doer else ()), sight.text
     assert all(word in sight.unwrapped for word in fault.words), sight.text
+    assert fault.phase == "gradients" or "edited, clipped or dropped" not in sight.unwrapped
+    assert sight.minority == ((who,) if world_size > 2 else ())
+    assert sight.implicated == ((who,) if fault.has_doer else ())
     assert f"all_reduce() call {fault.call}" in sight.text
     check_whole(sight)
 
@@ -120,6 +149,13 @@ def test_of_two_ranks_both_are_shown(name: str, who: int) -> None:
 
     assert "rank 1 against rank 0" in sight.unwrapped
     assert ("cannot attribute" in sight.text) == (not FAULTS[name].has_doer), sight.text
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.phase in ("gradients", "step")])
+def test_how_elements_differ_names_no_cause_that_the_phase_rules_out(name: str) -> None:
+    sight = _seen(3, 1)[name]
+
+    assert not [word for word in ("start", "data", "order", "kernel") if word in sight.unwrapped.partition("why: ")[2]]
 
 
 @pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
@@ -143,9 +179,11 @@ def test_what_happens_to_all_ranks_alike_is_silent(name: str, world_size: int) -
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_majority_is_counted_and_not_called_right(name: str) -> None:
-    sight = _seen(3, 0, 1)[name]
+    sight, has_doer = _seen(3, 0, 1)[name], FAULTS[name].has_doer
 
-    assert (sight.phase, sight.ranks) == (FAULTS[name].phase, (2,)), sight.text
+    assert (sight.phase, sight.ranks) == (FAULTS[name].phase, () if has_doer else (2,)), sight.text
+    assert (sight.minority, sight.implicated) == ((2,), (0, 1) if has_doer else ())
+    assert ("count and evidence disagree" in sight.unwrapped) == has_doer
     assert "rank 2 against ranks 0-1 (2 of 3 ranks agree)" in sight.unwrapped
     check_whole(sight)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from legacy_ddp._replicas.cause import Verdict
+from legacy_ddp._replicas.attribution import Verdict
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 
 COMPARED = {"parameters": 20, "buffers": 1, "gradients": 0, "optimizer": 1}

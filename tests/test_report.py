@@ -1,13 +1,14 @@
 """From traces to a page in one call: does it hold what comparing them found?"""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._page.page import write_page
-from legacy_ddp._trace.run import open_run
+from legacy_ddp.debug._page.write_page import write_page
+from legacy_ddp.debug._trace.run import open_run
 from tests.traces import NAMES, write_trace
 
 PLANTED = {(1, 3, "parameters", "parameter 'b'"): ("ff" * 8, 2.0)}
@@ -51,3 +52,17 @@ def test_a_parameter_that_only_rank_1_has_does_not_end_the_page_in_a_key_error(t
     write_page([open_run(folder)], tmp_path / "report.html")
 
     assert "✗ DIFFERENT" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+def test_a_trace_and_a_page_whose_names_are_no_utf_8_are_written_with_escapes(tmp_path: Path) -> None:
+    names = {**NAMES, "parameters": ("parameter 'a'", "parameter \ud800")}
+    folder = write_trace(
+        tmp_path / "a\udcff", names=names, planted={(1, 3, "parameters", "parameter \ud800"): ("ff" * 8, 2.0)}
+    )
+
+    write_page([open_run(folder)], tmp_path / "b\udcfe.html")
+
+    page = (tmp_path / "b\udcfe.html").read_text(encoding="utf-8")
+    assert rf"trace: {tmp_path}/a\udcff" in page
+    assert r"parameter \ud800" in page

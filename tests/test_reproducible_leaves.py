@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, _adopt
-from legacy_ddp._sums import Sums
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._buckets import backward_copy
+from legacy_ddp._reproducible.partial_sums import Sums
 from tests.cases import get_gradients
 from tests.ranks import run_ranks
 from tests.small import Said, error_of
@@ -21,7 +22,7 @@ Model = LegacyDistributedDataParallel
 
 def _model() -> Model:
     """A smaller and a larger parameter; backward puts both gradients into their slots at once."""
-    _adopt.SMALLEST_BYTES = 0
+    backward_copy.SMALLEST_BYTES = 0
     return wrap_reproducible([torch.ones(3), torch.ones(1)])
 
 
@@ -137,6 +138,24 @@ def test_backward_passes_without_blocks_of_their_own_are_warned_of_once() -> Non
     assert len(warned) == 1
     assert "ranks 0-1 ran several backward passes in one micro-batch" in warned[0]
     assert "got 3 in 1" in warned[0]
+
+
+def _padded(rank: int, uneven: str) -> tuple[list[int], list[Any]]:
+    """Three micro-batches on two ranks: rank 1 has one, and an empty block."""
+    model = wrap_reproducible([torch.ones(3), torch.ones(1)], checks=Checks(uneven=uneven))
+    _leaf(model, 1.0)
+    if rank == 0:
+        _leaf(model, 1.0)
+    else:
+        with model.no_sync():
+            pass
+    rows = model.all_reduce(sample_size=2 - rank).rows
+    return [row.leaves for row in rows], _left(model)
+
+
+@pytest.mark.parametrize("uneven", ["warn", "raise"])
+def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(uneven: str) -> None:
+    assert run_ranks(_padded, 2, uneven) == [([2, 2], _filled(1.0))] * 2
 
 
 # --- errors that leave the micro-batches as they were -----------------------------------------------------------------

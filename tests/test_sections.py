@@ -2,9 +2,9 @@
 
 import pytest
 
-from legacy_ddp._diff.places import Places
-from legacy_ddp._diff.sections import Entry, Unequal, entries, greatest, keep_all, keep_shared, relative, unequal
-from legacy_ddp._trace.records import Names, Section, Values
+from legacy_ddp.debug._diff.locations import Places, join
+from legacy_ddp.debug._diff.sections import Entry, Unequal, entries, greatest, keep_all, keep_shared, relative, unequal
+from legacy_ddp.debug._trace.records import Names, Section, Values
 
 ONE = Entry("float32 (2,)", "ab", 1.0, 0)
 TWO = Entry("float32 (2,)", "cd", 2.0, 0)
@@ -72,12 +72,11 @@ def test_buffers_are_left_out_by_their_raw_name_or_a_pattern(name: str, pattern:
     assert keep("parameters", name)
 
 
-def test_the_names_of_a_place_are_those_of_the_rank_that_has_most() -> None:
+def test_the_names_of_a_place_are_those_of_all_ranks() -> None:
     places = Places()
-    for rank, total in ((0, 2), (1, 3), (2, 2)):
-        assert places.add((4, 0))
-        places.detail((4, 0), rank, [Unequal("a", ONE, TWO)], total)
+    for rank, names in ((0, ("a", "b")), (1, ("b", "a", "c")), (2, ("a", "c"))):
+        places.add((4, 0), rank, ["a"], names)
 
-    (place,) = places.places()
+    (place,), more = join(places.marks, [4])
 
-    assert (place.ranks, place.differing, place.total) == ((0, 1, 2), 1, 3)
+    assert (place.ranks, place.differing, place.total, more) == ((0, 1, 2), 1, 3, 0)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._figures import estimate_noise
-from legacy_ddp._page.rank_series import (
+from legacy_ddp._statistics import estimate_noise
+from legacy_ddp.debug._page.binning import MOST_ROWS
+from legacy_ddp.debug._page.rank_series import (
     NOBODY,
     Calls,
     Lateness,
@@ -22,10 +23,9 @@ from legacy_ddp._page.rank_series import (
     standing_out,
     why_no_noise,
 )
-from legacy_ddp._page.sampling import MOST_ROWS
-from legacy_ddp._page.series import Heat, read_series
-from legacy_ddp._trace.records import CallFacts
-from legacy_ddp._trace.run import Run, open_run
+from legacy_ddp.debug._page.series import Heat, read_series
+from legacy_ddp.debug._trace.records import CallFacts
+from legacy_ddp.debug._trace.run import Run, open_run
 from tests.tables import calls_table
 from tests.traces import NAMES, Planted, call_facts, environment, write_trace
 
@@ -46,6 +46,13 @@ def _cell(heat: Heat, name: str, step: int) -> tuple[float, int, bool]:
 def _marked(heat: Heat) -> set[tuple[str, int]]:
     """Names and columns, which are steps in a short trace that begins at step 1."""
     return {(heat.names[row], int(column)) for row, column in np.argwhere(heat.cells.marked)}
+
+
+def test_a_whole_gradient_whose_norm_no_float64_holds_has_none(tmp_path: Path) -> None:
+    planted = {(0, 2, "reduced_gradients", name): (OTHER, 1.7e308) for name in (A, B)}
+    (calls,) = read_series([_run(tmp_path / "a", planted, world_size=1, steps=3)]).calls
+
+    assert np.isnan(calls.reduced_norms).tolist() == [False, True, False]
 
 
 def test_a_run_shows_the_norms_of_its_reduced_gradients(tmp_path: Path) -> None:

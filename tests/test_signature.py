@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import swap_tensors
 
-from legacy_ddp import _signature
-from legacy_ddp._plan import _columns
-from legacy_ddp._signature import Signature
+from legacy_ddp._buckets import signature as signature_module
+from legacy_ddp._buckets.plan import _columns
+from legacy_ddp._buckets.signature import Signature
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -120,6 +120,6 @@ def test_no_parameters_at_all() -> None:
 def test_tied_parameters_are_compared_as_quickly_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
     named = _named()
     signature = Signature(*_columns(named))
-    monkeypatch.setattr(_signature, "_facts", lambda _: pytest.fail("asked each parameter for everything"))
+    monkeypatch.setattr(signature_module, "_facts", lambda _: pytest.fail("asked each parameter for everything"))
 
     assert signature.fits(*_columns(named))

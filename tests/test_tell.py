@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._diff.finding import Cause, Comparison, Divergence, Place, Side
-from legacy_ddp._diff.tell import as_json, lines
 from legacy_ddp._text import WIDTH, printable, shorten, table, wrap
-from legacy_ddp._trace.lines import PHASES
+from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Place, Side
+from legacy_ddp.debug._diff.text import as_json, lines
+from legacy_ddp.debug._trace.line_format import PHASES
 
 FIRST = Divergence(
     step=3,
@@ -113,6 +113,18 @@ def test_other_names_of_the_place_are_counted() -> None:
     assert "  5 more there, such as gradient of 'c', gradient of 'd'" in told
 
 
+def test_steps_that_differ_alike_are_told_in_one_row_and_counted_each() -> None:
+    places = (Place(62, "parameters", (1,), 1, 29, last_step=120, steps=59), Place(70, "buffers", (1,), 1, 1))
+
+    told = lines(replace(DIFFERENT, places=places, more_places=0))
+
+    assert told[told.index("60 places that differ, in the order of training:") + 1 : -2] == [
+        "  step    phase       differ",
+        "  62-120  parameters  1 of 29  rank 1",
+        "  70      buffers     1 of 1   rank 1",
+    ]
+
+
 def test_machines_get_everything_with_format_and_version() -> None:
     told = json.loads(json.dumps(as_json(DIFFERENT), allow_nan=False))
 
@@ -121,7 +133,8 @@ def test_machines_get_everything_with_format_and_version() -> None:
     assert told["first"]["sides"][1] == {"label": "B", "word": "ab" * 8, "norm": 2.375001, "nonfinite": 0}
     assert told["first"]["parameter"] == "b"
     assert told["causes"][0] == {"what": "threads", "sides": [["A", "1"], ["B", "4"]], "where": ""}
-    assert told["places"][1] == {"step": 4, "phase": "parameters", "ranks": [0, 1], "differing": 2, "total": 2}
+    place = {"step": 4, "phase": "parameters", "ranks": [0, 1], "differing": 2, "total": 2}
+    assert told["places"][1] == {**place, "last_step": None, "steps": 1}
     assert told["more_places"] == 7
 
 
@@ -173,7 +186,14 @@ _COMPARISON: Any = st.builds(
     st.lists(st.builds(Cause, _TEXT, st.lists(st.tuples(_TEXT, _TEXT), max_size=4).map(tuple), _TEXT)).map(tuple),
     st.lists(
         st.builds(
-            Place, st.integers(0, 10**12), st.sampled_from(PHASES), _RANKS, st.integers(0, 10**9), st.integers(0, 10**9)
+            Place,
+            st.integers(0, 10**12),
+            st.sampled_from(PHASES),
+            _RANKS,
+            st.integers(0, 10**9),
+            st.integers(0, 10**9),
+            st.none() | st.integers(0, 10**12),
+            st.integers(1, 10**12),
         ),
         max_size=12,
     ).map(tuple),

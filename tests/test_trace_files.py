@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._trace.lines import PHASES
-from legacy_ddp._trace.read import RankTrace
-from legacy_ddp._trace.records import Names, Section, Values
-from legacy_ddp._trace.write import Writer
+from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import Names, Section, Values
+from legacy_ddp.debug._trace.write import Writer
 from tests.trace_stories import Story, held, held_by, reading, room, sections, stories, told
 from tests.traces import environment, lines_of, sealed, section, write_trace
 

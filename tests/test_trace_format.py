@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from legacy_ddp._trace.lines import PHASES
-from legacy_ddp._trace.read import RankTrace
-from legacy_ddp._trace.run import open_run
 from legacy_ddp.debug import Recorder
+from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.run import open_run
 from tests.small import add_gradients, wrap
 
 PAGE = (Path(__file__).parents[1] / "docs/trace-format.md").read_text(encoding="utf-8")

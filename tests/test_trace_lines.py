@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._trace.lines import DamagedLineError, check, decode, encode
-from legacy_ddp._trace.read import RankTrace
-from legacy_ddp._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
+from legacy_ddp.debug._trace.line_format import DamagedLineError, check, decode, encode
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
 from tests.trace_stories import JSON, Story, calls, environments, held, held_by, room, sections, stories, texts, told
 from tests.traces import call_facts, environment, sealed
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._trace.run import open_run
-from legacy_ddp._trace.write import Writer
+from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.write import Writer
 from tests.traces import environment, write_trace
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._trace.lines import PHASES, encode
-from legacy_ddp._trace.records import Names
+from legacy_ddp.debug._trace.line_format import PHASES, encode
+from legacy_ddp.debug._trace.records import Names
 from tests.trace_stories import JSON, held_by, reading
 from tests.traces import call_facts, environment, lines_of, sealed, write_trace
 
@@ -81,6 +81,13 @@ CALL = json.dumps(call_facts(1, 0).members(1), separators=(",", ":")).encode()[:
         (VALUES.replace(b'["a"]', b'["a","b"]'), "'words' has 2 entries, expected 1"),
         (VALUES.replace(b'["a"]', b'"a"'), "'words' is missing or of another kind"),
         (VALUES.replace(b"[null]", b"[" + b"9" * 400 + b"]"), "'norms' is missing or of another kind"),
+        (VALUES.replace(b"[null]", b"[1e999]"), "'norms' is missing or of another kind"),
+        (VALUES.replace(b"[null]", b"[-Infinity]"), "'norms' is missing or of another kind"),
+        (VALUES.replace(b"[null]", b"[NaN]"), "'norms' is missing or of another kind"),
+        (
+            VALUES.replace(b'"nonfinite":[]', b'"nonfinite":[[0,9223372036854775808]]'),
+            "'nonfinite' is missing or of another kind",
+        ),
         (VALUES.replace(b"[null]", b"[" * 50_000), "a line of step 1 cannot be read: it is no JSON"),
         (VALUES.replace(b'"nonfinite":[]', b'"nonfinite":[[1,1]]'), "'nonfinite' is missing or of another kind"),
         (VALUES + b',"names":"x"', "member 'names' is not a number declared for that phase"),
@@ -88,6 +95,7 @@ CALL = json.dumps(call_facts(1, 0).members(1), separators=(",", ":")).encode()[:
         (VALUES + b',"names":7', "member 'names' is not a number declared for that phase"),
         (VALUES + b',"names":true', "member 'names' is not a number declared for that phase"),
         (CALL.replace(b'"call":1', b'"call":-1'), "member 'call' is missing or of another kind"),
+        (CALL.replace(b'"sample_size":64', b'"sample_size":1' + b"0" * 400), "'sample_size' is missing or of another"),
         (b'{"line":"call","step":1,"x":0', "member 'call' is missing or of another kind"),
     ],
 )
@@ -97,3 +105,16 @@ def test_a_sealed_line_that_no_recorder_writes_is_said(body: bytes, what: str) -
 
     assert what in found
     assert found.startswith("line 3") or "/rank-00000.jsonl: a line " in found
+
+
+@pytest.mark.parametrize("words", [b'"a"', b"[]", b'["a","b"]', b'["a"', b"[" * 20_000, b'["a"],"more":[1]'])
+def test_words_that_no_recorder_writes_are_refused_without_the_rest_of_their_line(words: bytes) -> None:
+    before = [environment(0, 1).members(), Names("buffers", ("x",), ("",)).members(0)]
+    lines = [encode(members, at) for at, members in enumerate(before, start=1)]
+    with reading(b"".join([*lines, sealed(VALUES.replace(b'["a"]', words), 3)])) as trace:
+        with pytest.raises(
+            TraceError, match=r"rank-00000\.jsonl: a line of step 1 says what no recorder writes: its words"
+        ):
+            trace.words(1, "buffers")
+        with pytest.raises(TraceError):
+            trace.words(2, "buffers")

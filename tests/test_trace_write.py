@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp._trace.read import RankTrace
-from legacy_ddp._trace.records import Names, Section, Values
-from legacy_ddp._trace.run import open_run
-from legacy_ddp._trace.write import Writer
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import Names, Section, Values
+from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.write import Writer
 from tests.trace_stories import held_by
 from tests.traces import call_facts, environment, write_trace
 

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerLostError
-from legacy_ddp._diff.compare_ranks import compare_ranks
-from legacy_ddp._diff.compare_runs import compare_runs
-from legacy_ddp._diff.finding import Comparison, Divergence
-from legacy_ddp._trace.run import open_run
 from legacy_ddp.debug import Recorder
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.result import Comparison, Divergence
+from legacy_ddp.debug._trace.run import open_run
 from tests.ranks import run_ranks
 
 STEPS, BATCHES = 6, 3  # per step and rank

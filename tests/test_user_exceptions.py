@@ -71,6 +71,36 @@ def test_a_step_that_all_ranks_drop_because_backward_failed_on_one_leaves_no_tra
     assert run_ranks(_drops_a_step, 3, broken, where) == [[True] * (3 if broken else 4)] * 3
 
 
+def _drops_a_step_alone(rank: int) -> tuple[list[float], tuple[int, ...]]:
+    """Rank 1 drops step 1, of which a part of a backward had run, without a word to rank 0. The gradients are steps."""
+    model = LegacyDistributedDataParallel(small_net(), checks=Checks(uneven="raise"))
+    calls: list[float] = []
+    try:
+        for step in range(4):
+            try:
+                with model.no_sync():
+                    backward(model, 1.0)
+                _backward_or_break(model, float(step), rank == 1 and step == 1, "before")
+            except KeyError:
+                model.zero_grad()
+                continue
+            model.module[1].bias.grad.fill_(float(step))
+            model.all_reduce()
+            calls.append(model.module[1].bias.grad[0].item())
+            model.zero_grad()
+    except LegacyDDPError as error:
+        return calls, error.ranks
+    dist.destroy_process_group()
+    return calls, ()
+
+
+def test_a_step_that_one_rank_drops_together_with_its_call_shows_when_it_leaves() -> None:
+    (first, lost), (second, _) = run_ranks(_drops_a_step_alone, 2)
+
+    assert first == second == [0.0, 1.5, 2.5]  # of steps 0 and 0, 1 and 2, 2 and 3
+    assert lost == (1,)
+
+
 def _fails_for_good(rank: int, who: int) -> tuple[str, tuple[int, ...], str, bool]:
     model = LegacyDistributedDataParallel(small_net(), checks=Checks(uneven="allow"))
     backward(model, 1.0)

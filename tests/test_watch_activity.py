@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks
-from legacy_ddp._watch import HERE
-from legacy_ddp._watch.activity import Activity, Sample
-from legacy_ddp._watch.report_file import ReportFile
+from legacy_ddp._watchdog import HERE
+from legacy_ddp._watchdog.activity import Activity, Sample
+from legacy_ddp._watchdog.report_file import ReportFile
 from tests.faults import do_when
 from tests.ranks import run_ranks
 from tests.small import add_gradients, error_of, step, wrap

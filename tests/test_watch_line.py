@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watch.addresses import own_hosts, reachable
-from legacy_ddp._watch.line import Line
-from legacy_ddp._watch.peers import Outcome, Peer, ask, ask_all, decode_peer, encode_message
-from legacy_ddp._watch.processes import DEAD, RUNNING, STOPPED, UNKNOWN, Identity, own_identity, state_of
+from legacy_ddp._watchdog.addresses import own_hosts, reachable
+from legacy_ddp._watchdog.client import Outcome, Peer, ask, ask_all, decode_peer, encode_message
+from legacy_ddp._watchdog.processes import DEAD, RUNNING, STOPPED, UNKNOWN, Identity, own_identity, state_of
+from legacy_ddp._watchdog.server import Line
 
 # Another process, so that it can be stopped and killed; it says where it listens and stays.
 _LISTENER = """
 import sys
-from legacy_ddp._watch.line import Line
+from legacy_ddp._watchdog.server import Line
 line = Line(1, lambda message: {"heard": message["ask"]}, print)
 line.start(None)
 print(line.me.encode().decode(), flush=True)
@@ -158,6 +158,36 @@ def test_an_answer_that_cannot_be_made_ends_the_connection_and_nothing_else(capl
     assert ask(line.me, {"ask": "state", "divisor": 0}, own_identity(), seconds=0.2)[0] is Outcome.SILENT
     assert ask(line.me, {"ask": "state", "divisor": 2}, own_identity()) == (Outcome.ANSWERED, {"ratio": 0.5})
     assert "ZeroDivisionError" in caplog.text
+    line.close("")
+
+
+@pytest.mark.parametrize("rank", [None, "one", [1], 1.5, 1e400, True, -1])
+def test_a_hold_that_names_no_rank_ends_the_connection_and_nothing_else(rank: object, ends: _Ends) -> None:
+    line = ends.lines[0]
+    line.start(None)
+    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
+        neighbour.sendall(encode_message(line.me, {"ask": "hold"} if rank is None else {"ask": "hold", "rank": rank}))
+        assert neighbour.recv(100) == b""
+
+    assert ask(line.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
+    assert ends.closed == []
+
+
+def test_an_error_in_what_follows_a_neighbour_s_end_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    told = threading.Event()
+
+    def fail(rank: int, goodbye: str | None) -> None:
+        told.set()
+        raise RuntimeError("can't start new thread")
+
+    line = Line(0, lambda message: {"heard": message["ask"]}, fail)
+    line.start(None)
+    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
+        neighbour.sendall(encode_message(line.me, {"ask": "hold", "rank": 1}))
+
+    assert told.wait(5)
+    assert ask(line.me, {"ask": "state"}, own_identity()) == (Outcome.ANSWERED, {"heard": "state"})
+    assert "can't start new thread" in caplog.text
     line.close("")
 
 

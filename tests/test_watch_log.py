@@ -1,8 +1,13 @@
 """What does the log say, and when, while ranks wait?"""
 
 import logging
+import os
+import signal
+import threading
 import time
 from pathlib import Path
+
+import pytest
 
 from legacy_ddp import Checks, LostPeerError
 from tests.ranks import run_ranks
@@ -11,10 +16,16 @@ from tests.small import step, wrap
 WARN_SECONDS = 0.5
 
 
-def _listen() -> list[str]:
+def _listen(heard: threading.Event | None = None) -> list[str]:
     said: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        if heard is not None:
+            heard.set()
+
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("legacy_ddp").addHandler(handler)
     return said
 
@@ -61,3 +72,43 @@ def test_when_a_rank_that_was_reported_arrives_a_line_says_so(tmp_path: Path) ->
     assert "stack of rank 1" in said[0]
     assert said[-1] == "all_reduce() call 4: all ranks are there now, and it is done"
     assert nothing == []
+
+
+# A launcher may end this process before anything is raised
+
+
+def _hears_of_a_loss(rank: int, folder: str, where: str) -> list[str]:
+    heard = threading.Event()
+    said = _listen(heard)
+    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder))
+    step(model, 1.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if where == "user code":
+        assert heard.wait(10.0)
+        return said
+    try:
+        step(model, 1.0)
+    except LostPeerError:
+        return said
+    return ["no error"]
+
+
+@pytest.mark.parametrize(
+    "where, place",
+    [
+        ("user code", "rank 0 is in user code after all_reduce() call 1, at tests/test_watch_log.py:"),
+        ("call", "rank 0 is in all_reduce() call 2, phase agree, at tests/small.py:"),
+    ],
+)
+def test_one_line_says_at_once_who_was_lost_and_where_this_rank_is(where: str, place: str, tmp_path: Path) -> None:
+    (line,) = run_ranks(_hears_of_a_loss, 2, str(tmp_path), where, lost=(1,))[0]
+
+    text, _, pointer = line.rpartition("\n")
+    words = " ".join(text.split())
+    assert words.startswith("rank 1 ended without a word; ") or "; missing rank 1 (" in words  # gloo was faster
+    assert place in words
+    assert words.endswith("in _hears_of_a_loss" if where == "user code" else "in step")
+    assert len(text.splitlines()) <= 2
+    assert all(len(part) <= 120 for part in text.splitlines())
+    assert pointer.startswith(f"(reports of this rank: {tmp_path}")

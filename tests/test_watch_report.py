@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._watch.activity import Sample
-from legacy_ddp._watch.peers import Outcome
-from legacy_ddp._watch.report import LEFT_FOR_A_LOSS, MAX_ROWS, MAX_STACKS, Report, Row, awaited, compose
+from legacy_ddp._watchdog.activity import Sample
+from legacy_ddp._watchdog.client import Outcome, Peer
+from legacy_ddp._watchdog.processes import DEAD, own_identity
+from legacy_ddp._watchdog.report import LEFT_FOR_A_LOSS, MAX_ROWS, MAX_STACKS, Report, Row, awaited, compose, say_loss
+from legacy_ddp._watchdog.status import Place, own_state, rows_of
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
 
@@ -83,6 +85,16 @@ def test_a_rank_that_is_dead_is_not_called_running_while_its_process_ends() -> N
     assert _is_lost(1, Outcome.GONE, "running").condition == "dead"
 
 
+def test_a_rank_that_answered_and_was_then_seen_dead_counts_as_one_that_did_not_answer() -> None:
+    peers = [Peer(rank, own_identity(), [], "") for rank in range(2)]
+    said = own_state(Place(serial=3, call="all_reduce() call 3", in_call=True), [])
+
+    rows = rows_of(peers, {0: (Outcome.ANSWERED, {**said, "seen": {"1": DEAD}}), 1: (Outcome.ANSWERED, said)})
+
+    assert [(row.outcome, row.sample is None) for row in rows] == [(Outcome.ANSWERED, False), (Outcome.GONE, True)]
+    assert awaited(rows) == (1,)
+
+
 def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> None:
     report = compose([_waits(0), _is_lost(1, Outcome.GONE), _waits(2), _works(3)])
 
@@ -121,6 +133,12 @@ def test_when_nobody_is_missing_the_network_is_suspected() -> None:
     assert "no rank is missing, every rank is in this call; look at the network" in _line(report)
 
 
+def test_where_a_rank_is_through_the_call_already_it_is_not_said_to_be_in_it() -> None:
+    line = _line(compose([_waits(0), _works(1, serial=5)], "connection lost"))
+
+    assert "no rank is missing, no rank is behind this call; look at the network" in line
+
+
 def test_a_rank_that_gets_on_or_sits_in_a_debugger_is_harmless_and_one_line_says_so() -> None:
     moving, held = replace(_works(1), is_advancing=True), _works(2, phase="debugger")
 
@@ -157,6 +175,54 @@ def test_who_left_because_another_was_lost_is_not_blamed() -> None:
     victim = _is_lost(1, Outcome.GONE, note=LEFT_FOR_A_LOSS)
 
     assert compose([_waits(0), victim, _is_lost(2, Outcome.GONE)]).awaited == (2,)
+
+
+def test_who_left_because_another_was_lost_is_named_where_nobody_else_can_be_missing() -> None:
+    left = [
+        _is_lost(rank, Outcome.GONE, note=f"{LEFT_FOR_A_LOSS}: missing rank 1 (its process is stopped)")
+        for rank in (0, 2)
+    ]
+
+    report = compose([left[0], _waits(1), left[1]], "connection lost")
+
+    assert report.awaited == (0, 2)
+    assert f"missing ranks 0, 2 ({LEFT_FOR_A_LOSS}: missing rank 1 (its process is stopped), on" in _line(report)
+    assert not report.is_harmless
+    assert compose([left[0], _waits(1), _works(2)], "failed", lost=(2,)).awaited == (2,)
+    assert compose([left[0], _waits(1), _is_lost(2, Outcome.NOT_ASKED)], "failed").awaited == (2,)
+
+
+@pytest.mark.parametrize("serial", [4, 5, 6])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_rank_that_is_dead_by_now_is_missing_however_far_it_was_when_it_answered(serial: int, is_alone: bool) -> None:
+    dead = replace(_waits(1, serial=serial), process="dead")
+    other = _works(0) if is_alone else _waits(0)
+
+    report = compose([other, dead], "connection lost")
+
+    assert report.awaited == (1,)
+    assert "missing rank 1 (its process has ended, " in _line(report)
+    assert "dead on node-a:4711" in " ".join(report.text.split())
+    assert compose([other, dead], "gone", lost=(0,)).awaited == (0, 1)
+
+
+def test_a_loss_is_told_in_a_line_with_call_and_phase_or_what_came_before_and_the_line_of_the_user() -> None:
+    reason, stack = "rank 1 ended without a word", ("job/train.py:88 in save", "torch/serialization.py:966 in save")
+    working = _works(2, phase="forward", stack=stack)
+    assert working.sample is not None
+    working = replace(working, sample=replace(working.sample, line=stack[0]))
+
+    assert say_loss(_waits(0), reason) == (
+        f"{reason}; rank 0 is in all_reduce() call 5, phase agree, at legacy_ddp/_wrapper.py:143 in all_reduce"
+    )
+    assert say_loss(working, reason) == (
+        f"{reason}; rank 2 is in forward after all_reduce() call 4, at job/train.py:88 in save"
+    )
+    said = say_loss(
+        _waits(0), "connection lost after 0.04 s (Connection closed by peer)", "missing rank 1 (dead, on host a)"
+    )
+    assert "peer); missing rank 1 (dead, on host a); rank 0 is in" in " ".join(said.split())
+    assert [len(line) <= 120 for line in said.splitlines()] == [True, True]
 
 
 def test_without_an_inquiry_only_those_known_to_be_lost_are_named() -> None:
@@ -246,7 +312,8 @@ def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_column
 
     assert report.awaited == awaited(rows)
     assert all(len(line) <= 80 for line in report.text.splitlines())
-    farthest = max((row.progress for row in rows if row.in_call), default=(0, 0))
+    farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
+    assert {row.rank for row in rows if row.process == "dead" and row.note != "left"} <= {*report.awaited}
     assert all(rows[rank].progress < farthest for rank in report.awaited)
     listed = {int(line[:5]) for line in report.text.splitlines() if line[:5].strip().isdigit()}
     assert set(report.awaited[:MAX_ROWS]) <= listed

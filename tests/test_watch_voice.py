@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watch.report import Report
-from legacy_ddp._watch.voice import Voice
+from legacy_ddp._watchdog.log_policy import Voice
+from legacy_ddp._watchdog.report import Report
 
 BAD = Report(
     head="a call: ranks have waited; missing rank 1",
@@ -30,8 +30,12 @@ class _File:
     texts: list[str] = field(default_factory=list)
     path: Path = Path("/reports/of-rank-0")
 
-    def append(self, text: str) -> None:
+    def append(self, text: str) -> bool:
         self.texts.append(text)
+        return True
+
+    def where(self, words: str) -> str:
+        return f"{words} {self.path}"
 
 
 class _Heard:

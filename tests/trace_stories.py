@@ -8,10 +8,10 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from legacy_ddp._trace.lines import PHASES
-from legacy_ddp._trace.read import RankTrace
-from legacy_ddp._trace.records import CallFacts, Environment, Names, Section, Values
-from legacy_ddp._trace.write import Writer
+from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values
+from legacy_ddp.debug._trace.write import Writer
 
 Held = dict[tuple[int, str], Section | CallFacts]
 Event = tuple[int, Section | CallFacts]
@@ -134,6 +134,7 @@ def held_by(trace: RankTrace) -> Held:
                 assert phase in trace.phases
                 assert (section.words.keys(), section.norms.keys()) == (section.kinds.keys(),) * 2
                 assert section.nonfinite.keys() <= section.words.keys()
+                assert trace.words(step, phase) == [*section.values.words]
                 found[step, phase] = section
             else:
                 assert trace.word(step, phase) is None

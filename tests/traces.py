@@ -1,13 +1,14 @@
 """Traces that no training wrote: small, and different where a test wants them to be."""
 
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from legacy_ddp._trace.lines import PHASES
-from legacy_ddp._trace.records import CallFacts, Environment, Names, Section, Values
-from legacy_ddp._trace.write import Writer
+from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values
+from legacy_ddp.debug._trace.write import Writer
 
 NAMES = {
     "local_gradients": ("gradient of 'a'", "gradient of 'b'"),
@@ -114,6 +115,20 @@ def without(path: Path, gone: Callable[[bytes], bool]) -> None:
     """Let the file look as if those lines had never been written."""
     kept = [line for line in lines_of(path.read_bytes()) if not gone(line)]
     path.write_bytes(b"".join(sealed(line.rpartition(b',"at":')[0], at) for at, line in enumerate(kept, start=1)))
+
+
+def end_after(path: Path, last: int | None) -> Path:
+    """Let the file look as if its rank had been killed after that step; None: after its environment."""
+    step = re.compile(rb'"step":(\d+)')
+
+    def is_later(line: bytes) -> bool:
+        if last is None or b'"line":"end"' in line:
+            return b'"line":"environment"' not in line
+        found = step.search(line)
+        return found is not None and int(found[1]) > last
+
+    without(path, is_later)
+    return path.parent
 
 
 def lines_of(data: bytes) -> list[bytes]:

@@ -1,1 +1,4 @@
-"""Do all ranks hold the same bits, and if not, who differs in what and since when?"""
+"""Comparison of what the ranks hold: digests, their history over the phases of a step, and evidence about a difference.
+
+Imported by the collectives and the tools. Imports the agreement, the transport and the step guard.
+"""

@@ -26,7 +26,6 @@ from torch import Tensor
 from legacy_ddp._replicas.element_pair import Pair, by_blocks, tolerance, ulp_apart
 from legacy_ddp._replicas.element_words import MANTISSA_BITS, position, say_bit, say_rows
 
-ROUNDING = "reduction order or a nondeterministic kernel"
 SAMPLE = 2**16  # elements whose median gives a factor
 
 
@@ -92,7 +91,8 @@ def _scaled(pair: Pair) -> str | None:
     fits = by_blocks(fit, own, reference)
     if int((fits & nonzero).sum()) < needed or not (fits | pair.finite).all():
         return None
-    told = {-1.0: "every sign changed", 0.0: "all zero here"}.get(factor, "a clip, a rate or a decay of its own")
+    cause = "a clip, a rate, a decay or a write of its own"
+    told = {-1.0: "every sign changed", 0.0: "all zero here"}.get(factor, cause)
     return f"{factor + 0.0:.6g} times the reference: {told}"
 
 
@@ -110,7 +110,7 @@ def _rounding(pair: Pair) -> str | None:
     ulp = by_blocks(ulp_apart, pair.own, pair.reference)
     # A distance below zero did not fit into its 64 bits.
     if ((ulp >= 0) & (ulp <= (4 if mantissa >= 7 else 1))).all():
-        return f"at most {int(ulp.max())} ulp apart: {ROUNDING}"
+        return f"at most {int(ulp.max())} ulp apart: of rounding size"
     # Sums of 3 to 64 terms in two orders, and matmuls in two ways, were measured: next to zero, elements are thousands
     # of ulp apart, but none more than 4.3 ulp of the greatest; at least 83 % are within 16 ulp of their own.
     own, reference = pair.own_numbers, pair.reference_numbers
@@ -118,7 +118,7 @@ def _rounding(pair: Pair) -> str | None:
     apart = float((own - reference).abs_().max()) / max(ldexp(1.0, frexp(greatest)[1] - 1 - mantissa), 5e-324)
     if mantissa < 7 or apart > 8 or int(((ulp >= 0) & (ulp <= 16)).sum()) < 0.75 * ulp.numel():
         return None
-    return f"at most {apart:.2g} ulp of the greatest apart, as where terms of a sum cancel: {ROUNDING}"
+    return f"at most {apart:.2g} ulp of the greatest apart, of rounding size where terms of a sum cancel"
 
 
 def _non_finite(pair: Pair) -> str | None:
@@ -140,7 +140,7 @@ def _rows(pair: Pair) -> str | None:
 def _everything(pair: Pair) -> str | None:
     if pair.count < 0.9 * len(pair.all_own):
         return None
-    return "everything: another start, another step, or other data"
+    return "everything, without a pattern"
 
 
 def _some(pair: Pair) -> str:

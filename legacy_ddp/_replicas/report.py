@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from legacy_ddp._compare import MAX_LINES, MISSING, Difference, name_ranks
-from legacy_ddp._replicas.cause import NOTHING, Verdict
-from legacy_ddp._replicas.elements import WIDTH, ElementDifference
+from legacy_ddp._replicas.attribution import NOTHING, Verdict
+from legacy_ddp._replicas.element_compare import WIDTH, ElementDifference
 
 _TENSOR = re.compile(r"(\w+ \([\d, ]*\)(?: on \w+)?(?: sparse)?) [0-9a-f]{16}")  # as rows_of() says one
 MAX_RANKS = 2  # told by element, of each tensor
@@ -78,8 +78,8 @@ class ReplicaReport:
     """What a comparison of replicas found; equal on all ranks.
 
     ``call``: which one. ``compared``: how many things of each kind. ``differences``: empty if replicas are identical.
-    ``phase``, ``ranks`` (at fault; empty where nothing tells), ``cause``: since when, who and why, as far as that can
-    be told. ``generators``: groups of ranks whose random generators stand alike; they need not.
+    ``phase``, ``ranks``, ``minority``, ``implicated``, ``cause``: since when, who and why, as far as that can be told.
+    ``generators``: groups of ranks whose random generators stand alike; they need not.
     ``notes``: what was not compared, and why.
     """
 
@@ -106,8 +106,18 @@ class ReplicaReport:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault; empty where nothing tells them apart."""
+        """The ranks at fault; empty where nothing tells them apart, or ``implicated`` names ranks of the majority."""
         return self.verdict.ranks
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """The ranks outside the strict majority, by counting alone; empty where there is no majority."""
+        return self.verdict.minority
+
+    @property
+    def implicated(self) -> tuple[int, ...]:
+        """The ranks with evidence against them, whatever the others hold; empty if there is none, or against all."""
+        return self.verdict.implicated
 
     @property
     def cause(self) -> str:

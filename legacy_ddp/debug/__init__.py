@@ -1,7 +1,10 @@
-"""Tools for finding out which rank, which parameter, which step and which phase went wrong first."""
+"""Tools for finding out which rank, which parameter, which step and which phase went wrong first.
+
+Imported by users and by the command ``legacy-ddp``; the core never imports it. Imports the core.
+"""
 
 from legacy_ddp._replicas.digest import digest
-from legacy_ddp._replicas.elements import ElementDifference
+from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp.debug._check import check_replicas
 from legacy_ddp.debug._recorder import Recorder

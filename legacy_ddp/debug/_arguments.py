@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from legacy_ddp._process_group import resolve_group
+from legacy_ddp._collectives.remember import remember
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
-from legacy_ddp._synchronizer import Synchronizer, remember
+from legacy_ddp._transport.process_group import resolve_group
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -7,16 +7,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from legacy_ddp import _torch_internals as internals
-from legacy_ddp._agree import agree, announcing_failures
-from legacy_ddp._call import check_moment
-from legacy_ddp._header import Header, Operation
-from legacy_ddp._layout import inventory_word
-from legacy_ddp._replicas import holdings as hold
-from legacy_ddp._replicas.examine import DETAILS, Own, compare
+from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import agree, announcing_failures
+from legacy_ddp._agreement.header import Header
+from legacy_ddp._buckets.layout import inventory_word
+from legacy_ddp._replicas import state as hold
+from legacy_ddp._replicas.check import divergence
+from legacy_ddp._replicas.compare import DETAILS, Own, compare
+from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.verify import divergence
 from legacy_ddp._settings import as_names
+from legacy_ddp._transport.call import check_moment
+from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Optimizers, Subject, as_optimizers, subject_of
 
@@ -40,17 +42,18 @@ def check_replicas(
     once and exchanges 128 bytes a rank; only if something differs the ranks show each other more: 8 bytes a tensor,
     words for those that differ, and the first ``details`` of these whole (up to 256 MiB each).
 
-    No rank is right by default. A strict majority speaks against the others; with two ranks, or in a tie, a wrapper
-    with ``checks="detail"`` can tell the rank whose parameters changed outside of a step. If nothing can tell,
-    ``report.ranks`` is empty and the text shows both sides.
+    No rank is right by default. A strict majority speaks against the others (``report.minority``); a wrapper with
+    ``checks="detail"`` can tell ranks whose parameters or optimizer state changed outside of a step
+    (``report.implicated``). ``report.ranks`` follows from both, see :class:`legacy_ddp.ReplicaDivergenceError`; it is
+    empty if nothing can tell, or if there is evidence against a rank of the majority. The text shows all sides.
 
     Args:
         model: a wrapper of ours, on whose group its replicas are compared, or any module.
         optimizer: one or several, the same on every rank; needed for ``"optimizer"``.
         what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"``, ``"optimizer"``
-            (hyperparameters and state) and ``"rng"``. Gradients that are this rank's own, as a wrapper knows between
-            backward and ``all_reduce()``, are left out. Random generators may differ (dropout): the report says where
-            they stand alike, and never calls that a difference.
+            (hyperparameters, state, the group of each parameter) and ``"rng"``. Gradients that are this rank's own, as
+            a wrapper knows between backward and ``all_reduce()``, are left out. Random generators may differ (dropout):
+            the report says where they stand alike, and never calls that a difference.
         local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: what the
             wrapper's ``Checks(local_buffers=)`` says.
         details: how many differing tensors to compare element by element.
@@ -132,8 +135,9 @@ def _look(
             *(hold.parameters(module, ignore) if "parameters" in what else ()),
             *(hold.buffers(module, ignore, local) if "buffers" in what else ()),
             *(hold.optimizers(optimizers, module) if "optimizer" in what else ()),
+            *(parameter_groups(optimizers, module, ignore) if "optimizer" in what else ()),
         ],
         gradients=hold.gradients_in(module, ignore) if "gradients" in what else None,
         generators=hold.word_of_generators(module) if "rng" in what else None,
-        phases=None if trail is None else trail.recall(),
+        recall=None if trail is None else trail.recall,
     )

@@ -1,8 +1,8 @@
 """What did every step hold on this rank? Written while it trains, so that two runs can be compared afterwards."""
 
+import math
 import os
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,16 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import _torch_internals as internals
+from legacy_ddp import _torch as internals
+from legacy_ddp._error_text import error_text
+from legacy_ddp._log import warn
 from legacy_ddp._record import RankRow, SyncRecord
-from legacy_ddp._replicas import holdings as hold
-from legacy_ddp._trace import take
-from legacy_ddp._trace.environment import environment_of
-from legacy_ddp._trace.records import MAX_STEP, CallFacts, Environment, Section
-from legacy_ddp._trace.write import Writer
+from legacy_ddp._replicas import state as hold
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Optimizers, as_optimizers, subject_of
 from legacy_ddp.debug._steps import Steps
+from legacy_ddp.debug._trace import snapshot
+from legacy_ddp.debug._trace.environment import environment_of
+from legacy_ddp.debug._trace.records import MAX_STEP, CallFacts, Environment, Section
+from legacy_ddp.debug._trace.write import Writer
 
 
 class Recorder:
@@ -39,9 +41,11 @@ class Recorder:
 
     Args:
         model: a wrapper of ours, or the module that ``all_reduce_gradients()`` is called with.
-        folder: where to write; made if it is not there. It must hold no trace of this rank yet.
+        folder: where to write; made if it is not there. It must hold no trace of this rank yet. ``~`` at its beginning
+            is the home directory.
         optimizer: one or several. Without one there are no settings and no state, and the parameters of a step are
-            those that the next call finds; so are those of a step that one of them leaves out.
+            those that the next call finds; so are those of a step that one of them leaves out. An optimizer of some of
+            the parameters is as good as one of all; one that holds none of them is warned of on entering.
         every: record the steps whose number it divides.
         first_step: number of the first step: 101 for a training that goes on after 100.
         process_group: of a module that is no wrapper; None for the default group.
@@ -66,21 +70,20 @@ class Recorder:
                 f"model is of the wrong type: got {type(model).__name__}, expected a LegacyDistributedDataParallel, or "
                 "the module that all_reduce_gradients() is called with"
             )
-        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-            raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
         if process_group is not None and isinstance(model, LegacyDistributedDataParallel):
             raise ValueError("process_group is the wrapper's own, expected None; assign model.process_group instead")
         self._subject = subject_of(model, process_group)
-        self._folder = Path(folder)
+        self._folder = _path(folder)
         self._optimizers = as_optimizers(optimizer)
         self._every = _count("every", every)
         self._first_step = _count("first_step", first_step)
         self._writer: Writer | None = None
+        self._rank = 0
         self._was_used = False
         self._step = first_step - 1  # the last one
         self._steps = Steps(self._optimizers, lambda: self._try(self._take_left))
         # Of the step that comes next: what its forward passes were given, and what its call found.
-        self._inputs = take.Inputs()
+        self._inputs = snapshot.Inputs()
         self._generators = ""
         self._local: list[Section] = []
         # Of the last one: whether what it leaves is yet to be taken, and the buffers as it left them, where the next
@@ -92,7 +95,9 @@ class Recorder:
     def __enter__(self) -> "Recorder":
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-        self._writer = Writer(self._folder, self._environment())
+        environment = self._environment()
+        _warn_of_strangers(environment.rank, self._optimizers, self._subject.module)
+        self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
         try:
             self._is_owed = True
@@ -115,7 +120,8 @@ class Recorder:
         self._try(lambda writer: writer.close(self._step, "closed" if kind is None else kind.__name__))
         self._writer = None
         if self._step < self._first_step and kind is None:
-            warnings.warn(
+            warn(
+                self._rank,
                 f"the trace in {self._folder} holds no step: the recorder saw no all_reduce() that succeeded; give it "
                 "the wrapper whose all_reduce() is called",
                 stacklevel=2,
@@ -146,7 +152,7 @@ class Recorder:
         if self._is_owed:
             self._try(lambda writer: self._take_call(writer, record))
         self._steps.start_anew()
-        self._inputs, self._local = take.Inputs(), []
+        self._inputs, self._local = snapshot.Inputs(), []
 
     @property
     def _is_next_due(self) -> bool:
@@ -154,7 +160,7 @@ class Recorder:
 
     def _take_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         self._generators = f"{hold.word_of_torch_generators(self._subject.module) % 2**64:016x}"
-        self._local = take.gradients("local_gradients", hold.gradients(grads))
+        self._local = snapshot.gradients("local_gradients", hold.gradients(grads))
 
     def _take_call(self, writer: Writer, record: SyncRecord) -> None:
         row = record.rows[record.rank]
@@ -162,11 +168,11 @@ class Recorder:
             writer.sections(self._step, self._local)
         writer.call(self._step, _facts_of(record, row, self._generators, self._inputs))
         reduced = hold.gradients_in(self._subject.module, self._subject.ignore)
-        writer.sections(self._step, take.gradients("reduced_gradients", reduced))
+        writer.sections(self._step, snapshot.gradients("reduced_gradients", reduced))
         writer.flush()
 
     def _keep_buffers(self, _: Writer) -> None:
-        self._buffers = take.buffers(self._subject.module, self._subject.ignore)
+        self._buffers = snapshot.buffers(self._subject.module, self._subject.ignore)
 
     def _take_left(self, writer: Writer, *, with_buffers: bool = True) -> None:
         """What the last step left; buffers only if no forward pass can have changed them since."""
@@ -174,8 +180,8 @@ class Recorder:
             return
         module, ignore = self._subject.module, self._subject.ignore
         if self._buffers is None and with_buffers:
-            self._buffers = take.buffers(module, ignore)
-        writer.sections(self._step, take.left_by_step(module, ignore, self._optimizers, self._steps.settings_of))
+            self._buffers = snapshot.buffers(module, ignore)
+        writer.sections(self._step, snapshot.left_by_step(module, ignore, self._optimizers, self._steps.settings_of))
         writer.sections(self._step, self._buffers or [])
         self._is_owed = False
         writer.flush()
@@ -190,8 +196,9 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - whatever a user's tensors, or a disk, may come up with
             writer, self._writer = self._writer, None
             writer.abandon()
-            why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-            warnings.warn(
+            why = error.strerror if isinstance(error, OSError) else error_text(error)
+            warn(
+                self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "
                 f"written any more ({why})",
                 stacklevel=3,
@@ -209,14 +216,14 @@ class Recorder:
         )
 
 
-def _facts_of(record: SyncRecord, row: RankRow, generators: str, inputs: take.Inputs) -> CallFacts:
+def _facts_of(record: SyncRecord, row: RankRow, generators: str, inputs: snapshot.Inputs) -> CallFacts:
     return CallFacts(
         call=record.call,
         micro_batches=row.micro_batches,
         sample_size=row.sample_size,
         took_part=row.took_part,
         divisor=record.divisor,
-        local_norm=row.local_norm if row.finite else None,  # JSON has no infinity
+        local_norm=_finite(row.local_norm) if row.finite else None,
         finite=row.finite,
         payload_bytes=record.payload_bytes,
         seconds={phase: round(seconds, 6) for phase, seconds in record.seconds.items()},
@@ -226,6 +233,37 @@ def _facts_of(record: SyncRecord, row: RankRow, generators: str, inputs: take.In
         inputs=tuple(inputs.found),
         inputs_complete=inputs.complete and inputs.forwards >= row.micro_batches,
     )
+
+
+def _path(folder: str | os.PathLike[str]) -> Path:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:  # ~ and no home directory, or ~somebody whom the system does not know
+        raise ValueError(
+            f"folder is not usable: got {str(folder)!r}, expected ~ with a known home directory; name the whole path"
+        ) from error
+
+
+def _warn_of_strangers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+    """No error: an optimizer may hold copies of the parameters in another precision, and none of themselves."""
+    own = {id(parameter) for parameter in module.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        if not any(id(held) in own for group in optimizer.param_groups for held in group["params"]):
+            which = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
+            warn(
+                rank,
+                f"{which} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
+                "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
+                "in another precision is right here)",
+                stacklevel=3,
+            )
+
+
+def _finite(norm: float | None) -> float | None:
+    """The norm that JSON can hold: of finite gradients it may be too large for a float64, and JSON has no infinity."""
+    return norm if norm is not None and math.isfinite(norm) else None
 
 
 def _count(argument: str, value: object) -> int:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp import _torch_internals as internals
-from legacy_ddp._replicas import holdings as hold
+from legacy_ddp import _torch as internals
+from legacy_ddp._replicas import state as hold
 
 
 class Steps:

@@ -1,6 +1,6 @@
 """Which arguments does a strategy not take, and what to do instead?"""
 
-from legacy_ddp import _not_here
+from legacy_ddp import _unsupported
 
 _BUFFERS = (
     "leave it out: rank 0's buffers are sent before validation and at the end of training, those in ignore= are not; "
@@ -10,7 +10,7 @@ _DEVICE = "leave it out: the module stays on the device that Lightning gave it"
 _GROUP = "leave it out: the strategy trains on all ranks of the job"
 _HOOK = "register it after fabric.setup(): model._forward_module.register_comm_hook(state, hook)"
 INSTEAD = {
-    **_not_here.INSTEAD,
+    **_unsupported.INSTEAD,
     "broadcast_buffers": _BUFFERS,
     "forward_sync_buffers": _BUFFERS,
     "ddp_comm_hook": _HOOK,

@@ -9,8 +9,8 @@ from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
 from legacy_ddp._errors import UnsynchronizedStepError
-from legacy_ddp._not_here import refuse_unknown
 from legacy_ddp._settings import Checks, LossScaler, Settings, as_names, resolve_checks
+from legacy_ddp._unsupported import refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.lightning._arguments import INSTEAD
 from legacy_ddp.lightning._ending import leave_in_order

@@ -1,0 +1,198 @@
+"""What this rank brings to an all_reduce: its gradients, checked and packed, and the header that describes them."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from legacy_ddp._agreement.header import Flag, Header, Part, norm_word
+from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
+from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._errors import GradientError
+from legacy_ddp._reproducible.micro_batches import Leaves
+from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._transport.call import Call, check_moment
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a rank brings, and the header that describes it.
+
+    ``kinds``: of every slot's gradient, all absent on a rank that takes no part. ``flats``: one tensor per buffer that
+    holds the dense ones. ``sparse``: the others, coalesced, by slot.
+    """
+
+    kinds: Sequence[int]
+    flats: Sequence[torch.Tensor]
+    sparse: Mapping[int, torch.Tensor]
+    header: Header
+
+    def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """Every slot's name and gradient, in slot order."""
+        for (buffer, share), flat in zip(plan.shares, self.flats, strict=True):
+            for index, slot in enumerate(buffer.bucket.slots, share.start):
+                kind = self.kinds[index]
+                dense = flat.as_strided(slot.shape, slot.stride, slot.offset) if kind == DENSE else None
+                yield slot.name, dense if kind <= DENSE else self.sparse[index]
+
+
+def pack(
+    call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, sample_size: int | None, skip: bool
+) -> Packed:
+    """Check what the user asks and holds, and copy the gradients into flat tensors. Writes nothing a user can see.
+
+    Raises:
+        TypeError, ValueError: an unusable ``sample_size`` or ``skip``.
+        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; a leaf
+            that is not whole.
+        LegacyDDPError: called from inside backward or while a CUDA graph is captured.
+        ValueError: the group carries nothing for a device.
+    """
+    with call.phase("pack"):
+        check_moment(call)
+        header = _describe_part(sample_size, skip)
+        if leaves is not None:
+            _require_sample_size(header)
+        if leaves is None or not header.takes_part:
+            grads = plan.grads
+            plan.collect(grads, are_used=header.takes_part)
+        else:
+            grads = leaves.bring(plan)
+        has_peers = call.groups.size > 1
+        for buffer in plan.buffers:  # what else it needs to travel
+            if has_peers:
+                call.groups.payload(buffer.bucket.device)
+            if leaves is None:
+                buffer.make_wire(has_peers=has_peers)
+        if not header.takes_part:
+            kinds = [ABSENT] * len(grads)
+            flats = (
+                [buffer.flat for buffer in plan.buffers] if leaves is None else leaves.zeros(plan, has_peers=has_peers)
+            )
+            return Packed(kinds, flats, {}, _complete(call, plan, header, kinds))
+        header = header._replace(micro_batches=counter.micro_batches, flags=_history(counter, plan, grads))
+        if header.part == Part.SAMPLES:
+            _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
+        kinds, flats = kinds_of(grads), [buffer.flat for buffer in plan.buffers]
+        if leaves is not None:
+            count, kinds, flats = leaves.total(plan, kinds, has_peers=has_peers)
+            header = header._replace(leaves=count)
+        sparse = {
+            index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
+        }
+        packed = Packed(kinds, flats, sparse, header)
+        if call.checks.level != "off":
+            packed = _add_values(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
+        return replace(packed, header=_complete(call, plan, packed.header, kinds))
+
+
+def _describe_part(sample_size: int | None, skip: bool) -> Header:
+    if not isinstance(skip, bool):
+        raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
+    if skip:
+        return Header(part=Part.SKIP)
+    if sample_size is not None and (isinstance(sample_size, bool) or not isinstance(sample_size, int)):
+        hint = "; use .item() on a tensor" if hasattr(sample_size, "item") else ""
+        raise TypeError(
+            f"sample_size is of the wrong type: got {type(sample_size).__name__}, expected a host int or None{hint}"
+        )
+    if sample_size is not None and not 0 <= sample_size < 2**62:
+        raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 to 2**62; 0 leaves this rank out")
+    return Header(part=Part.PLAIN) if sample_size is None else Header(part=Part.SAMPLES, sample_size=sample_size)
+
+
+def _require_sample_size(header: Header) -> None:
+    if header.part == Part.SKIP:
+        raise ValueError(
+            "skip is not usable with reproducible=True: got True; pass sample_size=0 to leave this rank out"
+        )
+    if header.part == Part.PLAIN:
+        raise ValueError(
+            "sample_size is missing: got None, expected a number of items, as reproducible=True needs it; sum the loss "
+            "over a micro-batch's items, and pass how many items this rank's micro-batches have together"
+        )
+
+
+def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
+    """Refuse gradients that an earlier call divided, and that no backward has reached since."""
+    if is_repeat and not any(buffer.written for buffer in plan.buffers):
+        raise GradientError(
+            "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
+            "them a second time; call all_reduce() once per step"
+        )
+    for index in counter.reduced_before(plan.parameters):
+        grad, name = plan.parameters[index].grad, plan.layout.slots[index].name
+        if grad is not None and has_nonzero(grad):
+            raise GradientError(
+                f"grad of {name!r} was reduced by an earlier call, and no backward reached it since: sample_size would "
+                "divide it a second time; got two calls for a parameter that modules share, expected one per step; "
+                "give the modules to one call, as parts of one module or with their parameters in one list (a gradient "
+                "that you write yourself: assign a new tensor)",
+                parameter=name,
+            )
+
+
+def _history(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
+    """Flags about what happened to gradients and weights since the last call."""
+    flags = 0
+    if counter.stepped(plan.parameters):
+        flags |= Flag.STEPPED
+    if (
+        counter.micro_batches == 0
+        and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
+        # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
+        and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
+    ):
+        flags |= Flag.REPEAT
+    return flags
+
+
+def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
+    return header._replace(
+        layout=plan.layout.fingerprint, mask=fingerprint(bytes(kinds)), waited_us=int(call.seat.waited_seconds * 1e6)
+    )
+
+
+def _add_values(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
+    """Norm and finiteness of the local gradient; on other devices than CPU only if it may wait for the device."""
+    if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
+        return packed
+    pieces = [grad.values() for grad in packed.sparse.values()]
+    for (buffer, share), flat in zip(plan.shares, packed.flats, strict=True):
+        runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
+        pieces.extend(flat[start:stop] for start, stop in runs)
+    norm, finite = norm_of(pieces)
+    flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
+    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=norm_word(norm)))
+
+
+def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """2-norm of all pieces together, and whether every element is finite.
+
+    Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are
+    finite.
+    """
+    norm = math.hypot(*_norms(pieces, wide=False))
+    if math.isfinite(norm):
+        return norm, True
+    finite = all(bool(torch.isfinite(piece).all()) for piece in pieces)
+    return (math.hypot(*_norms(pieces, wide=True)) if finite else norm), finite
+
+
+def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
+    norms = [_norm(piece, wide=wide) for piece in pieces]
+    read = [float(norm) for norm in norms if norm.device.type == "cpu"]
+    away = [norm for norm in norms if norm.device.type != "cpu"]
+    if away:  # one wait for the device, however many they are
+        read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
+    return read
+
+
+def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    if piece.is_complex():
+        piece = torch.view_as_real(piece)
+    narrow = torch.float32 if piece.dtype in (torch.float16, torch.bfloat16) else piece.dtype
+    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow)
+    return norm

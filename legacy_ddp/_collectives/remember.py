@@ -1,0 +1,85 @@
+"""The synchronizer of a module or of parameters that have no wrapper."""
+
+from collections.abc import Iterable, MutableMapping, Sequence
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._settings import Checks, Settings, resolve_checks
+
+
+def remember(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:
+    """The synchronizer of a module or of parameters, and their names.
+
+    It lives as long as the module, or the first of the parameters. An error of the argument is raised where the names
+    are read: inside the call, so that the other ranks hear of it. Without a process group it is raised here.
+    """
+    try:
+        if isinstance(module_or_params, nn.Module):
+            named = list(module_or_params.named_parameters(remove_duplicate=False))
+            return _of_module(module_or_params), named
+        parameters = _tensors(module_or_params)
+        return _of_parameters(parameters), [(f"{index:06d}", tensor) for index, tensor in enumerate(parameters)]
+    except (TypeError, ValueError) as problem:
+        if not dist.is_initialized():
+            raise
+        return Synchronizer(Settings(checks=_UNGUARDED)), _raising(problem)
+
+
+_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
+_of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
+
+
+def _new() -> Synchronizer:
+    return Synchronizer(Settings(checks=resolve_checks(_UNGUARDED)))
+
+
+def _of_module(module: nn.Module) -> Synchronizer:
+    if module not in _of_modules:
+        _of_modules[module] = _new()
+    return _of_modules[module]
+
+
+@cache
+def _of_nothing() -> Synchronizer:
+    return _new()
+
+
+class _Memory:
+    """A hook that does nothing. It keeps a synchronizer for as long as the parameter lives: torch swaps the contents of
+    no tensor that has a weak reference."""
+
+    def __init__(self) -> None:
+        self.synchronizer = _new()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        pass
+
+
+def _of_parameters(parameters: Sequence[torch.Tensor]) -> Synchronizer:
+    if not parameters:
+        return _of_nothing()
+    (hooks,) = internals.accumulate_hooks(parameters[:1])
+    memory = next((hook for hook in hooks.values() if isinstance(hook, _Memory)), None)
+    if memory is None:
+        memory = _Memory()
+        if parameters[0].is_leaf:  # another one is refused in the call
+            internals.add_accumulate_hook(parameters[0], memory)
+    return memory.synchronizer
+
+
+def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    parameters = list(given) if isinstance(given, Iterable) else [given]
+    others = [type(parameter).__name__ for parameter in parameters if not isinstance(parameter, torch.Tensor)]
+    if others:
+        raise TypeError(f"module_or_params is unusable: got {others[0]}, expected a module or its parameters (tensors)")
+    return parameters
+
+
+def _raising(problem: Exception) -> NamedTensors:
+    raise problem
+    yield  # type: ignore[unreachable]  # makes it a generator, which raises only when it is looked at

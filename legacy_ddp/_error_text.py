@@ -1,0 +1,39 @@
+"""Texts of exceptions for reports, files and other ranks: of bounded length, and without what UTF-8 cannot hold. Pure.
+
+An exception of the user's may say anything: megabytes, bytes of a file name that are no text, or fail to say anything.
+"""
+
+import re
+
+from legacy_ddp._text import encodable
+
+# Characters. A rank quotes the text of every failed rank, and a watchdog's message may have 2**20 bytes.
+MAX_LINE, MAX_TEXT = 1_000, 8_000
+_LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
+
+
+def error_text(error: BaseException) -> str:
+    """``ValueError: all that it says``. Never raises."""
+    return _cut(f"{type(error).__name__}: {_said(error)}", MAX_TEXT)
+
+
+def error_line(error: BaseException) -> str:
+    """``ValueError: the first line of what it says``. Never raises."""
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what it says that is not blank. Never raises."""
+    return _cut(_LINE_END.split(_said(error).lstrip(), maxsplit=1)[0], MAX_LINE)
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:  # noqa: BLE001 - it is the user's code
+        return f"(no text: its __str__ raised {type(problem).__name__})"
+
+
+def _cut(text: str, limit: int) -> str:
+    more = f" ... ({len(text) - limit:,} more characters)" if len(text) > limit else ""
+    return encodable(text[:limit]) + more

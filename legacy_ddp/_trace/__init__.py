@@ -1,4 +1,0 @@
-"""Traces of training runs: what a rank held, written while it trains, one file a rank, and read afterwards.
-
-take → values, environment → records → lines → write ⇒ file ⇒ read → run → summary
-"""

@@ -1,0 +1,180 @@
+"""The private groups of a parent group: nothing that users send can meet our headers or payloads there.
+
+Collective: the first call on a parent group, by its members alone. ``new_group`` would not do: it is collective over
+the whole world, and its names depend on how many groups a rank already owns.
+"""
+
+import atexit
+import multiprocessing
+import multiprocessing.util
+import threading
+import time
+import weakref
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._error_text import error_text
+from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._settings import Checks
+from legacy_ddp._watchdog import Watchdog
+
+_ARRIVALS = "arrivals"
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
+
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
+_alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
+
+
+class Groups:
+    """Control and payload group of one parent group, shared by every wrapper of the process on that parent."""
+
+    def __init__(self, parent: dist.ProcessGroup) -> None:
+        self.rank = parent.rank()
+        self.size = parent.size()
+        self.members = 0  # wrappers that have met their peers here
+        self.busy = threading.Lock()
+        self.control: Any = None
+        self.watch: Watchdog | None = None  # None: not wanted, or the ranks have not met yet
+        self.has_met = False
+        self._end_watch: weakref.finalize[..., Groups] | None = None
+        self._payload: Any = None
+        self._parent = weakref.ref(parent)
+        self._lost = ""
+        self._lost_ranks: tuple[int, ...] = ()
+
+    def build(self, parent: dist.ProcessGroup, timeout: timedelta) -> None:
+        """Collective: connect the members; a world of one needs no connection."""
+        if self.size == 1:
+            return
+        store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
+        # Counting arrivals gives each building a number of its own, also on a store that lived through an earlier one.
+        generation = (store.add(_ARRIVALS, 1) - 1) // self.size
+        _await_members(store, generation, self.rank, self.size, timeout)
+        store = internals.PrefixStore(str(generation), store)
+        self.control, self._payload = (
+            internals.ProcessGroupGloo(internals.PrefixStore(name, store), self.rank, self.size, timeout)
+            for name in ("control", "payload")
+        )
+
+    def open_watch(self, checks: Checks) -> Watchdog | None:
+        """Make ready to look after the other ranks, if ``checks`` want it and the ranks have not met without.
+
+        Returns:
+            The watchdog, if it was made now.
+
+        Raises:
+            OSError: no report file can be made, or no socket.
+        """
+        if self.has_met or self.watch is not None or self.size == 1 or checks.level == "off":
+            return None
+        self.watch = Watchdog(
+            self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
+        )
+        self._end_watch = weakref.finalize(self, self.watch.close)  # also at exit
+        return self.watch
+
+    def payload(self, device: torch.device) -> Any:
+        """The group that carries tensors of ``device``: the private one for CPU and on gloo, else the user's own.
+
+        Raises:
+            ValueError: the user's group carries nothing for this device.
+        """
+        parent = self._parent()
+        if parent is None or device.type == "cpu" or self.size == 1:
+            return self._payload
+        try:
+            backend = internals.backend_name(parent, device)
+        except RuntimeError as error:
+            raise ValueError(
+                f"process_group has no backend for tensors on {device.type!r}; initialise it with one, "
+                "or move the module to a device that it serves"
+            ) from error
+        return self._payload if backend == "gloo" else parent
+
+    def is_private(self, group: Any) -> bool:
+        """Whether ``group`` is one of ours, on gloo."""
+        return group is self.control or group is self._payload
+
+    def lose(self, error: BaseException) -> None:
+        """Refuse any further use: ranks may be at different places. Keeps words only, no traceback with its locals."""
+        self._lost = error_text(error)
+        self._lost_ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
+
+    def check_usable(self) -> None:
+        """Raise if an earlier call left ranks at different places.
+
+        Raises:
+            LostPeerError: with what happened then.
+        """
+        if self._lost:
+            raise LostPeerError(
+                f"the process group is not usable after an earlier failure ({self._lost}); "
+                "end this process, or destroy the process group and make a new one",
+                ranks=self._lost_ranks,
+            )
+
+    def close(self) -> None:
+        """Drop the groups; their threads end here and not somewhere in the interpreter's last breath."""
+        if self._end_watch is not None:
+            self._end_watch()  # first: a lost connection makes the others ask at once, and its goodbye is the answer
+        self.control = self._payload = None
+
+
+def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
+    """The private groups of ``parent``. Collective: building them, when this process first asks.
+
+    Raises:
+        LostPeerError: a member did not arrive or its store is gone; the groups then stay unusable.
+    """
+    groups = _groups.get(parent)
+    if groups is None:
+        groups = _groups[parent] = Groups(parent)
+        _alive.add(groups)
+        _close_at_exit()
+        try:
+            groups.build(parent, timeout)
+        except BaseException as error:
+            groups.lose(error)
+            if isinstance(error, LegacyDDPError) or not isinstance(error, RuntimeError):
+                raise
+            raise PeerLostError(
+                f"first collective on this process group failed: {error_text(error)}", phase="agree"
+            ) from error
+    return groups
+
+
+def _await_members(store: internals.Store, generation: int, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait until every member is there; who is not is named, which the group's own constructor would not do."""
+    keys = [f"{generation}/here/{other}" for other in range(size)]
+    store.set(keys[rank], "1")
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
+    # One number is asked for, again and again: the store's own waiting fills the terminal with its timeouts.
+    while store.add(_ARRIVALS, 0) < (generation + 1) * size:
+        if time.monotonic() > deadline:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise SyncTimeoutError(
+                f"first collective on this process group: {name_ranks(missing)} did not arrive within "
+                f"{timeout.total_seconds():g} s; look there, or construct the wrapper on every rank of the group",
+                ranks=missing,
+                phase="agree",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+@cache
+def _close_at_exit() -> None:
+    atexit.register(_close_all)
+    if multiprocessing.parent_process() is not None:  # which leaves without what is registered above
+        multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+
+
+def _close_all() -> None:
+    for groups in list(_alive):
+        groups.close()

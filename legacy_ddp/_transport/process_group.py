@@ -1,0 +1,64 @@
+"""What the user gave as ``process_group`` -> the group to use, looked up anew at every call."""
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from legacy_ddp import _torch as internals
+
+_DESTROYED = "process_group was destroyed; assign a live one to .process_group"
+
+
+class GroupHandle:
+    """The user's process group; copies of a wrapper share it, pickles cannot carry it."""
+
+    def __init__(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, lost: bool = False) -> None:
+        self._process_group = process_group
+        self._lost = lost
+
+    def resolve(self) -> dist.ProcessGroup:
+        if self._lost:
+            raise ValueError(
+                "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
+            )
+        return resolve_group(self._process_group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
+        return GroupHandle(self._process_group, lost=self._lost)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_process_group": None, "_lost": self._lost or self._process_group is not None}
+
+
+def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The group to use, from what the user gave.
+
+    Raises:
+        ValueError: no default group, a mesh of several dimensions, a group that was destroyed.
+        TypeError: something else, or what ``new_group`` returns on a process outside the group.
+    """
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"process_group is a DeviceMesh of {process_group.ndim} dimensions, expected 1; pass mesh[name]"
+            )
+        try:
+            process_group = process_group.get_group()
+        except RuntimeError as error:  # torch looks the group up by a name that it has forgotten
+            raise ValueError(_DESTROYED) from error
+    if process_group is None:
+        process_group = dist.group.WORLD if dist.is_initialized() else None
+        if process_group is None:
+            raise ValueError(
+                "no default process group: start with torchrun and call torch.distributed.init_process_group() first, "
+                "or pass process_group="
+            )
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"process_group is of the wrong type: got {process_group!r}, expected ProcessGroup, DeviceMesh or None "
+            "(new_group() returns no ProcessGroup on ranks outside it; wrap on its members only)"
+        )
+    if not internals.is_registered(process_group):
+        raise ValueError(_DESTROYED)
+    return process_group

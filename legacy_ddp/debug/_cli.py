@@ -1,0 +1,166 @@
+"""What does the command ``legacy-ddp`` do? Parses, calls, prints: data on stdout, notes and progress on stderr."""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from legacy_ddp import __version__
+from legacy_ddp._errors import TraceError
+from legacy_ddp._text import printable
+from legacy_ddp.debug._diff import text
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.result import EXIT_STATUS
+from legacy_ddp.debug._progress import reading
+from legacy_ddp.debug._trace import summary_text
+from legacy_ddp.debug._trace.run import Run, open_run
+from legacy_ddp.debug._trace.summary import summarise
+
+_NAME = "legacy-ddp"
+_CANNOT_TELL = 2
+_INTERRUPTED = 130
+_EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given; 1 different;
+2 cannot tell (where the file of one rank ends before the others, say) or error; show and report: 0 when done.
+TRACE is the folder that a Recorder wrote, with one file of every rank."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    _print_anything()
+    try:
+        given = _parser().parse_args(arguments)
+        status: int = given.command(given)
+    except KeyboardInterrupt:
+        return _fail("interrupted", _INTERRUPTED)
+    except TraceError as error:
+        return _fail(f"error: {error}")
+    except OSError as error:
+        return _fail(f"error: {_about(error)}")
+    except Exception:  # noqa: BLE001 - Python's own status for it would read as "different"
+        traceback.print_exc()
+        return _fail("error: this is a fault of legacy-ddp's own; please report the lines above")
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(
+        _NAME, description="Compare and read traces of training runs.", epilog=_EPILOG, formatter_class=raw
+    )
+    parser.add_argument("--version", action="version", version=f"{_NAME} {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    diff = commands.add_parser(
+        "diff", help="where two runs part, or the ranks of one", epilog=_EPILOG, formatter_class=raw
+    )
+    diff.add_argument("traces", nargs="+", metavar="TRACE", type=_path, action=_OneOrTwo, help="one, or A and B")
+    show = commands.add_parser("show", help="what is in a trace", epilog=_EPILOG, formatter_class=raw)
+    show.add_argument("traces", nargs=1, metavar="TRACE", type=_path)
+    diff.add_argument(
+        "--local-buffers",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="buffers that each rank has of its own, such as '*.running_*'; may come again",
+    )
+    for command in (diff, show):
+        command.add_argument("--json", action="store_true", help="an object for machines instead of text")
+    report = commands.add_parser("report", help="a page with curves", epilog=_EPILOG, formatter_class=raw)
+    report.add_argument("traces", nargs="+", metavar="TRACE", type=_path, action=_OneOrTwo, help="one, or A and B")
+    report.add_argument("-o", "--output", type=_path, default=Path("report.html"), help="default: report.html")
+    for command, run in ((diff, _diff), (show, _show), (report, _report)):
+        command.set_defaults(command=run)
+    return parser
+
+
+def _path(given: str) -> Path:
+    """``~`` is the home directory here, too: no shell replaces it in --output=~/page.html."""
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"no home directory is known for {given!r}; name the whole path") from error
+
+
+class _OneOrTwo(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, _: str | None = None) -> None:
+        if len(values) > 2:
+            parser.error(f"got {len(values)} traces, expected one or two")
+        setattr(namespace, self.dest, values)
+
+
+def _diff(given: argparse.Namespace) -> int:
+    runs = [open_run(path).with_local_buffers(given.local_buffers) for path in given.traces]
+    with reading(_size(runs)) as progress:
+        found = compare_runs(runs[0], runs[1], progress) if len(runs) == 2 else compare_ranks(runs[0], progress)
+    return _print(text.as_json(found) if given.json else text.lines(found), EXIT_STATUS[found.verdict])
+
+
+def _show(given: argparse.Namespace) -> int:
+    run = open_run(given.traces[0])
+    with reading(_size([run])) as progress:
+        found = summarise(run, progress)
+    return _print(found.as_json() if given.json else summary_text.lines(found), 0)
+
+
+def _report(given: argparse.Namespace) -> int:
+    runs = [open_run(path) for path in given.traces]
+    try:
+        from legacy_ddp.debug._page.write_page import (
+            write_page,  # draws with bokeh, which the other commands do without
+        )
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "bokeh":
+            raise
+        return _fail("error: report needs bokeh, which is not installed; pip install bokeh")
+    with reading(2 * _size(runs)) as progress:  # once to compare, once for the curves
+        write_page(runs, given.output, progress)
+    print(f"wrote {given.output}", file=sys.stderr)
+    return 0
+
+
+def _size(runs: Sequence[Run]) -> int:
+    return sum(run.size_bytes for run in runs)
+
+
+def _print(told: "list[str] | dict[str, Any]", status: int) -> int:
+    """Write to stdout; a reader that closes it early, such as ``head``, has seen enough, and the status stands."""
+    text = "\n".join(told) if isinstance(told, list) else json.dumps(told, indent=1, allow_nan=False)
+    try:
+        print(text)
+        if sys.stdout:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    except OSError:
+        _forget_stdout()
+        raise
+    return status
+
+
+def _forget_stdout() -> None:
+    """Spare the interpreter another failure when it flushes stdout at its exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_anything() -> None:
+    """Names may hold what the terminal's encoding has no bytes for: escape it, rather than fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _about(error: OSError) -> str:
+    what = error.strerror or type(error).__name__
+    return f"{error.filename}: {what}" if error.filename is not None else what
+
+
+def _fail(text: str, status: int = _CANNOT_TELL) -> int:
+    if sys.stderr:  # or else print() would take stdout
+        with suppress(OSError):  # the status must be told even if this cannot
+            print(f"{_NAME}: {printable(text)}", file=sys.stderr, flush=True)
+    return status

@@ -1,0 +1,148 @@
+"""Where does this rank run, in words? What may explain that two runs differ, or two ranks of one."""
+
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._buckets.layout import distinct, fingerprint, plan_layout
+from legacy_ddp._settings import Settings
+from legacy_ddp.debug._trace.records import Environment
+
+
+def environment_of(
+    module: nn.Module,
+    settings: Settings,
+    group: dist.ProcessGroup,
+    optimizers: Sequence[torch.optim.Optimizer],
+    *,
+    every: int,
+    first_step: int,
+) -> Environment:
+    """The first line of this rank's trace."""
+    parameters = distinct(module.named_parameters(remove_duplicate=False), settings.ignore)
+    return Environment(
+        rank=dist.get_rank(group),
+        world_size=dist.get_world_size(group),
+        every=every,
+        first_step=first_step,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        job=_job(),
+        layout=f"{plan_layout(parameters, settings).fingerprint % 2**64:016x}",
+        facts=facts_of(group, settings, {item.tensor.device for item in parameters}, optimizers),
+        parameters=tuple(item.name for item in parameters),
+        local_buffers=_local_buffers(module, settings.checks.local_buffers),
+    )
+
+
+def facts_of(
+    group: dist.ProcessGroup,
+    settings: Settings,
+    devices: Iterable[torch.device],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[str, str]:
+    """Versions, threads, flags and settings; docs/trace-format.md lists them."""
+    found = sorted({str(device) for device in devices})
+    facts = {
+        "torch": torch.__version__,
+        "legacy_ddp": _own_version(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": f"{_cpu_model()}, kernels for {torch.backends.cpu.get_cpu_capability()}",
+        "devices": ", ".join(_describe(device) for device in found),
+        "backend": ", ".join(_backend(group, device) for device in found),
+        "threads": str(torch.get_num_threads()),
+        "interop threads": str(torch.get_num_interop_threads()),
+        "default dtype": _short(torch.get_default_dtype()),
+        "deterministic algorithms": _determinism(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "mkldnn": str(torch.backends.mkldnn.enabled),
+        "buffer_size": str(settings.buffer_size),
+        "reduce_dtype": _short(settings.reduce_dtype),
+        "reproducible": str(settings.reproducible),
+        "gradient_as_bucket_view": str(settings.gradient_as_bucket_view),
+        "ignore": ", ".join(sorted(settings.ignore)) or "nothing",
+        "checks": settings.checks.level,
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none given",
+        "seed": str(torch.initial_seed()),
+        "host": platform.node(),
+        "pid": str(os.getpid()),
+    }
+    return {**facts, **_cuda_facts()} if any(device.startswith("cuda") for device in found) else facts
+
+
+def _local_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+    """The patterns, and the names of buffers that they match by another name only."""
+    buffers = distinct(module.named_buffers(remove_duplicate=False))
+
+    def matches(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    return (*patterns, *(item.name for item in buffers if not matches(item.name) and any(map(matches, item.names))))
+
+
+def _job() -> str:
+    """What torchrun, or whoever sets the environment, gives to all ranks that it starts together."""
+    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
+    return f"{fingerprint(repr([os.environ.get(name) for name in names]).encode()) % 2**64:016x}"
+
+
+def _backend(group: dist.ProcessGroup, device: str) -> str:
+    try:
+        return internals.backend_name(group, torch.device(device))
+    except RuntimeError:
+        return "none"
+
+
+def _cuda_facts() -> dict[str, str]:
+    return {
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
+        "nccl": _nccl_version(),
+        "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
+        "cudnn.deterministic": str(torch.backends.cudnn.deterministic),
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "not set"),
+    }
+
+
+def _nccl_version() -> str:
+    if not dist.is_nccl_available():
+        return "none"
+    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+
+
+def _own_version() -> str:
+    import legacy_ddp  # the front door, which has not opened yet when this file is loaded
+
+    return legacy_ddp.__version__
+
+
+def _describe(device: str) -> str:
+    return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
+
+
+def _determinism() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return "off"
+    return "warn only" if torch.is_deterministic_algorithms_warn_only_enabled() else "on"
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@cache
+def _cpu_model() -> str:
+    """What /proc/cpuinfo calls it; elsewhere what Python knows."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or "unknown"
