@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 
 from legacy_ddp._watchdog.activity import HERE, Activity, Sample
 from legacy_ddp._watchdog.client import Message, Outcome, Peer, ask_all
-from legacy_ddp._watchdog.processes import DEAD, moved_bytes, state_of
+from legacy_ddp._watchdog.processes import DEAD, RUNNING, moved_bytes, state_of
 from legacy_ddp._watchdog.report import Row
 
 # Two looks at a rank, this far apart, tell whether it gets on.
@@ -49,10 +49,25 @@ def ask_everybody(peers: Sequence[Peer | None], me: Peer, *, twice: bool) -> lis
     known = [peer for peer in peers if peer is not None]
     first = ask_all(known, {"ask": "state"}, me.identity)
     if not twice:
-        return rows_of(peers, first)
+        unclear = _unclear(rows_of(peers, first))
+        again = ask_all([peer for peer in known if peer.rank in unclear], {"ask": "state"}, me.identity)
+        return rows_of(peers, {**first, **{rank: answer for rank, answer in again.items() if answer[1]}})
     time.sleep(_SECOND_LOOK_SECONDS)
     second = ask_all([peer for peer in known if first[peer.rank][1]], {"ask": "state"}, me.identity)
     return [_with_both(row, first[row.rank][1], second.get(row.rank)) for row in rows_of(peers, {**first, **second})]
+
+
+def _unclear(rows: Sequence[Row]) -> set[int]:
+    """The ranks whose second answer may change the report.
+
+    The neighbours of a rank that ended: its exit reason may have reached them after their first answer. A silent rank
+    whose process runs: on a crowded machine an answer may take longer than one question waits for it.
+    """
+    ended = [row.rank for row in rows if row.has_ended and not row.note]
+    neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
+    answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
+    silent = {row.rank for row in rows if row.outcome is Outcome.SILENT and row.process == RUNNING}
+    return (neighbours & answering) | silent
 
 
 def rows_of(peers: Sequence[Peer | None], answers: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
