@@ -2,9 +2,9 @@
 
     python benchmarks/bench_hosts.py [--json FILE]
 
-The hosts are network namespaces of this machine, joined by a link of a given rate (tests/hosts.py), so this needs
-Linux, iproute2 and the right to make namespaces. For each rate one torchrun job, in which _hosts_worker.py checks that
-all variants do the same step, and measures them interleaved, as bench_all_reduce.py does:
+The hosts are network namespaces of this machine, joined by a link of a given rate (tests/helpers/hosts.py), so this
+needs Linux, iproute2 and the right to make namespaces. For each rate one torchrun job, in which _hosts_worker.py checks
+that all variants do the same step, and measures them interleaved, as bench_all_reduce.py does:
 
 torch DDP       overlaps communication with the last backward; the reference. Once more as a control: what it differs
                 from 1 by is noise. With bucket views. With bf16_compress_hook: 16 bits on the wire
@@ -34,7 +34,7 @@ from _hosts_worker import ALONE, COMPARED, REFERENCE, add_workload
 from _interrupt import quiet_interrupt
 from _measure import parse, print_table, save
 
-from tests.hosts import HostFailure, Hosts, reason_not_permitted
+from tests.helpers.hosts import HostFailure, Hosts, reason_not_permitted
 
 WORKER = Path(__file__).with_name("_hosts_worker.py")
 NOTHING = 1.00  # what costs nothing takes at most this much of torch DDP's step

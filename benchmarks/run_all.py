@@ -42,7 +42,7 @@ class Run:
 
 
 def _no_hosts() -> str:
-    from tests.hosts import reason_not_permitted
+    from tests.helpers.hosts import reason_not_permitted
 
     return reason_not_permitted() or ""
 

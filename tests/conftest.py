@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
-from tests import heard
+from tests.helpers import logged_warnings
 
 # No deadline: a shared machine makes any example slow once in a while.
 settings.register_profile("default", deadline=None)
@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _no_warning_is_only_logged() -> Iterator[None]:
     """A warning of the library is an error in a test, although the library logs it instead of raising it."""
-    heard.listen()
+    logged_warnings.listen()
     yield
-    heard.assert_nothing_left()
+    logged_warnings.assert_nothing_left()
 
 
 @pytest.fixture

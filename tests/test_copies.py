@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from tests.ranks import run_ranks
-from tests.small import Said, add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
 
 
 @pytest.mark.usefixtures("alone")

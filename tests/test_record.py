@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, SyncRecord, all_reduce_gradients
-from tests import heard
-from tests.ranks import run_ranks
-from tests.small import Said, add_gradients, error_of, gradient_values, wrap
+from tests.helpers import logged_warnings
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap
 
 # What a call says about itself
 
@@ -213,7 +213,7 @@ def _uneven_with_warnings_as_errors(rank: int, strict: tuple[int, ...]) -> tuple
             if error_of(model.all_reduce) is None:
                 optimizer.step()
             optimizer.zero_grad()
-    return heard.take(), model.module.weight.flatten().tolist(), model.all_reduce().call
+    return logged_warnings.take(), model.module.weight.flatten().tolist(), model.all_reduce().call
 
 
 @pytest.mark.parametrize("strict", [(0,), (0, 1)])
@@ -231,7 +231,7 @@ def _one_micro_batch_more(rank: int, uneven: str, sample_size: int | None) -> tu
     for _ in range(1 + rank):
         add_gradients(model, 6.0)
     said = error_of(model.all_reduce, None if sample_size is None else sample_size * (1 + rank))
-    return said, model.module.weight.grad.flatten().tolist(), heard.take()
+    return said, model.module.weight.grad.flatten().tolist(), logged_warnings.take()
 
 
 def test_uneven_work_is_no_warning_where_items_are_counted() -> None:

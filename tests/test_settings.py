@@ -12,7 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from tests.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

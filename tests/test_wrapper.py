@@ -17,8 +17,8 @@ from torch import nn
 from torch._C._distributed_c10d import FileStore
 
 from legacy_ddp import LegacyDistributedDataParallel
-from tests.ranks import run_ranks
-from tests.small import Net, Said, add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Net, Said, add_gradients, error_of, gradient_values, step, wrap
 
 # Forward and no_sync
 

@@ -1,0 +1,360 @@
+"""One rank does what the others do not: is it named on all, with nothing harmed? And are all free to do the same?"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.outcomes import (
+    Outcome,
+    attempt,
+    backward,
+    bits,
+    check_agreed,
+    check_silent,
+    next_call_is_right,
+    outcome_of,
+    same,
+    small_net,
+)
+from tests.helpers.ranks import run_ranks
+
+# Faults make uneven work, too; its warning has tests of its own.
+Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow"))
+
+
+@dataclass
+class Scene:
+    """One rank's part in a step."""
+
+    model: LegacyDistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    rank: int
+    deviates: bool  # whether this rank does what the fault is called after
+
+
+Action = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``lead_up``: what a rank does before the call that is to be tried, which it returns.
+
+    ``by_majority``: the header shows a difference and no fact, so that of two ranks nobody can be blamed.
+    ``mend``: what makes the deviating rank alike again. ``words``: of the text, with the rank's number for ``{}``.
+    """
+
+    lead_up: Callable[[Scene], Action]
+    error: str
+    words: tuple[str, ...]
+    by_majority: bool = True
+    mend: Callable[[Scene], object] | None = None
+    checks: dict[str, str] = field(default_factory=dict)
+
+
+def _skips_a_call(scene: Scene) -> Action:
+    backward(scene.model, 1.0 + scene.rank)
+    if scene.deviates:
+        scene.optimizer.step()
+        scene.optimizer.zero_grad()
+        backward(scene.model, 1.0 + scene.rank)
+    return scene.model.all_reduce
+
+
+def _calls_once_more(scene: Scene, clear: bool, sample_size: int | None = None) -> Action:
+    backward(scene.model, 1.0 + scene.rank)
+    scene.model.all_reduce(sample_size)
+    scene.optimizer.step()
+    if not scene.deviates:
+        scene.optimizer.zero_grad(set_to_none=clear)
+        backward(scene.model, 2.0)
+    return partial(scene.model.all_reduce, sample_size)
+
+
+def _brings_a_micro_batch_less(scene: Scene) -> Action:
+    for _ in range(1 if scene.deviates else 2):
+        backward(scene.model, 1.0)
+    return scene.model.all_reduce
+
+
+def _brings_one_more(scene: Scene) -> None:
+    backward(scene.model, 1.0)
+
+
+def _makes_another_call(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    return scene.model.broadcast_buffers if scene.deviates else scene.model.all_reduce
+
+
+def _passes_a_sample_size(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    return partial(scene.model.all_reduce, 5 if scene.deviates else None)
+
+
+def _changes(scene: Scene, change: Callable[[LegacyDistributedDataParallel], object]) -> Action:
+    backward(scene.model, 1.0)
+    if scene.deviates:
+        change(scene.model)
+    return scene.model.all_reduce
+
+
+def _freezes(model: LegacyDistributedDataParallel) -> None:
+    model.module[1].bias.requires_grad_(False)
+
+
+def _unfreezes(model: LegacyDistributedDataParallel) -> None:
+    model.module[0].bias.requires_grad_(True)
+
+
+def _adds(model: LegacyDistributedDataParallel) -> None:
+    model.module.append(nn.Linear(2, 2))
+
+
+def _replaces(model: LegacyDistributedDataParallel) -> None:
+    model.module[1] = nn.Linear(3, 2, bias=False)
+
+
+def _as_at_first(scene: Scene) -> None:
+    """Undo any change of the model."""
+    module = scene.model.module
+    if module[1].bias is None:
+        module[1] = nn.Linear(3, 2)
+    module[0].bias.requires_grad_(False)
+    module[1].bias.requires_grad_(True)
+    module.float()
+    del module[2:]
+
+
+def _changed_model(change: Callable[[LegacyDistributedDataParallel], object], *words: str) -> Fault:
+    return Fault(partial(_changes, change=change), "LayoutError", words, mend=_as_at_first)
+
+
+_EXTRA = ("all_reduce() call 2", "rank {}", "an extra call")
+_FAULTS = {
+    "skips a call": Fault(
+        _skips_a_call,
+        "DesyncError",
+        ("rank {}: weights changed", "a skipped call", "micro-batches since the last call: "),
+        by_majority=False,
+        checks={"unsynchronized_step": "allow"},
+    ),
+    "calls once more": Fault(partial(_calls_once_more, clear=True), "DesyncError", _EXTRA, by_majority=False),
+    "calls once more, zeroed": Fault(partial(_calls_once_more, clear=False), "DesyncError", _EXTRA, by_majority=False),
+    "brings a micro-batch less": Fault(
+        _brings_a_micro_batch_less,
+        "DesyncError",
+        ("micro-batches since the last call: ", "rank {} has 1", " 2"),
+        mend=_brings_one_more,
+        checks={"uneven": "raise"},
+    ),
+    "makes another call": Fault(
+        _makes_another_call, "DesyncError", ("rank {} has broadcast_buffers() call 2", "all_reduce() call 1")
+    ),
+    "passes a sample_size": Fault(
+        _passes_a_sample_size, "DesyncError", ("rank {} has an int sample_size", "every rank or on none")
+    ),
+    "freezes": _changed_model(_freezes, "parameter '1.bias': ", "rank {} has float32 (2,) on cpu#0, frozen"),
+    "unfreezes": _changed_model(_unfreezes, "parameter '0.bias': ", "rank {} has float32 (3,) on cpu#0, trainable"),
+    "casts": _changed_model(nn.Module.double, "parameter '1.weight': ", "rank {} has float64"),
+    "adds a layer": _changed_model(_adds, "parameter '2.bias': ", "rank {} has float32 (2,)"),
+    "loses a bias": _changed_model(_replaces, "parameter '1.bias': ", "rank {} has nothing"),
+}
+
+
+def _has_gradients_with_a_graph(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    if scene.deviates:
+        scene.model.module[1].bias.grad.requires_grad_()
+    return scene.model.all_reduce
+
+
+def _passes_nonsense(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    return partial(scene.model.all_reduce, -1 if scene.deviates else 1)
+
+
+# What fails on the rank itself, before the header: error there, and the words that follow it.
+_OWN_MISTAKES = {
+    "has gradients with a graph": (
+        _has_gradients_with_a_graph,
+        "GradientError",
+        ("grad of '1.bias' requires grad", "detach it"),
+    ),
+    "passes nonsense": (_passes_nonsense, "ValueError", ("sample_size is out of range: got -1",)),
+    "divides twice": (partial(_calls_once_more, clear=True, sample_size=4), "GradientError", ("a second time",)),
+}
+
+
+def _play(rank: int, fault: Fault, deviating: tuple[int, ...]) -> Outcome:
+    net = small_net()
+    net[0].bias.requires_grad_(False)
+    model = LegacyDistributedDataParallel(net, checks=Checks(**{"uneven": "allow", **fault.checks}))
+    scene = Scene(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, rank in deviating)
+    action = fault.lead_up(scene)
+    return outcome_of(model, rank, action, partial(fault.mend, scene) if fault.mend and scene.deviates else bool)
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("name", _FAULTS)
+def test_what_one_rank_does_alone_is_named_on_all(name: str, world_size: int, who: int) -> None:
+    fault = _FAULTS[name]
+    blamed = () if fault.by_majority and world_size == 2 else (who,)
+    words = [word.format(who) for word in fault.words]
+    check_agreed(run_ranks(_play, world_size, fault, (who,)), fault.error, blamed, *words)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", _FAULTS)
+def test_what_all_ranks_do_is_how_they_train(name: str, world_size: int) -> None:
+    check_silent(run_ranks(_play, world_size, _FAULTS[name], tuple(range(world_size))))
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize("name", _OWN_MISTAKES)
+def test_a_mistake_of_one_rank_is_the_same_error_on_all(name: str, world_size: int, who: int) -> None:
+    lead_up, own, words = _OWN_MISTAKES[name]
+    outcomes = run_ranks(_play, world_size, Fault(lead_up, "PeerError", words), (who,))
+    check_agreed(outcomes, "PeerError", (who,), f"rank {who}: {own}: ", *words)
+
+
+@pytest.mark.parametrize("name", _OWN_MISTAKES)
+def test_the_same_mistake_on_every_rank_is_the_rank_s_own_error(name: str) -> None:
+    lead_up, own, words = _OWN_MISTAKES[name]
+    check_agreed(run_ranks(_play, 2, Fault(lead_up, own, words), (0, 1)), own, (), *words)
+
+
+# What a rank may do alone
+
+
+def _detaches_gradients_with_a_graph(scene: Scene) -> Action:
+    action = _has_gradients_with_a_graph(scene)
+    scene.model.module[1].bias.grad.detach_()
+    return action
+
+
+def _has_no_samples(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    return partial(scene.model.all_reduce, 0 if scene.deviates else 4)
+
+
+def _sits_out(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    return partial(scene.model.all_reduce, skip=scene.deviates)
+
+
+def _evaluates(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    if scene.deviates:
+        scene.model.eval()
+        with torch.no_grad():
+            scene.model(torch.ones(1, 2))
+        scene.model.train()
+    return scene.model.all_reduce
+
+
+def _steps_another_model(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    if scene.deviates:
+        other = small_net()
+        backward(other, 1.0)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    return scene.model.all_reduce
+
+
+_FREEDOMS = [
+    _detaches_gradients_with_a_graph,
+    _has_no_samples,
+    _sits_out,
+    _evaluates,
+    _steps_another_model,
+    _brings_a_micro_batch_less,
+]
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("lead_up", _FREEDOMS)
+def test_what_a_rank_may_do_alone_is_silent(lead_up: Callable[[Scene], Action], world_size: int, who: int) -> None:
+    check_silent(run_ranks(_play, world_size, Fault(lead_up, "", ()), (who,)))
+
+
+def _local_steps(rank: int) -> int:
+    model = Model(small_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(model, 1.0 + rank)
+        if step % 3 == 2:
+            model.all_reduce()
+        with model.no_sync():
+            optimizer.step()
+    return model.all_reduce().call
+
+
+def test_local_steps_between_calls_on_every_rank_are_no_skipped_call() -> None:
+    # The last call repeats the one before on every rank: allowed, too.
+    assert run_ranks(_local_steps, 2) == [3, 3]
+
+
+def _no_batch(rank: int, clear: bool) -> tuple[list[float], int]:
+    model = Model(small_net())
+    for step in range(2):
+        model.zero_grad(set_to_none=clear)
+        if rank == 0 or step == 0:
+            backward(model, 1.0)
+        record = model.all_reduce()
+    return model.module[1].bias.grad.tolist(), record.call
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_rank_without_a_batch_is_no_rank_that_calls_twice(clear: bool) -> None:
+    assert run_ranks(_no_batch, 2, clear) == [([0.5, 0.5], 2)] * 2
+
+
+def _skip_among(rank: int, sample_size: int | None) -> tuple[list[float], tuple[int, ...]]:
+    model = Model(nn.Linear(1, 1, bias=False))
+    model.module.weight.grad = torch.full((1, 1), 4.0 * rank)
+    record = model.all_reduce(skip=True) if rank == 1 else model.all_reduce(sample_size)
+    return model.module.weight.grad.flatten().tolist(), record.skipped_ranks
+
+
+@pytest.mark.parametrize("sample_size, expected", [(None, 4.0), (2, 2.0)])
+def test_skip_goes_with_either_meaning(sample_size: int | None, expected: float) -> None:
+    assert run_ranks(_skip_among, 3, sample_size) == [([expected], (1,))] * 3
+
+
+# Several faults, several wrappers
+
+
+def _other_wrapper(rank: int) -> list[Outcome]:
+    models = [Model(small_net()), Model(small_net())]
+    for model in models:
+        backward(model, 1.0)
+    before = bits(models[rank % 2])
+    error = attempt(models[rank % 2].all_reduce)
+    assert isinstance(error, LegacyDDPError)
+    untouched = same(before, bits(models[rank % 2]))
+    return [
+        Outcome(type(error).__name__, error.ranks, str(error), untouched, next_call_is_right(model, rank))
+        for model in models
+    ]
+
+
+def test_another_wrapper_on_one_rank_is_named_on_all_and_both_go_on() -> None:
+    outcomes = run_ranks(_other_wrapper, 3)
+    for model in range(2):
+        check_agreed([outcome[model] for outcome in outcomes], "DesyncError", (1,), "rank 1 has number 2 on this group")
+
+
+def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
+    model = Model(small_net())
+    backward(model, 1.0)
+    return outcome_of(model, rank, model.broadcast_buffers if rank == 0 else partial(model.all_reduce, -1))
+
+
+def test_a_failure_that_meets_another_call_has_one_text_on_all_ranks() -> None:
+    outcomes = run_ranks(_fails_while_the_other_broadcasts, 2)
+    check_agreed(outcomes, "PeerError", (1,), "rank 1: ValueError: sample_size")

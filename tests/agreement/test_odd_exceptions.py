@@ -1,0 +1,223 @@
+"""Exceptions that say anything at all, on one rank: what the others get to know of them."""
+
+import ast
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch.distributed as dist
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp._watchdog import HERE, USER_CODE
+from legacy_ddp._watchdog.report_file import ReportFile
+from tests.helpers.comm_hooks import mean
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
+from tests.test_error_text import MuteError
+
+CULPRIT = 1
+FIFTY_MB = 50_000_000
+# What is raised, and what the others are told of it.
+ODD: dict[str, tuple[Callable[[], Exception], str]] = {
+    "surrogate": (lambda: OSError("no file a\udcff.pt"), r"OSError: no file a\udcff.pt"),
+    "mute": (MuteError, "MuteError: (no text: its __str__ raised ZeroDivisionError)"),
+    "300 kB": (lambda: ValueError("bad " + "x" * 300_000), "ValueError: bad xxx"),
+    "50 MB": (lambda: ValueError("bad " + "x" * FIFTY_MB), "ValueError: bad xxx"),
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a rank got: the type and the ranks of the error, its text in one line, what lay on disk, and how soon."""
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    on_disk: str
+    seconds: float
+
+
+def _told(folder: Path, act: Callable[[], object]) -> Told:
+    start = time.monotonic()
+    try:
+        act()
+    except LegacyDDPError as error:
+        files = [path.read_text(encoding="utf-8") for path in folder.glob("legacy_ddp-*-rank0-*.txt")]
+        str(error).encode()  # a user may write it anywhere
+        seconds = time.monotonic() - start
+        return Told(type(error).__name__, error.ranks, " ".join(str(error).split()), " ".join(files), seconds)
+    raise AssertionError("no error")
+
+
+def _wrap(folder: Path) -> LegacyDistributedDataParallel:
+    return wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder))
+
+
+class _Raises(int):
+    """A sample size that fails when it is looked at."""
+
+    error: Exception
+
+    def __ge__(self, other: object) -> bool:
+        raise self.error
+
+    def __lt__(self, other: object) -> bool:
+        raise self.error
+
+    __le__ = __gt__ = __ge__
+
+
+def _fails_before_the_header(rank: int, folder: Path, odd: str) -> tuple[Told, float | None]:
+    model = _wrap(folder)
+    size = _Raises(1)
+    size.error = ODD[odd][0]()
+    add_gradients(model, 1.0)
+    told = _told(folder, lambda: model.all_reduce(sample_size=size if rank == CULPRIT else 1))
+    return told, step(model, 1.0 + rank)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_exception_before_the_header_is_the_same_error_of_bounded_length_on_all(odd: str, tmp_path: Path) -> None:
+    (left, after), (raised, _) = run_ranks(_fails_before_the_header, 2, tmp_path, odd)
+
+    assert (left.kind, left.ranks, left.text) == (raised.kind, raised.ranks, raised.text)
+    assert (left.kind, left.ranks) == ("PeerError", (CULPRIT,))
+    assert f"rank 1: {ODD[odd][1]}" in left.text
+    assert len(left.text) < 10_000
+    assert ("more characters)" in left.text) == odd.endswith("B")
+    assert after == 1.5
+
+
+def _fails_in_its_hook(rank: int, folder: Path, odd: str) -> Told | tuple[bool, str, Any]:
+    model = _wrap(folder)
+    own = ODD[odd][0]()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if rank == CULPRIT:
+            raise own
+        return mean(None, bucket)
+
+    model.register_comm_hook(None, hook)
+    add_gradients(model, 1.0)
+    if rank != CULPRIT:
+        return _told(folder, model.all_reduce)
+    with pytest.raises(type(own)) as caught:
+        model.all_reduce()
+    again = _told(folder, model.all_reduce)
+    return caught.value is own, again.text, gradient_values(model)
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_exception_in_a_hook_names_its_rank_at_once_whatever_it_says(odd: str, tmp_path: Path) -> None:
+    left, (is_own, again, gradients) = run_ranks(_fails_in_its_hook, 2, tmp_path, odd, survivors_exit=False)
+
+    _check_loss(left, f"rank 1 left all_reduce() call 1 with {ODD[odd][1]}")
+    assert is_own
+    assert f"not usable after an earlier failure ({ODD[odd][1]}" in again
+    assert len(again) < 10_000
+    assert gradients == {"weight": None}
+
+
+def _fails_for_good(rank: int, folder: Path, odd: str) -> Told | None:
+    model = _wrap(folder)
+    step(model, 1.0)
+    if rank != CULPRIT:
+        return _told(folder, lambda: step(model, 1.0))
+    error = ODD[odd][0]()
+    with pytest.raises(type(error)):
+        _leave_with(error)
+    sys.exit(1)  # run_ranks knows a planted error by that
+
+
+def _leave_with(error: Exception) -> NoReturn:
+    try:
+        raise error
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_an_exception_that_ends_a_rank_is_its_goodbye_whatever_it_says(odd: str, tmp_path: Path) -> None:
+    left, _ = run_ranks(_fails_for_good, 2, tmp_path, odd, lost=(CULPRIT,))
+
+    _check_loss(left, f"missing rank 1 (left after all_reduce() call 1 with {ODD[odd][1]}")
+
+
+def _check_loss(told: Told, words: str) -> None:
+    assert (told.kind, told.ranks) == ("PeerLostError", (CULPRIT,))
+    assert words in told.text
+    assert words in " ".join(told.on_disk.split())
+    assert len(told.text) < 10_000
+    assert told.seconds < 20, "found by waiting"
+
+
+def _interrupted_in_no_sync(rank: int, odd: str) -> str:
+    model = wrap(reproducible=True)
+    error = ODD[odd][0]()
+    with pytest.raises(type(error)), model.no_sync():
+        raise error
+    try:
+        model.all_reduce(sample_size=1)
+    except LegacyDDPError as problem:
+        return str(problem)
+    return "no error"
+
+
+@pytest.mark.parametrize("odd", ["mute", "300 kB"])
+def test_an_exception_inside_no_sync_is_told_with_what_to_do_however_long_it_is(odd: str) -> None:
+    (text,) = run_ranks(_interrupted_in_no_sync, 1, odd)
+
+    assert f"ended this rank's micro-batch 1 (counted from 1) ({ODD[odd][1]}" in text
+    assert text.endswith("do the step again from its first micro-batch, on every rank")
+
+
+# Where a rank is
+
+
+def _frame_of(filename: str) -> str:
+    """What this process says of the frame of a function ``work`` in such a file."""
+    found: dict[str, Any] = {}
+    exec(compile(ast.parse("def work(look):\n    return look()"), filename, "exec"), found)
+    HERE.enter(USER_CODE)
+    (frame,) = (frame for frame in found["work"](HERE.sample).stack if frame.endswith(" in work"))
+    return str(frame)
+
+
+def test_a_source_path_that_is_no_utf_8_is_shown_with_escapes() -> None:
+    assert _frame_of("/home/a\udcff/b\udcfe.py") == r"a\udcff/b\udcfe.py:2 in work"
+
+
+def test_a_frame_of_any_length_stays_a_line_with_its_end() -> None:
+    frame = _frame_of("<string>\n" * 100_000)
+
+    assert len(frame) <= 200
+    assert frame.endswith(":2 in work")
+    assert "\n" not in frame
+
+
+def test_a_report_with_a_lone_surrogate_is_written_with_an_escape(tmp_path: Path) -> None:
+    file = ReportFile(tmp_path, 0, 2)
+    file.append("at a\udcff.py:1 in work")
+    file.close()
+
+    assert r"at a\udcff.py:1 in work" in file.path.read_text(encoding="utf-8")
+
+
+def _leaves_in_a_folder_of_bytes(rank: int, folder: Path) -> Told:
+    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder / "r\udcff"))
+    step(model, 1.0)
+    if rank == CULPRIT:
+        sys.exit(1)
+    return _told(folder / "r\udcff", lambda: step(model, 1.0))
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 there")
+def test_a_report_dir_that_is_no_utf_8_is_named_with_escapes(tmp_path: Path) -> None:
+    told, _ = run_ranks(_leaves_in_a_folder_of_bytes, 2, tmp_path, lost=(CULPRIT,))
+
+    assert rf"(also in {tmp_path}/r\udcff/legacy_ddp-" in told.text
+    _check_loss(told, "missing rank 1 (left after all_reduce() call 1 with SystemExit: 1")

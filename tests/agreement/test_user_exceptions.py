@@ -1,0 +1,153 @@
+"""What if the user's own code raises on one rank: does training go on, or end, on all ranks in step?"""
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.outcomes import backward, bits, same, small_net
+from tests.helpers.ranks import run_ranks
+
+
+class _Broken(torch.autograd.Function):
+    """Passes its input on; its backward fails."""
+
+    @staticmethod
+    def forward(_: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(*_: Any) -> torch.Tensor:
+        raise KeyError("bad batch")
+
+
+def _backward_or_break(model: nn.Module, value: float, breaks: bool, where: str = "after") -> None:
+    """One micro-batch of ``value``, or one of which backward fails: before, or after, it has reached the last layer."""
+    if not breaks:
+        return backward(model, value)
+    hidden = model.module[0](torch.ones(1, 2))
+    output = model.module[1](_Broken.apply(hidden) if where == "after" else hidden)
+    return (_Broken.apply(output) if where == "before" else output).sum().backward()
+
+
+def _drops_a_step(rank: int, broken: tuple[int, ...], where: str) -> list[bool]:
+    model = LegacyDistributedDataParallel(small_net())  # with a warning of uneven work, which is an error here
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    right = []
+    for step in range(4):
+        failed = torch.zeros(1)
+        try:
+            _backward_or_break(model, float(rank), step == 1 and rank in broken, where)
+        except KeyError:
+            failed += 1
+        dist.all_reduce(failed)
+        if not failed:
+            model.all_reduce()
+            weight = model.module[0].weight  # its gradient is in proportion to the input: 0, 1 and 2, in the mean 1
+            expected = torch.autograd.grad(model(torch.ones(1, 2)).sum(), weight)[0]
+            right.append(torch.allclose(weight.grad, expected))
+            optimizer.step()
+        optimizer.zero_grad()
+    return right
+
+
+@pytest.mark.parametrize(
+    "broken, where",
+    [
+        ((), "after"),
+        ((1,), "after"),
+        ((1,), "before"),
+        ((0, 1, 2), "after"),
+        ((0, 1, 2), "before"),
+    ],
+)
+def test_a_step_that_all_ranks_drop_because_backward_failed_on_one_leaves_no_trace(
+    broken: tuple[int, ...], where: str
+) -> None:
+    assert run_ranks(_drops_a_step, 3, broken, where) == [[True] * (3 if broken else 4)] * 3
+
+
+def _drops_a_step_alone(rank: int) -> tuple[list[float], tuple[int, ...]]:
+    """Rank 1 drops step 1, of which a part of a backward had run, without a word to rank 0. The gradients are steps."""
+    model = LegacyDistributedDataParallel(small_net(), checks=Checks(uneven="raise"))
+    calls: list[float] = []
+    try:
+        for step in range(4):
+            try:
+                with model.no_sync():
+                    backward(model, 1.0)
+                _backward_or_break(model, float(step), rank == 1 and step == 1, "before")
+            except KeyError:
+                model.zero_grad()
+                continue
+            model.module[1].bias.grad.fill_(float(step))
+            model.all_reduce()
+            calls.append(model.module[1].bias.grad[0].item())
+            model.zero_grad()
+    except LegacyDDPError as error:
+        return calls, error.ranks
+    dist.destroy_process_group()
+    return calls, ()
+
+
+def test_a_step_that_one_rank_drops_together_with_its_call_shows_when_it_leaves() -> None:
+    (first, lost), (second, _) = run_ranks(_drops_a_step_alone, 2)
+
+    assert first == second == [0.0, 1.5, 2.5]  # of steps 0 and 0, 1 and 2, 2 and 3
+    assert lost == (1,)
+
+
+def _fails_for_good(rank: int, who: int) -> tuple[str, tuple[int, ...], str, bool]:
+    model = LegacyDistributedDataParallel(small_net(), checks=Checks(uneven="allow"))
+    backward(model, 1.0)
+    model.all_reduce()
+    model.zero_grad()
+    try:
+        _backward_or_break(model, 1.0, rank == who)
+        before = bits(model)
+        model.all_reduce()
+    except KeyError:
+        dist.destroy_process_group()  # as in the finally of a script that ends with this error
+        sys.exit(1)
+    except LegacyDDPError as error:
+        return type(error).__name__, error.ranks, str(error), same(before, bits(model))
+    raise AssertionError
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_leaves_because_backward_failed_is_named_with_its_exception(who: int) -> None:
+    first, second = (result for result in run_ranks(_fails_for_good, 3, who, lost=(who,)) if result)
+    assert first[:2] == second[:2] == ("PeerLostError", (who,))
+    for _, _, text, untouched in (first, second):
+        assert f"missing rank {who} (left after all_reduce() call 1 with KeyError: 'bad batch'" in " ".join(
+            text.split()
+        )
+        assert untouched
+
+
+def _error_in_no_sync(rank: int, failing: tuple[int, ...]) -> list[float]:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(3):
+        try:
+            with model.no_sync():
+                backward(model, 1.0 + rank)
+                if rank in failing and step == 1:
+                    raise KeyError("from user code")
+        except KeyError:
+            pass
+        model.all_reduce()
+        found += model.module.weight.grad.flatten().tolist()
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("failing", [(), (1,), (0, 1)])
+def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off(failing: tuple[int, ...]) -> None:
+    assert run_ranks(_error_in_no_sync, 2, failing) == [[1.5] * 6] * 2

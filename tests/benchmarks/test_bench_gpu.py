@@ -1,0 +1,142 @@
+"""Does the benchmark for devices read profiles rightly, handle the bytes that it says, and start where there is one?"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers.paths import ROOT
+
+SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
+
+sys.path.append(str(SCRIPT.parent))
+bench_gpu = importlib.import_module("bench_gpu")
+_device_calls = importlib.import_module("_device_calls")
+Event = _device_calls.Event
+
+PROFILE = [
+    Event("cudaStreamSynchronize", (0, 1), on_device=False),  # before the call
+    Event(_device_calls.CALL, (10, 20), on_device=False),
+    Event("aten::copy_", (11, 15), on_device=False),
+    Event("cudaLaunchKernel", (12, 13), on_device=False),
+    Event("cudaMemcpyAsync", (13, 14), on_device=False),
+    Event("cudaLaunchKernel", (16, 17), on_device=False),
+    Event("cudaStreamSynchronize", (17, 18), on_device=False),
+    Event(_device_calls.CALL, (12, 30), on_device=True),
+    Event("void at::native::multi_tensor_apply_kernel<...>", (14, 25), on_device=True),
+    Event("void at::native::reduce_kernel<512, 1>", (25, 26), on_device=True),
+    Event("Memcpy DtoH (Device -> Pageable)", (26, 27), on_device=True),
+    Event("Memcpy DtoH (Device -> Pinned)", (27, 28), on_device=True),
+    Event("something else", (28, 29), on_device=True),
+    Event("cudaDeviceSynchronize", (21, 30), on_device=False),  # after the call
+]
+
+
+def test_waits_and_launches_are_those_inside_the_call() -> None:
+    names = _device_calls.during_call(PROFILE)
+
+    assert _device_calls.waits(names) == {"cudaStreamSynchronize": 1}
+    assert _device_calls.launches(names) == {"cudaLaunchKernel": 2, "cudaMemcpyAsync": 1}
+
+
+def test_kernels_are_told_by_kind_wherever_they_end() -> None:
+    assert _device_calls.kernels(PROFILE) == {
+        "many tensors at once": 1,
+        "reduction": 1,
+        "copy to the host": 2,
+        "other": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [_device_calls.CALL],  # a profiler that sees no runtime
+        ["cudaDeviceSynchronize"],
+        [_device_calls.CALL, _device_calls.CALL, "cudaDeviceSynchronize"],
+    ],
+)
+def test_a_profile_that_cannot_tell_is_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="the profile holds"):
+        _device_calls.during_call([Event(name, (0, 1), on_device=False) for name in names])
+
+
+def test_speed_and_share_are_bytes_by_time_and_the_ratio_upside_down() -> None:
+    summary = {"copy": {"median_ms": 2.0, "median_ratio": 1.0}, "pack": {"median_ms": 3.0, "median_ratio": 1.25}}
+
+    told = bench_gpu.with_speeds(summary, size_bytes=6_000_000)
+
+    assert [row["gigabytes_per_second"] for row in told.values()] == [3.0, 2.0]
+    assert [row["share_of_copy"] for row in told.values()] == [1.0, 0.8]
+
+
+def test_the_aim_is_a_share_of_four_fifths_or_more() -> None:
+    summary = {"pack": {"share_of_copy": 0.8}, "unpack": {"share_of_copy": 0.79}}
+
+    assert bench_gpu.verdicts(summary) == {"pack": "met", "unpack": "missed"}
+
+
+def test_pack_and_unpack_move_every_byte_each_time() -> None:
+    module = nn.Linear(3, 2)
+    variants = {variant.name: variant for variant in bench_gpu.copies(module)}
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    buffer = variants["pack"].run.args[0]
+
+    for value in (5.0, 7.0):
+        for gradient in gradients.values():
+            gradient.fill_(value)
+        variants["pack"].run()
+        assert buffer.flat.tolist() == [value] * 8
+        buffer.flat.fill_(value + 1)
+        variants["unpack"].run()
+        assert [gradient.tolist() for gradient in gradients.values()] == [[[value + 1] * 3] * 2, [value + 1] * 2]
+    assert all(parameter.grad is gradients[name] for name, parameter in module.named_parameters())
+    assert variants["copy_ of the same bytes"].run().nbytes == sum(p.nbytes for p in module.parameters())
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )
+
+
+def test_without_a_device_it_says_so_and_ends_with_status_1() -> None:
+    run = _run(str(SCRIPT), CUDA_VISIBLE_DEVICES="")
+
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == "no CUDA device: torch sees none, and nothing here can be measured without one\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_on_a_device_all_questions_are_answered(tmp_path: Path, ranks: int) -> None:
+    path = tmp_path / "gpu.json"
+    short = ("--models", "transformer", "--repeats", "1", "--rounds", "2", "--warm-up", "1", "--json", str(path))
+
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    run = _run(*launch, str(SCRIPT), *short)
+
+    assert run.returncode == 0, run.stderr
+    results = json.loads(path.read_text())["results"]
+    assert results["device"] == torch.cuda.get_device_name(0)
+    assert list(results["transformer"]) == ["copies", "calls", "step"]
+    assert list(results["transformer"]["calls"]) == [
+        "off, views",
+        "off, to pack",
+        "info, views",
+        "info, to pack",
+        "verdict",
+    ]
+    assert results["transformer"]["calls"]["info, to pack"]["launches_per_call"]

@@ -1,0 +1,241 @@
+"""Does bench_hosts.py compare equal work, and judge it right? Nothing here looks at a time."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.hosts import reason_not_permitted
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+
+BENCHMARKS = ROOT / "benchmarks"
+
+sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
+worker = importlib.import_module("_hosts_worker")
+bench_hosts = importlib.import_module("bench_hosts")
+
+SHORT = ("--layers", "1", "--repeats", "1", "--rounds", "2", "--warm-up", "0")
+VARIANTS = [
+    "torch DDP",
+    "torch DDP again",
+    "torch DDP, bucket views",
+    "torch DDP, bf16_compress_hook",
+    "ours, off",
+    "ours, info",
+    "ours, off, reduce_dtype=bf16",
+    "local compute alone",
+]
+COMPARED = ["control", "off", "info", "bf16", "bf16, both"]
+needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
+
+
+def _run_worker(rank: int, *given: str) -> None:
+    worker.run(worker.parse_arguments(given))
+
+
+def test_a_job_writes_the_link_and_all_variants_for_each_update_freq(tmp_path: Path) -> None:
+    path = tmp_path / "worker.json"
+
+    run_ranks(_run_worker, 2, "--update-freq", "1", "2", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["distance_from_ddp", "link", "step, update-freq 1", "step, update-freq 2"]
+    assert list(results["distance_from_ddp"]) == VARIANTS
+    assert list(results["link"]) == ["bare all_reduce", "bare all_reduce, bf16", "send, rank 0 to 1"]
+    for update_freq in (1, 2):
+        table = results[f"step, update-freq {update_freq}"]
+        assert list(table["variants"]) == VARIANTS
+        assert {row["n"] for row in table["variants"].values()} == {2}
+        assert list(table["compared"]) == COMPARED
+        assert table["compared"]["off"]["median_ratio"] == table["variants"]["ours, off"]["median_ratio"]
+
+
+def _refuse(rank: int, name: str, wrap: Any) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        worker.check_synchronization(1, {"torch DDP": worker.VARIANTS["torch DDP"], name: wrap})
+    return str(caught.value)
+
+
+def _unsynchronized(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _in_bf16(module: nn.Module) -> nn.Module:
+    return LegacyDistributedDataParallel(module, reduce_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "name, wrap",
+    [
+        ("ours, off", _unsynchronized),
+        ("ours, off, reduce_dtype=bf16", _unsynchronized),
+        ("ours, off", _in_bf16),
+        ("local compute alone", LegacyDistributedDataParallel),
+    ],
+)
+def test_a_variant_that_does_other_work_than_its_name_says_is_refused(name: str, wrap: Any) -> None:
+    for said in run_ranks(_refuse, 2, name, wrap):
+        assert f"a step of '{name}' is off that of torch DDP" in said
+
+
+def _goodput(rank: int) -> dict[str, float]:
+    arguments = worker.parse_arguments([*SHORT])
+    return {name: row["gigabits_per_second"] * row["median_ms"] for name, row in worker.measure_link(arguments).items()}
+
+
+def test_a_rate_counts_the_bits_that_a_rank_has_to_send() -> None:
+    # An embedding of 3,328 x 256; a layer of 4 x 256 in- and 256 out-projections, 2 x 4 x 256 in its feed-forward, all
+    # times 256, with 4 + 4 + 1 times 256 biases and two norms; a last norm.
+    numel = 3328 * 256 + 12 * 256**2 + (4 + 4 + 1 + 4) * 256 + 2 * 256
+
+    for world_size in (2, 3):
+        for found in run_ranks(_goodput, world_size):
+            ring = 2 * (world_size - 1) / world_size
+            assert found["bare all_reduce"] == pytest.approx(ring * 32 * numel / 1e6)
+            assert found["bare all_reduce, bf16"] == pytest.approx(ring * 16 * numel / 1e6)
+            assert found["send, rank 0 to 1"] == pytest.approx(32 * numel / 1e6)
+
+
+def _table(**intervals: tuple[float, float, float]) -> dict[str, Any]:
+    """Least, median, greatest of each comparison; those left out are 1."""
+    rows = dict.fromkeys(COMPARED, (1.0, 1.0, 1.0)) | intervals
+    compared = {
+        what: {"median_ratio": median, "ratio_interval": [low, high]} for what, (low, median, high) in rows.items()
+    }
+    return {"variants": {}, "compared": compared}
+
+
+def _results(**tables: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"step, update-freq {name.removeprefix('at_')}": table for name, table in tables.items()}
+
+
+def test_a_summary_names_the_update_freq_from_which_on_it_costs_nothing() -> None:
+    results = _results(
+        at_16=_table(off=(0.90, 0.95, 0.98), info=(0.98, 1.01, 1.03), bf16=(0.7, 0.8, 0.9)),
+        at_1=_table(off=(0.90, 0.95, 0.98), info=(0.90, 0.95, 0.98), bf16=(0.7, 0.8, 0.9)),
+        at_4=_table(off=(1.10, 1.20, 1.30), info=(0.90, 0.95, 0.98), bf16=(0.7, 0.8, 0.9)),
+        at_8=_table(off=(0.98, 0.99, 1.02), info=(0.90, 0.95, 0.98), bf16=(0.7, 0.8, 0.9)),
+    )
+
+    summary = bench_hosts.summarize_rate(results)
+
+    assert list(summary) == COMPARED
+    assert list(summary["off"]["median_ratios"].items()) == [("1", 0.95), ("4", 1.2), ("8", 0.99), ("16", 0.95)]
+    found = {what: (row["from_update_freq"], row["from_update_freq_surely"]) for what, row in summary.items()}
+    assert found == {
+        "control": (1, 1),
+        "off": (8, 16),
+        "info": (None, None),  # it is again above at the last
+        "bf16": (1, 1),
+        "bf16, both": (1, 1),
+    }
+
+
+def test_aims_are_judged_from_update_freq_8_on_beside_the_control() -> None:
+    results = _results(
+        at_4=_table(),
+        at_8=_table(off=(0.9, 0.95, 1.0), info=(0.99, 1.0, 1.01), bf16=(0.76, 0.8, 0.85)),
+        at_16=_table(control=(0.7, 0.8, 0.9), off=(0.9, 0.95, 1.0), info=(1.1, 1.2, 1.3), bf16=(0.6, 0.65, 0.675)),
+    )
+
+    judged = bench_hosts.judge_aims(results)
+
+    said = {name: {what: (row["aim"], row["verdict"]) for what, row in rows.items()} for name, rows in judged.items()}
+    assert said == {
+        "update-freq 8": {"off": (1.0, "met"), "info": (1.0, "not decided"), "bf16": (0.75, "missed")},
+        "update-freq 16": {"off": (1.0, "not decided"), "info": (1.0, "missed"), "bf16": (0.75, "met")},
+    }
+
+
+@pytest.mark.parametrize(
+    "interval, control, said",
+    [
+        ((0.60, 0.75), (0.98, 1.02), "met"),
+        ((0.60, 0.76), (0.98, 1.02), "not decided"),
+        ((0.76, 0.80), (0.98, 1.02), "missed"),  # not forgiven for being below 1
+        ((0.60, 0.70), (0.80, 0.90), "not decided"),  # two equal variants differed as much: 0.75 * 0.9 < 0.70
+        ((0.76, 0.80), (1.10, 1.20), "not decided"),
+        ((0.83, 0.90), (1.10, 1.20), "missed"),
+    ],
+)
+def test_an_aim_is_moved_by_what_two_equal_variants_surely_differ_by(
+    interval: tuple[float, float], control: tuple[float, float], said: str
+) -> None:
+    assert bench_hosts.verdict(interval, control, 0.75) == said
+
+
+@pytest.mark.parametrize("gigabits, limited_by", [(1.7, "the rate"), (1.6, "this machine, not the rate")])
+def test_what_an_all_reduce_gets_tells_what_limits_it(gigabits: float, limited_by: str) -> None:
+    link = {"bare all_reduce": {"gigabits_per_second": gigabits}, "send": {"gigabits_per_second": 2.0}}
+
+    found = bench_hosts.reached(link, 2.0)
+
+    assert found == {"share_of_rate": {"bare all_reduce": gigabits / 2, "send": 1.0}, "limited_by": limited_by}
+
+
+def _start(*given: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bench_hosts.py"), *given],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("--rates", "fast"), "argument --rates: got fast, expected 0.01 to 100 Gbit/s"),
+        (("--rates", "0"), "argument --rates: got 0, expected 0.01 to 100 Gbit/s"),
+        (("--update-freq", "1", "0"), "argument --update-freq: got 0, expected a whole number of 1 or more"),
+        (("--layers", "-1"), "argument --layers: got -1, expected a whole number of 1 or more"),
+    ],
+)
+def test_a_wrong_argument_is_named(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_hosts.parse_arguments(given)
+
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_the_tools_it_says_which_are_missing() -> None:
+    run = _start(*SHORT, PATH="")
+
+    assert run.returncode == 1
+    assert run.stderr == "ip, tc, unshare, nsenter, mount not found; install iproute2 and util-linux\n"
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+
+    run = _start("--rates", "2", "--update-freq", "8", *SHORT, "--json", str(path))
+    document = json.loads(path.read_text())
+    results = document["results"]
+
+    assert (run.returncode, run.stderr) == (0, "")
+    assert max(map(len, run.stdout.splitlines())) <= 80
+    assert document["environment"]["world_size"] == 2
+    assert document["arguments"]["rates"] == [2.0]
+    assert list(results["rates"]) == list(results["summary"]) == ["2 Gbit/s"]
+    for rate in results["rates"].values():
+        assert list(rate["step, update-freq 8"]["variants"]) == VARIANTS
+        assert rate["reached"]["share_of_rate"]["send, rank 0 to 1"] < 1.25  # what may leave at once is 8 % here
+    assert list(results["aims"]) == ["update-freq 8"]
+    assert list(results["aims"]["update-freq 8"]) == ["off", "info", "bf16"]
+    assert "aim 0.75: " in run.stdout

@@ -1,0 +1,113 @@
+"""Are all benchmarks run by one command, and does one that fails show?"""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.scripts import heed_ctrl_c
+
+sys.path.append(str(ROOT / "benchmarks"))
+run_all = importlib.import_module("run_all")
+
+
+def test_every_benchmark_is_among_them() -> None:
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("bench_*.py")}
+
+    assert {run.script for run in run_all.RUNS.values()} == scripts
+
+
+def test_every_kept_result_is_one_of_theirs() -> None:
+    kept = list(run_all.RESULTS.glob("*.json"))
+
+    assert kept
+    for path in kept:
+        assert path.stem in run_all.RUNS
+        assert json.loads(path.read_text())["environment"]["torch"].startswith("2.13.0")
+
+
+def test_a_full_run_is_launched_on_its_ranks_and_writes_where_results_are_kept() -> None:
+    words = run_all.command("step_4", full=True)
+
+    assert words[words.index("--nproc-per-node") + 1] == "4"
+    assert words[words.index("--json") + 1] == str(run_all.RESULTS / "step_4.json")
+    assert "--json" not in run_all.command("step_2", full=False)
+    assert "torch.distributed.run" not in run_all.command("memory", full=False)
+    assert "sparse embedding" in run_all.command("step_others_2", full=True)
+
+
+def test_a_failure_does_not_keep_others_from_running_and_is_the_exit_status(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = {
+        "fails": run_all.Run("bench_trace.py", 0, "", "--no-such-option"),
+        "cannot": run_all.Run("bench_trace.py", 0, "", "", lambda: "it is Sunday"),
+        "full only": run_all.Run("bench_trace.py", 0, ""),
+        "works": run_all.Run("bench_trace.py", 0, "", "--help"),
+    }
+    monkeypatch.setattr(run_all, "RUNS", runs)
+
+    with pytest.raises(SystemExit, match="failed: fails"):
+        run_all.main([])
+
+    said = capfd.readouterr().out
+    assert "--- cannot: left out, it is Sunday" in said
+    assert "--- works: " in said
+    assert "exit code 0" in said
+    assert "--- full only: left out, only in full (make bench-full BENCH=full only)" in said
+    assert said.startswith("2 of 4 benchmarks will run\n")
+
+
+def test_started_as_a_script_it_says_what_there_is() -> None:
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "run_all.py"), "--only", "nothing"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert run.returncode == 2
+    assert run.stderr.startswith("no benchmark is called 'nothing', expected one of step_2, ")
+    assert max(map(len, run.stderr.splitlines())) <= 80
+
+
+TAKES_A_SECOND_TO_CLEAN_UP = """
+import signal, time
+try:
+    print("ready", flush=True)
+    signal.pause()
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("clean", flush=True)
+"""
+RUN_IT = """
+import sys
+from _interrupt import quiet_interrupt
+from run_all import run_one
+with quiet_interrupt():
+    run_one([sys.executable, "-c", sys.argv[1]])
+"""
+
+
+def test_at_ctrl_c_a_benchmark_has_time_to_clean_up() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN_IT, TAKES_A_SECOND_TO_CLEAN_UP],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT / "benchmarks",
+        start_new_session=True,  # Ctrl-C goes to all of a group
+        preexec_fn=heed_ctrl_c,
+    )
+    assert process.stdout
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+
+    assert process.communicate(timeout=60) == ("clean\n", "")
+    assert process.returncode == 130

@@ -1,0 +1,266 @@
+"""Does bench_scale.py go through what it says, and is its model right? Nothing here looks at a time."""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+
+BENCHMARKS = ROOT / "benchmarks"
+
+sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
+_alpha_beta = importlib.import_module("_alpha_beta")
+_calls = importlib.import_module("_calls")
+_rank_growth = importlib.import_module("_rank_growth")
+bench_scale = importlib.import_module("bench_scale")
+
+SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
+CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
+PACKED = ["bare all_reduce", "ours, off, to pack", "ours, info, to pack"]
+STEPS = ["torch DDP", "torch DDP, bucket views", "ours, off", "ours, info", "local compute alone"]
+PHASES = ["plan", "pack", "agree", "payload", "alias"]
+
+
+def _run(rank: int, *given: str) -> None:
+    bench_scale.run(bench_scale.parse_arguments(given))
+
+
+def test_tensors_are_counted_in_calls_and_steps(tmp_path: Path) -> None:
+    path = tmp_path / "tensors.json"
+
+    run_ranks(_run, 2, "tensors", "--counts", "1", "3", "--ddp-up-to", "1", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["1 tensors", "3 tensors"]
+    for count, result in zip((1, 3), results.values(), strict=True):
+        assert list(result["call"]) == CALLS
+        assert list(result["step"]) == (STEPS if count == 1 else STEPS[2:])
+        assert all(row["set_up_s"] > 0 for row in result["step"].values())
+        assert {row["n"] for table in ("call", "step") for row in result[table].values()} == {2}
+        assert {name: list(phases) for name, phases in result["phases_ms"].items()} == dict.fromkeys(CALLS[1:], PHASES)
+        for table, without in {"call": "bare all_reduce", "step": "local compute alone"}.items():
+            row = result[table]["ours, info" if table == "step" else "ours, info, views"]
+            beyond_ms = row["median_ms"] - result[table][without]["median_ms"]
+            assert row["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
+
+
+def test_replanning_is_measured_for_every_number_of_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "replan.json"
+
+    run_ranks(_run, 2, "replan", "--counts", "1", "3", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["1 tensors", "3 tensors"]
+    for count, result in zip((1, 3), results.values(), strict=True):
+        assert list(result) == ["nothing changed", "one parameter frozen or thawed"]
+        beyond_ms = result["one parameter frozen or thawed"]["median_ms"] - result["nothing changed"]["median_ms"]
+        assert result["one parameter frozen or thawed"]["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
+
+
+def test_bytes_go_up_to_the_largest_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "bytes.json"
+
+    run_ranks(_run, 2, "bytes", "--largest-mib", "5", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+
+    assert list(results) == ["1 MiB", "4 MiB"]
+    for result in results.values():
+        assert list(result["call"]) == CALLS
+        assert list(result["phases_ms"]) == CALLS[1:]
+
+
+def test_ranks_measures_every_power_of_two_and_reasons_up_to_1024(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+
+    run_ranks(_run, 4, "ranks", "--largest-mib", "1", *SHORT, "--json", str(path))
+    results = json.loads(path.read_text())["results"]
+    given, *fitted = results["reasoned"]["networks"]
+
+    runs = ["2 ranks, 64 KiB", "2 ranks, 1024 KiB", "4 ranks, 64 KiB", "4 ranks, 1024 KiB"]
+    assert list(results["run"]) == runs
+    assert {tuple(table) for table in results["run"].values()} == {tuple(PACKED)}
+    assert list(results["run, 1,000 tensors"]) == PACKED
+    assert list(results["reasoned"]["ours"]) == ["off", "info"]
+    # 34 MiB = 35,651,584 bytes: on 2 ranks 2 hops of 50 us and as many bytes; on 1,024 2,046 hops, and almost twice.
+    milliseconds = given["milliseconds"]["bare all_reduce"]
+    assert milliseconds["2"] == pytest.approx(0.1 + 35.651584)
+    assert milliseconds["1024"] == pytest.approx(102.3 + 2 * 35.651584 * 1023 / 1024)
+    assert given["residuals"] == {}
+    assert list(fitted[-1]["residuals"]) == (runs if (os.cpu_count() or 1) < 4 else fitted[0]["residuals"])
+    for network in results["reasoned"]["networks"]:
+        assert list(network["milliseconds"]) == ["bare all_reduce", "ours, off", "ours, info"]
+        assert all(list(row) == ["2", "4", "8", "16", "64", "256", "1024"] for row in network["milliseconds"].values())
+
+
+def _gradients(rank: int) -> list[Any]:
+    """What every variant finds before it runs, and has reduced after it: values, and how many are to be packed."""
+    calls = _calls.Calls(48, 3)
+    calls.build()
+    found = []
+    for variant in calls.build():
+        variant.prepare()
+        held = calls._models.get("off" if "off" in variant.name else "info")
+        tensors = [calls._flat] if held is None or variant.name == CALLS[0] else [p.grad for p in held.parameters]
+        loose = sum(tensor.untyped_storage().resizable() for tensor in tensors)  # those that are no slots
+        for tensor in tensors:
+            tensor.mul_(rank + 1)
+        variant.run()
+        found.append([variant.name, loose, [tensor.tolist() for tensor in _after(calls, variant.name)]])
+    return found
+
+
+def _after(calls: Any, name: str) -> list[Any]:
+    if name == CALLS[0]:
+        return [calls._flat]
+    return [p.grad for p in calls._models["off" if "off" in name else "info"].parameters]
+
+
+def test_every_call_reduces_the_same_bytes() -> None:
+    for found in run_ranks(_gradients, 2):
+        assert found == [
+            [CALLS[0], 1, [[3.0] * 12]],  # the sum of 1 and 2; ours is the mean
+            [CALLS[1], 0, [[1.5] * 4] * 3],
+            [CALLS[2], 3, [[1.5] * 4] * 3],
+            [CALLS[3], 0, [[1.5] * 4] * 3],
+            [CALLS[4], 3, [[1.5] * 4] * 3],
+        ]
+
+
+def test_phases_leave_the_warm_up_of_each_building_out() -> None:
+    arguments = argparse.Namespace(warm_up=1, rounds=2)
+    calls = [{"agree": seconds} for seconds in (9.0, 1.0, 2.0, 9.0, 3.0, 10.0)]
+
+    assert _calls.median_phases(calls, arguments) == {"agree": 2500.0}
+
+
+def test_a_ring_hands_every_chunk_round_twice() -> None:
+    assert _alpha_beta.ring_terms(1, 100) == (1, 0, 0)
+    assert _alpha_beta.ring_terms(2, 100) == (1, 2, 100)  # a half there, a half back
+    assert _alpha_beta.ring_terms(5, 100) == (1, 8, 160)
+
+    ring = _alpha_beta.Ring("by hand", call_seconds=3.0, alpha_seconds=0.5, beta_seconds=0.25)
+
+    assert ring.seconds(5, 100) == 3 + 8 * 0.5 + 160 * 0.25
+    assert ring.exchange_seconds(5) == 4 * 0.5 + 4 * 128 * 0.25
+
+
+def test_ours_adds_headers_rows_tensors_and_a_pass_over_the_bytes() -> None:
+    ring = _alpha_beta.Ring("by hand", call_seconds=3.0, alpha_seconds=0.5, beta_seconds=0.25)
+    ours = _alpha_beta.Ours(call_seconds=7.0, byte_seconds=0.125, tensor_seconds=2.0, row_seconds=11.0)
+
+    assert ours.seconds(ring, 5, 100, tensors=13) == 47 + 130 + 7 + 12.5 + 26 + 55
+
+
+RUNS = list(product((2, 4, 16), (2**16, 2**20, 2**24)))
+
+
+@pytest.mark.parametrize("costs", [(3e-4, 5e-5, 1e-9), (0.0, 5e-5, 1e-9), (3e-4, 0.0, 2e-10)])
+def test_a_fit_recovers_the_costs_that_made_the_times(costs: tuple[float, float, float]) -> None:
+    ring = _alpha_beta.Ring("true", *costs)
+
+    fitted = _alpha_beta.fit_ring("fitted", {key: ring.seconds(*key) for key in RUNS})
+
+    found = (fitted.call_seconds, fitted.alpha_seconds, fitted.beta_seconds)
+    assert found == pytest.approx(costs, rel=1e-6, abs=1e-12)
+    assert all(
+        abs(missed) < 1e-6
+        for missed in _alpha_beta.residuals(fitted, {key: ring.seconds(*key) for key in RUNS}).values()
+    )
+
+
+def test_of_two_ranks_alone_the_whole_constant_is_counted_as_hops() -> None:
+    ring = _alpha_beta.Ring("true", 3e-4, 5e-5, 1e-9)
+
+    fitted = _alpha_beta.fit_ring("fitted", {key: ring.seconds(*key) for key in RUNS if key[0] == 2})
+
+    assert (fitted.call_seconds, fitted.alpha_seconds) == (0.0, pytest.approx(5e-5 + 1.5e-4))
+    assert fitted.beta_seconds == pytest.approx(1e-9)
+
+
+def test_short_times_count_as_much_as_long_ones() -> None:
+    # (c - 1)^2 + (1000 c / 1500 - 1)^2 is least where c (1 + 4/9) = 1 + 2/3.
+    assert _alpha_beta.fit_costs([[1.0], [1000.0]], [1.0, 1500.0]) == pytest.approx([15 / 13])
+
+
+def test_no_cost_is_below_zero() -> None:
+    # The line through these falls: with no cost below 0, a constant alone comes nearest.
+    found = _alpha_beta.fit_costs([[1.0, 1.0], [1.0, 2.0]], [3.0, 2.0], scales=[1.0, 1.0])
+
+    assert found == [pytest.approx(2.5), 0.0]
+    assert _alpha_beta.fit_costs([[1.0], [2.0]], [-1.0, -2.0], scales=[1.0, 1.0]) == [0.0]
+
+
+def test_what_ours_adds_is_recovered_from_runs_of_two_ranks() -> None:
+    ring = _alpha_beta.Ring("true", 0.0, 2e-4, 1e-9)
+    ours = _alpha_beta.Ours(call_seconds=4e-4, byte_seconds=3e-10, tensor_seconds=5e-6, row_seconds=7e-6)
+    keys = [key for key in RUNS if key[0] == 2]
+    bare = {key: 1.1 * ring.seconds(*key) for key in keys}  # whatever the ring missed is no cost of ours
+    whole = {key: bare[key] + ours.seconds(ring, *key, tensors=4) - ring.seconds(*key) for key in keys}
+
+    found = _alpha_beta.fit_ours(ring, bare, whole, tensors=4, tensor_seconds=5e-6, row_seconds=7e-6)
+
+    assert vars(found) == pytest.approx(vars(ours), rel=1e-6)
+
+
+def test_a_tensor_costs_what_more_of_them_add() -> None:
+    few = {"bare all_reduce": {"median_ms": 5.0}, "ours, off, to pack": {"median_ms": 6.0}}
+    many = {"bare all_reduce": {"median_ms": 7.0}, "ours, off, to pack": {"median_ms": 17.96}}
+
+    assert _rank_growth.seconds_per_tensor(few, many) == pytest.approx(1e-5)  # 10.96 - 1 ms for 996
+    assert _rank_growth.seconds_per_tensor(many, few) == 0.0
+
+
+def test_runs_of_more_ranks_than_cores_are_fitted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    arguments = bench_scale.parse_arguments(["ranks", "--alpha-us", "3", "--gigabytes-per-second", "4"])
+    bare = {(2, 2**20): 0.002, (2, 2**24): 0.02, (4, 2**20): 0.02, (4, 2**24): 0.2}
+
+    (given, _), (roomy, roomy_times), (crowded, crowded_times) = _rank_growth._networks(bare, arguments)
+
+    assert (given.call_seconds, given.alpha_seconds, given.beta_seconds) == (0.0, 3e-6, 0.25e-9)
+    assert (roomy.name, list(roomy_times)) == ("fitted to the runs of up to 2 ranks", [(2, 2**20), (2, 2**24)])
+    assert crowded.name == "fitted to all runs, up to 4 ranks; inflated by oversubscription"
+    assert crowded_times == bare
+
+
+def test_residuals_tell_the_typical_and_the_worst() -> None:
+    ring = _alpha_beta.Ring("by hand", call_seconds=1.0, alpha_seconds=0.0, beta_seconds=0.0)
+
+    assert _alpha_beta.residuals(ring, {(2, 8): 2.0, (4, 8): 0.5}) == {(2, 8): -0.5, (4, 8): 1.0}
+    assert _alpha_beta.typical_and_worst({"a": 0.1, "b": -0.4, "c": 0.2}) == (0.2, "b")
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("tensors", "--counts", "0"), "--counts is out of range: got 0, expected 1 to 2,097,152"),
+        (("bytes", "--largest-mib", "0.5"), "--largest-mib leaves nothing to measure: got 0.5"),
+        (("ranks", "--alpha-us", "-1"), "--alpha-us is out of range: got -1, expected more than 0"),
+        (("ranks", "--gigabytes-per-second", "0"), "--gigabytes-per-second is out of range: got 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench_scale.parse_arguments(given)
+
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_more_than_the_memory_is_refused_before_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")  # 6 GiB each
+
+    with pytest.raises(SystemExit):
+        bench_scale.parse_arguments(["bytes"])
+
+    assert "the ranks would need 6000 GiB, and this machine has" in capsys.readouterr().err

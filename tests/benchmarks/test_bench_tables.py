@@ -1,0 +1,164 @@
+"""Do the pages hold the tables that the results make, and is a table what its numbers say?"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+tables = importlib.import_module("tables")
+
+RESULTS = {
+    "results": {
+        "2 ranks": {"fast": {"ratio": 1.005, "ends": [0.5, 2]}, "slow": {"ratio": 20.126, "ends": [3, 4]}},
+        "4 ranks": {"fast": {"ratio": 1.25, "ends": [0.5, 2]}, "slow": {"ratio": 20.131, "ends": [3, 4]}},
+        "verdict": "met",
+    }
+}
+ROWS = {"the fast one": {"way": "fast"}, "the slow one": {"way": "slow"}}
+RATIO = tables.Column("2 ranks", (("2 ranks", "{way}", "ratio"),))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "some.json").write_text(json.dumps(RESULTS))
+    return tmp_path
+
+
+def _table(*columns: Any, file: str = "some.json", rows: dict[str, dict[str, str]] = ROWS) -> Any:
+    return tables.Table(file, "times", columns, rows)
+
+
+@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
+def test_a_page_holds_what_the_results_say(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+
+    assert tables.fill(text, tables.TABLES) == text, "run: python benchmarks/tables.py --write"
+
+
+def test_every_table_stands_on_one_page() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+
+    assert sorted(found["name"] for found in tables.MARKED.finditer(pages)) == sorted(tables.TABLES)
+
+
+def test_what_is_printed_is_what_the_pages_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    tables.main([])
+
+    printed = capsys.readouterr().out
+    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+    for found in tables.MARKED.finditer(pages):
+        assert f"{found['name']}\n\n{found['table']}" in printed
+
+
+def test_a_row_has_its_label_and_the_numbers_at_its_places(folder: Path) -> None:
+    ends = (("4 ranks", "{way}", "ends", "0"), ("4 ranks", "{way}", "ends", "1"))
+
+    assert tables.render(_table(RATIO, tables.Column("ends", ends, "{:g} to {:g}")), folder) == (
+        "| times | 2 ranks | ends |\n"
+        "|---|---|---|\n"
+        "| the fast one | 1.00 | 0.5 to 2 |\n"
+        "| the slow one | 20.13 | 3 to 4 |\n"
+    )
+
+
+def test_a_range_goes_upwards_and_is_one_number_where_its_ends_are_written_alike(folder: Path) -> None:
+    both = tuple((ranks, "{way}", "ratio") for ranks in ("4 ranks", "2 ranks"))
+
+    told = tables.render(_table(tables.Column("ratio", both, is_range=True)), folder)
+
+    assert told.splitlines()[2:] == ["| the fast one | 1.00 – 1.25 |", "| the slow one | 20.13 |"]  # noqa: RUF001
+
+
+def test_rows_of_one_table_may_come_from_several_files(folder: Path) -> None:
+    (folder / "other.json").write_text(json.dumps(RESULTS).replace("1.005", "9"))
+    rows = {name: {"way": "fast", "name": name} for name in ("some", "other")}
+
+    assert tables.render(_table(RATIO, file="{name}.json", rows=rows), folder).splitlines()[2:] == [
+        "| some | 1.00 |",
+        "| other | 9.00 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "place,said",
+    [
+        (("2 ranks", "{way}", "mean"), "no number at results / 2 ranks / fast / mean: 'mean' is not there"),
+        (("2 ranks", "{way}", "ends", "2"), "no number at results / 2 ranks / fast / ends / 2: '2' is not there"),
+        (("2 ranks", "{way}", "ratio", "x"), "'x' is not there"),
+        (("verdict",), "no number at results / verdict: got 'met'"),
+    ],
+)
+def test_a_missing_number_is_an_error_that_names_file_and_place(folder: Path, place: Any, said: str) -> None:
+    with pytest.raises(tables.TableError) as caught:
+        tables.render(_table(tables.Column("x", (place,))), folder)
+
+    assert said in str(caught.value)
+    assert str(folder / "some.json") in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path, content: str | None) -> None:
+    if content:
+        (tmp_path / "some.json").write_text(content)
+
+    with pytest.raises(tables.TableError) as caught:
+        tables.render(_table(RATIO), tmp_path)
+
+    assert f"{tmp_path / 'some.json'} cannot be read" in str(caught.value)
+
+
+def test_only_what_is_between_the_markers_changes(folder: Path) -> None:
+    text = "before\n<!-- table: a -->\nold\n<!-- end -->\nbetween\n<!-- table: a -->\n<!-- end -->\nafter\n"
+    table = _table(RATIO)
+    block = "<!-- table: a -->\n" + tables.render(table, folder) + "<!-- end -->\n"
+
+    filled = tables.fill(text, {"a": table}, folder)
+
+    assert filled == f"before\n{block}between\n{block}after\n"
+    assert tables.fill(filled, {"a": table}, folder) == filled
+
+
+@pytest.mark.parametrize(
+    "text,said",
+    [
+        ("<!-- table: b -->\n<!-- end -->\n", "no table is called 'b', expected one of a"),
+        ("<!-- table: a -->\n| x |\n", "1 tables begin, but not each has its own <!-- end -->"),
+        ("<!-- table: a -->\n<!-- table: a -->\n<!-- end -->\n", "2 tables begin, but not"),
+    ],
+)
+def test_markers_that_are_wrong_are_an_error(folder: Path, text: str, said: str) -> None:
+    with pytest.raises(tables.TableError, match=said):
+        tables.fill(text, {"a": _table(RATIO)}, folder)
+
+
+def test_writing_mends_all_pages_or_none(tmp_path: Path) -> None:
+    stale, wrong = tmp_path / "stale.md", tmp_path / "wrong.md"
+    stale.write_text("<!-- table: step -->\nold\n<!-- end -->\n")
+    wrong.write_text("<!-- table: nothing -->\n<!-- end -->\n")
+
+    step = {"step": tables.TABLES["step"]}
+
+    with pytest.raises(tables.TableError):
+        tables.write([stale, wrong], step)
+    assert "old" in stale.read_text()
+
+    assert tables.write([stale], step) == [stale]
+    assert tables.write([stale], step) == []
+    assert stale.read_text() == f"<!-- table: step -->\n{tables.render(tables.TABLES['step'])}<!-- end -->\n"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_table_that_does_not_stand_in_one_place_is_an_error(tmp_path: Path, count: int) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: step -->\nold\n<!-- end -->\n" * count)
+
+    with pytest.raises(tables.TableError, match=f"table 'step' stands in {count} places, expected 1"):
+        tables.write([page], {"step": tables.TABLES["step"]})
+
+    assert page.read_text().count("old") == count

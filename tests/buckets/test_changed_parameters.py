@@ -1,0 +1,120 @@
+"""Does the next call follow parameters that changed after wrapping?"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Net, add_gradients, error_of, gradient_values, step, wrap
+
+
+def _add_lora(net: Any) -> None:
+    net.head.requires_grad_(False)
+    net.head.down, net.head.up = nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+
+def _replace_parameter(net: Any) -> None:
+    net.head.bias = nn.Parameter(torch.ones(4, dtype=torch.float64))
+
+
+_CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": id,
+    "freeze": lambda net: net.conv.requires_grad_(False),
+    "unfreeze": lambda net: net.frozen.requires_grad_(True),
+    "add": _add_lora,
+    "replace-layer": lambda net: setattr(net, "head", nn.Linear(4, 4)),
+    "replace-parameter": _replace_parameter,
+    "remove": lambda net: delattr(net, "head"),
+    "rename": lambda net: setattr(net, "aa", net._modules.pop("head")),
+    "tie": lambda net: setattr(net, "tied", net.head),
+    "double": lambda net: net.double(),
+    "bfloat16": lambda net: net.bfloat16(),
+    "memory-format": lambda net: net.to(memory_format=torch.channels_last),
+    "data": lambda net: setattr(net.head.weight, "data", torch.zeros(4, 4).T.contiguous().T),
+    "freeze-all": lambda net: net.requires_grad_(False),
+}
+
+
+def _change_between_steps(rank: int, how: str) -> list[Any]:
+    net = Net()
+    model = LegacyDistributedDataParallel(net)
+    step(model, rank)
+    _CHANGES[how](net)
+    seen = []
+    for value in (2, 3):
+        model.zero_grad()
+        if any(parameter.requires_grad for parameter in net.parameters()):
+            add_gradients(model, value + rank)
+        record = model.all_reduce()
+        for parameter in net.parameters():
+            assert parameter.grad is None or parameter.grad.stride() == parameter.stride()
+            assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
+        trainable = {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+        seen.append(({name: grad for name, grad in gradient_values(net).items() if name in trainable}, trainable))
+        assert [row.micro_batches for row in record.rows] == [int(bool(trainable))] * 2
+    return seen
+
+
+@pytest.mark.parametrize("how", _CHANGES)
+def test_the_next_call_follows_whatever_changed_after_wrapping(how: str) -> None:
+    for seen in run_ranks(_change_between_steps, 2, how):
+        for mean, (grads, trainable) in zip([2.5, 3.5], seen, strict=True):
+            assert grads == dict.fromkeys(trainable, mean)
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_were_all_replaced_are_counted_from_the_second_call_on() -> None:
+    model = wrap()
+    model.module.weight = nn.Parameter(torch.ones(1, 2))
+
+    counts = []
+    for _ in range(2):
+        add_gradients(model, 1)
+        counts.append(model.all_reduce().rows[0].micro_batches)
+
+    assert counts == [0, 1]  # nobody saw the new one before the first call
+
+
+def _swap_contents(rank: int) -> float | None:
+    model = wrap()
+    step(model, rank)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.zero_grad()
+        model.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    return step(model, rank + 1.0)
+
+
+def test_torch_may_swap_the_contents_of_a_wrapped_parameter() -> None:
+    assert run_ranks(_swap_contents, 2) == [1.5, 1.5]
+
+
+def _untie(rank: int, guilty: tuple[int, ...]) -> list[Any]:
+    net: Any = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    model = LegacyDistributedDataParallel(net)
+    step(model, rank)
+    if rank in guilty:
+        net[1].weight = nn.Parameter(net[0].weight.detach().clone())
+    model.zero_grad()
+    add_gradients(model, float(rank))
+    return [error_of(model.all_reduce), gradient_values(model)]
+
+
+def test_a_weight_untied_after_wrapping_gets_a_gradient_of_its_own() -> None:
+    for error, values in run_ranks(_untie, 2, (0, 1)):
+        assert error is None
+        assert values == {"0.weight": 0.5, "1.weight": 0.5}
+
+
+def test_a_weight_untied_on_one_rank_is_named_on_all() -> None:
+    for error, _ in run_ranks(_untie, 2, (1,)):
+        assert error is not None
+        assert error[0] == "LayoutError"
+        assert "shared with 1.weight" in error[1]

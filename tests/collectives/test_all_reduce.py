@@ -1,0 +1,377 @@
+"""Do all ranks end with the gradients that one process, holding all of them, would compute?"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import (
+    AgreedError,
+    Checks,
+    DesyncError,
+    GradientError,
+    LegacyDDPError,
+    LegacyDistributedDataParallel,
+    PeerError,
+    SyncRecord,
+)
+from tests.helpers.cases import (
+    DTYPES,
+    SKIP,
+    Case,
+    Grads,
+    Part,
+    all_bits,
+    bits_of,
+    both_ways,
+    cast_to,
+    check_case,
+    error_of,
+    get_gradients,
+    reduced_on_all,
+    set_gradients,
+    sparse_of,
+    vectors,
+    wrap_module,
+)
+from tests.helpers.ranks import run_ranks
+
+# What a call means
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_plain_call_leaves_the_mean_on_every_rank(world_size: int) -> None:
+    grads = vectors(*([6.0 * (rank + 1), -2.0 * (rank + 1)] for rank in range(world_size)))
+
+    # Small integers whose sum world_size divides: exact in every dtype.
+    cases = {dtype: Case([torch.zeros(2, dtype=dtype)], cast_to(grads, dtype)) for dtype in DTYPES}
+    check_case(cases, {dtype: [torch.tensor([3.0, -1.0], dtype=dtype) * (world_size + 1)] for dtype in DTYPES})
+
+
+def test_only_ranks_that_take_part_count() -> None:
+    grads = vectors([6.0, 60.0], [12.0, 120.0], [18.0, 180.0])
+    table: list[tuple[list[Part], float]] = [
+        ([{"sample_size": 1}, {"sample_size": 2}, {"sample_size": 3}], (6 + 12 + 18) / 6),
+        ([{"sample_size": 4}, {"sample_size": 0}, {"sample_size": 2}], (6 + 18) / 6),
+        ([{"sample_size": 0}, {"sample_size": 0}, {"sample_size": 9}], 18 / 9),
+        ([{}, SKIP, {}], (6 + 18) / 2),
+        ([SKIP, SKIP, {}], 18.0),
+        ([{"sample_size": 2}, {"sample_size": 7, "skip": True}, {"sample_size": 1}], (6 + 18) / 3),
+    ]
+
+    check_case(
+        {str(parts): Case([torch.zeros(2)], grads, parts) for parts, _ in table},
+        {str(parts): [torch.tensor([value, 10 * value])] for parts, value in table},
+    )
+
+
+def _records(all_parts: Sequence[Sequence[Part]], rank: int) -> list[tuple[bool, SyncRecord]]:
+    results = []
+    for parts in all_parts:
+        wrapped = wrap_module([torch.zeros(3), torch.zeros(2)])
+        set_gradients(wrapped, [torch.ones(3), sparse_of([0], torch.ones(1), 2)])
+        record = wrapped.all_reduce(**parts[rank])
+        results.append((all(p.grad is None for p in wrapped.parameters()), record))
+    return results
+
+
+def test_gradients_become_none_when_nobody_takes_part() -> None:
+    parts: list[list[Part]] = [[SKIP, SKIP], [{"sample_size": 0}] * 2, [SKIP, {"sample_size": 0}]]
+    for all_none, record in chain(*run_ranks(partial(_records, parts), 2)):
+        assert all_none
+        assert record.skipped
+        assert record.skipped_ranks == (0, 1)
+
+
+def test_record_tells_what_was_divided_by() -> None:
+    parts: list[list[Part]] = [[{"sample_size": 3}, SKIP, {"sample_size": 4}], [SKIP, {}, {}]]
+    for (none, weighted), (_, plain) in run_ranks(partial(_records, parts), 3):
+        assert not none
+        assert (weighted.skipped, weighted.sample_size, weighted.divisor) == (False, 7, 7)
+        assert weighted.skipped_ranks == (1,)
+        assert (plain.skipped, plain.sample_size, plain.divisor, plain.skipped_ranks) == (False, None, 2, (0,))
+
+
+def test_what_a_rank_without_a_part_holds_does_not_matter() -> None:
+    useless: Grads = [torch.tensor([math.nan, math.inf]), sparse_of([1], torch.ones(1), 2), None, torch.ones(2)]
+    useful: Grads = [*[torch.full((2,), 4.0)] * 3, None]
+    parts: dict[str, list[Part]] = {"skip": [SKIP, {}], "0": [{"sample_size": 0}, {"sample_size": 2}]}
+
+    check_case(
+        {label: Case([torch.zeros(2)] * 4, [useless, useful], part) for label, part in parts.items()},
+        {"skip": useful, "0": [*[torch.full((2,), 2.0)] * 3, None]},
+    )
+
+
+def _skip_what_requires_grad(rank: int) -> Grads:
+    wrapped = wrap_module([torch.zeros(2)])
+    wrapped.module[0].grad = torch.full((2,), 4.0)
+    if rank == 0:
+        wrapped.module[0].grad = torch.ones(2, requires_grad=True) * 2
+    wrapped.all_reduce(skip=rank == 0)
+    return get_gradients(wrapped)
+
+
+def test_rank_that_skips_may_hold_what_could_not_be_reduced() -> None:
+    assert [all_bits(grads) for grads in run_ranks(_skip_what_requires_grad, 2)] == [
+        [bits_of(torch.full((2,), 4.0))]
+    ] * 2
+
+
+def _skip_with_anything(rank: int) -> bool:
+    return wrap_module([torch.zeros(2)]).all_reduce(sample_size=-1, skip=True).skipped
+
+
+def test_sample_size_is_not_looked_at_with_skip() -> None:
+    assert run_ranks(_skip_with_anything, 1) == [True]
+
+
+def _repeat_plain(rank: int) -> Grads:
+    wrapped = wrap_module([torch.zeros(2)])
+    set_gradients(wrapped, vectors([1.0, 5.0], [3.0, 7.0])[rank])
+    for _ in range(3):
+        wrapped.all_reduce()
+    return get_gradients(wrapped)
+
+
+def test_plain_call_repeated_averages_the_mean() -> None:
+    assert [all_bits(grads) for grads in run_ranks(_repeat_plain, 2)] == [[bits_of(torch.tensor([2.0, 6.0]))]] * 2
+
+
+def _repeat_weighted(guilty: tuple[int, ...], rank: int) -> tuple[Any, bool, Grads, Grads]:
+    module = nn.Linear(2, 1, bias=False)
+    wrapped = LegacyDistributedDataParallel(module, checks=Checks(uneven="allow"))
+    wrapped(torch.ones(1, 2)).sum().backward()
+    wrapped.all_reduce(sample_size=1)
+    if rank not in guilty:
+        wrapped(torch.ones(1, 2)).sum().backward()
+    before = all_bits(get_gradients(wrapped))
+    error = error_of(lambda: wrapped.all_reduce(sample_size=1))
+    untouched = all_bits(get_gradients(wrapped)) == before
+    wrapped.zero_grad()
+    wrapped(torch.full((1, 2), 3.0)).sum().backward()
+    wrapped.all_reduce(sample_size=3)
+    usable = get_gradients(wrapped)
+    wrapped.zero_grad(set_to_none=False)  # nothing to divide twice: the rank just has no batch
+    wrapped.all_reduce(sample_size=1)
+    return error, untouched, usable, get_gradients(wrapped)
+
+
+@pytest.mark.parametrize("guilty, expected", [((0, 1), GradientError), ((1,), PeerError)])
+def test_sample_size_repeated_without_backward_is_an_error(
+    guilty: tuple[int, ...], expected: type[LegacyDDPError]
+) -> None:
+    results = run_ranks(partial(_repeat_weighted, guilty), 2)
+
+    assert len({error for error, _, _, _ in results}) == 1
+    for (kind, text), untouched, usable, cleared in results:
+        assert kind is expected
+        assert "divide them a second time" in text
+        assert untouched
+        assert all_bits(usable) == [bits_of(torch.ones(1, 2))]
+        assert all_bits(cleared) == [bits_of(torch.zeros(1, 2))]
+
+
+def _mix_parts(rank: int) -> tuple[Any, bool]:
+    wrapped = wrap_module([torch.zeros(2)])
+    set_gradients(wrapped, [torch.ones(2)])
+    error = error_of(lambda: wrapped.all_reduce(**({} if rank else {"sample_size": 1})))
+    return error, all_bits(get_gradients(wrapped)) == [bits_of(torch.ones(2))]
+
+
+def test_plain_and_weighted_calls_do_not_mix() -> None:
+    results = run_ranks(_mix_parts, 2)
+
+    assert results[0] == results[1]
+    assert results[0][0][0] is DesyncError
+    assert results[0][1]
+
+
+def _edit_by_hand(rank: int) -> list[Grads]:
+    wrapped = wrap_module([torch.zeros(2), torch.zeros(2)])
+    set_gradients(wrapped, [torch.full((2,), 2.0 * rank), None])
+    wrapped.all_reduce(sample_size=1)  # (0 + 2) / 2
+    first = get_gradients(wrapped)
+    wrapped.module[0].grad.mul_(rank * 2.0)
+    wrapped.module[1].grad = torch.full((2,), 6.0)
+    wrapped.all_reduce(sample_size=2)  # (0 + 2) / 4 and (6 + 6) / 4
+    return [first, get_gradients(wrapped)]
+
+
+def test_gradients_assigned_and_edited_by_hand_count() -> None:
+    for first, second in run_ranks(_edit_by_hand, 2):
+        assert all_bits(first) == [bits_of(torch.ones(2)), None]
+        assert all_bits(second) == [bits_of(torch.full((2,), 0.5)), bits_of(torch.full((2,), 3.0))]
+
+
+def test_gradient_missing_everywhere_stays_none_and_missing_somewhere_counts_as_zeros() -> None:
+    one = torch.full((2,), 4.0)
+    some: list[Grads] = [[None, one, one, None, None], [None, None, one, one, None]]
+    lone: list[Grads] = [[None, None, None, None, one], [None] * 5]
+
+    check_case(
+        {"some": Case([torch.zeros(2)] * 5, some), "lone": Case([torch.zeros(2)] * 5, lone)},
+        {"some": [None, one / 2, one, one / 2, None], "lone": [None, None, None, None, one / 2]},
+    )
+
+
+def test_gradients_around_an_absent_one_are_reduced() -> None:
+    # Absent ones of up to 64 KiB travel as zeros, a wider one splits the run.
+    gaps = (1, 16 * 1024, 16 * 1024 + 1)
+    grads: list[Grads] = [[torch.ones(2), None, None], [torch.ones(2), None, torch.full((3,), 8.0)]]
+
+    check_case(
+        {gap: Case([torch.zeros(2), torch.zeros(gap), torch.zeros(3)], grads) for gap in gaps},
+        {gap: [torch.ones(2), None, torch.full((3,), 4.0)] for gap in gaps},
+    )
+
+
+# Gradients that cannot be reduced
+
+
+def _require_grad(parameter: torch.Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is a reference cycle
+        (parameter**3).sum().backward(create_graph=True)
+
+
+def _refused(guilty: tuple[int, ...], as_view: bool, rank: int) -> tuple[Any, bool, Grads]:
+    wrapped = wrap_module([torch.zeros(2, 2)] * 3, gradient_as_bucket_view=as_view)
+    parameters = list(wrapped.module)
+    set_gradients(wrapped, [torch.full((2, 2), float(rank)), None, None])
+    wrapped.all_reduce()  # the first gradient may be a view from now on
+    parameters[2].grad = torch.full((2, 2), float(rank))
+    if rank in guilty:
+        _require_grad(parameters[1])
+    objects = [parameter.grad for parameter in parameters]
+    bits = [bits_of(parameter.grad.to_dense()) for parameter in parameters if parameter.grad is not None]
+    error = error_of(wrapped.all_reduce)
+    untouched = all(parameter.grad is grad for parameter, grad in zip(parameters, objects, strict=True))
+    untouched &= bits == [bits_of(parameter.grad.to_dense()) for parameter in parameters if parameter.grad is not None]
+    set_gradients(wrapped, [torch.ones(2, 2), None, None])
+    wrapped.all_reduce()
+    return error, untouched, get_gradients(wrapped)
+
+
+@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("guilty", [(1,), (0, 1)])
+def test_gradient_that_requires_grad_is_refused_on_every_rank(guilty: tuple[int, ...], as_view: bool) -> None:
+    results = run_ranks(partial(_refused, guilty, as_view), 2)
+
+    assert len({error for error, _, _ in results}) == 1
+    for (kind, text), untouched, later in results:
+        assert kind is (PeerError if guilty == (1,) else GradientError)
+        assert "'1' requires grad" in text
+        assert untouched
+        assert all_bits(later) == [bits_of(torch.ones(2, 2)), None, None]
+
+
+def _other_dtype(grad_dtypes: Sequence[torch.dtype | None], rank: int) -> tuple[str, Grads, Grads]:
+    wrapped = wrap_module([torch.zeros(2, dtype=torch.bfloat16)])
+    parameter = wrapped.module[0]
+    parameter.grad_dtype = grad_dtypes[rank]
+    parameter.grad = torch.tensor([1.001, 1e-3], dtype=grad_dtypes[rank] or torch.float32)
+    try:
+        wrapped.all_reduce()
+        told = ""
+    except AgreedError as error:
+        told = type(error).__name__
+    except GradientError as error:
+        told = str(error)
+    result = get_gradients(wrapped)
+    parameter.grad, parameter.grad_dtype = None, torch.bfloat16
+    parameter.grad = torch.ones(2, dtype=torch.bfloat16)
+    wrapped.all_reduce()
+    return told, result, get_gradients(wrapped)
+
+
+@pytest.mark.parametrize(
+    "grad_dtypes, told",
+    [
+        ((torch.float32, torch.float32), ""),  # asked for on every rank: reduced in that dtype
+        ((torch.float32, torch.bfloat16), "LayoutError"),
+        ((None, None), "has dtype torch.float32, expected torch.bfloat16"),
+        ((torch.bfloat16, None), "PeerError"),
+    ],
+)
+def test_gradient_of_another_dtype_than_its_parameter_is_never_rounded(
+    grad_dtypes: Sequence[torch.dtype | None], told: str
+) -> None:
+    results = run_ranks(partial(_other_dtype, grad_dtypes), 2)
+
+    for grad_dtype, (what, grads, later) in zip(grad_dtypes, results, strict=True):
+        assert told in what
+        assert bool(told) == bool(what)
+        assert all_bits(grads) == [bits_of(torch.tensor([1.001, 1e-3], dtype=grad_dtype or torch.float32))]
+        assert all_bits(later) == [bits_of(torch.ones(2, dtype=torch.bfloat16))]
+
+
+# Settings that must not change a result
+
+
+def _odd_values(rank: int) -> Grads:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (7,), (2, 2))]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_neither_buffer_size_nor_views_nor_checks_change_the_result(world_size: int) -> None:
+    grads = [_odd_values(rank) for rank in range(world_size)]
+    like = [torch.zeros_like(grad) for grad in grads[0] if grad is not None]
+    mean: Grads = [
+        torch.stack([g.double() for g in of_ranks if g is not None]).mean(0) for of_ranks in zip(*grads, strict=True)
+    ]
+    options: list[dict[str, Any]] = [{}, {"checks": "off"}, *({"buffer_size": n} for n in (1, 3, 16, 2**40))]
+
+    results = reduced_on_all(both_ways({str(option): Case(like, grads, options=option) for option in options}))
+
+    whole = results["{}", True]
+    for label, result in results.items():
+        if world_size == 2:  # from three ranks on, the order of addition depends on an element's place
+            assert all_bits(result) == all_bits(whole), label
+        for grad, exact in zip(result, mean, strict=True):
+            # Values of up to 3, at most three roundings of half an ulp each.
+            torch.testing.assert_close(grad, exact.float() if exact is not None else None, rtol=0, atol=3 * 2**-22)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_rank_leaves_a_plain_mean_bitwise_unchanged_and_divides_by_sample_size(dtype: torch.dtype) -> None:
+    real = torch.tensor([1.001, -0.0, math.inf, 6e-8, 6e4, math.nan]).to(dtype)
+    grads: Grads = [real, sparse_of([0, 4], real[:2])]
+    like = [torch.zeros(6, dtype=dtype), torch.zeros(5, dtype=dtype)]
+    three: Grads = [torch.full((2,), 24.0).to(dtype), sparse_of([2], torch.full((1,), 24.0).to(dtype))]
+    eight: Grads = [torch.full((2,), 8.0).to(dtype), sparse_of([2], torch.full((1,), 8.0).to(dtype))]
+
+    check_case(
+        {
+            "plain": Case(like, [grads]),
+            "reduce_dtype": Case(like, [grads], options={"reduce_dtype": torch.bfloat16}),
+            "sample_size": Case([torch.zeros(2, dtype=dtype), like[1]], [three], [{"sample_size": 3}]),
+        },
+        {"plain": grads, "reduce_dtype": grads, "sample_size": eight},
+    )
+
+
+def test_nan_and_infinity_stay_in_their_own_element() -> None:
+    bad, good = [math.nan, 1.0, math.inf, 1.0, -math.inf], [2.0, 3.0, 2.0, math.nan, 2.0]
+    sparse = [sparse_of([0, 2], torch.tensor(pair), 3) for pair in ([math.nan, 1.0], [1.0, 3.0])]
+    real = [dtype for dtype in DTYPES if not dtype.is_complex]
+    cases = {
+        dtype: Case(
+            [torch.zeros(5, dtype=dtype), torch.zeros(3, dtype=dtype)],
+            [[torch.tensor(row).to(dtype), part.to(dtype)] for row, part in zip((bad, good), sparse, strict=True)],
+        )
+        for dtype in real
+    }
+
+    for dense, scattered in reduced_on_all(both_ways(cases)).values():
+        assert dense is not None
+        assert scattered is not None
+        assert str(dense.tolist()) == "[nan, 2.0, inf, nan, -inf]"
+        assert str(scattered.to_dense().tolist()) == "[nan, 0.0, 2.0]"

@@ -1,0 +1,87 @@
+"""Does all_reduce_gradients() do what the method does, and keep nothing alive?"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
+from tests.helpers.cases import Part, all_bits, get_gradients
+from tests.helpers.ranks import run_ranks
+
+
+def _function(form: str, rank: int) -> tuple[list[object], list[object]]:
+    module, twin = (nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)) for _ in range(2))
+    wrapped = LegacyDistributedDataParallel(twin)
+    module.load_state_dict(twin.state_dict())
+    forms: dict[str, Callable[[], Any]] = {
+        "module": lambda: module,
+        "list": lambda: list(module.parameters()),
+        "generator": module.parameters,
+    }
+    ours, theirs = [], []
+    for step in range(4):
+        for model in (module, twin):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            F.mse_loss(model(torch.full((1, 3), float(rank + step))), torch.ones(1, 1)).backward()
+        part: Part = [{}, {"sample_size": rank + 1}, {"skip": rank == 1}, {"sample_size": 0}][step]
+        record = all_reduce_gradients(forms[form](), **part)
+        assert record.call == step + 1
+        assert record.divisor == wrapped.all_reduce(**part).divisor
+        ours.append(all_bits(get_gradients(module)))
+        theirs.append(all_bits(get_gradients(twin)))
+    return ours, theirs
+
+
+@pytest.mark.parametrize("form", ["module", "list", "generator"])
+def test_function_equals_the_method_call_after_call(form: str) -> None:
+    results = run_ranks(partial(_function, form), 2)
+
+    assert results[0] == results[1]
+    assert results[0][0] == results[0][1]
+    assert results[0][0][-1] == [None] * 4
+
+
+def _leftovers(form: str, rank: int) -> list[bool]:
+    module = nn.Linear(2, 1)
+    module(torch.ones(1, 2)).sum().backward()
+    wrapped: nn.Module = module
+    if form == "wrapper":
+        wrapped = LegacyDistributedDataParallel(module)
+        wrapped.all_reduce()
+    else:
+        all_reduce_gradients(module if form == "module" else module.parameters())
+    alive = [weakref.ref(thing) for thing in (wrapped, module, module.weight, module.weight.grad)]
+    del module, wrapped
+    gc.collect()
+    return [ref() is not None for ref in alive]
+
+
+@pytest.mark.parametrize("form", ["module", "parameters", "wrapper"])
+def test_nothing_of_a_module_outlives_it(form: str) -> None:
+    assert run_ranks(partial(_leftovers, form), 1) == [[False] * 4]
+
+
+def _reduce_nothing(rank: int) -> list[int]:
+    return [all_reduce_gradients([]).payload_bytes, all_reduce_gradients(nn.ReLU()).payload_bytes]
+
+
+def test_function_with_nothing_to_reduce_does_nothing() -> None:
+    assert run_ranks(_reduce_nothing, 2) == [[0, 0]] * 2
+
+
+def _reduce_numbers(rank: int) -> int:
+    numbers: list[Any] = [1.0]
+    with pytest.raises(TypeError, match="expected a module or its parameters"):
+        all_reduce_gradients(numbers)
+    return all_reduce_gradients([nn.Parameter(torch.zeros(2))]).call
+
+
+def test_function_refuses_what_is_not_a_tensor_and_the_group_stays_usable() -> None:
+    assert run_ranks(_reduce_numbers, 2) == [1, 1]

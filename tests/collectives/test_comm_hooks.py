@@ -1,0 +1,218 @@
+"""What does a communication hook get to see, and what becomes of what it returns?"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.cases import Part, bits_of, get_gradients, set_gradients, wrap_module
+from tests.helpers.comm_hooks import at_once, mean
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, gradient_values, step, tanh_net, wrap
+
+Hook = Callable[[Any, Any], Any]
+
+
+def _reduced(rank: int, parts: tuple[Part, ...], grads: Any, *, hook: Hook = mean) -> Any:
+    model = wrap_module([torch.zeros(2), torch.zeros(1), torch.zeros(3)])
+    model.register_comm_hook(None, hook)
+    set_gradients(model, copy.deepcopy(grads[rank]))
+    record = model.all_reduce(**parts[rank])
+    return [None if grad is None else grad.tolist() for grad in get_gradients(model)], record.divisor
+
+
+@pytest.mark.parametrize(
+    "parts, expected",
+    [
+        pytest.param(({}, {}), [[2.0, 4.0], [3.5], None], id="mean"),
+        pytest.param(({"sample_size": 3}, {"sample_size": 1}), [[1.0, 2.0], [1.75], None], id="sample_size"),
+        pytest.param(({"skip": True}, {}), [[3.0, 6.0], None, None], id="one rank skips"),
+        pytest.param(({"sample_size": 0}, {"sample_size": 2}), [[1.5, 3.0], None, None], id="one rank has no samples"),
+        pytest.param(({"skip": True}, {"skip": True}), [None, None, None], id="nobody takes part"),
+    ],
+)
+def test_the_hooks_mean_is_scaled_to_those_that_took_part(parts: Any, expected: Any) -> None:
+    grads = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), None], [torch.tensor([3.0, 6.0]), None, None]]
+    assert [found for found, _ in run_ranks(partial(_reduced, parts=parts, grads=grads), 2)] == [expected] * 2
+
+
+def _shown(rank: int) -> tuple[list[Any], list[Any]]:
+    """What a hook sees of parameters of three dtypes and odd strides."""
+    parameters = [
+        torch.ones(2, 3).t(),
+        torch.ones(2, dtype=torch.float64),
+        torch.ones(2, dtype=torch.complex64),
+        torch.ones(1, 2, 2, 2).to(memory_format=torch.channels_last),
+    ]
+    model, seen = wrap_module(parameters), []
+
+    def look(state: Any, bucket: Any) -> Any:
+        grads = bucket.gradients()
+        assert all(grad.data_ptr() >= bucket.buffer().data_ptr() for grad in grads)
+        assert sum(grad.sum().item() for grad in grads) == pytest.approx(bucket.buffer().sum().item())
+        shapes = [(tuple(grad.shape), grad.stride()) for grad in grads]
+        assert [id(parameter) for parameter in bucket.parameters()] == [
+            id(parameter) for parameter in model.parameters() if parameter.dtype == bucket.parameters()[0].dtype
+        ]
+        seen.append((state, bucket.index(), bucket.is_last(), bucket.buffer().dtype, shapes))
+        return mean(None, bucket)
+
+    model.register_comm_hook("state", look)
+    grads = [torch.full_like(tensor, 2.0 * rank) for tensor in parameters]
+    grads[2] = grads[2] + 4j
+    set_gradients(model, grads)
+    model.all_reduce()
+    return seen, [(grad.stride(), grad.tolist()) for grad in get_gradients(model) if grad is not None]
+
+
+def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters() -> None:
+    for seen, grads in run_ranks(_shown, 2):
+        assert seen == [
+            ("state", 0, False, torch.float32, [((3, 2), (1, 3)), ((1, 2, 2, 2), (8, 1, 4, 2))]),
+            ("state", 1, False, torch.float64, [((2,), (1,))]),
+            ("state", 2, True, torch.float32, [((2, 2), (2, 1))]),
+        ]
+        assert grads == [
+            ((1, 3), [[1.0, 1.0]] * 3),
+            ((1,), [1.0, 1.0]),
+            ((1,), [1 + 4j, 1 + 4j]),
+            ((8, 1, 4, 2), [[[[1.0, 1.0]] * 2] * 2]),
+        ]
+
+
+def _resizing(state: Any, bucket: Any) -> Any:
+    buffer = bucket.buffer()
+    shape, mean = buffer.shape, buffer * 0.5
+    buffer.resize_(1000).fill_(77.0)  # a hook may do as it likes with what it is given
+    dist.all_reduce(mean)
+    return at_once(mean.view(shape))
+
+
+def test_what_a_hook_does_to_its_buffer_reaches_no_gradient() -> None:
+    grads = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), torch.ones(3)]] * 2
+    found = run_ranks(partial(_twice, grads=grads), 2)
+    assert found == [[[[1.0, 2.0], [7.0], [1.0] * 3]] * 2] * 2
+
+
+def _twice(rank: int, grads: Any) -> Any:
+    model, found = wrap_module([torch.zeros(2), torch.zeros(1), torch.zeros(3)]), []
+    model.register_comm_hook(None, _resizing)
+    for _ in range(2):
+        set_gradients(model, copy.deepcopy(grads[rank]))
+        model.all_reduce()
+        found.append([grad.tolist() for grad in get_gradients(model) if grad is not None])
+    return found
+
+
+def _sparse_and_dense(rank: int) -> list[Any]:
+    model, shown = wrap_module([torch.zeros(3, 1), torch.zeros(2)]), []
+
+    def note(state: Any, bucket: Any) -> Any:
+        shown.append(bucket.buffer().tolist())
+        return mean(None, bucket)
+
+    model.register_comm_hook(None, note)
+    sparse = torch.sparse_coo_tensor([[rank]], [[4.0]], (3, 1), check_invariants=True)
+    set_gradients(model, [sparse, torch.full((2,), 1.0 + rank)])
+    model.all_reduce()
+    first, second = get_gradients(model)
+    assert first is not None
+    assert second is not None
+    return [shown == [[0.0] * 3 + [1.0 + rank] * 2], first.is_sparse, first.to_dense().tolist(), second.tolist()]
+
+
+def test_sparse_gradients_do_not_go_through_the_hook() -> None:
+    assert run_ranks(_sparse_and_dense, 2) == [[True, True, [[2.0], [2.0], [0.0]], [1.5, 1.5]]] * 2
+
+
+def _tripling(state: Any, bucket: Any) -> Any:
+    return at_once(bucket.buffer() * 3)
+
+
+def _alone(rank: int) -> list[float | None]:
+    model = wrap()
+    model.register_comm_hook(None, _tripling)
+    add_gradients(model, 2.0)
+    model.all_reduce()
+    return list(gradient_values(model).values())
+
+
+def test_a_single_rank_has_its_hook_run_too() -> None:
+    assert run_ranks(_alone, 1) == [[6.0]]
+
+
+def _on_a_sub_group(rank: int) -> float | None:
+    """Each rank is a group of its own; the mean over the default one, which None stands for, would be 1.5."""
+    model = wrap(process_group=[dist.new_group([0]), dist.new_group([1])][rank])
+    model.register_comm_hook(model.process_group, default_hooks.allreduce_hook)
+    return step(model, 1.0 + rank)
+
+
+def test_a_hook_of_torch_on_a_sub_group_takes_the_group_as_its_state() -> None:
+    assert run_ranks(_on_a_sub_group, 2) == [1.0, 2.0]
+
+
+def _registered_late(rank: int) -> list[Any]:
+    """Between two steps, with gradients in half precision, which travel in another dtype without a hook."""
+    model, dtypes = wrap_module([torch.zeros(2, dtype=torch.float16)]), []
+
+    def note(state: Any, bucket: Any) -> Any:
+        dtypes.append(bucket.buffer().dtype)
+        return mean(None, bucket)
+
+    found = []
+    for number in range(2):
+        if number == 1:
+            model.register_comm_hook(None, note)
+        set_gradients(model, [torch.full((2,), 1.0 + 2 * rank, dtype=torch.float16)])
+        model.all_reduce()
+        found += [grad.tolist() for grad in get_gradients(model) if grad is not None]
+    return [found, dtypes]
+
+
+def test_a_hook_may_be_registered_between_steps() -> None:
+    assert run_ranks(_registered_late, 2) == [[[[2.0, 2.0]] * 2, [torch.float16]]] * 2
+
+
+def _copied(rank: int) -> list[Any]:
+    model = wrap()
+    model.register_comm_hook(None, lambda _, bucket: _tripling(None, bucket))  # no pickle could carry it
+    found = []
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        each.zero_grad()
+        add_gradients(each, 1.0)
+        each.all_reduce()
+        found += gradient_values(each).values()
+    return found
+
+
+def test_a_copy_has_no_hook() -> None:
+    assert run_ranks(_copied, 2) == [[3.0, 1.0, 1.0]] * 2
+
+
+def _beside_torch_ddp(rank: int) -> bool:
+    """Several parameters, and two micro-batches to the call: the plain hook and no hook are one."""
+    found = []
+    for has_hook in (True, False):
+        model = LegacyDistributedDataParallel(tanh_net())
+        if has_hook:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        torch.manual_seed(rank)
+        with model.no_sync():
+            model(torch.randn(8, 4)).sum().backward()
+            assert not model.all_reduce().synchronized
+        model(torch.randn(8, 4)).sum().backward()
+        model.all_reduce()
+        found.append([bits_of(grad) for grad in get_gradients(model)])
+    return found[0] == found[1]
+
+
+def test_the_plain_hook_changes_no_bit_at_two_ranks() -> None:
+    assert run_ranks(_beside_torch_ddp, 2) == [True] * 2

@@ -1,0 +1,217 @@
+"""Do torch's communication hooks do here what they do under torch DDP?"""
+
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.cases import bits_of
+from tests.helpers.comm_hooks import hold_group
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, error_of, gradient_values, wrap
+
+Model = LegacyDistributedDataParallel
+Hook = Callable[[Any, Any], Any]
+Registered = Callable[[], tuple[Any, Hook]]  # made on the rank, where the groups are
+
+
+def _power_state(**options: Any) -> powerSGD_hook.PowerSGDState:
+    hold_group()
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5, **options
+    )
+
+
+def _local_state() -> post_localSGD_hook.PostLocalSGDState:
+    alone, _ = dist.new_subgroups(1)
+    return post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=3)
+
+
+HOOKS: dict[str, Registered] = {
+    "allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    "no communication": lambda: (None, debugging_hooks.noop_hook),
+    "PowerSGD": lambda: (_power_state(), powerSGD_hook.powerSGD_hook),
+    "PowerSGD, batched": lambda: (_power_state(), powerSGD_hook.batched_powerSGD_hook),
+    "PowerSGD in fp16": lambda: (
+        _power_state(),
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    ),
+    "post-local-SGD": lambda: (_local_state(), post_localSGD_hook.post_localSGD_hook),
+}
+
+
+def _one_matrix() -> nn.Module:
+    """One parameter, so that the order of gradients in a bucket, which is not torch's, changes nothing."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 5, bias=False), nn.Tanh())
+
+
+def _trained(rank: int, model: nn.Module, *, steps: int = 6) -> list[list[bytes]]:
+    """The weights after every step, each rank having data of its own."""
+    torch.manual_seed(11 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    seen = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        if isinstance(model, Model):
+            model.all_reduce()
+        optimizer.step()
+        seen.append([bits_of(parameter.detach()) for parameter in model.parameters()])
+    return seen
+
+
+def _with_hook(rank: int, model: nn.Module, name: str) -> list[list[bytes]]:
+    state, hook = HOOKS[name]()
+    model.register_comm_hook(state, hook)
+    return _trained(rank, model)
+
+
+def _several_matrices(rank: int, first: str, last: str) -> list[tuple[Any, float]]:
+    """Hooks get gradients in the order of names here, and in that of backward there. The bits, and a loss."""
+    warnings.simplefilter("ignore")
+    found = []
+    for wrapper in (LegacyDistributedDataParallel, DistributedDataParallel):
+        torch.manual_seed(3)
+        layers = {first: nn.Linear(6, 5, bias=False), "m": nn.Tanh(), last: nn.Linear(5, 4, bias=False)}
+        net = nn.Sequential(OrderedDict(layers))
+        bits = _with_hook(rank, wrapper(net), "PowerSGD")
+        found.append((bits, net(torch.randn(64, 6)).square().mean().item()))  # 0.07 before the first step
+    return found
+
+
+def test_power_sgd_of_several_matrices_is_that_of_torch_ddp_where_names_follow_backward() -> None:
+    for ours, theirs in run_ranks(_several_matrices, 2, "z", "a"):
+        assert ours == theirs
+
+
+def test_power_sgd_trains_as_well_as_under_torch_ddp_where_names_do_not_follow_backward() -> None:
+    for (ours, loss), (theirs, their_loss) in run_ranks(_several_matrices, 2, "a", "z"):
+        assert ours != theirs
+        assert loss < 0.03
+        assert loss == pytest.approx(their_loss, rel=0.1)
+
+
+def _mend_batched_power() -> None:
+    """The batched hook of torch 2.13 fails under torch DDP, too: it passes one matrix to what wants a batch of them."""
+    orthogonalize = powerSGD_hook._orthogonalize
+    powerSGD_hook._orthogonalize = lambda matrices, epsilon=0: orthogonalize(
+        matrices.unsqueeze(0) if matrices.dim() == 2 else matrices, epsilon
+    )
+
+
+def _both(rank: int) -> dict[str, tuple[Any, Any]]:
+    # Torch's own calls to what it is about to rename, and what it says of PowerSGD's first steps.
+    warnings.simplefilter("ignore")
+    _mend_batched_power()
+    return {
+        name: (
+            _with_hook(rank, LegacyDistributedDataParallel(_one_matrix()), name),
+            _with_hook(rank, DistributedDataParallel(_one_matrix()), name),
+        )
+        for name in HOOKS
+    }
+
+
+def test_torchs_hooks_give_the_weights_that_they_give_in_torch_ddp() -> None:
+    ranks = run_ranks(_both, 2)
+    for name in HOOKS:
+        for ours, theirs in (rank[name] for rank in ranks):
+            assert ours == theirs, name
+    compressed = {name: ranks[0][name][0] for name in HOOKS}
+    for name in set(HOOKS) - {"allreduce"}:  # or the test could not tell one from the other
+        assert compressed[name] != compressed["allreduce"], name
+    replicas = {name for name in HOOKS if ranks[0][name][0] == ranks[1][name][0]}
+    assert replicas == set(HOOKS) - {"no communication", "post-local-SGD"}
+
+
+BROKEN: dict[str, Registered] = {
+    "quantization per tensor": lambda: (dist.group.WORLD, quantization_hooks.quantization_pertensor_hook),
+    "quantization per channel": lambda: (dist.group.WORLD, quantization_hooks.quantization_perchannel_hook),
+    "PowerSGD, batched": HOOKS["PowerSGD, batched"],
+}
+
+
+def _failing(rank: int) -> dict[str, list[Any]]:
+    """What each raises here and under torch DDP, on groups of their own: a hook that raises loses its group."""
+    warnings.simplefilter("ignore")
+    said: dict[str, list[Any]] = {name: [] for name in BROKEN}
+    for name, registered in BROKEN.items():
+        for wrapper in (LegacyDistributedDataParallel, DistributedDataParallel):
+            model = wrapper(_one_matrix(), process_group=dist.new_group([0]))
+            model.register_comm_hook(*registered())
+            error = error_of(_trained, rank, model)
+            said[name].append(error and (error[0], error[1].partition("\n\nAt:")[0]))  # without the stack
+    return said
+
+
+def test_hooks_of_torch_that_fail_under_torch_ddp_fail_with_the_same_error_here() -> None:
+    (said,) = run_ranks(_failing, 1)
+    for name, (ours, theirs) in said.items():
+        assert ours is not None, name
+        assert ours == theirs, name
+
+
+def _bf16(rank: int) -> list[float]:
+    """torch DDP refuses it on gloo by its name; it runs there all the same."""
+    with pytest.raises(TypeError, match="BF16"):
+        DistributedDataParallel(nn.Linear(1, 1)).register_comm_hook(None, default_hooks.bf16_compress_hook)
+    model = wrap()
+    model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    add_gradients(model, 1.0 + 2.0**-7 * rank)
+    model.all_reduce()
+    return list(gradient_values(model).values())
+
+
+def test_the_bf16_hook_rounds_as_bf16_does() -> None:
+    # Halved before the sum: 0.5 and 0.50390625 in bf16; the sum needs 9 bits of fraction, of which bf16 has 8.
+    mean = (torch.tensor(0.5).bfloat16() + torch.tensor(1.0078125 / 2).bfloat16()).float().item()
+    assert run_ranks(_bf16, 2) == [[mean]] * 2
+    assert mean != (1.0 + 1.0078125) / 2
+
+
+def _resumed(rank: int) -> tuple[Any, Any]:
+    """PowerSGD for six steps, and for three, saved, loaded and three more."""
+    warnings.simplefilter("ignore")
+    whole = _with_hook(rank, LegacyDistributedDataParallel(_one_matrix()), "PowerSGD")
+    torch.manual_seed(11 + rank)
+    batches = [torch.randn(8, 6) for _ in range(6)]
+    model, state = LegacyDistributedDataParallel(_one_matrix()), _power_state()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for number, batch in enumerate(batches):
+        if number == 3:
+            saved = pickle.dumps((state, model.module.state_dict(), optimizer.state_dict()))
+            state, weights, momenta = pickle.loads(saved)
+            state.process_group = None
+            model = LegacyDistributedDataParallel(_one_matrix())
+            model.module.load_state_dict(weights)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+            optimizer.load_state_dict(momenta)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        model.all_reduce()
+        optimizer.step()
+    return whole[-1], [bits_of(parameter.detach()) for parameter in model.parameters()]
+
+
+def test_a_stateful_hook_survives_a_checkpoint() -> None:
+    for whole, resumed in run_ranks(_resumed, 2):
+        assert whole == resumed

@@ -1,0 +1,223 @@
+"""Does the mean of any dtype, shape and strides come out right?"""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp._collectives.reduce import split_divisor
+from tests.helpers.cases import (
+    DTYPES,
+    Case,
+    Grads,
+    Part,
+    all_bits,
+    bits_of,
+    call_once,
+    check_case,
+    reduced_on_all,
+    sparse_of,
+    vectors,
+)
+from tests.helpers.ranks import run_ranks
+
+# Dtypes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weighted_sum_is_exact_where_it_can_be(dtype: torch.dtype) -> None:
+    unit = torch.tensor([1.0, -2.0], dtype=dtype) * (1 + 2j if dtype.is_complex else 1)
+    grads: list[Grads] = [[unit * 3 * (rank + 1)] for rank in range(3)]
+
+    check_case(
+        {"": Case([torch.zeros(2, dtype=dtype)], grads, [{"sample_size": n} for n in (1, 3, 5)])}, {"": [unit * 2]}
+    )
+
+
+def test_first_parameters_dtype_does_not_touch_the_others() -> None:
+    firsts = (torch.bfloat16, torch.float16, torch.complex64)
+    grads: dict[torch.dtype, Grads] = {
+        first: [
+            torch.ones(2, dtype=first),
+            torch.tensor([1.001, 1e5, 1e30]),
+            torch.tensor([1e300, 1 + 2**-50], dtype=torch.float64),
+        ]
+        for first in firsts
+    }
+
+    check_case(
+        {
+            first: Case([torch.zeros_like(g) for g in grads[first] if g is not None], [grads[first]] * 2)
+            for first in firsts
+        },
+        grads,
+    )
+
+
+def test_frozen_integer_parameter_in_front_is_left_alone() -> None:
+    grads: Grads = [None, torch.ones(2)]
+
+    check_case({"": Case([torch.zeros(4, dtype=torch.uint8), torch.zeros(2)], [grads] * 2)}, {"": grads})
+
+
+@pytest.mark.parametrize(
+    "world_size, table",
+    [
+        # 40000 + 40000 is more than fp16 holds; 2**-24, printed as 6e-8, is its smallest number: half of it is 0.
+        (2, [(40000.0, None, 40000.0), (40960.0, None, 40960.0), (2.0**-24, None, 2.0**-24), (65504.0, None, 65504.0)]),
+        (4, [(30000.0, None, 30000.0), (32000.0, 16, 2000.0), (60000.0, 40000, 1.5)]),
+    ],
+)
+def test_fp16_gradients_neither_overflow_nor_underflow(
+    world_size: int, table: list[tuple[float, int | None, float]]
+) -> None:
+    like = [torch.zeros(2, dtype=torch.float16), torch.zeros(5, dtype=torch.float16)]
+    cases: dict[Any, Case] = {}
+    expected: dict[Any, Grads] = {}
+    for (value, items, mean), wire in product(table, (None, torch.bfloat16, torch.float64)):
+        if wire is None or torch.tensor(value * world_size).to(wire).double() == value * world_size:
+            own, quotient = (torch.tensor([number, -number], dtype=torch.float16) for number in (value, mean))
+            grads: list[Grads] = [[own, sparse_of([0, 3], own)]] * world_size
+            cases[value, wire] = Case(like, grads, [{"sample_size": items}] * world_size, {"reduce_dtype": wire})
+            expected[value, wire] = [quotient, sparse_of([0, 3], quotient)]
+
+    check_case(cases, expected)
+
+
+@pytest.mark.parametrize("size, value", [(64, 2000.0), (512, 2000.0), (3, 30000.0), (7, 35000.0), (64, 2.0**-20)])
+def test_fp16_divisor_split_keeps_the_sum_of_many_ranks_in_range(size: int, value: float) -> None:
+    before, after = split_divisor(size, size, torch.float16)
+    total = torch.zeros((), dtype=torch.float16)
+    for _ in range(size):
+        total += torch.tensor(value, dtype=torch.float16) / before
+
+    assert before * after == size
+    # Each of the additions rounds by half an ulp at most.
+    torch.testing.assert_close((total.float() / after).item(), value, rtol=size * 2**-11, atol=0)
+    assert split_divisor(size, size, torch.float32) == (1.0, size)
+
+
+@pytest.mark.parametrize("tokens", [None, 100_000])
+def test_reduce_dtype_costs_no_more_than_its_own_rounding(tokens: int | None) -> None:
+    generator = torch.Generator().manual_seed(1)
+    scale = 300.0 if tokens is None else 30_000.0  # fits fp16, and so does the mean
+    base = [(torch.rand(50, generator=generator) + 1) * scale for _ in range(4)]
+    cases: dict[tuple[torch.dtype, torch.dtype], Case] = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for wire in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            grads: list[Grads] = [[grad.to(dtype)] for grad in base]
+            parts: list[Part] = [{"sample_size": tokens}] * 4
+            cases[dtype, wire] = Case([torch.zeros(50, dtype=dtype)], grads, parts, {"reduce_dtype": wire})
+
+    for (dtype, wire), (result,) in reduced_on_all(cases).items():
+        exact = torch.stack([grad.to(dtype).double() for grad in base]).sum(0) / (4 * (tokens or 1))
+        assert result is not None
+        assert result.dtype == dtype
+        # Four roundings on the wire (the cast and three additions) and two of the result, half an ulp each.
+        rtol = 2 * torch.finfo(wire).eps + torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            result.double(), exact, rtol=rtol, atol=0, msg=lambda text, label=(dtype, wire): f"{label}: {text}"
+        )
+
+
+def test_reduce_dtype_is_what_travels() -> None:
+    cancelling = vectors([1e8], [1.0], [-1e8], [3.0])  # fp32 loses the 1 or the 3
+    fine: list[Grads] = [[torch.tensor([1.001])]] * 4
+    complex_ones: list[Grads] = [[torch.tensor([1.001 + 1e5j])]] * 4
+
+    check_case(
+        {
+            "wide": Case([torch.zeros(1)], cancelling, options={"reduce_dtype": torch.float64}),
+            "narrow": Case([torch.zeros(1)], fine, options={"reduce_dtype": torch.bfloat16}),
+            "complex travels as it is": Case(
+                [torch.zeros(1, dtype=torch.complex64)], complex_ones, options={"reduce_dtype": torch.float16}
+            ),
+        },
+        {"wide": [torch.ones(1)], "narrow": [torch.ones(1)], "complex travels as it is": complex_ones[0]},
+    )
+
+
+# Shapes and strides
+
+
+PLANE = torch.arange(12.0).reshape(3, 4)
+PARAMETERS = {
+    "contiguous": torch.zeros(3, 4),
+    "transposed": torch.zeros(4, 3).t(),
+    "sliced": torch.zeros(3, 8)[:, ::2],
+    "expanded": torch.zeros(3, 1).expand(3, 4),
+}
+GRADIENTS = [
+    PLANE,
+    PLANE.t().contiguous().t(),
+    PLANE.repeat_interleave(2, dim=1)[:, ::2],
+    torch.arange(3.0)[:, None].expand(3, 4),
+    torch.arange(6.0).as_strided((3, 4), (1, 1)),  # elements share memory
+]
+
+
+def test_strides_of_parameters_and_gradients_do_not_matter() -> None:
+    # All gradient strides at once, another one on each rank.
+    count = len(GRADIENTS)
+    grads: list[Grads] = [[GRADIENTS[(index + rank) % count] for index in range(count)] for rank in range(2)]
+    mean: Grads = [(GRADIENTS[index] + GRADIENTS[(index + 1) % count]) / 2 for index in range(count)]
+
+    check_case(
+        {name: Case([like] * count, grads) for name, like in PARAMETERS.items()}, dict.fromkeys(PARAMETERS, mean)
+    )
+
+
+def test_gradients_have_the_strides_that_torch_would_choose_for_the_parameter() -> None:
+    likes = [*PARAMETERS.values(), torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last)]
+    cases = [Case([like], [[torch.ones(like.shape)], [torch.ones_like(like) * 3]]) for like in likes]
+
+    for results in run_ranks(partial(call_once, cases), 2):
+        for like, (result, strides) in zip(likes, results, strict=True):
+            assert all_bits(result) == [bits_of(torch.full(like.shape, 2.0))]
+            assert strides == [torch.empty_like(like).stride()]
+
+
+def test_scalar_and_empty_parameters_are_reduced() -> None:
+    sets: list[list[tuple[int, ...]]] = [[()], [(0,)], [(0, 3)], [(), (0,), (2,), (0, 3), ()]]
+
+    check_case(
+        {
+            str(shapes): Case(
+                [torch.zeros(shape) for shape in shapes],
+                [[torch.full(shape, 2.0 * rank + 1) for shape in shapes] for rank in range(2)],
+            )
+            for shapes in sets
+        },
+        {str(shapes): [torch.full(shape, 2.0) for shape in shapes] for shapes in sets},
+    )
+
+
+def _frozen_only(rank: int) -> tuple[SyncRecord, list[float]]:
+    module = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    module.weight.grad = torch.full((2, 2), float(rank))
+    record = LegacyDistributedDataParallel(module).all_reduce()
+    return record, module.weight.grad.flatten().tolist()
+
+
+def test_module_without_trainable_parameters_is_left_alone() -> None:
+    for rank, (record, grad) in enumerate(run_ranks(_frozen_only, 2)):
+        assert record.payload_bytes == 0
+        assert grad == [rank] * 4
+
+
+def _tied(rank: int) -> tuple[list[float], int]:
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    module[1].weight = module[0].weight
+    wrapped = LegacyDistributedDataParallel(module)
+    module[0].weight.grad = torch.full((2, 2), 2.0 + 4 * rank)
+    record = wrapped.all_reduce()
+    assert module[1].weight.grad is module[0].weight.grad
+    return module[0].weight.grad.flatten().tolist(), record.payload_bytes
+
+
+def test_tied_parameter_is_reduced_once() -> None:
+    assert run_ranks(_tied, 2) == [([4.0] * 4, 4 * 4)] * 2

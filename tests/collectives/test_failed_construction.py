@@ -1,0 +1,66 @@
+"""A wrapper that did not come about leaves nothing on the module."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp import _torch as internals
+from tests.helpers.guarded import assert_steps, backward, net
+from tests.helpers.ranks import run_ranks
+
+
+def _other_layouts(rank: int) -> tuple[nn.Module, type[LegacyDDPError]]:
+    return nn.Sequential(net(), nn.Linear(1, 1 + rank)), LayoutError
+
+
+class _Interrupting(nn.Linear):
+    """Ctrl-C while the wrapper sends buffers, behind what all ranks agreed on."""
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        if any(internals.accumulate_hooks(self.parameters())):
+            raise KeyboardInterrupt
+        return super().named_buffers(*args, **kwargs)
+
+
+def _interrupted(_: int) -> tuple[nn.Module, type[BaseException]]:
+    return _Interrupting(3, 1), KeyboardInterrupt
+
+
+def _train_alone(make: Callable[[int], tuple[nn.Module, type[BaseException]]], rank: int) -> tuple[int, bool]:
+    module, expected = make(rank)
+    with pytest.raises(expected) as caught:  # keeps the error, its frames, and so the wrapper
+        LegacyDistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    weight = next(module.parameters())
+    before = weight.detach().clone()
+    backward(module)
+    optimizer.step()  # of the plain module, on this rank alone
+    stepped = torch.equal(weight, before - 0.5 * weight.grad)
+    assert caught.value is not None
+    return sum(map(len, internals.accumulate_hooks(module.parameters()))), stepped
+
+
+@pytest.mark.parametrize("make, world_size", [(_other_layouts, 2), (_interrupted, 1)])
+def test_a_module_whose_wrapper_failed_is_trained_without_it(
+    make: Callable[[int], tuple[nn.Module, type[BaseException]]], world_size: int
+) -> None:
+    assert run_ranks(partial(_train_alone, make), world_size) == [(0, True)] * world_size
+
+
+def _construct_again(rank: int) -> bool:
+    module = net()
+    with pytest.raises(LayoutError) as caught:
+        LegacyDistributedDataParallel(module, buffer_size=1 + rank)
+    model = LegacyDistributedDataParallel(module, checks=Checks(unsynchronized_step="allow"))
+    backward(model)
+    assert_steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return caught.value.ranks == ()
+
+
+def test_a_second_wrapper_is_not_judged_by_what_the_first_was_told() -> None:
+    assert run_ranks(_construct_again, 2) == [True, True]

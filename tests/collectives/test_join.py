@@ -1,0 +1,448 @@
+"""Ranks with different numbers of steps: does join() do what torch DDP's does, and is what would hang an error?"""
+
+import os
+import signal
+import time
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError, SyncTimeoutError
+from legacy_ddp.debug import check_replicas
+from tests.helpers.besides_ddp import distributed_optimizers
+from tests.helpers.cases import bits_of, set_gradients, wrap_module
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, tanh_net, wrap
+
+Model = LegacyDistributedDataParallel
+
+
+def _steps(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, count: int) -> None:
+    torch.manual_seed(rank)
+    for _ in range(count):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        if isinstance(model, Model):
+            model.all_reduce()
+        optimizer.step()
+
+
+def _net() -> nn.Module:
+    net = tanh_net()
+    net.register_buffer("seen", torch.zeros(1))
+    return net
+
+
+def _uneven(rank: int, *, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
+    """The weights and the buffer after uneven training, with torch DDP and with ours."""
+    found = {}
+    for wrapper in (DistributedDataParallel, Model):
+        model = wrapper(_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with model.join(divide_by_initial_world_size=divide):
+            _steps(model, optimizer, rank, counts[rank])
+            model.module.seen.fill_(1.0 + rank)
+        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
+    return found
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("counts", [(2, 5), (4, 1), (3, 3)])
+def test_uneven_ranks_end_with_torch_ddps_weights(counts: tuple[int, int], *, divide: bool) -> None:
+    ranks = run_ranks(partial(_uneven, counts=counts, divide=divide), 2)
+    for found in ranks:
+        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
+    assert ranks[0] == ranks[1]
+
+
+def _one_more(rank: int, **options: Any) -> list[Any]:
+    """Rank 0 has two steps, the others one: the gradients of the second."""
+    sizes = options.pop("sample_size", None)
+    model = wrap()
+    with model.join(**options):
+        for _ in range(2 if rank == 0 else 1):
+            model.zero_grad()
+            add_gradients(model, 6.0)
+            record = model.all_reduce(sample_size=sizes)
+            left = record.skipped_ranks, record.divisor, list(gradient_values(model).values())
+    return [left, list(gradient_values(model).values())]
+
+
+@pytest.mark.parametrize(
+    "options, divisor, value",
+    [
+        pytest.param({}, 3, 2.0, id="who left counts as zeros"),
+        pytest.param({"divide_by_initial_world_size": False}, 1, 6.0, id="who left does not count"),
+        pytest.param({"sample_size": 2}, 2, 3.0, id="items are counted, not ranks"),
+    ],
+)
+def test_a_mean_counts_the_ranks_that_it_is_told_to(options: Any, divisor: int, value: float) -> None:
+    first, *others = run_ranks(partial(_one_more, **options), 3)
+    assert first == [((1, 2), divisor, [value]), [None]]
+    for other in others:
+        assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
+
+
+def _two_epochs(rank: int) -> dict[str, Any]:
+    """As many loops have it: zero_grad() behind step()."""
+    found = {}
+    for wrapper in (DistributedDataParallel, Model):
+        model = wrapper(_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for epoch in range(2):
+            torch.manual_seed(10 * epoch + rank)
+            with model.join():
+                for _ in range(2 + (rank + epoch) % 2):
+                    model(torch.randn(8, 4)).square().mean().backward()
+                    if wrapper is Model:
+                        model.all_reduce()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
+    return found
+
+
+def test_an_epoch_after_an_uneven_one_begins_without_gradients() -> None:
+    for found in run_ranks(_two_epochs, 2):
+        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
+
+
+def _dropped_everywhere(rank: int) -> list[float | None]:
+    """Both run out in the middle of a window."""
+    model = wrap()
+    with model.join(), model.no_sync():
+        add_gradients(model, 1.0)
+    left = gradient_values(model)["weight"]
+    add_gradients(model, 1.0 + rank)
+    return [left, model.all_reduce().rows[rank].micro_batches, gradient_values(model)["weight"]]
+
+
+def test_a_window_that_no_rank_fills_is_dropped_too() -> None:
+    assert run_ranks(_dropped_everywhere, 2) == [[None, 1, 1.5]] * 2
+
+
+def _with_ignored(rank: int) -> list[str]:
+    model = LegacyDistributedDataParallel(tanh_net(), ignore=["0.bias"])
+    with model.join():
+        model(torch.ones(1, 4)).sum().backward()
+        model.all_reduce()
+    return [name for name, parameter in model.module.named_parameters() if parameter.grad is not None]
+
+
+def test_the_gradient_of_an_ignored_parameter_is_left_alone() -> None:
+    assert run_ranks(_with_ignored, 2) == [["0.bias"]] * 2
+
+
+def _partial_window(rank: int) -> list[Any]:
+    """Rank 1 runs out in the middle of a window of two micro-batches."""
+    model, calls = wrap(), []
+    with model.join(divide_by_initial_world_size=False):
+        for number in range(4 if rank == 0 else 3):
+            if number % 2 == 0:
+                model.zero_grad()
+                with model.no_sync():
+                    add_gradients(model, 1.0 + rank)
+                    assert not model.all_reduce().synchronized  # no notice in here: the others are not asked
+            else:
+                add_gradients(model, 1.0 + rank)
+                model.all_reduce()
+                calls.append(list(gradient_values(model).values()))
+    return calls
+
+
+def test_a_window_that_is_not_full_is_dropped() -> None:
+    # (2 + 4) / 2 with both; then rank 0 alone, whatever rank 1 had begun.
+    assert run_ranks(_partial_window, 2) == [[[3.0], [2.0]], [[3.0]]]
+
+
+def _with_zero(rank: int) -> list[Any]:
+    """Our weights with ZeRO, torch DDP's with the same optimizer not sharded."""
+    theirs = DistributedDataParallel(_net())
+    with theirs.join():
+        _steps(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), rank, 3 - rank)
+    ours = Model(_net())
+    sharded = distributed_optimizers().ZeroRedundancyOptimizer(ours.parameters(), torch.optim.SGD, lr=0.5)
+    with Join([ours, sharded]):
+        _steps(ours, sharded, rank, 3 - rank)
+    found = [[bits_of(tensor.detach()) for tensor in model.state_dict().values()] for model in (theirs, ours)]
+    ours.broadcast_buffers()  # the block is over
+    _steps(ours, torch.optim.SGD(ours.parameters(), lr=0.5), rank, 1)
+    return found
+
+
+def test_it_composes_with_zero_when_it_comes_first() -> None:
+    # Under torch DDP, a rank that left steps its shard with its own last gradients (torch 2.13): that is no oracle.
+    ranks = run_ranks(_with_zero, 2)
+    for theirs, ours in ranks:
+        assert ours == theirs
+    assert ranks[0] == ranks[1]
+
+
+def _second(rank: int) -> Any:
+    model = wrap()
+    optimizer = distributed_optimizers().ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5)
+    said = error_of(Join, [optimizer, model])
+    add_gradients(model, 1.0)
+    model.all_reduce()  # what was refused left nothing behind
+    return said
+
+
+def test_a_wrapper_behind_another_is_refused_before_anybody_waits() -> None:
+    for kind, text in run_ranks(_second, 2):
+        assert kind == "ValueError"
+        assert "expected it first" in text
+
+
+def _other_collectives(rank: int) -> list[Any]:
+    model = wrap()
+    with model.join():
+        said = [
+            error_of(model.broadcast_parameters),
+            error_of(model.broadcast_buffers),
+            error_of(check_replicas, model),
+            error_of(setattr, model, "process_group", None),
+        ]
+    model.broadcast_parameters()
+    model.process_group = None
+    assert check_replicas(model).identical
+    return said
+
+
+def test_what_those_who_left_would_miss_is_an_error_inside_and_behind_it_none() -> None:
+    for said in run_ranks(_other_collectives, 2):
+        for kind, text in said:
+            assert kind == "LegacyDDPError"
+            assert "inside join()" in text
+
+
+def _early(rank: int) -> Any:
+    model = wrap()
+
+    def work() -> None:
+        with model.join(throw_on_early_termination=True):
+            for _ in range(1 + rank):
+                add_gradients(model, 1.0)
+                model.all_reduce()
+
+    said = error_of(work)
+    model.zero_grad()
+    add_gradients(model, 1.0)
+    model.all_reduce()
+    return said
+
+
+def test_running_out_early_can_be_an_error_on_all_ranks() -> None:
+    for kind, text in run_ranks(_early, 2):
+        assert kind == "RuntimeError"
+        assert "exhausted" in text
+
+
+def _disabled(rank: int) -> list[float | None]:
+    model = wrap()
+    with model.join(enable=False):
+        add_gradients(model, 1.0 + rank)
+        model.all_reduce()
+    return list(gradient_values(model).values())
+
+
+def test_it_can_be_switched_off() -> None:
+    assert run_ranks(_disabled, 2) == [[1.5]] * 2
+
+
+def _exception_inside(rank: int) -> list[float | None]:
+    model = wrap()
+    assert error_of(_raise_in, model.join()) == ("KeyError", "'data'")
+    model.broadcast_parameters()
+    add_gradients(model, 1.0 + rank)
+    model.all_reduce()
+    return list(gradient_values(model).values())
+
+
+def _raise_in(context: AbstractContextManager[None]) -> None:
+    with context:
+        raise KeyError("data")
+
+
+def test_after_an_exception_inside_the_block_is_over() -> None:
+    assert run_ranks(_exception_inside, 2) == [[1.5]] * 2
+
+
+def _agreed_error_inside(rank: int) -> Any:
+    """torch's own context does not tell the wrapper that it was left by an exception."""
+    model = wrap(checks=Checks(nonfinite="raise"))
+
+    def work() -> None:
+        with Join([model]):
+            for number in range(2 + rank):
+                model.zero_grad()
+                add_gradients(model, float("nan") if number == 2 else 1.0)
+                model.all_reduce()
+
+    said = error_of(work)
+    model.broadcast_parameters()
+    return said and said[0], step(model, 1.0 + rank)
+
+
+def test_after_an_agreed_error_inside_the_block_is_over_on_all_ranks() -> None:
+    assert run_ranks(_agreed_error_inside, 2) == [("NonFiniteGradientError", 1.5)] * 2
+
+
+def _nested(rank: int) -> list[float | None]:
+    model, found = wrap(timeout_seconds=5.0), []
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            with model.join(enable=False):
+                pass
+            found.append(step(model, 1.0 + rank))
+    return found
+
+
+def test_a_disabled_join_inside_leaves_the_outer_one_on() -> None:
+    assert run_ranks(_nested, 2) == [[1.5], [1.5, 2.0]]
+
+
+def _all_skip(rank: int) -> list[Any]:
+    model, found = wrap(), []
+    with model.join():
+        for number in range(1 + rank):
+            add_gradients(model, 1.0)
+            record = model.all_reduce(skip=number == 1)
+            found.append((record.skipped, record.divisor, gradient_values(model)["weight"]))
+    return found
+
+
+def test_where_nobody_takes_part_those_who_left_count_nothing_either() -> None:
+    assert run_ranks(_all_skip, 2) == [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]]
+
+
+def _noise(rank: int) -> Any:
+    model = wrap_module([torch.zeros(1)])
+    with model.join():
+        if rank < 2:
+            set_gradients(model, [torch.tensor([3.0 - 2 * rank])])
+            record = model.all_reduce()
+            found = record.noise_scale(model.module[0].grad.norm())
+            return found.squared_norm, found.noise
+    return None
+
+
+def test_the_noise_scale_counts_those_that_took_part() -> None:
+    # g = (3, 1): A = (9 + 1) / 2, the mean of the two is 2, N = 2: tr = (5 - 4) / (1 - 1 / 2), |G|^2 = 4 - 2 / 2.
+    for found in run_ranks(_noise, 3)[:2]:
+        assert found == pytest.approx((3.0, 2.0))
+
+
+def _in_detail(rank: int) -> list[Any]:
+    """Three ranks; who left holds old weights, which is no divergence."""
+    model = LegacyDistributedDataParallel(_net(), checks="detail")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with model.join():
+        _steps(model, optimizer, rank, 2 + rank)
+    _steps(model, optimizer, rank, 1)
+    return [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
+
+
+def test_old_weights_of_a_rank_that_left_are_no_divergence() -> None:
+    first, *others = run_ranks(_in_detail, 3)
+    assert others == [first] * 2
+
+
+def _diverging(rank: int) -> Any:
+    """Rank 0 leaves, then rank 3's weights change."""
+    model = LegacyDistributedDataParallel(_net(), checks="detail")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    try:
+        with model.join():
+            _steps(model, optimizer, rank, 2 + (rank > 0))
+            if rank == 3:
+                with torch.no_grad():
+                    next(model.parameters()).add_(1.0)
+            _steps(model, optimizer, rank, 2 * (rank > 0))
+    except ReplicaDivergenceError as error:
+        return error.ranks, str(error)
+    return None
+
+
+def test_weights_that_part_among_those_that_still_step_are_one() -> None:
+    seen = run_ranks(_diverging, 4)
+    assert len(set(seen)) == 1
+    ranks, text = seen[0]
+    assert ranks == (3,)
+    assert "rank 3 against ranks 1-2" in text
+
+
+def _reproducible(rank: int) -> list[Any]:
+    model, found = wrap(reproducible=True), []
+    with model.join():
+        for _ in range(1 + rank):
+            model.zero_grad()
+            add_gradients(model, 6.0)
+            model.all_reduce(sample_size=2)
+            found.append(list(gradient_values(model).values()))
+    return found
+
+
+def test_who_left_counts_as_zeros_where_sums_are_reproducible() -> None:
+    assert run_ranks(_reproducible, 2) == [[[3.0]], [[3.0], [3.0]]]
+
+
+def _in_a_sub_group(rank: int) -> list[Any]:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = wrap(process_group=groups[rank // 2])
+    with model.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank % 2):
+            add_gradients(model, 1.0 + rank)
+            model.all_reduce()
+            found = list(gradient_values(model).values())
+            model.zero_grad()
+    return found
+
+
+def test_each_sub_group_joins_for_itself() -> None:
+    assert run_ranks(_in_a_sub_group, 4) == [[1.5], [2.0], [3.5], [4.0]]
+
+
+def _late(rank: int) -> Any:
+    """Rank 1 never comes to its notice, and lives."""
+    model = wrap(timeout_seconds=1.0)
+    step(model, 1.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        with model.join():
+            model.all_reduce()
+    except SyncTimeoutError as error:
+        again = error_of(model.all_reduce)
+        return error.ranks, error.phase, again and again[0]
+    return None
+
+
+def test_a_rank_that_stays_away_ends_the_wait_with_the_timeout() -> None:
+    seen, _ = run_ranks(_late, 2, lost=(1,), survivors_exit=False)
+    assert seen == ((1,), "join", "LostPeerError")
+
+
+def _asleep_in_its_second_step(rank: int) -> Any:
+    model = wrap(timeout_seconds=2.0)
+    try:
+        with model.join():
+            for number in range(rank + 1):
+                if (rank, number) == (1, 1):
+                    time.sleep(6.0)
+                step(model, 1.0)
+    except RuntimeError as error:  # gloo's own, for who waits inside torch's Join
+        return getattr(error, "ranks", None), " ".join(str(error).split())
+
+
+def test_a_rank_that_is_out_of_data_is_not_blamed_for_one_that_hangs() -> None:
+    ranks, text = run_ranks(_asleep_in_its_second_step, 3, lost=(0, 1), survivors_exit=False)[2]
+    assert ranks == (1,)
+    assert "missing rank 1 (user code after all_reduce() call 1" in text
+    assert "0 join, out of data after all_reduce() call" in text

@@ -1,0 +1,574 @@
+"""Is a NaN named on every rank before it leaves the one that holds it, and is nobody else's work called wrong?"""
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import (
+    Checks,
+    LegacyDistributedDataParallel,
+    NonFiniteGradientError,
+    all_reduce_gradients,
+)
+from legacy_ddp._collectives.nonfinite import Damage, describe_damage
+from legacy_ddp._collectives.pack import norm_of
+from tests.helpers import logged_warnings
+from tests.helpers.cases import all_bits, get_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
+
+NAN, INF = float("nan"), float("inf")
+HEADLINE = "non-finite gradients, found before they were exchanged:\n"
+
+
+class Zoo(nn.Module):
+    """Sparse, tied, unused, empty, half and complex parameters, all ones: every gradient is a small integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 2, sparse=True)
+        self.linear = nn.Linear(2, 2)
+        self.tied = self.linear
+        self.unused = nn.Linear(2, 2)
+        self.empty = nn.Parameter(torch.zeros(0, 2))
+        self.brain = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        self.small = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        self.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        for parameter in self.parameters():
+            nn.init.ones_(parameter)
+
+    def forward(self, x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+        hidden = self.tied(self.linear(x)) + self.embedding(torch.tensor([1, 3, 1])).sum(0)
+        rest = self.brain.float().sum() + (self.wave * (1 + 1j)).real.sum() + self.empty.sum()
+        return hidden.sum() + rest * x.sum() + self.small.float().sum() * factor
+
+
+# Planting
+
+
+Plant = Callable[[LegacyDistributedDataParallel], None]
+
+
+def _backward(model: LegacyDistributedDataParallel) -> None:
+    model(torch.ones(2)).backward()
+
+
+def _nan_input(model: LegacyDistributedDataParallel) -> None:
+    model(torch.tensor([1.0, NAN])).backward()
+
+
+def _half_overflows(model: LegacyDistributedDataParallel) -> None:
+    model(torch.ones(2), factor=1e5).backward()  # 65504 is the largest number of fp16
+
+
+def _nan_micro_batch(model: LegacyDistributedDataParallel) -> None:
+    with model.no_sync():
+        for x in (torch.ones(2), torch.tensor([NAN, 1.0]), torch.ones(2)):
+            model(x).backward()
+            model.all_reduce()
+
+
+def _poison(grad: torch.Tensor, value: complex) -> torch.Tensor:
+    grad = grad.coalesce().clone() if grad.is_sparse else grad.clone()
+    (grad.values() if grad.is_sparse else grad).view(-1)[1] = value
+    return grad
+
+
+def _hook(name: str, value: complex, model: LegacyDistributedDataParallel) -> None:
+    handle = model.module.get_parameter(name).register_hook(partial(_poison, value=value))
+    _backward(model)
+    handle.remove()
+
+
+class Fault(NamedTuple):
+    """``plant`` on the guilty ranks; what the text then says of each and the parameter that is named."""
+
+    plant: Plant
+    parameter: str
+    words: str
+
+
+_FAULTS = {
+    "NaN in the input": Fault(_nan_input, "brain", "'linear.weight': 4 NaN of 4"),
+    "fp16": Fault(_half_overflows, "small", "'small': 3 inf of 3"),
+    "NaN under no_sync()": Fault(_nan_micro_batch, "brain", "'wave': 3 NaN of 3"),
+    "bias by hook": Fault(partial(_hook, "linear.bias", NAN), "linear.bias", "'linear.bias': 1 NaN of 2"),
+    "tied by hook": Fault(partial(_hook, "linear.weight", -INF), "linear.weight", "'linear.weight': 1 inf of 4"),
+    "sparse by hook": Fault(partial(_hook, "embedding.weight", NAN), "embedding.weight", "1 NaN of 4"),
+    "bf16 by hook": Fault(partial(_hook, "brain", INF), "brain", "'brain': 1 inf of 3"),
+    "complex by hook": Fault(partial(_hook, "wave", complex(INF, NAN)), "wave", "'wave': 1 NaN of 3"),
+    "imaginary by hook": Fault(partial(_hook, "wave", complex(0, -INF)), "wave", "'wave': 1 inf of 3"),
+}
+
+
+class Seen(NamedTuple):
+    """What a rank saw of one call and what it held before and after."""
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    parameter: str | None
+    call: int | None
+    phase: str | None
+    untouched: bool
+    finite: bool
+    next_is_right: bool
+
+
+def _see(model: LegacyDistributedDataParallel, **arguments: Any) -> Seen:
+    before = all_bits(get_gradients(model))
+    error: NonFiniteGradientError | None = None
+    try:
+        model.all_reduce(**arguments)
+    except NonFiniteGradientError as caught:
+        error = caught
+    after = get_gradients(model)
+    finite = all(grad is None or bool(torch.isfinite(grad.to_dense()).all()) for grad in after)
+    untouched = all_bits(after) == before
+    model.zero_grad()
+    _backward(model)
+    expected = all_bits(get_gradients(model))  # equal on all ranks, and so small that sum and quotient are exact
+    model.all_reduce()
+    right = all_bits(get_gradients(model)) == expected
+    if error is None:
+        return Seen("", "", (), None, None, None, untouched, finite, right)
+    facts = (error.ranks, error.parameter, error.call, error.phase)
+    return Seen(type(error).__name__, str(error), *facts, untouched, finite, right)
+
+
+def _raising(**checks: Any) -> LegacyDistributedDataParallel:
+    checks = {"nonfinite": "raise", "uneven": "allow", **checks}
+    return LegacyDistributedDataParallel(Zoo(), checks=Checks(**checks))
+
+
+def _plant_all(guilty: Sequence[int], calls_before: int, rank: int) -> dict[str, Seen]:
+    seen = {}
+    for name, fault in _FAULTS.items():
+        model = _raising()
+        for _ in range(calls_before):
+            model.zero_grad()
+            _backward(model)
+            model.all_reduce()
+        model.zero_grad()
+        (fault.plant if rank in guilty else _backward)(model)
+        seen[name] = _see(model)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "world_size, guilty, calls_before",
+    [(1, (0,), 0), (2, (0,), 0), (2, (1,), 3), (3, (2,), 0), (4, (1, 3), 3), (3, (0, 1, 2), 0)],
+)
+def test_a_gradient_that_is_not_finite_is_the_same_error_on_every_rank_and_stays_where_it_is(
+    world_size: int, guilty: tuple[int, ...], calls_before: int
+) -> None:
+    results = run_ranks(partial(_plant_all, guilty, calls_before), world_size)
+
+    for name, fault in _FAULTS.items():
+        first = results[0][name]
+        facts = (first.kind, first.ranks, first.parameter, first.call, first.phase)
+        assert facts == ("NonFiniteGradientError", guilty, fault.parameter, calls_before + 1, "agree"), name
+        assert first.text.startswith(f"all_reduce() call {calls_before + 1}: {HEADLINE}  rank"), first.text
+        assert fault.words in first.text.replace("\n    ", " "), first.text
+        for rank, of_rank in enumerate(results):
+            seen = of_rank[name]
+            assert (seen.text, seen.ranks, seen.parameter) == (first.text, first.ranks, first.parameter), name
+            assert seen.untouched, name
+            assert seen.finite == (rank not in guilty), name  # it did not spread
+            assert seen.next_is_right, name
+
+
+def _two_at_once(rank: int) -> Seen:
+    model = _raising()
+    plants: list[Plant] = [partial(_hook, "wave", NAN), _backward, partial(_hook, "linear.bias", INF)]
+    plants[rank](model)
+    return _see(model)
+
+
+def test_two_ranks_with_different_parameters_are_told_apart() -> None:
+    results = run_ranks(_two_at_once, 3)
+
+    assert {(seen.ranks, seen.parameter, seen.untouched) for seen in results} == {((0, 2), "wave", True)}
+    assert {seen.text for seen in results} == {
+        f"all_reduce() call 1: {HEADLINE}  rank 0: 'wave': 1 NaN of 3\n  rank 2: 'linear.bias': 1 inf of 2\n"
+        "nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
+    }
+
+
+def _weights_were_bad(rank: int) -> Said:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 2), checks=Checks(nonfinite="raise"))
+    if rank == 1:
+        with torch.no_grad():
+            model.module.weight[0, 0] = NAN
+    model(torch.ones(1, 2)).square().sum().backward()
+    return error_of(model.all_reduce)
+
+
+def test_weights_that_were_bad_before_are_named() -> None:
+    (kind, text), *others = run_ranks(_weights_were_bad, 3)
+
+    assert others == [(kind, text)] * 2
+    assert (kind, text) == (
+        "NonFiniteGradientError",
+        f"all_reduce() call 1: {HEADLINE}"
+        "  rank 1: every gradient (2 of 2 parameters); parameters that were not finite\n"
+        "    before this backward: 'weight'\n"
+        "go back to finite parameters, and look at the step that broke them",
+    )
+
+
+# What is no error
+
+
+def _large(rank: int) -> list[Said]:
+    said = []
+    for value in (1e20, 3e38):  # the squares are infinite
+        model = wrap(checks=Checks(nonfinite="raise"))
+        add_gradients(model, value if rank == 1 else -value)  # whose sum is 0
+        said.append(error_of(model.all_reduce))
+        assert gradient_values(model)["weight"] == 0.0
+    return said
+
+
+def test_large_finite_gradients_are_no_error() -> None:
+    assert run_ranks(_large, 2) == [[None, None]] * 2
+
+
+def _idle(policy: str, rank: int) -> list[tuple[Said, float | None]]:
+    seen = []
+    for arguments in ({"skip": rank == 1}, {"sample_size": 0 if rank == 1 else 1}):
+        model = wrap(checks=Checks(nonfinite=policy))
+        add_gradients(model, NAN if rank == 1 else 4.0)
+        seen.append((error_of(model.all_reduce, **arguments), gradient_values(model)["weight"]))
+    model = wrap(checks=Checks(nonfinite=policy))
+    add_gradients(model, NAN)
+    seen.append((error_of(model.all_reduce, skip=True), gradient_values(model)["weight"]))
+    return seen
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_what_a_rank_that_takes_no_part_holds_does_not_matter(policy: str) -> None:
+    assert run_ranks(partial(_idle, policy), 3) == [[(None, 4.0), (None, 4.0), (None, None)]] * 3
+
+
+def _switched_off(rank: int) -> list[Said]:
+    said = []
+    for checks in (Checks(), Checks(level="off", nonfinite="raise"), Checks(level="off", nonfinite="warn")):
+        model = wrap(checks=checks)
+        add_gradients(model, NAN)
+        said.append(error_of(model.all_reduce))
+        assert model.module.weight.grad.isnan().all()
+    return said
+
+
+def test_nothing_is_said_by_default_and_with_checks_off() -> None:
+    assert run_ranks(_switched_off, 2) == [[None] * 3] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_environment_rules_the_policy_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
+    model = wrap(checks=Checks(nonfinite="raise"))
+    add_gradients(model, INF)
+
+    assert model.all_reduce().call == 1
+
+
+def _function(rank: int) -> list[bool | None]:
+    model = nn.Linear(2, 1)
+    add_gradients(model, NAN if rank == 1 else 1.0)
+    return [row.finite for row in all_reduce_gradients(model).rows]
+
+
+def test_the_function_reduces_what_is_there_and_the_record_tells_whose_it_was() -> None:
+    assert run_ranks(_function, 2) == [[True, False]] * 2
+
+
+# Warnings
+
+
+def _streak(rank: int) -> list[tuple[int, str, str, str]]:
+    model = wrap(checks=Checks(nonfinite="warn", uneven="allow", same_data="allow"))
+    said = []
+    for call in range(1, 9):
+        model.zero_grad()
+        for _ in range(1 + (rank == 0)):
+            add_gradients(model, NAN if (call, rank) in {(2, 1), (3, 1), (3, 2), (4, 0), (6, 2), (8, 0)} else 1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.all_reduce(skip=(call, rank) == (8, 0))
+        said += [(call, w.category.__name__, w.filename, str(w.message)) for w in caught]
+        found = model.module.weight.grad.isnan().all().item()
+        assert found == (call in (2, 3, 4, 6))  # the call went on
+    return said
+
+
+def test_warnings_come_on_every_rank_when_a_streak_begins_at_the_caller_s_line() -> None:
+    first, *others = run_ranks(_streak, 3)
+
+    assert others == [first] * 2
+    assert [(call, kind, filename) for call, kind, filename, _ in first] == [
+        (2, "UserWarning", __file__),
+        (6, "UserWarning", __file__),
+    ]
+    assert first[0][3] == (
+        f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n"
+        "every rank gets them now (said once until all are finite again); see\n"
+        "  legacy_ddp.Checks(nonfinite=...) to stop here instead"
+    )
+
+
+def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
+    model = wrap(checks=Checks(nonfinite="warn"))
+    add_gradients(model, NAN if rank else 1.0)
+    model.all_reduce()
+    return logged_warnings.take(), bool(model.module.weight.grad.isnan().all()), step(model, rank)
+
+
+def test_a_warning_that_a_filter_makes_an_error_is_logged_and_the_ranks_stay_in_step() -> None:
+    for (said,), went_on, after in run_ranks(_warning_as_error, 2):
+        assert said.startswith(f"all_reduce() call 1: {HEADLINE}  rank 1: 'weight': 2 NaN of 2")
+        assert (went_on, after) == (True, 0.5)
+
+
+# GradScaler
+
+
+class Training:
+    """Mixed-precision training on the CPU, as torch's recipe has it."""
+
+    def __init__(self, rank: int, *, policy: str = "raise", init_scale: float = 65536.0, enabled: bool = True) -> None:
+        self.rank = rank
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, enabled=enabled)
+        self.model = LegacyDistributedDataParallel(
+            nn.Linear(4, 2), checks=Checks(nonfinite=policy, grad_scaler=self.scaler)
+        )
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.generator = torch.Generator().manual_seed(rank)
+
+    def step(self, factor: float = 1.0) -> list[object]:
+        x = torch.randn(8, 4, generator=self.generator)
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.model(x).square().mean() * factor).backward()
+        self.model.all_reduce()
+        self.scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return all_bits([p.detach() for p in self.model.parameters()])
+
+
+def _overflows_once(policy: str, rank: int) -> tuple[list[list[object]], list[float]]:
+    training = Training(rank, policy=policy)
+    weights, scales = [], []
+    for call in range(8):
+        weights.append(training.step(factor=1e36 if (call, rank) == (3, 1) else 1.0))
+        scales.append(training.scaler.get_scale())
+    return weights, scales
+
+
+@pytest.mark.parametrize("policy", ["raise", "warn"])
+def test_an_overflow_of_the_scaler_is_a_step_that_all_ranks_skip_silently(policy: str) -> None:
+    (weights, scales), *others = run_ranks(partial(_overflows_once, policy), 3)
+
+    assert others == [(weights, scales)] * 2
+    assert scales == [65536.0] * 3 + [32768.0] * 5
+    moved = [weights[call] != weights[call - 1] for call in range(1, 8)]
+    assert moved == [True, True, False, True, True, True, True]
+
+
+def _nan_at_every_step(init_scale: float, enabled: bool, rank: int) -> tuple[list[float], Said]:
+    training = Training(rank, init_scale=init_scale, enabled=enabled)
+    scales = []
+    for _ in range(10):
+        if said := error_of(training.step, factor=NAN if rank == 1 else 1.0):
+            return scales, said
+        scales.append(training.scaler.get_scale())
+    return scales, None
+
+
+@pytest.mark.parametrize(
+    "init_scale, enabled, scales, words",
+    [
+        (8.0, True, [4.0, 2.0, 1.0], "the GradScaler's scale is 1: to skip this step would not help\n"),
+        (1.0, True, [], "the GradScaler's scale is 1: to skip this step would not help\n"),
+        (0.5, True, [], "the GradScaler's scale is 0.5: to skip this step would not help\n"),
+        (65536.0, False, [], ""),
+    ],
+)
+def test_a_nan_that_the_scaler_did_not_make_is_reported_once_the_scale_is_down(
+    init_scale: float, enabled: bool, scales: list[float], words: str
+) -> None:
+    first, second = run_ranks(partial(_nan_at_every_step, init_scale, enabled), 2)
+
+    assert first == second
+    assert first[0] == scales
+    kind, text = first[1]
+    assert kind == "NonFiniteGradientError"
+    assert text == (
+        f"all_reduce() call {len(scales) + 1}: {HEADLINE}"
+        "  rank 1: every gradient (2 of 2 parameters): look at its loss and its input\n"
+        f"{words}nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
+    )
+
+
+class _Broken:
+    def is_enabled(self) -> bool:
+        return True
+
+    def get_scale(self) -> float:
+        raise LookupError("no scale here")
+
+
+def _other_scaler_on(odd: int, which: str, rank: int) -> Said:
+    scalers: dict[str, Any] = {
+        "none": None,
+        "disabled": torch.amp.GradScaler("cpu", enabled=False),
+        "at 1": torch.amp.GradScaler("cpu", init_scale=1.0),
+        "at infinity": torch.amp.GradScaler("cpu", init_scale=INF),
+        "broken": _Broken(),
+    }
+    scaler = scalers[which] if rank == odd else torch.amp.GradScaler("cpu")
+    model = wrap(checks=Checks(nonfinite="raise", grad_scaler=scaler))
+    add_gradients(model, INF if rank == 1 else 1.0)
+    said = error_of(model.all_reduce)
+    assert step(model, rank) == 1.0
+    return said
+
+
+@pytest.mark.parametrize(
+    "odd, which, words",
+    [
+        (0, "none", "no GradScaler is enabled on rank 0: not all ranks would skip this step"),
+        (1, "none", "no GradScaler is enabled on rank 1: not all ranks would skip this step"),
+        (2, "disabled", "no GradScaler is enabled on rank 2: not all ranks would skip this step"),
+        (2, "at 1", "the GradScaler's scale is 1: to skip this step would not help"),
+        (0, "at infinity", "the GradScaler's scale is inf: to skip this step would not help"),
+        (1, "broken", "rank 1: looking failed: LookupError: no scale here\nnothing changed"),
+        (2, "broken", "rank 1: 'weight': 2 inf of 2\n  rank 2: looking failed: LookupError: no scale here\nnothing"),
+    ],
+)
+def test_one_rank_without_an_excuse_makes_it_an_error_on_all(odd: int, which: str, words: str) -> None:
+    first, *others = run_ranks(partial(_other_scaler_on, odd, which), 3)
+
+    assert others == [first] * 2
+    assert first[0] == "NonFiniteGradientError"
+    assert words in first[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_deep_copy_shares_the_scaler_and_a_pickle_leaves_it_out_even_in_the_middle_of_a_step() -> None:
+    training = Training(0)
+    training.step()
+    training.scaler.scale(training.model(torch.ones(1, 4)).sum()).backward()
+    training.model.all_reduce()
+    training.scaler.unscale_(training.optimizer)
+
+    with pytest.raises(AssertionError):  # torch's own word: not here
+        pickle.dumps(training.scaler)
+    shared, loaded = copy.deepcopy(training.model), pickle.loads(pickle.dumps(training.model))
+
+    assert shared._settings.checks.grad_scaler is training.scaler
+    assert loaded._settings.checks == Checks(nonfinite="raise")
+    for model, raises in [(shared, False), (loaded, True)]:
+        add_gradients(model, INF)
+        assert (error_of(model.all_reduce) is not None) == raises
+
+
+@pytest.mark.parametrize("scaler", [65536.0, torch.amp.GradScaler, object()])
+def test_what_is_no_scaler_is_refused(scaler: Any) -> None:
+    with pytest.raises(TypeError, match=r"^checks: grad_scaler is not usable: got .*, expected a torch\.amp\.G"):
+        Checks(grad_scaler=scaler)
+
+
+# The text
+
+
+def _damage(names: int, *, present: int = 100, weights: int = 0) -> Damage:
+    counts = {f"blocks.{i}.attention.weight": (i + 1, 0, 64) for i in range(min(names, 5))}
+    return Damage(counts, names, present, [f"w{i}" for i in range(min(weights, 5))], weights)
+
+
+def test_the_text_is_capped_groups_ranks_that_say_the_same_and_fits_in_80_columns() -> None:
+    fine = Damage({})
+    damages = [fine, _damage(7), fine, _damage(7), _damage(100, weights=9), Damage({"a": (1, 2, 9)}, 1, 1)]
+
+    text = describe_damage("all_reduce() call 41", [1, 3, 4, 5], damages, stops=True)
+
+    assert text == (
+        "all_reduce() call 41: non-finite gradients, found before they were exchanged:\n"
+        "  ranks 1, 3: 'blocks.0.attention.weight': 1 NaN of 64;\n"
+        "    'blocks.1.attention.weight': 2 NaN of 64; 'blocks.2.attention.weight':\n"
+        "    3 NaN of 64; 'blocks.3.attention.weight': 4 NaN of 64;\n"
+        "    'blocks.4.attention.weight': 5 NaN of 64; ... 2 more\n"
+        "  rank 4: every gradient (100 of 100 parameters); parameters that were not\n"
+        "    finite before this backward: 'w0', 'w1', 'w2', 'w3', 'w4', ... 4 more\n"
+        "  rank 5: 'a': 1 NaN and 2 inf of 9\n"
+        "go back to finite parameters, and look at the step that broke them"
+    )
+    assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.usefixtures("alone")
+def test_five_parameters_are_named_and_the_others_counted() -> None:
+    module = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(8)])
+    model = LegacyDistributedDataParallel(module, checks=Checks(nonfinite="raise"))
+    for index, parameter in enumerate(module):
+        parameter.grad = torch.tensor([1.0, INF if index else 1.0])
+        with torch.no_grad():
+            parameter[1] = NAN if index > 1 else 1.0
+
+    said = error_of(model.all_reduce)
+
+    assert said is not None
+    assert said[1].split("\n", 1)[1] == (
+        "  rank 0: '1': 1 inf of 2; '2': 1 inf of 2; '3': 1 inf of 2; '4': 1 inf of 2;\n"
+        "    '5': 1 inf of 2; ... 2 more; parameters that were not finite before this\n"
+        "    backward: '2', '3', '4', '5', '6', ... 1 more\n"
+        "go back to finite parameters, and look at the step that broke them"
+    )
+
+
+def test_hundreds_of_ranks_that_all_say_something_else_are_cut_short() -> None:
+    damages = [Damage({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
+
+    lines = describe_damage("all_reduce() call 1", range(300), damages, stops=True).splitlines()
+
+    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 ranks more, each with others"]
+    assert len(lines) < 20
+
+
+@pytest.mark.gpu
+def test_norms_on_a_device_cost_one_wait() -> None:
+    pieces = [torch.full((100,), 1.0 + index, device="cuda") for index in range(5)]
+    norm_of(pieces)  # whatever the first time brings
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        norm, finite = norm_of(pieces)
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert (norm, finite) == (pytest.approx(10 * 55**0.5), True)
+    assert len([w for w in caught if "synchronizing" in str(w.message)]) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("policy, looked", [("ignore", False), ("raise", True)])
+def test_on_a_device_values_are_taken_if_the_policy_asks(policy: str, looked: bool) -> None:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1).cuda(), checks=Checks(nonfinite=policy))
+    add_gradients(model, 2.0)
+
+    (row,) = model.all_reduce().rows
+
+    assert (row.finite is True) == looked
+    add_gradients(model, NAN)
+    assert (error_of(model.all_reduce) is not None) == looked

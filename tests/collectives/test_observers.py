@@ -1,0 +1,234 @@
+"""What can be seen of a wrapper and its calls: print(model), on_sync(), log records, the profiler's ranges?"""
+
+import contextlib
+import io
+import logging
+import re
+import sys
+import types
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.profiler import ProfilerActivity, profile
+
+from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from tests.helpers.cases import wrap_module
+from tests.helpers.comm_hooks import mean
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
+
+
+def _printed(rank: int) -> list[str]:
+    model = wrap_module([torch.zeros(3, 2), torch.zeros(1), torch.zeros(2, dtype=torch.float64)], buffer_size=5)
+    texts = [repr(model)]
+    dist.destroy_process_group()
+    return [*texts, repr(model)]
+
+
+def test_print_shows_layout_bytes_group_and_checks() -> None:
+    for rank, (text, afterwards) in enumerate(run_ranks(_printed, 2)):
+        assert text.splitlines()[:6] == [
+            "LegacyDistributedDataParallel(",
+            "  bucket 0: cpu float32, 2 tensors, 7 elements, 28 bytes",
+            "  bucket 1: cpu float64, 1 tensors, 2 elements, 16 bytes",
+            f"  group: rank {rank} of 2, gloo",
+            "  buffer_size=5, checks=Checks(uneven='allow')",
+            "  (module): ParameterList(",
+        ]
+        assert "group: none to be had" in afterwards
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_without_trainable_parameters_can_be_printed() -> None:
+    assert "no trainable parameters" in repr(LegacyDistributedDataParallel(nn.ReLU()))
+
+
+def _printed_with_hook(rank: int) -> str:
+    model = wrap()
+    model.register_comm_hook(None, allreduce_hook)
+    return model.extra_repr()
+
+
+def test_print_shows_a_hook_and_still_the_buckets() -> None:
+    (text,) = run_ranks(_printed_with_hook, 1)
+    assert "bucket 0: cpu float32" in text
+    assert "comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook" in text
+
+
+def _listened(rank: int) -> tuple[list[Any], Any]:
+    model, seen = wrap(), []
+    first = model.on_sync(lambda record: seen.append(("first", record.call, record.rank)))
+    model.on_sync(lambda record: seen.append(("second", record.sample_size, list(gradient_values(model).values()))))
+    step(model, 1.0 + rank)
+    with model.no_sync():
+        step(model, 1.0)
+    first.remove()
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=2)
+    return seen, error_of(model.on_sync, "print")
+
+
+def test_callbacks_see_every_call_with_the_gradients_it_left() -> None:
+    for rank, (seen, refused) in enumerate(run_ranks(_listened, 2)):
+        # 1 and 2 give 1.5; then 1 in the block and 1 behind it, on both, for 2 items each.
+        assert seen == [("first", 1, rank), ("second", None, [1.5]), ("second", 4, [1.0])]
+        assert refused == ("TypeError", "callback is not callable: got 'print', expected callback(record)")
+
+
+def _raising(rank: int) -> Any:
+    model = wrap()
+
+    def object_to(record: SyncRecord) -> None:
+        raise KeyError(record.call)
+
+    handle = model.on_sync(object_to)
+    said = error_of(step, model, 1.0 + rank)
+    reduced = list(gradient_values(model).values())
+    handle.remove()
+    return said, reduced, step(model, 1.0 + rank)
+
+
+def test_an_error_in_a_callback_leaves_a_call_that_is_over() -> None:
+    assert run_ranks(_raising, 2) == [(("KeyError", "1"), [1.5], 1.5)] * 2
+
+
+def _calling(rank: int) -> Any:
+    model = wrap()
+    handle = model.on_sync(lambda _: model.all_reduce())
+    said = error_of(step, model, 1.0)
+    handle.remove()
+    return said, step(model, 1.0 + rank)
+
+
+def test_a_callback_that_calls_again_is_refused_before_it_recurses() -> None:
+    for (kind, text), after in run_ranks(_calling, 2):
+        assert kind == "LegacyDDPError"
+        assert "inside an on_sync() callback" in text
+        assert after == 1.5
+
+
+def _logged(rank: int) -> list[tuple[str, int, str]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("legacy_ddp")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    step(wrap(), 1.0)
+    return [(record.levelname, record.rank, record.getMessage()) for record in records]  # type: ignore[attr-defined]
+
+
+def test_log_records_carry_the_rank() -> None:
+    for rank, ((level, its_rank, text), (call_level, call_rank, call_text)) in enumerate(run_ranks(_logged, 2)):
+        assert (level, its_rank, call_level, call_rank) == ("INFO", rank, "DEBUG", rank)
+        assert text.startswith(f"rank {rank}, new wrapper: bucket 0: cpu float32, 1 tensors, 2 elements")
+        assert call_text.startswith(f"rank {rank}, all_reduce() call 1: 8 bytes; plan ")
+        assert "payload" in call_text
+
+
+def _profiled(rank: int, *, hooked: bool) -> list[str]:
+    warnings.simplefilter("ignore")  # kineto's, about this machine
+    model = wrap()
+    if hooked:
+        model.register_comm_hook(None, mean)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        step(model, 1.0)
+    return [event.name for event in profiler.events() if event.name.startswith("legacy_ddp")]
+
+
+@pytest.mark.parametrize(
+    "hooked, ranges",
+    [
+        (False, {"payload::start cpu float32", "payload::finish cpu float32"}),
+        (True, {"hook", "hook::bucket 0"}),
+    ],
+)
+def test_the_profiler_shows_phases_and_buckets_by_name(hooked: bool, ranges: set[str]) -> None:
+    ranges |= {"plan", "pack", "agree", "payload", "alias"}
+    for names in run_ranks(partial(_profiled, hooked=hooked), 2):
+        assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
+
+
+# --- docs/seeing.md ---------------------------------------------------------------------------------------------------
+
+PAGE = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
+TENSORBOARD, WANDB, LOG, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+class _Tracker:
+    """Stands for both trackers, which are too large to install for this: keeps what it is given."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.scalars: dict[tuple[str, int], float] = {}
+
+    def add_scalar(self, name: str, value: float, number: int) -> None:
+        self.scalars[name, number] = value
+
+    def log(self, values: dict[str, float]) -> None:
+        self.scalars.update({(name, int(values["call"])): value for name, value in values.items()})
+
+
+def _module(**contents: Any) -> types.ModuleType:
+    module = types.ModuleType("stand-in")
+    vars(module).update(contents)
+    return module
+
+
+def _followed(rank: int) -> list[set[tuple[str, int]]]:
+    sys.modules["torch.utils.tensorboard"] = _module(SummaryWriter=_Tracker)
+    sys.modules["wandb"] = _module(init=_Tracker)
+    scope: dict[str, Any] = {"torch": torch, "model": wrap()}
+    exec(TENSORBOARD, scope)
+    exec(WANDB, scope)
+    for _ in range(10):
+        step(scope["model"], 1.0)
+    return [set(scope[name].scalars) for name in ("writer", "run") if name in scope]
+
+
+def test_the_recipes_for_trackers_draw_every_rank_from_one() -> None:
+    (drawn, logged), *others = run_ranks(_followed, 2)
+    phases = {("seconds/" + phase, 10) for phase in ("plan", "pack", "agree", "payload", "alias")}
+    assert drawn == phases | {(f"{what}/rank {rank}", 10) for what in ("norm", "seconds waited") for rank in (0, 1)}
+    assert {("norm/rank 1", 3), ("call", 1), ("seconds/agree", 10)} <= logged
+    assert others == [[]]
+
+
+def _filtered(rank: int) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        exec(LOG, {})
+        wrap()
+    return said.getvalue()
+
+
+def test_the_recipe_for_the_log_shows_rank_0_alone() -> None:
+    first, second = run_ranks(_filtered, 2)
+    assert "INFO rank 0, new wrapper" in first
+    assert second == ""
+
+
+def _tabulated(rank: int) -> str:
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(PROFILER, {"torch": torch, "model": LegacyDistributedDataParallel(nn.Linear(10, 1))})
+    return said.getvalue()
+
+
+def test_the_recipe_for_the_profiler_prints_the_ranges() -> None:
+    for table in run_ranks(_tabulated, 2):
+        assert "legacy_ddp::all_reduce()::agree" in table
+
+
+def _printed_in_the_page(rank: int) -> str:
+    return repr(LegacyDistributedDataParallel(nn.Linear(10, 1)))
+
+
+def test_the_page_shows_what_print_says() -> None:
+    shown = run_ranks(_printed_in_the_page, 2)[0]
+    assert "".join(f"    {line}\n" for line in shown.splitlines()) in PAGE

@@ -1,0 +1,187 @@
+"""Parameters that two calls have in common: sample_size divides them once, or the second call refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import GradientError, LegacyDistributedDataParallel, all_reduce_gradients
+from tests.helpers.ranks import run_ranks
+
+Calls = tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def _tied(*, sparse: bool = False) -> tuple[nn.Embedding, nn.Linear]:
+    encoder, decoder = nn.Embedding(4, 3, sparse=sparse), nn.Linear(3, 4)
+    decoder.weight = encoder.weight
+    return encoder, decoder
+
+
+def _backward(encoder: nn.Module, decoder: nn.Module, rank: int) -> None:
+    decoder(encoder(torch.tensor([rank, 2]))).sum().backward()
+
+
+def _modules(*modules: nn.Module) -> Calls:
+    return tuple(lambda module=module, **options: all_reduce_gradients(module, **options) for module in modules)
+
+
+def _lists(*modules: nn.Module) -> Calls:
+    """Both begin with the tied weight: two lists of one synchronizer."""
+    return tuple(lambda module=m, **options: all_reduce_gradients(module.parameters(), **options) for m in modules)
+
+
+def _wrappers(*modules: nn.Module, **options: Any) -> Calls:
+    return tuple(LegacyDistributedDataParallel(module, **options).all_reduce for module in modules)
+
+
+FORMS: dict[str, Callable[..., Calls]] = {
+    "modules": _modules,
+    "lists": _lists,
+    "wrappers": _wrappers,
+    "wrappers without views": lambda *modules: _wrappers(*modules, gradient_as_bucket_view=False),
+}
+
+
+def _divide_twice(rank: int, form: str) -> list[tuple[str, str | None, bool]]:
+    encoder, decoder = _tied()
+    first, second = FORMS[form](encoder, decoder)
+    seen = []
+    for step in range(2):  # in the first step of a function no hook was there during backward
+        encoder.zero_grad()
+        decoder.zero_grad()
+        _backward(encoder, decoder, rank)
+        first(sample_size=2)
+        if step:
+            encoder.weight.grad.mul_(3.0)  # what is edited was divided all the same
+        before = [parameter.grad.clone() for parameter in decoder.parameters()]
+        try:
+            second(sample_size=2)
+            text, name = "", None
+        except GradientError as error:
+            text, name = str(error), error.parameter
+        untouched = all(torch.equal(p.grad, grad) for p, grad in zip(decoder.parameters(), before, strict=True))
+        seen.append((text, name, untouched))
+    return seen
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls(form: str) -> None:
+    for seen in run_ranks(_divide_twice, 2, form):
+        for text, name, untouched in seen:
+            assert name == ("000000" if form == "lists" else "weight")
+            assert f"grad of {name!r} was reduced by an earlier call" in text
+            assert untouched
+
+
+def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    encoder, decoder = _tied()
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.copy_(torch.linspace(0, 1, parameter.numel()).view_as(parameter))
+    _backward(encoder, decoder, rank)
+    all_reduce_gradients([*encoder.parameters(), decoder.bias], sample_size=2)
+    reduced = [parameter.grad.clone() for parameter in decoder.parameters()]
+    decoder.zero_grad()
+    for other in range(2):
+        _backward(encoder, decoder, other)
+    return reduced, [parameter.grad / 4 for parameter in decoder.parameters()]  # both ranks' items in one process
+
+
+def test_a_tied_weight_in_one_call_has_the_gradient_of_the_joined_batch() -> None:
+    for reduced, expected in run_ranks(_in_one_call, 2):
+        for grad, alone in zip(reduced, expected, strict=True):
+            torch.testing.assert_close(grad, alone)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_that_share_a_weight_are_free_to_go_on_where_nothing_is_divided_twice(form: str) -> None:
+    encoder, decoder = _tied()
+    first, second = FORMS[form](encoder, decoder)
+    for _ in range(2):
+        _backward(encoder, decoder, 0)
+        first()
+        second()  # the mean of equal values
+        first(sample_size=1, skip=True)
+        encoder.weight.grad = torch.ones(4, 3)  # assigned by hand: another gradient
+        second(sample_size=2)
+        assert encoder.weight.grad.unique().tolist() == [0.5]
+        _backward(encoder, decoder, 0)
+        second(sample_size=2)
+        encoder.zero_grad(set_to_none=False)
+        first(sample_size=2)  # of zeros: a rank without data
+        decoder.zero_grad()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sparse_gradient_that_two_wrappers_share_is_not_divided_twice() -> None:
+    encoder, other = nn.Embedding(4, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
+    other.weight = encoder.weight
+    first, second = _wrappers(encoder, other)
+    encoder(torch.tensor([1])).sum().backward()
+    first(sample_size=2)
+
+    with pytest.raises(GradientError, match="'weight' was reduced by an earlier call"):
+        second(sample_size=2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_divided_before_a_layer_was_frozen_is_not_divided_again() -> None:
+    net = nn.Linear(2, 2)
+    model = LegacyDistributedDataParallel(net)
+    model(torch.ones(1, 2)).sum().backward()
+    model.all_reduce(sample_size=2)
+    net.bias.requires_grad_(False)
+
+    with pytest.raises(GradientError, match="'weight' was reduced by an earlier call"):
+        model.all_reduce(sample_size=2)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("as_views", [True, False])
+def test_gradients_assigned_by_hand_are_no_second_division_after_a_layer_was_frozen(*, as_views: bool) -> None:
+    for _ in range(20):  # the address of a gradient that is gone may be that of the next one
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = LegacyDistributedDataParallel(net, gradient_as_bucket_view=as_views)
+        for step in range(4):
+            model.zero_grad()
+            net[0].requires_grad_(step < 2)
+            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+            for parameter, grad in zip(
+                trained, torch.autograd.grad(model(torch.ones(1, 2)).sum(), trained), strict=True
+            ):
+                parameter.grad = grad
+            model.all_reduce(sample_size=2)
+            assert net[1].bias.grad.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_written_by_hand_into_one_that_was_divided_is_told_what_to_do() -> None:
+    net = nn.Linear(2, 2)
+    model = LegacyDistributedDataParallel(net)
+    model(torch.ones(1, 2)).sum().backward()
+    model.all_reduce(sample_size=2)
+    net.bias.requires_grad_(False)
+    net.weight.grad.copy_(torch.ones(2, 2))
+
+    with pytest.raises(GradientError, match="a gradient that you write yourself: assign a new tensor"):
+        model.all_reduce(sample_size=2)
+    net.weight.grad = torch.ones(2, 2)
+    model.all_reduce(sample_size=2)
+    assert net.weight.grad.unique().tolist() == [0.5]
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_assigned_by_hand_are_no_second_division_for_wrappers_that_share_a_weight() -> None:
+    encoder, decoder = _tied()
+    first, second = FORMS["wrappers without views"](encoder, decoder)
+    for _ in range(20):
+        for call, module in ((first, encoder), (second, decoder)):
+            encoder.zero_grad()
+            decoder.zero_grad()
+            for parameter in module.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            call(sample_size=2)
+            assert encoder.weight.grad.unique().tolist() == [0.5]

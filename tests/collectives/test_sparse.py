@@ -1,0 +1,123 @@
+"""Do sparse gradients stay sparse where they can, and equal the dense ones?"""
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.helpers.cases import (
+    DTYPES,
+    SKIP,
+    Case,
+    Grads,
+    Part,
+    all_bits,
+    bits_of,
+    both_ways,
+    get_gradients,
+    reduced_on_all,
+    set_gradients,
+    sparse_of,
+    wrap_module,
+)
+from tests.helpers.ranks import run_ranks
+
+ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    "parts, divisor", [([{}, {}, {}], 3), ([{"sample_size": n} for n in (1, 5, 2)], 8), ([{}, SKIP, {}], 2)]
+)
+def test_sparse_gradients_stay_sparse_and_equal_the_dense_result(parts: list[Part], divisor: int) -> None:
+    sparse = [
+        sparse_of([0, 3], ROWS * 24),
+        sparse_of([3, 3], ROWS * 48),  # not coalesced
+        sparse_of([], torch.zeros(0, 2)),
+    ]
+    like = torch.zeros(5, 2)
+    cases = {dtype: Case([like.to(dtype)], [[grad.to(dtype)] for grad in sparse], parts) for dtype in DTYPES}
+    total = torch.zeros(5, 2)
+    total[0] += ROWS[0] * 24
+    total[3] += ROWS[1] * 24
+    total[3] += ROWS.sum(0) * 48 if SKIP not in parts else 0
+
+    for dtype, (result,) in reduced_on_all(cases).items():
+        assert result is not None
+        assert result.is_sparse
+        assert result.is_coalesced()
+        assert bits_of(result.to_dense()) == bits_of((total / divisor).to(dtype))
+
+
+def test_sparse_gradients_become_dense_only_where_ranks_differ() -> None:
+    full, row = torch.full((5, 2), 2.0), sparse_of([0, 3], ROWS)
+    deep = row.to_dense().to_sparse(2)  # indices of both dimensions
+    empty = sparse_of([], torch.zeros(0, 2))
+    scalar = torch.tensor(3.0).to_sparse()
+    grads: list[Grads] = [[full, row, None, empty, deep, scalar], [row, deep, row, empty, deep, scalar]]
+
+    results = reduced_on_all(both_ways({"": Case([*[torch.zeros(5, 2)] * 5, torch.tensor(0.0)], grads)}))
+
+    for result in results.values():
+        assert [grad is not None and grad.is_sparse for grad in result[:5]] == [False, False, True, True, True]
+        assert all_bits([grad.to_dense() for grad in result if grad is not None]) == all_bits(
+            [
+                1 + row.to_dense() / 2,
+                row.to_dense(),
+                row.to_dense() / 2,
+                torch.zeros(5, 2),
+                row.to_dense(),
+                torch.tensor(3.0),
+            ]
+        )
+
+
+def _empty_sparse(rank: int) -> list[bool]:
+    wrapped = wrap_module([torch.zeros(0, 2)])
+    seen = []
+    for _ in range(3):
+        set_gradients(wrapped, [sparse_of([], torch.zeros(0, 2), 0)])
+        wrapped.all_reduce(sample_size=2)
+        seen += [grad is not None and grad.is_sparse for grad in get_gradients(wrapped)]
+    return seen
+
+
+def test_sparse_gradient_of_an_empty_parameter_is_reduced_call_after_call() -> None:
+    assert run_ranks(_empty_sparse, 2) == [[True] * 3] * 2
+
+
+def _embeddings(rank: int) -> list[Grads]:
+    results = []
+    for as_view, sparse in ((True, False), (True, True), (False, True)):
+        torch.manual_seed(0)
+        layers = [nn.Embedding(6, 2, sparse=sparse), nn.EmbeddingBag(6, 2, mode="sum", sparse=sparse)]
+        module = nn.ModuleList(layers)
+        wrapped = LegacyDistributedDataParallel(module, gradient_as_bucket_view=as_view)
+        for index in ([rank, rank + 1, rank], [5, 0, 2]):  # two backwards: accumulated and not coalesced
+            (layers[0](torch.tensor(index)).sum() + layers[1](torch.tensor([index])).sum() * 2).backward()
+        wrapped.all_reduce(sample_size=rank + 1)
+        results.append(get_gradients(module))
+    return results
+
+
+def test_sparse_embeddings_get_the_gradients_of_dense_ones() -> None:
+    for dense, *others in run_ranks(_embeddings, 2):
+        for sparse in others:
+            assert all(grad is not None and grad.is_sparse for grad in sparse)
+            assert all_bits([grad.to_dense() for grad in sparse if grad is not None]) == all_bits(dense)
+
+
+def _sparse_of_another_dtype(rank: int) -> list[float]:
+    embedding = nn.Embedding(3, 1, sparse=True, dtype=torch.bfloat16)
+    model = LegacyDistributedDataParallel(embedding, checks=Checks(uneven="allow"))
+    embedding.weight.grad_dtype = torch.float32
+    if rank == 0:
+        embedding.weight.grad = torch.tensor([[1.5], [0.0], [3.0]]).to_sparse(1)
+    model.all_reduce()
+    grad = embedding.weight.grad
+    assert grad is not None
+    assert grad.is_sparse
+    return grad.to_dense().flatten().tolist()
+
+
+def test_a_sparse_gradient_of_another_dtype_than_its_parameter_may_be_missing_on_a_rank() -> None:
+    assert run_ranks(_sparse_of_another_dtype, 2) == [[0.75, 0.0, 1.5]] * 2

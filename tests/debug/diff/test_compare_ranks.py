@@ -1,0 +1,317 @@
+"""Are ranks of one run that part found, by majority where there is one, and in what they share alone?"""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.rank_digests import SHARED
+from legacy_ddp.debug._diff.result import Comparison, Place, Side
+from legacy_ddp.debug._trace.line_format import RANK_FILE
+from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.traces import KIND, NAMES, START, end_after, environment, without, write_trace
+
+WORD, OTHER = "ab" * 8, "cd" * 8
+WEIGHT = "parameter 'a'"
+
+
+def compared(folder: Path, **written: Any) -> Comparison:
+    return compare_ranks(open_run(write_trace(folder / "trace", **written)))
+
+
+def test_ranks_that_agree_are_the_same_whatever_their_local_gradients(tmp_path: Path) -> None:
+    found = compared(tmp_path, world_size=3)
+
+    assert found.verdict == "same"
+    # 3 ranks x (start: 3 tensors; 5 steps: 2 + 2 + 2 + 1 tensors)
+    assert found.headline == "same: 3 ranks hold the same, steps 0-5, 5 phases, 114 tensors, bit for bit"
+    assert (found.folders, found.steps, found.notes) == ((str(tmp_path / "trace"),), (0, 5), ())
+
+
+def test_a_rank_outside_the_majority_is_named_even_if_it_is_rank_0(tmp_path: Path) -> None:
+    found = compared(tmp_path, world_size=3, planted={(0, 3, "parameters", WEIGHT): (WORD, 2.0)})
+
+    assert found.verdict == "different"
+    assert found.headline == "different: ranks part at step 3 in parameters: rank 0 against ranks 1-2: parameter 'a'"
+    assert found.first is not None
+    assert (found.first.step, found.first.phase, found.first.name) == (3, "parameters", WEIGHT)
+    assert (found.first.ranks, found.first.kind) == ((0,), KIND)
+    assert found.first.sides == (Side("ranks 1-2", "0000000003040000", 1.375), Side("rank 0", WORD, 2.0))
+    assert found.places == (Place(3, "parameters", (0,), 1, 2),)
+    assert "2 of 3 ranks agree; a majority speaks against rank 0." in found.meaning
+
+
+def test_without_a_majority_all_ranks_are_named(tmp_path: Path) -> None:
+    found = compared(tmp_path, world_size=2, planted={(1, 3, "parameters", WEIGHT): (WORD, 2.0)})
+
+    assert found.first is not None
+    assert (found.first.ranks, found.places[0].ranks) == ((0, 1), (0, 1))
+    assert found.meaning.startswith("No majority: nothing tells which ranks to look at.")
+
+
+def test_the_earliest_place_comes_first_and_counts_every_name_that_differs(tmp_path: Path) -> None:
+    planted = {
+        (1, 4, "reduced_gradients", "gradient of 'a'"): (WORD, 1.0),
+        (2, 3, "parameters", "parameter 'b'"): (WORD, 1.0),
+        (3, 3, "parameters", "parameter 'a'"): (OTHER, 1.0),
+    }
+
+    found = compared(tmp_path, world_size=5, planted=planted)
+
+    assert found.first is not None
+    assert (found.first.step, found.first.name, found.first.ranks) == (3, WEIGHT, (3,))
+    assert [(other.name, other.ranks) for other in found.others] == [("parameter 'b'", (2,))]
+    assert found.places == (Place(3, "parameters", (2, 3), 2, 2), Place(4, "reduced_gradients", (1,), 1, 2))
+
+
+def test_the_first_ten_places_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+    # no two steps alike, so that none are joined
+    planted = {(1, step, "parameters", NAMES["parameters"][step % 2]): (WORD, 1.0) for step in range(13)}
+
+    found = compared(tmp_path, world_size=3, steps=12, planted=planted)
+
+    assert [place.step for place in found.places] == list(range(10))
+    assert found.more_places == 3
+    assert found.headline.startswith("different: ranks part at the start (step 0) in parameters: ")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_place(
+    tmp_path: Path, odd: int
+) -> None:
+    planted = {(odd, step, "parameters", WEIGHT): (WORD, 1.0) for step in (*range(3, 8), *range(9, 13))}
+    planted[2, 11, "optimizer", "exp_avg of 'a'"] = (WORD, 1.0)
+
+    found = compared(tmp_path, world_size=3, steps=12, planted=planted)
+
+    assert found.places == (
+        Place(3, "parameters", (odd,), 1, 2, last_step=7, steps=5),
+        Place(9, "parameters", (odd,), 1, 2, last_step=12, steps=4),
+        Place(11, "optimizer", (2,), 1, 2),
+    )
+    assert found.more_places == 0
+
+
+def test_where_every_rank_has_its_own_all_names_count(tmp_path: Path) -> None:
+    planted = {(rank, 3, "parameters", WEIGHT): (f"{rank:016x}", 1.0) for rank in (1, 2)}
+    planted[3, 3, "parameters", "parameter 'b'"] = (WORD, 1.0)
+
+    found = compared(tmp_path, world_size=4, planted=planted)
+
+    assert found.places == (Place(3, "parameters", (0, 1, 2, 3), 2, 2),)
+
+
+def test_one_rank_cannot_be_told(tmp_path: Path) -> None:
+    found = compared(tmp_path, world_size=1)
+
+    assert found.verdict == "unknown"
+    assert found.headline == "cannot tell: one rank only, and no other to compare it with; name two runs"
+
+
+def test_buffers_that_each_rank_has_of_its_own_are_left_out_and_others_are_not(tmp_path: Path) -> None:
+    names = {**NAMES, "buffers": ("buffer 'bn.running_mean'", "buffer 'table'")}
+    written = {
+        "names": names,
+        "environments": lambda rank, size: environment(rank, size, local_buffers=("*.running_*",)),
+        "world_size": 3,
+    }
+    own = {(rank, 2, "buffers", "buffer 'bn.running_mean'"): (f"{rank:016x}", 1.0) for rank in range(3)}
+
+    found = compared(tmp_path / "own", **written, planted=own)
+
+    assert found.verdict == "same"
+    assert found.notes == ("not compared, for each rank has its own: buffers *.running_*",)
+    assert ", 114 tensors," in found.headline
+
+    found = compared(tmp_path / "table", **written, planted={**own, (1, 4, "buffers", "buffer 'table'"): (WORD, 1.0)})
+
+    assert found.first is not None
+    assert (found.first.step, found.first.name, found.first.ranks) == (4, "buffer 'table'", (1,))
+    assert found.places == (Place(4, "buffers", (1,), 1, 1),)
+
+
+def test_names_in_another_order_on_one_rank_are_no_difference(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    planted = {
+        (r, s, "parameters", f"parameter '{n}'"): (n * 16, 1.0) for r in range(3) for s in range(6) for n in "ab"
+    }
+    write_trace(folder, world_size=3, planted=planted)
+    turned = {**NAMES, "parameters": NAMES["parameters"][::-1]}
+    write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
+    (tmp_path / "turned" / RANK_FILE.format(1)).replace(folder / RANK_FILE.format(1))
+
+    assert compare_ranks(open_run(folder)).verdict == "same"
+
+
+def test_a_difference_besides_names_in_another_order_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "trace"
+    planted = {
+        (r, s, "parameters", f"parameter '{n}'"): (n * 16, 1.0) for r in range(3) for s in range(6) for n in "ab"
+    }
+    write_trace(folder, world_size=3, planted={**planted, (2, 4, "parameters", WEIGHT): (WORD, 1.0)})
+    turned = {**NAMES, "parameters": NAMES["parameters"][::-1]}
+    write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
+    (tmp_path / "turned" / RANK_FILE.format(1)).replace(folder / RANK_FILE.format(1))
+
+    found = compare_ranks(open_run(folder))
+
+    assert found.first is not None
+    assert (found.first.step, found.first.name, found.first.ranks) == (4, WEIGHT, (2,))
+    assert found.places == (Place(4, "parameters", (2,), 1, 2),)
+
+
+def test_a_name_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
+    found = compared(tmp_path, world_size=3, planted={(1, 2, "optimizer", "exp_avg of 'b'"): (None, None)})
+
+    assert found.first is not None
+    assert (found.first.name, found.first.ranks, found.first.kind) == ("exp_avg of 'b'", (1,), KIND)
+    assert found.first.sides[1] == Side("rank 1", None, None)
+
+
+def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "trace", end=None, planted={(0, 5, "parameters", WEIGHT): (WORD, 1.0)})
+    path = folder / RANK_FILE.format(1)
+    without(path, lambda line: b'"step":5' in line)
+
+    found = compare_ranks(open_run(folder))
+
+    assert (found.verdict, found.steps) == ("same", (0, 4))
+    assert found.notes == (
+        "rank 0 ended after step 5 (killed, or still running)",
+        "rank 1 ended after step 4 (killed, or still running)",
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the_others(
+    tmp_path: Path, rank: int
+) -> None:
+    folder = end_after(write_trace(tmp_path / "trace", steps=120) / RANK_FILE.format(rank), 4)
+
+    found = compare_ranks(open_run(folder))
+
+    assert (found.verdict, found.steps) == ("unknown", (0, 4))
+    assert found.headline == (
+        f"cannot tell: steps 5-120 were not compared on every rank, for rank {rank} ended before; nothing differs in "
+        "steps 0-4"
+    )
+
+
+def test_tensors_are_counted_in_the_steps_of_all_ranks(tmp_path: Path) -> None:
+    folder = end_after(write_trace(tmp_path / "trace") / RANK_FILE.format(1), 4)
+
+    # 2 ranks x (start: 3 tensors; 4 steps: 2 + 2 + 2 + 1 tensors)
+    assert compare_ranks(open_run(folder)).headline == (
+        "same: 2 ranks hold the same, steps 0-4, 5 phases, 62 tensors, bit for bit"
+    )
+
+
+def test_the_start_alone_is_no_answer(tmp_path: Path) -> None:
+    found = compared(tmp_path, steps=0)
+
+    assert found.verdict == "unknown"
+    assert found.headline == "cannot tell: only the start (step 0) was recorded by all ranks, where they agree"
+
+
+def test_phases_that_a_killed_rank_did_not_come_to_are_no_difference(tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "trace", end=None)
+    path = folder / RANK_FILE.format(1)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))  # parameters and buffers of step 5
+
+    assert compare_ranks(open_run(folder)).verdict == "same"
+
+
+def test_a_phase_missing_in_the_midst_is_a_difference(tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "trace", world_size=3)
+    path = folder / RANK_FILE.format(1)
+    without(path, lambda line: b'"step":3,"phase":"buffers"' in line)
+
+    found = compare_ranks(open_run(folder))
+
+    assert found.first is not None
+    assert (found.first.step, found.first.phase, found.first.ranks) == (3, "buffers", (1,))
+
+
+def test_a_damaged_rank_that_agrees_up_to_there_cannot_be_told(tmp_path: Path) -> None:
+    folder = write_trace(tmp_path / "trace")
+    path = folder / RANK_FILE.format(1)
+    path.write_bytes(path.read_bytes().replace(b'"step":3,"phase":"parameters"', b'"step":3,"phase":"parametres"'))
+
+    found = compare_ranks(open_run(folder))
+
+    assert found.verdict == "unknown"
+    assert found.headline.startswith(f"cannot tell: {path}, line ")
+    assert found.headline.endswith("nothing differs in what can be compared")
+
+
+def test_environments_that_ranks_do_not_share_are_causes_but_for_seeds(tmp_path: Path) -> None:
+    def odd(rank: int, size: int) -> Any:
+        return environment(rank, size, facts={"torch": f"2.{13 + (rank == 1)}.0", "seed": str(rank), "pid": str(rank)})
+
+    planted = {(1, 2, "parameters", WEIGHT): (WORD, 1.0)}
+    found = compared(tmp_path, world_size=3, environments=odd, planted=planted)
+
+    assert [(cause.what, cause.sides) for cause in found.causes] == [
+        ("torch", (("ranks 0, 2", "2.13.0"), ("rank 1", "2.14.0")))
+    ]
+
+
+def test_many_ranks_are_compared_with_one_file_open_at_a_time(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    run = open_run(
+        write_trace(tmp_path / "t", world_size=200, steps=2, planted={(77, 2, "parameters", WEIGHT): (WORD, 1.0)})
+    )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        found = compare_ranks(run)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    assert found.first is not None
+    assert found.first.ranks == (77,)
+    assert found.first.sides[0].label == "ranks 0-76, 78-199"
+
+
+_PLACES = [(phase, name) for phase in SHARED for name in NAMES[phase]]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_one_difference_anywhere_is_found_on_its_rank(data: st.DataObject) -> None:
+    world_size, steps = data.draw(st.integers(3, 6)), data.draw(st.integers(1, 8))
+    phase, name = data.draw(st.sampled_from(_PLACES))
+    step = data.draw(st.integers(0 if phase in START else 1, steps))
+    rank = data.draw(st.integers(0, world_size - 1))
+    with TemporaryDirectory() as folder:
+        planted = {(rank, step, phase, name): (WORD, 0.5)}
+        found = compared(Path(folder), world_size=world_size, steps=steps, planted=planted)
+
+    assert found.first is not None
+    assert (found.first.step, found.first.phase, found.first.name, found.first.ranks) == (step, phase, name, (rank,))
+    assert found.places == (Place(step, phase, (rank,), 1, len(NAMES[phase])),)
+
+
+def test_a_run_that_ended_because_its_ranks_parted_is_not_the_same(tmp_path: Path) -> None:
+    found = compare_ranks(open_run(write_trace(tmp_path / "a", end="ReplicaDivergenceError")))
+
+    assert found.verdict == "unknown"
+    assert "the run ended by ReplicaDivergenceError after step 5" in found.headline
+
+
+def test_nan_on_a_rank_is_a_note(tmp_path: Path) -> None:
+    planted = {(1, 3, "local_gradients", "gradient of 'a'"): (WORD, 1.0, 2)}
+    found = compare_ranks(open_run(write_trace(tmp_path / "a", planted=planted)))
+
+    assert found.notes == ("NaN or infinity, first in local gradients of step 3 on rank 1",)
+
+
+def test_buffers_can_be_left_out_afterwards(tmp_path: Path) -> None:
+    run = open_run(write_trace(tmp_path / "a", planted={(1, 3, "buffers", "buffer 'mean'"): (WORD, 1.0)}))
+
+    assert compare_ranks(run).verdict == "different"
+    assert compare_ranks(run.with_local_buffers(["me*"])).verdict == "same"

@@ -1,0 +1,219 @@
+"""Does a real browser draw the page, say what is under the pointer, and ask nobody for anything?"""
+
+import os
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from selenium import webdriver
+
+from legacy_ddp.debug._diff.result import Comparison
+from legacy_ddp.debug._page.render import render
+from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.browser import Page, open_browser, reason_missing
+from tests.helpers.traces import NAMES, call_facts, environment, write_trace
+
+needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
+EVIL = "<script>document.title='owned'</script><img src=https://example.com/a.png onerror=document.title='owned'>$$x$$"
+HOVERED = "layers.3.weight"
+CHARTS = 4
+TRIANGLES = 24 / (130 + 24)  # two lines of them, of 12 pixels each, above rows that would take 130 without
+# The frames of the charts, where they are in the window: left, top, width, height.
+FRAMES = """
+return Bokeh.documents[0].roots().map(root => {
+  const view = Bokeh.index.get_by_id ? Bokeh.index.get_by_id(root.id) : Bokeh.index[root.id]
+  const box = view.el.getBoundingClientRect()
+  const frame = view.frame.bbox
+  return [box.left + frame.left, box.top + frame.top, frame.width, frame.height]
+})
+"""
+TOOLTIP = """
+const tips = found.filter(element => element.classList.contains("bk-Tooltip"))
+const shown = tips.filter(tip => tip.getBoundingClientRect().width > 0)
+const text = shown.map(tip => [...(tip.shadowRoot || tip).querySelectorAll("*")].map(
+  part => part.children.length ? "" : part.textContent).join(" ")).join(" ").trim()
+return text.includes(arguments[0]) ? text : null
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[webdriver.Chrome]:
+    with open_browser() as driver:
+        yield driver
+
+
+def _page(folder: Path, *, runs: int = 1) -> Path:
+    """A page about two ranks that hold something else from step 7 on, and names that do no good."""
+    parameters = ("a.bias", HOVERED, EVIL)
+    names = {
+        **NAMES,
+        "reduced_gradients": tuple(f"gradient of {name!r}" for name in parameters),
+        "parameters": tuple(f"parameter {name!r}" for name in parameters),
+    }
+    planted = {
+        (1, 7, "parameters", f"parameter {HOVERED!r}"): ("ff" * 8, 9.0),
+        (1, 8, "parameters", f"parameter {HOVERED!r}"): ("ff" * 8, 3.0),  # the norm of the other rank
+        (0, 12, "reduced_gradients", "gradient of 'a.bias'"): ("dd" * 8, 0.0),
+        (1, 12, "reduced_gradients", "gradient of 'a.bias'"): ("dd" * 8, 0.0),
+        (0, 4, "reduced_gradients", f"gradient of {HOVERED!r}"): ("ee" * 8, 0.25, 3),
+        (1, 4, "reduced_gradients", f"gradient of {HOVERED!r}"): ("ee" * 8, 0.25, 3),
+    }
+    opened = []
+    for number in range(runs):
+        trace = write_trace(
+            folder / f"run-{number}",
+            steps=20,
+            names=names,
+            planted=planted if number == 0 else {},
+            environments=lambda rank, size: environment(rank, size, facts={EVIL: EVIL}, parameters=parameters),
+            # A large one over few items, so that there is a noise scale.
+            calls=lambda step, rank: call_facts(step, rank, local_norm=400.0 + 3 * rank + step % 3),
+        )
+        opened.append(open_run(trace))
+    comparison = Comparison((EVIL,), "different", f"Ranks differ: {EVIL}")
+    path = folder / "report.html"
+    path.write_text(render(opened, comparison, ["first line", EVIL]), encoding="utf-8")
+    return path
+
+
+def _in_cell(step: int, row: int) -> tuple[float, float]:
+    """A place in a cell of the first chart, right and above of its middle, in shares of the frame."""
+    return (step + 0.75) / 21, TRIANGLES + (row + 0.25) / 3 * (1 - TRIANGLES)
+
+
+@needs_browser
+@pytest.mark.parametrize("runs, charts", [(1, CHARTS), (2, CHARTS + 1)])
+def test_every_chart_is_drawn_and_nobody_is_asked_for_anything(
+    driver: webdriver.Chrome, tmp_path: Path, runs: int, charts: int
+) -> None:
+    page = Page(driver, _page(tmp_path, runs=runs))
+    frames = page.run(FRAMES)
+    # Several colours in the middle of each frame: something was drawn there.
+    canvases = page.run(
+        "return found.filter(element => element.tagName == 'CANVAS')"
+        ".map(canvas => [canvas.width, canvas.height, new Set(new Uint32Array("
+        "canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size])"
+    )
+
+    assert len(frames) == charts
+    assert all(width > 500 and height >= 100 for _, _, width, height in frames), frames
+    assert len([size for size in canvases if size[0] > 500 and size[1] > 100 and size[2] > 10]) >= charts, canvases
+    assert len({(left, width) for left, _, width, _ in frames}) == 1, "a step is not in the same place in all charts"
+    assert page.complaints() == []
+    assert page.requests() == [page.url]
+    assert page.run("return performance.getEntriesByType('resource').map(entry => entry.name)") == []
+
+
+@needs_browser
+def test_names_from_a_trace_are_text_and_no_part_of_the_page(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    page = Page(driver, _page(tmp_path))
+
+    assert page.run("return document.title") == "Report: run-0"
+    assert page.run("return found.filter(element => element.tagName == 'IMG').length") == 0
+    assert EVIL in page.run("return document.querySelector('pre').textContent")
+    assert EVIL in page.run("return document.querySelector('.banner').textContent")
+    assert EVIL in page.run("return document.querySelector('details').textContent")
+
+
+def _scroll_to(page: Page, chart: int) -> None:
+    page.run(
+        "found.filter(element => element.tagName == 'SECTION')[arguments[0]].scrollIntoView({block: 'center'})", chart
+    )
+    page.wait_for("return new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done(true))))")
+
+
+def _point_at(page: Page, chart: int, across: float, down: float) -> None:
+    """Move to a place in the frame of a chart, given in shares of its width and height."""
+    _scroll_to(page, chart)
+    left, top, width, height = page.run(FRAMES)[chart]
+    page.point(left + 5, top + 5)
+    page.point(left + across * width, top + down * height)
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "step, row, expected",
+    [
+        (4, 1, [HOVERED, "4", "0.25", "3 non-finite elements"]),
+        (7, 1, [HOVERED, "7", "2.875", "ranks differ"]),
+        (9, 0, ["a.bias", "9", "2.125", "nothing to note"]),
+        (9, 2, [EVIL, "4.125"]),
+        (0, 0, ["a.bias", "start", "none", "no gradient"]),
+    ],
+)
+def test_the_pointer_shows_the_parameter_under_it(
+    driver: webdriver.Chrome, tmp_path: Path, step: int, row: int, expected: list[str]
+) -> None:
+    page = Page(driver, _page(tmp_path))
+    _point_at(page, 0, *_in_cell(step, row))
+
+    shown = page.wait_for(TOOLTIP, expected[0])
+
+    assert all(part in shown for part in expected), shown
+    assert page.run("return document.title") == "Report: run-0"
+    assert page.complaints() == []
+
+
+BLACK, RED, WHITE, GREY, SKY = (0, 0, 0), (213, 94, 0), (255, 255, 255), (232, 232, 232), (86, 180, 233)
+
+
+@needs_browser
+@pytest.mark.parametrize(
+    "runs, colours",
+    [
+        (1, {(4, 1): BLACK, (7, 1): RED, (8, 1): RED, (0, 0): WHITE, (12, 0): GREY}),
+        (2, {(4, 1): BLACK, (8, 1): SKY, (0, 0): GREY, (9, 0): GREY}),
+    ],
+)
+def test_what_stands_out_has_a_colour_of_its_own(
+    driver: webdriver.Chrome, tmp_path: Path, runs: int, colours: dict[tuple[int, int], tuple[int, int, int]]
+) -> None:
+    page = Page(driver, _page(tmp_path, runs=runs))
+    _scroll_to(page, 0)
+    left, top, width, height = page.run(FRAMES)[0]
+    with Image.open(BytesIO(driver.get_screenshot_as_png())) as picture:
+        seen = picture.convert("RGB")
+
+    def colour(across: float, down: float) -> object:
+        return seen.getpixel((round(left + across * width), round(top + down * height)))
+
+    assert {cell: colour(*_in_cell(*cell)) for cell in colours} == colours
+    assert colour(7.5 / 21, TRIANGLES * 3 / 4) == RED  # something differs
+    assert colour(4.5 / 21, TRIANGLES / 4) == BLACK  # something is not finite
+    assert colour(9.5 / 21, TRIANGLES * 3 / 4) == WHITE
+
+
+@needs_browser
+def test_the_pointer_shows_who_was_waited_for(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    page = Page(driver, _page(tmp_path))
+    _point_at(page, 2, 10.5 / 21, 0.75)
+
+    shown = page.wait_for(TOOLTIP, "waiting for")
+
+    assert all(part in shown for part in ("rank 1", "10, waiting for rank 0", "0.01")), shown
+
+
+@needs_browser
+def test_panning_one_chart_pans_all(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    page = Page(driver, _page(tmp_path))
+
+    page.run("Bokeh.documents[0].roots()[1].x_range.setv({start: 3, end: 9})")
+
+    ranges = page.run("return Bokeh.documents[0].roots().map(root => [root.x_range.start, root.x_range.end])")
+    assert ranges == [[3, 9]] * CHARTS
+
+
+@needs_browser
+def test_the_page_fits_a_narrow_window(tmp_path: Path) -> None:
+    with open_browser(width=800) as driver:
+        page = Page(driver, _page(tmp_path, runs=2))
+
+        assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
+        assert all(width > 400 for _, _, width, _ in page.run(FRAMES))
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="is for CI")
+def test_ci_has_a_browser() -> None:
+    assert reason_missing() is None

@@ -1,0 +1,67 @@
+"""Is it told how far the files of a run go, and how each ended, in groups of ranks?"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legacy_ddp.debug._trace.coverage import Extent, span
+from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.traces import environment, write_trace
+
+
+def extent(label: str, *runs: Path) -> Extent:
+    """Of ranks that are each the rank 0 of a run."""
+    seen = Extent(label)
+    for rank, folder in enumerate(runs):
+        with open_run(folder).open(0) as trace:
+            seen.take(rank, trace)
+    return seen
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    return write_trace(folder, world_size=1, **changes)
+
+
+def test_steps_are_those_of_any_rank(tmp_path: Path) -> None:
+    late = written(tmp_path / "late", environments=lambda rank, size: environment(rank, size, first_step=4), steps=6)
+    long, short = written(tmp_path / "long", steps=12), written(tmp_path / "short", steps=2)
+
+    assert extent("A", late).steps == (3, 9)
+    assert extent("A", late, long, short).steps == (0, 12)
+    assert extent("A", long, short, late).span() == "steps 0-12"
+    assert extent("A", late, short).steps == (0, 9)
+    assert extent("A").span() == "no steps"
+
+
+def test_files_that_were_all_closed_after_the_same_step_need_no_note(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a"), written(tmp_path / "b")
+
+    assert extent("A", a, b).notes() == []
+
+
+def test_ranks_that_end_at_other_steps_are_told_even_if_closed(tmp_path: Path) -> None:
+    a, b, c = written(tmp_path / "a"), written(tmp_path / "b", steps=3), written(tmp_path / "c")
+
+    assert extent("A", a, b, c).notes() == ["A: ranks 0, 2 ended after step 5", "A: rank 1 ended after step 3"]
+    assert extent("", a, b).notes() == ["rank 0 ended after step 5", "rank 1 ended after step 3"]
+
+
+def test_how_files_end_is_told_apart(tmp_path: Path) -> None:
+    a, b = written(tmp_path / "a", end="KeyError"), written(tmp_path / "b", end=None)
+
+    assert extent("B", a, b).notes() == [
+        "B: rank 0 ended after step 5 (left by KeyError)",
+        "B: rank 1 ended after step 5 (killed, or still running)",
+    ]
+
+
+def test_many_ways_of_ending_are_cut_and_counted(tmp_path: Path) -> None:
+    runs = [written(tmp_path / str(steps), steps=steps) for steps in range(1, 6)]
+
+    assert extent("A", *runs).notes()[3:] == ["A: 2 more ways in which ranks ended"]
+
+
+@pytest.mark.parametrize("steps, text", [((3, 3), "step 3"), ((0, 7), "steps 0-7")])
+def test_a_span_of_one_step_is_a_step(steps: tuple[int, int], text: str) -> None:
+    assert span(steps) == text

@@ -1,0 +1,304 @@
+"""Does a rank's file say what was written, and never anything else, whatever happened to it?"""
+
+import gzip
+import os
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import Names, Section, Values
+from legacy_ddp.debug._trace.write import Writer
+from tests.helpers.trace_scenarios import Story, held, held_by, reading, room, sections, stories, told
+from tests.helpers.traces import environment, lines_of, sealed, section, write_trace
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A small trace of one rank."""
+    folder = write_trace(tmp_path_factory.mktemp("whole"), world_size=1, steps=2)
+    return (folder / "rank-00000.jsonl").read_bytes()
+
+
+# --- words -----------------------------------------------------------------------------------------------------------
+
+
+def _words(sections: list[Section]) -> list[int | None]:
+    """The word of each, all held in one phase, at steps one after the other."""
+    with room() as folder:
+        writer = Writer(folder, environment(0, 1))
+        for step, given_section in enumerate(sections):
+            writer.section(step, given_section)
+        writer.close(len(sections), "closed")
+        with RankTrace(writer.path) as trace:
+            return [trace.word(step, "buffers") for step in range(len(sections))]
+
+
+@given(sections("buffers"), sections("buffers"), sections("buffers"))
+def test_words_of_sections_are_equal_if_their_names_and_words_are(a: Section, b: Section, other: Section) -> None:
+    first, second = _words([a, b])
+    with_others = _words([other, b, a])  # their names have other numbers
+
+    assert (first == second) == ((a.names, a.values.words) == (b.names, b.values.words))
+    assert with_others[1:] == [second, first]
+
+
+@given(sections("buffers"), st.data())
+def test_norms_and_counts_are_not_in_a_word(a: Section, data: st.DataObject) -> None:
+    norms = data.draw(st.permutations([*a.values.norms, None, 1.5]))[: len(a.values.norms)]
+    b = replace(a, values=Values(a.values.words, tuple(norms), {}))
+    first, second = _words([a, b])
+
+    assert first == second
+
+
+def test_a_word_that_moves_to_the_next_name_is_seen() -> None:
+    names = Names("buffers", ("a", "b"), ("", ""))
+    held_words = [("x", None), (None, "x"), ("x", "x"), ('x","x', None), ("null", None), (None, None)]
+    found = _words([Section(names, Values(words, (None, None))) for words in held_words])
+
+    assert len(set(found)) == len(held_words)
+
+
+# --- cut -------------------------------------------------------------------------------------------------------------
+
+
+@given(stories(), st.data())
+def test_a_cut_file_keeps_every_whole_line(story: Story, data: st.DataObject) -> None:
+    with room() as folder:
+        path, sizes = told(story, folder)
+        written = path.read_bytes()
+    cut = data.draw(st.integers(0, len(written) - 1))
+    if cut < sizes[0]:
+        with pytest.raises(TraceError), reading(written[:cut]):
+            pass
+        return
+    with reading(written[:cut]) as trace:
+        left = [event for event, size in zip(story.events, sizes[1:], strict=False) if size <= cut]
+        assert held_by(trace) == held(left)
+        assert trace.environment == story.environment
+        assert (trace.damage, trace.end, trace.torn) == ("", "", not written[:cut].endswith(b"\n"))
+
+
+def test_a_file_cut_at_any_byte_is_read_or_refused(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_bytes(whole)
+    first = whole.index(b"\n") + 1
+    with RankTrace(path) as trace:
+        everything = held_by(trace)
+    for cut in reversed(range(len(whole))):
+        os.truncate(path, cut)
+        if cut < first:
+            with pytest.raises(TraceError, match=r"line 1 is damaged: it is torn|is empty|is no trace"):
+                RankTrace(path)
+            continue
+        with RankTrace(path) as trace:
+            left = held_by(trace)
+            assert left.items() <= everything.items()
+            assert len(left) == sum(
+                line.startswith((b'{"line":"values"', b'{"line":"call"')) for line in _whole(whole[:cut])
+            )
+            assert (trace.torn, trace.damage, trace.end) == (whole[cut - 1] != ord("\n"), "", "")
+
+
+def _whole(data: bytes) -> list[bytes]:
+    return [line for line in lines_of(data) if line.endswith(b"\n")]
+
+
+# --- damaged ---------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _edits(draw: st.DrawFn, data: bytes) -> bytes:
+    """The bytes after an accident at some place."""
+    start = draw(st.integers(0, len(data)))
+    stop = min(len(data), start + draw(st.integers(1, 8) | st.integers(1, len(data))))
+    junk = draw(st.binary(min_size=1, max_size=12) | st.sampled_from([b"\n", b"\0" * 5000, b"{}\n", b"x" * 10**6]))
+    part = data[start:stop]
+    instead = {
+        "flip": bytes(byte ^ 1 << draw(st.integers(0, 7)) for byte in part[:1]) + part[1:],
+        "delete": b"",
+        "insert": junk + part,
+        "overwrite": junk[: len(part)],
+        "repeat": part + part,
+        "zeros": b"\0" * len(part),
+    }
+    return data[:start] + draw(st.sampled_from(sorted(instead)).map(instead.__getitem__)) + data[stop:]
+
+
+@given(st.data())
+def test_a_file_with_damaged_bytes_says_where_and_nothing_else(whole: bytes, data: st.DataObject) -> None:
+    _assert_honest(whole, data.draw(_edits(whole)))
+
+
+@given(stories(), st.data())
+def test_damaged_bytes_of_any_trace_are_found(story: Story, data: st.DataObject) -> None:
+    with room() as folder:
+        written = told(story, folder)[0].read_bytes()
+    _assert_honest(written, data.draw(_edits(written)))
+
+
+def _assert_honest(written: bytes, found: bytes) -> None:
+    """Whatever can be read of ``found`` is what was written, up to the first line that differs; that one is named."""
+    lines, after = lines_of(written), lines_of(found)
+    pairs = zip([*lines, None], [*after, None], strict=False)
+    first = next((number for number, (one, other) in enumerate(pairs, start=1) if one != other), None)
+    if first == 1:
+        with pytest.raises(TraceError), reading(found):
+            pass
+        return
+    with reading(written) as trace:
+        everything, words = held_by(trace), {key: trace.word(*key) for key in held_by(trace) if key[1] != "call"}
+    with reading(found) as trace:
+        left = held_by(trace)
+        assert left.items() <= everything.items()
+        assert all(trace.word(*key) == word for key, word in words.items() if key in left)
+        if first is None or first > len(after):  # the same, or the rest is gone line by line
+            assert (trace.damage, trace.torn) == ("", False)
+        elif after[first - 1].endswith(b"\n"):
+            assert trace.damage.startswith(f"line {first}: ")
+            assert not trace.torn
+        else:
+            assert (trace.damage, trace.torn) == ("", True)
+
+
+@given(st.data())
+def test_lines_that_moved_or_are_missing_are_damage(whole: bytes, data: st.DataObject) -> None:
+    lines = lines_of(whole)
+    one, other = data.draw(st.integers(1, len(lines) - 1)), data.draw(st.integers(1, len(lines) - 1))
+    accident = data.draw(st.sampled_from(["swap", "delete", "repeat", "move"]))
+    if accident == "swap":
+        lines[one], lines[other] = lines[other], lines[one]
+    elif accident == "repeat":
+        lines.insert(other, lines[one])
+    else:
+        line = lines.pop(one)
+        lines[other:other] = [line] * (accident == "move")
+    _assert_honest(whole, b"".join(lines))
+
+
+@pytest.mark.parametrize("kind", [b"names", b"values", b"call", b"end"])
+def test_a_line_that_comes_twice_is_damage(whole: bytes, kind: bytes) -> None:
+    lines = lines_of(whole)
+    last = max(number for number, line in enumerate(lines) if line.startswith(b'{"line":"' + kind))
+    with reading(b"".join([*lines, lines[last]])) as trace:
+        assert trace.damage == f"line {len(lines) + 1}: it was written as line {last + 1}"
+
+
+def test_a_line_that_follows_the_end_is_damage(whole: bytes) -> None:
+    number = len(lines_of(whole)) + 1
+    with reading(whole + sealed(b'{"line":"end","step":2,"reason":"closed"', number)) as trace:
+        assert trace.damage == f"line {number}: it follows the end of the trace"
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_second_trace_in_the_same_file_is_damage(tmp_path: Path, ended: bool) -> None:
+    folders = [write_trace(tmp_path / name, world_size=1, steps=2, end="closed" if ended else None) for name in "ab"]
+    first, second = ((folder / "rank-00000.jsonl").read_bytes() for folder in folders)
+    with reading(first + second) as trace:
+        assert trace.damage == f"line {len(lines_of(first)) + 1}: it was written as line 1"
+        assert list(trace.steps) == [0, 1, 2]
+
+
+def test_a_step_that_comes_again_is_damage(whole: bytes) -> None:
+    lines = lines_of(whole)[:-1]
+    first = next(line for line in lines if line.startswith(b'{"line":"values"'))
+    number = len(lines) + 1
+    with reading(b"".join([*lines, sealed(first.rpartition(b',"at":')[0], number)])) as trace:
+        assert trace.damage == f"line {number}: step 0 comes again; are these two runs in one file?"
+
+
+@pytest.mark.parametrize(
+    "made, what",
+    [
+        (lambda data: data[:0], "is empty, expected a trace; was the run killed before its first step"),
+        (gzip.compress, "is no trace: its first line is not what a recorder writes"),
+        (lambda data: data.decode().encode("utf-16"), "is no trace"),
+        (lambda data: b"\xef\xbb\xbf" + data, "is no trace"),
+        (lambda data: b"\n" + data, "is no trace"),
+        (lambda data: b"\0" * len(data), "is no trace"),
+        (lambda data: data.replace(b"\n", b"\r\n"), "line 1 is damaged: its checksum is not that of its bytes"),
+        (lambda data: data.replace(b"2026", b"2025", 1), "line 1 is damaged: its checksum is not that of its bytes"),
+        (lambda data: data[:100], "line 1 is damaged: it is torn"),
+    ],
+)
+def test_what_is_no_trace_is_refused(whole: bytes, made: Callable[[bytes], bytes], what: str) -> None:
+    with pytest.raises(TraceError, match=f"rank-00000.jsonl:? {what}"), reading(made(whole)):
+        pass
+
+
+def test_a_file_that_is_not_there_or_no_file_is_refused(tmp_path: Path) -> None:
+    for path, what in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        with pytest.raises(TraceError, match=f"{path} cannot be read: {what}"):
+            RankTrace(path)
+
+
+def test_a_file_that_fails_to_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.symlink_to("/proc/self/mem")  # opens, and fails to be read from where nothing is mapped
+
+    with pytest.raises(TraceError, match=f"{path} cannot be read: Input/output error"):
+        RankTrace(path)
+
+
+def test_a_huge_file_of_one_line_is_refused_without_reading_it(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    with path.open("wb") as file:
+        file.write(b"junk")
+        file.truncate(200 * 2**20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TraceError, match="is no trace"):
+            RankTrace(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 2**20
+
+
+# --- asked for what is not there -------------------------------------------------------------------------------------
+
+
+def test_what_is_not_in_a_trace_is_none(whole: bytes) -> None:
+    with reading(whole) as trace:
+        assert trace.phases == PHASES
+        assert (trace.section(9, "buffers"), trace.word(9, "buffers"), trace.call(9)) == (None, None, None)
+        assert (trace.section(0, "optimizer"), trace.word(0, "optimizer"), trace.call(0)) == (None, None, None)
+
+
+def test_phases_are_those_that_any_step_has(tmp_path: Path) -> None:
+    with RankTrace(_one_section(tmp_path)) as trace:
+        assert trace.phases == ("buffers",)
+
+
+def test_a_line_that_changes_after_it_was_looked_through_is_refused(tmp_path: Path) -> None:
+    path = _one_section(tmp_path)
+    with RankTrace(path) as trace:
+        assert trace.section(1, "buffers") is not None
+        path.write_bytes(path.read_bytes().replace(b'"step":1,', b'"step":2,'))
+        trace._file.seek(0)
+        with pytest.raises(TraceError, match=f"{path}: a line of step 1 cannot be read: its checksum is not"):
+            trace.section(1, "buffers")
+
+
+def _one_section(folder: Path) -> Path:
+    writer = Writer(folder, environment(0, 1))
+    writer.section(1, section(0, 1, "buffers", ("buffer 'mean'",), "float32 (2,)", {}))
+    writer.close(1, "closed")
+    return writer.path
+
+
+def test_progress_adds_up_to_the_size_of_the_file(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_bytes(whole)
+    seen: list[int] = []
+    with RankTrace(path, seen.append) as trace:
+        assert sum(seen) == trace.size_bytes == len(whole)

@@ -1,0 +1,242 @@
+"""Does a line of a trace say what was written, or that it does not?"""
+
+import json
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._trace.line_format import DamagedLineError, check, decode, encode
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
+from tests.helpers.trace_scenarios import (
+    JSON,
+    Story,
+    calls,
+    environments,
+    held,
+    held_by,
+    room,
+    sections,
+    stories,
+    texts,
+    told,
+)
+from tests.helpers.traces import call_facts, environment, sealed
+
+MEMBERS = st.dictionaries(texts.filter(lambda name: name not in ("at", "crc32")), JSON, max_size=4)
+NUMBERS = st.integers(1, 10**18 - 1)
+
+
+def _through_json(members: dict[str, Any]) -> dict[str, Any]:
+    return decode(encode(members, 1))
+
+
+# --- a line ----------------------------------------------------------------------------------------------------------
+
+
+@given(MEMBERS, NUMBERS)
+def test_a_line_is_json_and_ends_with_its_number_and_a_checksum_of_all_before(members: dict[str, Any], at: int) -> None:
+    line = encode({"line": "x", **members}, at)
+    checked, _, checksum = line.rpartition(b',"crc32":')
+
+    assert line.count(b"\n") == 1
+    assert line.endswith(b"\n")
+    assert json.loads(line) == {"line": "x", **members, "at": at, "crc32": f"{zlib.crc32(checked):08x}"}
+    assert checksum == f'"{zlib.crc32(checked):08x}"}}\n'.encode()
+    assert check(line) == (checked.removesuffix(f',"at":{at}'.encode()), at)
+
+
+@given(MEMBERS, NUMBERS)
+def test_what_was_encoded_is_decoded(members: dict[str, Any], at: int) -> None:
+    found = decode(encode({"line": "x", **members}, at))
+
+    assert (found.pop("at"), len(found.pop("crc32"))) == (at, 8)
+    assert found == {"line": "x", **members}
+
+
+@given(MEMBERS, st.data())
+def test_a_line_with_any_changed_bit_is_damaged(members: dict[str, Any], data: st.DataObject) -> None:
+    line = bytearray(encode({"line": "x", **members}, 7))
+    position, bit = data.draw(st.integers(0, len(line) - 1)), data.draw(st.integers(0, 7))
+    line[position] ^= 1 << bit
+
+    with pytest.raises(DamagedLineError):
+        decode(bytes(line))
+
+
+@given(MEMBERS, st.data())
+def test_a_line_that_is_cut_is_torn(members: dict[str, Any], data: st.DataObject) -> None:
+    line = encode({"line": "x", **members}, 7)
+
+    with pytest.raises(DamagedLineError, match=r"^it is torn$"):
+        check(line[: data.draw(st.integers(0, len(line) - 1))])
+
+
+@given(st.binary(max_size=60))
+def test_junk_is_damaged(junk: bytes) -> None:
+    with pytest.raises(DamagedLineError):
+        decode(junk + b"\n")
+
+
+@pytest.mark.parametrize("body", [b"", b"[1", b'{"a":', b'{"a":NULL', b'{"a":"\xff"', b"\0", b'{"a":' + b"9" * 5000])
+def test_what_is_no_json_is_damaged_whatever_its_checksum(body: bytes) -> None:
+    with pytest.raises(DamagedLineError, match="it is no JSON"):
+        decode(sealed(body))
+
+
+def test_a_line_nested_too_deep_to_parse_is_damaged() -> None:
+    with pytest.raises(DamagedLineError, match="it is no JSON"):
+        decode(sealed(b'{"a":' + b"[" * 200_000))
+
+
+def test_no_line_says_nan_which_json_lacks() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        encode({"a": float("nan")}, 1)
+
+
+# --- what a line means -----------------------------------------------------------------------------------------------
+
+
+@given(environments)
+def test_an_environment_comes_back(given_environment: Environment) -> None:
+    members = _through_json(given_environment.members())
+    check_version(members)
+
+    assert Environment.of(members) == given_environment
+
+
+@given(calls, st.integers(0))
+def test_facts_of_a_call_come_back(facts: CallFacts, step: int) -> None:
+    members = _through_json(facts.members(step))
+
+    assert (members["line"], members["step"]) == ("call", step)
+    assert CallFacts.of(members) == facts
+
+
+@given(sections("optimizer"), st.integers(0), st.integers(0))
+def test_names_and_values_come_back(section: Section, step: int, number: int) -> None:
+    names = _through_json(section.names.members(number))
+    values = _through_json(section.values.members(step, "optimizer", number))
+
+    assert Names.of(names) == (number, section.names)
+    assert (values["step"], values["phase"], values["names"]) == (step, "optimizer", number)
+    assert Values.of(values, len(section.names.names)) == section.values
+
+
+@given(stories())
+def test_a_rank_reads_as_it_was_written(story: Story) -> None:
+    with room() as folder:
+        path, sizes = told(story, folder)
+        with RankTrace(path) as trace:
+            assert trace.environment == story.environment
+            assert held_by(trace) == held(story.events)
+            assert list(trace.steps) == sorted({step for step, _ in story.events})
+            assert (trace.damage, trace.torn, trace.end) == ("", False, story.end or "")
+            assert trace.size_bytes == sizes[-1]
+
+
+# --- what no recorder writes -----------------------------------------------------------------------------------------
+
+WRONG: list[tuple[type[Any], str, Any]] = [
+    (Environment, "rank", -1),
+    (Environment, "rank", 1.0),
+    (Environment, "rank", True),
+    (Environment, "world_size", 2**20 + 1),
+    (Environment, "world_size", 10**30),
+    (Environment, "started", 3),
+    (Environment, "facts", []),
+    (Environment, "facts", {"threads": 1}),
+    (Environment, "parameters", "ab"),
+    (Environment, "parameters", [1]),
+    (Environment, "local_buffers", None),
+    (CallFacts, "call", None),
+    (CallFacts, "sample_size", "3"),
+    (CallFacts, "took_part", 1),
+    (CallFacts, "local_norm", "1"),
+    (CallFacts, "local_norm", False),
+    (CallFacts, "finite", 0),
+    (CallFacts, "seconds", {"plan": None}),
+    (CallFacts, "seconds_waited", None),
+    (CallFacts, "seconds_waited", 10**400),
+    (CallFacts, "inputs", ["ab"]),
+    (CallFacts, "inputs", [["a", "b", "c"]]),
+    (CallFacts, "inputs", [["a", 1]]),
+    (CallFacts, "inputs", [{"a": 1, "b": 2}]),
+]
+
+
+@pytest.mark.parametrize("record, member, value", WRONG)
+def test_a_member_of_another_kind_is_named(record: Any, member: str, value: Any) -> None:
+    members = {**_right(record), member: value}
+
+    with pytest.raises(TraceError, match=f"^says what no recorder writes: member '{member}' is missing or of another"):
+        record.of(members)
+
+
+@pytest.mark.parametrize("record", [Environment, CallFacts])
+def test_a_missing_member_is_named(record: Any) -> None:
+    right = _right(record)
+    record.of(right)
+    for member in right.keys() - {"line", "format", "version", "step"}:
+        with pytest.raises(TraceError, match=f"member '{member}' is missing"):
+            record.of({name: value for name, value in right.items() if name != member})
+
+
+def _right(record: type[Any]) -> dict[str, Any]:
+    members = environment(0, 2).members() if record is Environment else call_facts(1, 0).members(1)
+    found: dict[str, Any] = json.loads(json.dumps(members))
+    return found
+
+
+@pytest.mark.parametrize(
+    "member, value, what",
+    [
+        ("words", ["a"], "member 'words' has 1 entries, expected 2"),
+        ("words", ["a", 1], "member 'words' is missing or of another kind"),
+        ("words", "ab", "member 'words' is missing or of another kind"),
+        ("norms", [1.0, 2.0, 3.0], "member 'norms' has 3 entries, expected 2"),
+        ("norms", [1.0, 10**400], "member 'norms' is missing or of another kind"),
+        ("nonfinite", [[2, 1]], "member 'nonfinite' is missing or of another kind"),
+        ("nonfinite", [[-1, 1]], "member 'nonfinite' is missing or of another kind"),
+        ("nonfinite", [[0]], "member 'nonfinite' is missing or of another kind"),
+        ("nonfinite", {"0": 1}, "member 'nonfinite' is missing or of another kind"),
+        ("nonfinite", None, "member 'nonfinite' is missing or of another kind"),
+    ],
+)
+def test_values_that_do_not_fit_their_names_are_refused(member: str, value: Any, what: str) -> None:
+    members = {"words": ["a", None], "norms": [1.0, None], "nonfinite": [[1, 3]]}
+    assert Values.of(members, 2) == Values(("a", None), (1.0, None), {1: 3})
+
+    with pytest.raises(TraceError, match=what):
+        Values.of({**members, member: value}, 2)
+
+
+@pytest.mark.parametrize("changes", [{"phase": "lunch"}, {"phase": []}, {"kinds": ["a"]}, {"number": "0"}])
+def test_names_that_are_not_declared_properly_are_refused(changes: dict[str, Any]) -> None:
+    members = {"number": 0, "phase": "buffers", "names": ["a", "b"], "kinds": ["", ""]}
+    assert Names.of(members) == (0, Names("buffers", ("a", "b"), ("", "")))
+
+    with pytest.raises(TraceError, match="says what no recorder writes"):
+        Names.of({**members, **changes})
+
+
+def test_another_version_is_said() -> None:
+    members = {**environment(0, 1).members(), "version": 2}
+
+    with pytest.raises(TraceError, match="is of another version: got 2, expected 1; read it with the legacy_ddp that"):
+        check_version(members)
+
+
+@pytest.mark.parametrize("changes", [{"format": "other"}, {"line": "values"}])
+def test_another_first_line_is_no_trace(changes: dict[str, Any]) -> None:
+    with pytest.raises(TraceError, match="is no trace: got a first line of another kind, expected one of format"):
+        check_version({**environment(0, 1).members(), **changes})
+
+
+def test_an_end_without_a_reason_is_refused() -> None:
+    with pytest.raises(TraceError, match="member 'reason' is missing"):
+        end_reason({"line": "end", "step": 1})

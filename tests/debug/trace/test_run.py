@@ -1,0 +1,169 @@
+"""Is a folder's trace that of one whole run, and what is said if it is not?"""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.write import Writer
+from tests.helpers.traces import environment, write_trace
+
+
+def _refused(folder: Path) -> str:
+    with pytest.raises(TraceError) as caught:
+        open_run(folder)
+    return str(caught.value)
+
+
+def test_a_run_is_its_ranks_in_order(tmp_path: Path) -> None:
+    run = open_run(write_trace(tmp_path, world_size=3, steps=2))
+
+    assert run.environments == tuple(environment(rank, 3) for rank in range(3))
+    assert (run.folder, run.world_size) == (tmp_path, 3)
+    assert [path.name for path in run.paths] == ["rank-00000.jsonl", "rank-00001.jsonl", "rank-00002.jsonl"]
+    assert run.size_bytes == sum(path.stat().st_size for path in tmp_path.iterdir())
+    seen: list[int] = []
+    with run.open(2, seen.append) as trace:
+        assert trace.environment.rank == 2
+        assert list(trace.steps) == [0, 1, 2]
+        assert sum(seen) == trace.size_bytes
+
+
+def test_other_files_in_the_folder_are_nobodys_business(tmp_path: Path) -> None:
+    write_trace(tmp_path, world_size=2)
+    for name in ("notes.txt", "rank-00002.jsonl.gz", "rank-0.jsonl", "rank-000x0.jsonl", "a-rank-00005.jsonl", ".lock"):
+        (tmp_path / name).write_bytes(b"junk")
+    (tmp_path / "rank-1").mkdir()
+
+    assert open_run(tmp_path).world_size == 2
+
+
+def test_ranks_of_more_digits_are_found(tmp_path: Path) -> None:
+    Writer(tmp_path, environment(123_456, 123_457)).abandon()
+
+    assert _refused(tmp_path).startswith(f"{tmp_path} lacks ranks 0-123455 of 123457; ")
+
+
+def test_no_folder_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    assert _refused(tmp_path / "none") == (
+        f"{tmp_path}/none cannot be read: No such file or directory; expected a recorder's folder"
+    )
+    assert _refused(tmp_path / "file") == f"{tmp_path}/file is a file, expected the folder that a recorder wrote"
+
+
+@pytest.mark.parametrize(
+    "names, got",
+    [
+        ([], "nothing"),
+        (["b", "a"], "a, b"),
+        (["a", "b", "c"], "a, b, c"),
+        (["a", "b", "c", "d", "e"], "a, b, c and 2 more"),
+    ],
+)
+def test_a_folder_without_a_trace_says_what_is_in_it(tmp_path: Path, names: list[str], got: str) -> None:
+    for name in names:
+        (tmp_path / name).touch()
+
+    assert _refused(tmp_path) == f"{tmp_path} holds no trace: got {got}, expected rank-00000.jsonl and so on"
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    write_trace(tmp_path, world_size=6)
+    for rank in (1, 2, 5):
+        (tmp_path / f"rank-0000{rank}.jsonl").unlink()
+
+    assert _refused(tmp_path) == (
+        f"{tmp_path} lacks ranks 1-2, 5 of 6; copy the files of all hosts into one folder "
+        "(was a rank killed before its recorder began, or is there a recorder on some ranks only?)"
+    )
+
+
+def test_files_of_runs_of_several_sizes_are_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path, world_size=2)
+    Writer(tmp_path, environment(2, 3)).abandon()
+
+    assert _refused(tmp_path) == (f"{tmp_path} holds files of several runs: got world sizes [2, 3], expected one run")
+
+
+def test_a_rank_beyond_the_world_size_is_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path, world_size=2)
+    Writer(tmp_path, environment(4, 2)).abandon()
+
+    assert _refused(tmp_path) == f"{tmp_path} holds files of several runs: got rank 4, expected ranks below 2"
+
+
+def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path, world_size=2)
+    (tmp_path / "rank-00001.jsonl").rename(tmp_path / "rank-00002.jsonl")
+
+    assert _refused(tmp_path) == f"{tmp_path}/rank-00002.jsonl was renamed: it is the trace of rank 1"
+
+
+@pytest.mark.parametrize("name", ["rank-000000.jsonl", f"rank-{5 * chr(0x660)}.jsonl"])
+def test_a_file_of_another_name_never_takes_the_place_of_a_rank(tmp_path: Path, name: str) -> None:
+    write_trace(tmp_path, world_size=1)
+    (tmp_path / name).write_bytes((tmp_path / "rank-00000.jsonl").read_bytes())
+
+    assert open_run(tmp_path).paths == (tmp_path / "rank-00000.jsonl",)
+
+
+@pytest.mark.parametrize("junk", [b"", b"junk\n", b'{"line":"environment","format":"x"}\n'])
+def test_a_rank_file_that_is_no_trace_is_named(tmp_path: Path, junk: bytes) -> None:
+    write_trace(tmp_path, world_size=2)
+    (tmp_path / "rank-00001.jsonl").write_bytes(junk)
+
+    assert _refused(tmp_path).startswith(f"{tmp_path}/rank-00001.jsonl")
+
+
+def test_a_rank_file_that_is_a_folder_or_leads_nowhere_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.symlink_to(tmp_path / "nowhere")
+    assert _refused(tmp_path) == f"{path} cannot be read: No such file or directory"
+    path.unlink()
+    path.mkdir()
+    assert _refused(tmp_path) == f"{path} cannot be read: Is a directory"
+
+
+def test_a_rank_file_that_fails_to_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rank-00000.jsonl"
+    path.symlink_to("/proc/self/mem")  # opens, and fails to be read from where nothing is mapped
+
+    assert _refused(tmp_path) == f"{path} cannot be read: Input/output error"
+
+
+def test_a_thousand_ranks_need_few_open_files(tmp_path: Path) -> None:
+    write_trace(tmp_path, world_size=1000, steps=1, names={"settings": ("lr",)})
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
+    try:
+        run = open_run(tmp_path)
+        for rank in range(1000):
+            with run.open(rank) as trace:
+                assert trace.environment.rank == rank
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert run.world_size == 1000
+
+
+@pytest.mark.parametrize("what", ["first_step", "every"])
+def test_ranks_of_a_whole_and_of_a_resumed_run_are_refused_together(tmp_path: Path, what: str) -> None:
+    write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, **{what: 1 + rank}))
+
+    assert _refused(tmp_path) == f"{tmp_path} holds files of several runs: got {what} [1, 2], expected one value"
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-00000.jsonl")
+
+    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save what comes out of it")
+
+
+def test_ranks_of_two_jobs_are_refused_together(tmp_path: Path) -> None:
+    write_trace(tmp_path, environments=lambda rank, size: environment(rank, size, job=f"{rank:016x}"))
+
+    assert "holds files of several runs: got job ['0000000000000000', '0000000000000001']" in _refused(tmp_path)

@@ -1,0 +1,211 @@
+"""Does what a rank writes survive: a kill, a full disk, a folder that somebody else wrote to?"""
+
+import multiprocessing
+import os
+import random
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import Names, Section, Values
+from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.write import Writer
+from tests.helpers.trace_scenarios import held_by
+from tests.helpers.traces import call_facts, environment, write_trace
+
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "pytest",
+    "hypothesis",
+]  # the server of tests/helpers/ranks.py
+
+
+def _section(step: int, numel: int = 3) -> Section:
+    names = tuple(f"buffer '{index}'" for index in range(numel))
+    return Section(Names("buffers", names, ("",) * numel), Values((f"{step:016x}",) * numel, (1.0 * step,) * numel))
+
+
+# --- where to --------------------------------------------------------------------------------------------------------
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "a" / "b", environment(3, 4))
+    writer.close(0, "closed")
+
+    assert writer.path == tmp_path / "a" / "b" / "rank-00003.jsonl"
+
+
+def test_a_trace_of_this_rank_is_never_overwritten(tmp_path: Path) -> None:
+    path = write_trace(tmp_path, world_size=1) / "rank-00000.jsonl"
+    before = path.read_bytes()
+
+    with pytest.raises(TraceError, match=f"^{path} exists, expected no trace of this rank there; name another folder"):
+        Writer(tmp_path, environment(0, 1))
+    assert path.read_bytes() == before
+
+
+def test_files_of_other_ranks_are_kept(tmp_path: Path) -> None:
+    other = tmp_path / "rank-00001.jsonl"
+    other.write_bytes(b"theirs")
+    Writer(tmp_path, environment(0, 2)).abandon()
+
+    assert other.read_bytes() == b"theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
+
+
+def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+
+    with pytest.raises(TraceError, match=f"^{file} is no folder; name another one"):
+        Writer(file, environment(0, 1))
+    with pytest.raises(TraceError, match=f"^{file}/below/rank-00000.jsonl cannot be written: Not a directory; name"):
+        Writer(file / "below", environment(0, 1))
+
+
+def test_a_place_where_nothing_can_be_made_is_said() -> None:
+    with pytest.raises(TraceError, match=r"^/proc/none/rank-00000.jsonl cannot be written: .*; name another folder"):
+        Writer(Path("/proc/none"), environment(0, 1))
+
+
+# --- what is there, and when -----------------------------------------------------------------------------------------
+
+
+def test_nothing_but_the_environment_is_written_before_it_is_flushed(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, environment(0, 1))
+    writer.section(1, _section(1))
+    writer.call(1, call_facts(1, 0))
+    assert _left(writer.path) == []
+    writer.flush()
+    assert _left(writer.path) == [1]
+    writer.sections(2, [_section(2)])
+    writer.flush()
+    writer.abandon()
+
+    assert _left(writer.path) == [1, 2]
+    with RankTrace(writer.path) as trace:
+        assert trace.end == ""
+        assert trace.call(1) == call_facts(1, 0)
+        assert trace.section(2, "buffers") == _section(2)
+
+
+def test_names_are_declared_once(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, environment(0, 1))
+    for step in range(5):
+        writer.section(step, _section(step))
+        writer.section(step, Section(Names("settings", ("lr",), ("",)), Values(("0.1",), (None,))))
+    writer.close(4, "ValueError")
+
+    assert writer.path.read_bytes().count(b'{"line":"names"') == 2
+    with RankTrace(writer.path) as trace:
+        assert trace.end == "ValueError"
+
+
+def _left(path: Path) -> list[int]:
+    """The steps in a file, all of which are as they were written, up to a torn line if there is one."""
+    with RankTrace(path) as trace:
+        assert trace.damage == ""
+        for (step, phase), what in held_by(trace).items():
+            if phase == "buffers":
+                assert isinstance(what, Section)
+                assert what == _section(step, len(what.names.names))
+        return list(trace.steps)
+
+
+# --- killed ----------------------------------------------------------------------------------------------------------
+
+
+def _rank(folder: Path, numel: int) -> None:
+    _write_for_ever(Writer(folder, environment(0, 1)), numel)
+
+
+def _write_for_ever(writer: Writer, numel: int) -> None:
+    step = 0
+    while True:
+        writer.section(step, _section(step, numel))
+        writer.flush()
+        step += 1
+
+
+@pytest.mark.parametrize("numel", [1, 30_000])  # lines of 200 bytes, and of more than a MiB
+def test_a_kill_leaves_whole_lines(tmp_path: Path, numel: int) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    for attempt in range(5):
+        folder = tmp_path / str(attempt)
+        writing = context.Process(target=_rank, args=(folder, numel), daemon=True)
+        writing.start()
+        path = folder / "rank-00000.jsonl"
+        enough = 8000 * numel**0.5 + random.Random(attempt).randrange(50_000)
+        while not (path.exists() and path.stat().st_size > enough):
+            writing.join(0.001)
+            assert writing.exitcode is None
+        writing.kill()
+        writing.join()
+
+        steps = _left(path)
+        assert steps == list(range(len(steps)))
+        assert len(steps) > 0
+        assert open_run(folder).size_bytes == path.stat().st_size > enough
+
+
+# --- a full disk -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _files_of_at_most(size_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond that. Python ignores the signal, so that writing fails instead."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_leaves_whole_lines_and_a_torn_one(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, environment(0, 1))
+    with _files_of_at_most(20_000), pytest.raises(OSError, match="File too large"):
+        _write_for_ever(writer, 3)
+    writer.abandon()
+    torn = writer.path.read_bytes().rpartition(b"\n")[2]
+
+    steps = _left(writer.path)
+    assert steps == list(range(len(steps)))
+    beginning = b'{"line":"values","step":%d,' % len(steps)
+    assert torn
+    assert torn[: len(beginning)] == beginning[: len(torn)]
+    with RankTrace(writer.path) as trace:
+        assert (trace.torn, trace.end, trace.size_bytes) == (True, "", 20_000)
+
+
+def test_nothing_follows_a_torn_line_when_there_is_room_again(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, environment(0, 1))
+    writer.section(0, _section(0, 100))
+    with _files_of_at_most(1000), pytest.raises(OSError, match="File too large"):
+        writer.flush()
+    torn = writer.path.read_bytes()
+    writer.section(1, _section(1))
+    with pytest.raises(OSError, match="an earlier line of the trace was not written whole"):
+        writer.flush()
+    with pytest.raises(OSError, match="an earlier line of the trace was not written whole"):
+        writer.close(1, "closed")
+
+    assert writer.path.read_bytes() == torn
+    with RankTrace(writer.path) as trace:
+        assert (trace.torn, trace.damage, trace.end) == (True, "", "")
+
+
+def test_a_disk_that_is_full_from_the_start_is_said_and_no_file_stays_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with _files_of_at_most(10), pytest.raises(TraceError, match=r"rank-00000.jsonl cannot be written: File too large"):
+        Writer(tmp_path, environment(0, 1))
+
+    assert len(os.listdir("/proc/self/fd")) == len(before)

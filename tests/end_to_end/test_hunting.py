@@ -1,0 +1,128 @@
+"""Do the hunts find what docs/hunting.md says they find?"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+
+PAGE = (ROOT / "docs" / "hunting.md").read_text(encoding="utf-8")
+NUMBER = re.compile(r"\b[0-9a-f]{16}\b|-?\d+(\.\d+)?(e-?\d+)?")
+
+
+def _launch(
+    script: str, *arguments: str, ranks: int = 3, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    return _run([*launcher, str(ROOT / "examples" / script), *arguments], folder)
+
+
+def _run(command: list[str], folder: Path | None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        cwd=folder,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+
+
+def _shown_after(text: str) -> list[str]:
+    """The indented block of the page that follows ``text``."""
+    _, after = PAGE.split(text, 1)
+    block = re.match(r"\n+((?:(?:    .*)?\n)+)", after)
+    assert block, text
+    return [line[4:] for line in block[1].strip("\n").splitlines()]
+
+
+def _without_numbers(lines: list[str]) -> list[str]:
+    return [NUMBER.sub("#", line) for line in lines]
+
+
+@pytest.mark.slow
+def test_ten_bits_out_of_ten_are_found() -> None:
+    run = _launch("hunt.py", "--times", "10", "--seed", "0")
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.endswith("\nfound 10 of 10\n")
+    # What was found is compared inside the hunt; here with what a reader sees.
+    planted = re.findall(r"planted: rank (\d), after step (\d+), ('\S+') at (\(.*?\)), bit (\d+)", run.stdout)
+    reported = re.findall(
+        r"call (\d+): replicas differ in 1 of 7 parameters\n  who: rank (\d) .*?"
+        r"parameter ('\S+'), .*?first\s+at\s+(\(.*?\)): .*?one\s+bit\s+flipped: bit (\d+)",
+        run.stdout,
+        re.DOTALL,
+    )
+    assert len(planted) == 10
+    assert planted == [(rank, str(int(call) - 1), name, place, bit) for call, rank, name, place, bit in reported]
+
+
+def test_the_hunt_of_one_bit_prints_what_the_page_shows() -> None:
+    run = _launch("hunt.py", "--seed", "5")
+
+    assert run.returncode == 0, run.stderr
+    # Not the numbers: the weights follow from the source of this Python's library.
+    assert _without_numbers(run.stdout.strip().splitlines()) == _without_numbers(
+        _shown_after("below, is that of the same Python: `.venv/bin/torchrun`.\n")
+    )
+
+
+@pytest.mark.parametrize("script", ["nan.py", "batch_norm.py"])
+def test_a_hunt_prints_what_the_page_shows(script: str) -> None:
+    run = _launch(f"hunts/{script}")
+    shown = _without_numbers(_shown_after(f"--nproc-per-node 3 examples/hunts/{script}\n"))
+
+    assert run.returncode == 0, run.stderr
+    printed = _without_numbers(run.stdout.splitlines())
+    if "    ..." in shown:  # the page leaves lines out there
+        cut = shown.index("    ...")
+        assert shown[:cut] == printed[:cut]
+        shown, printed = shown[cut + 1 :], printed[-len(shown) + cut + 1 :]
+    assert printed == shown
+
+
+def test_the_hunt_of_a_forgotten_call_names_the_rank_that_forgot_it() -> None:
+    run = _launch("hunts/forgotten_call.py")
+    shown = " ".join("\n".join(_shown_after("examples/hunts/forgotten_call.py\n")).split())
+    printed = " ".join(run.stdout.split())
+
+    assert run.returncode == 0, run.stderr
+    for words in (
+        "rank 1: UnsynchronizedStepError: step() of AdamW would use gradients that were not reduced",
+        "rank 0: PeerLostError: all_reduce() call 6, phase agree: connection lost",
+        "missing rank 1 (left after all_reduce() call 5",
+    ):
+        assert words in shown
+        assert words in printed
+
+
+def test_the_hunt_for_two_runs_prints_what_the_page_shows(tmp_path: Path) -> None:
+    commands = re.findall(r"^    PYTHONPATH=\. torchrun .* examples/train_lm\.py (.*--record .*)$", PAGE, re.MULTILINE)
+    assert len(commands) == 2
+    for command in commands:
+        trained = _launch("train_lm.py", *command.split(), ranks=2, folder=tmp_path)
+        assert trained.returncode == 0, trained.stderr
+
+    found = _run([sys.executable, "-m", "legacy_ddp", "diff", "before", "after"], tmp_path)
+
+    assert found.returncode == 1, found.stderr
+    shown = _shown_after("(Without installing: `python -m legacy_ddp diff before after`.)\n")
+    assert _unwrapped(found.stdout.splitlines()) == _unwrapped(shown)
+
+
+def _unwrapped(lines: list[str]) -> str:
+    """Numbers differ between versions of Python, whose source is the text, and so may the ends of lines."""
+    return " ".join(" ".join(_without_numbers(lines)).split())
+
+
+def test_the_lines_of_the_page_are_those_of_the_scripts() -> None:
+    hunted = re.findall(r"^.*# the hunt$", PAGE, re.MULTILINE)
+
+    assert len(hunted) == 2
+    for line, script in zip(hunted, ("nan.py", "batch_norm.py"), strict=True):
+        assert line in (ROOT / "examples" / "hunts" / script).read_text(encoding="utf-8").splitlines()

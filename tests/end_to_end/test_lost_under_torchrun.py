@@ -1,0 +1,150 @@
+"""Does every rank leave word when torchrun ends the job, because one of them died or somebody pressed Ctrl-C?
+
+torchrun ends the siblings of a rank that failed with SIGTERM, a tenth of a second later, so each of them is in a race
+between its report and its end. Run as a script, this file is one rank: ``test_lost_under_torchrun.py FOLDER STORY``.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import cycle, islice, product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.helpers.paths import ROOT
+from tests.helpers.rank_faults import do_when
+
+RANKS = 3
+RUNS = 20
+AT_WORK = "while the others work"
+IN_C_CODE = "while the others are in C code"
+MOMENTS = ("all_reduce", "forward", "backward", "user code", AT_WORK, IN_C_CODE)
+LIMIT_SECONDS = 120.0
+# Measured is about one; torchrun itself waits thirty before it kills.
+CTRL_C_SECONDS = 15.0
+
+
+def _train(folder: str, story: str) -> None:
+    """Five steps; in the fourth the story happens: ``RANK MOMENT`` of a kill, or ``hang`` for rank 1."""
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    layer = torch.nn.Linear(64, 64)
+    model = LegacyDistributedDataParallel(layer, checks=Checks(report_dir=folder), timeout_seconds=60.0)
+    try:
+        for step in range(5):
+            if step == 3:
+                _happen(story, rank, layer)
+            model(torch.randn(8, 64)).square().sum().backward()
+            model.all_reduce()
+            model.zero_grad()
+    finally:
+        dist.destroy_process_group()
+
+
+def _happen(story: str, rank: int, layer: torch.nn.Linear) -> None:
+    # One write: text and newline apart would mix with those of the others on the same pipe.
+    os.write(1, f"step 3 of process {os.getpid()}\n".encode())
+    if story == "hang":
+        if rank == 1:
+            threading.Event().wait()
+        return
+    victim, moment = story.split(maxsplit=1)
+    if int(victim) != rank:
+        if moment == AT_WORK:
+            threading.Event().wait()
+        elif moment == IN_C_CODE:
+            ctypes.PyDLL(None).sleep(60)  # holds the GIL: no Python runs any more in this process
+        return
+    end = partial(os.kill, os.getpid(), signal.SIGKILL)
+    if moment == "all_reduce":
+        sys.setprofile(do_when("_poll", end))
+    elif moment == "forward":
+        layer.register_forward_hook(lambda *_: end())
+    elif moment == "backward":
+        layer.weight.register_hook(lambda _: end())
+    else:
+        end()
+
+
+def _start(folder: Path, story: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    return subprocess.Popen(
+        [*command, __file__, str(folder), story],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _end(job: "subprocess.Popen[str]") -> None:
+    """Whatever is left of it; nothing is, where all went well."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def _lose_one(folder: Path, number: int, victim: int, moment: str) -> bool:
+    """Whether every survivor's file names the victim; that each of them tells something is asserted."""
+    mine = folder / str(number)
+    job = _start(mine, f"{victim} {moment}")
+    try:
+        output = job.communicate(timeout=LIMIT_SECONDS)[0]
+    finally:
+        _end(job)
+    assert job.returncode != 0
+    told = []
+    for rank in sorted({*range(RANKS)} - {victim}):
+        files = list(mine.glob(f"legacy_ddp-*-rank{rank}-*.txt"))
+        assert len(files) == 1, f"run {number}, rank {rank} of victim {victim} in {moment}:\n{output}"
+        head, _, rest = files[0].read_text().partition("\n\n")
+        assert f"rank {rank} of {RANKS}, process" in head
+        is_named = f"missing rank {victim} (" in " ".join(rest.split())
+        assert is_named or "most recent call first" in rest, f"run {number}, rank {rank}: {rest or 'nothing'}"
+        told.append(is_named)
+    return all(told)
+
+
+@pytest.mark.slow
+def test_every_survivor_of_a_killed_rank_leaves_word(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    stories = list(islice(cycle(product(range(RANKS), MOMENTS)), RUNS))
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(_lose_one, tmp_path, number, *story) for number, story in enumerate(stories)]
+        named = sum(run.result() for run in runs)
+    record_property("runs_with_the_victim_named_by_all", named)
+    print(f"\nthe killed rank is named in every survivor's file in {named} of {RUNS} runs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["torchrun alone", "the whole group, as a terminal does"])
+def test_ctrl_c_ends_the_job_in_seconds_and_leaves_no_process(tmp_path: Path, whom: str) -> None:
+    job = _start(tmp_path, "hang")
+    try:
+        assert job.stdout is not None
+        begun = (line for line in job.stdout if line.startswith("step 3 of process "))
+        pids = [int(line.split()[-1]) for line in islice(begun, RANKS)]
+        (os.kill if whom == "torchrun alone" else os.killpg)(job.pid, signal.SIGINT)
+        job.communicate(timeout=CTRL_C_SECONDS)
+    finally:
+        _end(job)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+if __name__ == "__main__":
+    _train(*sys.argv[1:])

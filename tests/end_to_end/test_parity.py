@@ -1,0 +1,287 @@
+"""Does training with all_reduce() give what torch DDP gives, and what one process on the joined batch gives?"""
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.cases import bits_of
+from tests.helpers.ranks import run_ranks
+
+STEPS = 20
+State = dict[str, torch.Tensor]
+
+
+class _Mlp(nn.Module):
+    def __init__(self, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 9)
+        self.hidden = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9))
+        self.last = nn.Linear(9, 3)
+        self.reentrant = reentrant
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        first = self.first(batch).tanh()
+        if self.reentrant is None:
+            return self.last(self.hidden(first))
+        return self.last(checkpoint(self.hidden, first, use_reentrant=self.reentrant))
+
+
+class _Branches(nn.Module):
+    """Uses no branch, one of three, or all of them; the fourth is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(6, 6)
+        self.branches = nn.ModuleList(nn.Linear(6, 3) for _ in range(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        which = int(batch[0, 0].abs() * 10) % 5
+        used = range(3) if which == 4 else [which] if which < 3 else []
+        trunk = self.trunk(batch)
+        return trunk.sum(1, keepdim=True) + sum(self.branches[index](trunk) for index in used)
+
+
+def _batchnorm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch).tanh() - batch[:, :1]).square().mean()
+
+
+def _loss_of_two_forwards(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return _loss(model, batch) + model(-batch).sum(1).logsumexp(0)
+
+
+def _loss_in_bf16(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return _loss(model, batch).float()
+
+
+def _zero_redundancy(parameters: Any) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch compiles its own optimizers with the deprecated torch.jit.script
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.02)
+
+
+_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+_ADAMW = partial(torch.optim.AdamW, lr=0.02)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One way to train; ``ddp`` are the options that torch DDP needs for it."""
+
+    build: Callable[[], nn.Module] = _Mlp
+    loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] = _loss
+    optimizer: Callable[..., torch.optim.Optimizer] = _SGD
+    micro_batches: int = 1
+    set_to_none: bool = True
+    ddp: dict[str, Any] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+
+
+_CASES = {
+    "sgd": _Case(),
+    "adamw-foreach": _Case(optimizer=partial(_ADAMW, foreach=True)),
+    "adamw-fused": _Case(optimizer=partial(_ADAMW, fused=True)),
+    "accumulation": _Case(micro_batches=3),
+    "accumulation-adamw": _Case(micro_batches=3, optimizer=_ADAMW),
+    "zeroed-in-place": _Case(set_to_none=False),
+    "accumulation-zeroed-in-place": _Case(micro_batches=2, set_to_none=False),
+    "gradients-of-their-own": _Case(micro_batches=2, ours={"gradient_as_bucket_view": False}),
+    "gradients-of-their-own-zeroed": _Case(set_to_none=False, ours={"gradient_as_bucket_view": False}),
+    "small-buffer": _Case(ours={"buffer_size": 7}),
+    "autocast-bf16": _Case(loss=_loss_in_bf16),
+    "checkpoint": _Case(build=partial(_Mlp, reentrant=False)),
+    "checkpoint-reentrant": _Case(build=partial(_Mlp, reentrant=True), ddp={"static_graph": True}),
+    "two-forwards": _Case(loss=_loss_of_two_forwards, ddp={"static_graph": True}),
+    "unused": _Case(build=_Branches, ddp={"find_unused_parameters": True}),
+    "unused-adamw": _Case(build=_Branches, optimizer=_ADAMW, ddp={"find_unused_parameters": True}),
+    "unused-accumulation": _Case(build=_Branches, micro_batches=2, ddp={"find_unused_parameters": True}),
+    "batchnorm": _Case(build=_batchnorm),
+    "zero-redundancy": _Case(optimizer=_zero_redundancy),
+}
+
+
+def _state(module: nn.Module) -> State:
+    grads = {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {name: tensor.detach().clone() for name, tensor in {**module.state_dict(), **grads}.items()}
+
+
+def _train(case: _Case, rank: int, dtype: torch.dtype, *, ours: bool) -> list[State]:
+    """State after the first and after the last step, gradients included."""
+    torch.manual_seed(0)
+    module = case.build().to(dtype)
+    model = LegacyDistributedDataParallel(module, **case.ours) if ours else DistributedDataParallel(module, **case.ddp)
+    optimizer = case.optimizer(module.parameters())
+    torch.manual_seed(100 + rank)
+    states = []
+    for step in range(STEPS):
+        for index in range(case.micro_batches):
+            if isinstance(model, LegacyDistributedDataParallel) and not index:
+                model.broadcast_buffers()
+            last = index == case.micro_batches - 1
+            context: AbstractContextManager[None] = nullcontext() if last else model.no_sync()
+            with context:
+                case.loss(model, torch.randn(8, 6, dtype=dtype)).backward()
+                if isinstance(model, LegacyDistributedDataParallel):
+                    assert model.all_reduce().synchronized == last
+        optimizer.step()
+        if step in (0, STEPS - 1):
+            states.append(_state(module))
+        optimizer.zero_grad(case.set_to_none)
+    return states
+
+
+def _train_both(rank: int, name: str, dtype: torch.dtype = torch.float32) -> list[list[State]]:
+    return [_train(_CASES[name], rank, dtype, ours=ours) for ours in (False, True)]
+
+
+def _assert_same_bits(actual: State, expected: State) -> None:
+    assert actual.keys() == expected.keys()  # also: the same gradients are None
+    for name, tensor in expected.items():
+        assert bits_of(actual[name]) == bits_of(tensor), name
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [*((name, torch.float32) for name in _CASES), ("sgd", torch.bfloat16), ("sgd", torch.float64)]
+)
+def test_twenty_steps_at_two_ranks_give_the_bits_of_torch_ddp(name: str, dtype: torch.dtype) -> None:
+    for ddp, ours in run_ranks(_train_both, 2, name, dtype):
+        # Halving is exact, before the sum as after it, and a sum of two has one rounding: no bit may differ.
+        for actual, expected in zip(ours, ddp, strict=True):
+            _assert_same_bits(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["sgd", "accumulation", "unused"])
+def test_twenty_steps_at_three_ranks_stay_close_to_torch_ddp(name: str) -> None:
+    results = run_ranks(_train_both, 3, name, torch.float64)
+
+    for ddp, ours in results:
+        torch.testing.assert_close(
+            ours[-1], ddp[-1], rtol=1e-9, atol=1e-9
+        )  # thirds and sums of three round differently
+        _assert_same_bits(ours[-1], results[0][1][-1])
+
+
+def _train_scaled(rank: int, ours: bool) -> tuple[list[float], list[State]]:
+    torch.manual_seed(0)
+    module = _Mlp()
+    model = LegacyDistributedDataParallel(module) if ours else DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5)
+    torch.manual_seed(100 + rank)
+    scales, states = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = _loss(model, torch.randn(8, 6))
+        scaler.scale(loss * torch.inf if step == 7 and rank == 1 else loss).backward()
+        if isinstance(model, LegacyDistributedDataParallel):
+            model.all_reduce()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        states.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    return scales, states
+
+
+def _train_scaled_both(rank: int) -> list[tuple[list[float], list[State]]]:
+    return [_train_scaled(rank, ours) for ours in (False, True)]
+
+
+def test_an_overflow_on_one_rank_makes_all_ranks_skip_the_step_as_under_torch_ddp() -> None:
+    results = run_ranks(_train_scaled_both, 2)
+
+    for (ddp_scales, ddp_states), (scales, states) in results:
+        assert scales == ddp_scales
+        assert scales[7] == scales[6] / 2
+        _assert_same_bits(states[7], states[6])
+        _assert_same_bits(states[-1], ddp_states[-1])
+        _assert_same_bits(states[-1], results[0][1][1][-1])
+        assert all(bool(tensor.isfinite().all()) for tensor in states[-1].values())
+
+
+def _train_compiled(rank: int, how: str) -> tuple[int, State]:
+    torch.manual_seed(0)
+    module = _Mlp().double()
+    inner: Any = torch.compile(module, backend="aot_eager") if how == "inside" else module
+    model = LegacyDistributedDataParallel(inner)
+    called: Any = torch.compile(model, backend="aot_eager") if how == "outside" else model
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(batch: torch.Tensor) -> int:
+        _loss(called, batch).backward()
+        record = model.all_reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+        return record.call
+
+    if how == "step":
+        warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # torch's compiler uses it
+        step = torch.compile(step, backend="aot_eager")
+    torch.manual_seed(100 + rank)
+    calls = [step(torch.randn(8, 6, dtype=torch.float64)) for _ in range(STEPS)]
+    return calls[-1], _state(module)
+
+
+def _train_fp64(rank: int, sizes: list[int], summed: bool) -> State:
+    torch.manual_seed(0)
+    model = LegacyDistributedDataParallel(_Mlp().double(), len(sizes))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(100 + rank)
+    for _ in range(STEPS):
+        batch = torch.randn(sizes[rank], 6, dtype=torch.float64)
+        if len(batch):
+            (_loss(model, batch) * (len(batch) if summed else 1)).backward()
+        model.all_reduce(len(batch) if summed else None)
+        optimizer.step()
+        optimizer.zero_grad()
+    return _state(model.module)
+
+
+def _train_alone(sizes: list[int]) -> State:
+    """One process on the joined batches of all ranks."""
+    torch.manual_seed(0)
+    module = _Mlp().double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    generators = [torch.Generator().manual_seed(100 + rank) for rank in range(len(sizes))]
+    for _ in range(STEPS):
+        parts = [torch.randn(n, 6, dtype=torch.float64, generator=g) for n, g in zip(sizes, generators, strict=True)]
+        _loss(module, torch.cat(parts)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return _state(module)
+
+
+@pytest.mark.parametrize("how", ["inside", "outside", "step"])
+def test_compiled_code_trains_like_one_process_and_all_reduce_runs_at_every_step(how: str) -> None:
+    expected = _train_alone([8, 8])
+
+    for calls, state in run_ranks(_train_compiled, 2, how, timeout_seconds=120):
+        assert calls == STEPS
+        torch.testing.assert_close(state, expected)
+
+
+@pytest.mark.parametrize(
+    "sizes, summed",
+    [([8, 8], False), ([5, 5, 5], False), ([6], False), ([8, 3], True), ([3, 0, 7], True), ([6], True)],
+)
+def test_training_equals_one_process_on_the_joined_batch(sizes: list[int], summed: bool) -> None:
+    expected = _train_alone(sizes)
+
+    for state in run_ranks(_train_fp64, len(sizes), sizes, summed):
+        torch.testing.assert_close(state, expected, rtol=1e-10, atol=1e-12)  # fp64 rounding over 20 steps

@@ -1,0 +1,167 @@
+"""Do the loops of accelerate and transformers train with all_reduce() as under their own DDP, to the bit?"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, run_script, torchrun
+
+PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+ACCELERATE, TRANSFORMERS = re.findall(
+    r"^## (?:accelerate|transformers)$.*?^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
+)
+
+
+@pytest.fixture
+def sealed(tmp_path: Path) -> dict[str, str]:
+    """An environment for programs that may neither phone nor leave anything at home."""
+    (tmp_path / "home").mkdir()
+    return {"HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def _train_both(script: str, folder: Path, environment: dict[str, str], *arguments: str) -> str:
+    """What a script prints that trains with all_reduce() and then under torch DDP, after both left the same bits."""
+    from safetensors.torch import load_file
+
+    ways = ("legacy", "torch")
+    result = torchrun(2, script, *arguments, "--save", str(folder), "--ddp", *ways, environment=environment)
+
+    assert result.returncode == 0, result.stderr
+    assert not list((folder / "home").iterdir())
+    assert_same_bits(*(load_file(folder / way / "model.safetensors") for way in ways))
+    return result.stdout
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate_trains_to_the_bits_of_its_own_ddp(precision: str, tmp_path: Path, sealed: dict[str, str]) -> None:
+    pytest.importorskip("accelerate", reason="the recipe is for accelerate")
+    pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+
+    printed = _train_both("accelerate_digits.py", tmp_path, sealed, "--mixed-precision", precision, "--epochs", "2")
+
+    accuracies = re.fullmatch(r"legacy ddp: accuracy (\S+)\ntorch ddp: accuracy (\S+)\n", printed)
+    assert accuracies is not None, printed  # each is printed once: two ranks, not two trainings of one
+    assert accuracies[1] == accuracies[2]
+    assert float(accuracies[1]) > 0.5  # guessing is right once in ten
+
+
+def test_transformers_trains_to_the_bits_of_its_own_ddp(tmp_path: Path, sealed: dict[str, str]) -> None:
+    pytest.importorskip("transformers", reason="the recipe is for transformers")
+
+    printed = _train_both("transformers_tiny.py", tmp_path, sealed, "--epochs", "3")
+
+    told = re.findall(r"'(loss|grad_norm|eval_loss)': '(\S+)'", printed)
+    assert len(told) == 2 * (2 * 3 + 1)  # each is printed once: two ranks, not two trainings of one
+    assert told[:7] == told[7:]
+    assert float(told[6][1]) < float(told[0][1]) - 0.3
+
+
+@pytest.mark.parametrize(
+    "script, missing, extras",
+    [
+        ("accelerate_digits", "accelerate", "accelerate,demo"),
+        ("accelerate_digits", "sklearn", "accelerate,demo"),
+        ("transformers_tiny", "transformers", "transformers"),
+    ],
+)
+def test_without_a_library_an_example_names_the_command_that_installs_it(
+    script: str, missing: str, extras: str, tmp_path: Path, sealed: dict[str, str]
+) -> None:
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError(name={missing!r})")
+    if missing == "sklearn":
+        pytest.importorskip("accelerate", reason="what comes first must be there")
+
+    paths = f"{tmp_path}:{ROOT}"  # ours come before what is installed
+    result = run_script(str(EXAMPLES / f"{script}.py"), environment={**sealed, "PYTHONPATH": paths})
+
+    assert result.returncode in (1, 2)
+    assert f'{missing} is not installed; run: pip install "legacy_ddp[{extras}]"\n' in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_the_page_s_accelerate_loop_runs_on_two_ranks_and_again_after_load_state(
+    tmp_path: Path, sealed: dict[str, str]
+) -> None:
+    pytest.importorskip("accelerate", reason="the recipe is for accelerate")
+    epoch = ACCELERATE[ACCELERATE.index("for inputs") :]
+    before = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+module = torch.nn.Linear(3, 1)
+loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_size=2)
+"""
+    ask = """
+from legacy_ddp.debug import check_replicas
+check_replicas(model, raises=True)
+open(f"calls-{os.environ['RANK']}", "w").write(str(model.all_reduce(skip=True).call))
+"""
+    again = f"""
+accelerator.save_state("state")
+{epoch}
+went_on = module.weight.tolist()
+accelerator.load_state("state")
+assert module.weight.tolist() != went_on
+{epoch}
+assert module.weight.tolist() == went_on
+accelerator.end_training()
+"""
+    script = tmp_path / "loop.py"
+    program = f"{before}{ACCELERATE}{ask}{again}"
+    script.write_text(program.replace('"calls-', f'"{tmp_path}/calls-').replace('"state"', f'"{tmp_path}/state"'))
+
+    result = torchrun(2, str(script), environment={**sealed, "ACCELERATE_USE_CPU": "true"})
+
+    assert result.returncode == 0, result.stderr
+    # 10 micro-batches a rank are steps of 4, 4 and 2; the call that asks is the fourth.
+    assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["4", "4"]
+
+
+def test_a_training_of_transformers_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path: Path, sealed: dict[str, str]
+) -> None:
+    pytest.importorskip("transformers", reason="the recipe is for transformers")
+    script = tmp_path / "resume.py"
+    script.write_text(
+        f"""
+import sys, torch
+sys.path.insert(0, {str(EXAMPLES)!r})
+from transformers_tiny import make_trainer
+from transformers.trainer_utils import SaveStrategy
+trainers = [make_trainer({str(tmp_path)!r}, 2, 4, torch_ddp=False) for _ in range(2)]
+trainers[0].args.save_strategy = SaveStrategy.EPOCH
+trainers[0].train()
+trainers[1].train(resume_from_checkpoint={str(tmp_path / "checkpoint-4")!r})
+whole, resumed = (trainer.model.state_dict() for trainer in trainers)
+assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+assert trainers[1].model_wrapped.all_reduce(skip=True).call == 5  # after four steps, and not after eight
+torch.distributed.destroy_process_group()
+"""
+    )
+
+    result = torchrun(2, str(script), environment=sealed)
+
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_page_s_trainer_is_that_of_the_example() -> None:
+    source = (EXAMPLES / "transformers_tiny.py").read_text(encoding="utf-8")
+    trainer = re.search(r"^class LegacyDDPTrainer.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)
+
+    assert trainer is not None
+    assert _statements(trainer[0]) == _statements(TRANSFORMERS)
+
+
+def _statements(source: str) -> list[str]:
+    """The methods of a class without annotations, comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+        elif isinstance(node, ast.FunctionDef):
+            node.returns = None
+    (trainer,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    return [ast.unparse(node) for node in trainer.body if isinstance(node, ast.FunctionDef)]

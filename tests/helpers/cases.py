@@ -1,0 +1,121 @@
+"""One call with given gradients on given ranks, and what a single process says it should leave."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.ranks import run_ranks
+
+Grads = list[torch.Tensor | None]
+Part = dict[str, Any]  # the arguments of all_reduce() on one rank
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
+SKIP: Part = {"skip": True}
+
+
+def module_of(parameters: Sequence[torch.Tensor]) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(tensor, requires_grad=tensor.dtype in DTYPES) for tensor in parameters])
+
+
+def wrap_module(parameters: Sequence[torch.Tensor], **options: Any) -> LegacyDistributedDataParallel:
+    return LegacyDistributedDataParallel(module_of(parameters), **{"checks": Checks(uneven="allow"), **options})
+
+
+def set_gradients(wrapped: LegacyDistributedDataParallel, grads: Grads) -> None:
+    for parameter, grad in zip(wrapped.module.parameters(), grads, strict=True):
+        parameter.grad = grad
+
+
+def get_gradients(module: nn.Module) -> Grads:
+    return [None if p.grad is None else p.grad.detach().clone() for p in module.parameters()]
+
+
+def bits_of(tensor: torch.Tensor | None) -> object:
+    if tensor is None:
+        return None
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return "sparse", tensor.shape, bits_of(tensor.indices()), bits_of(tensor.values())
+    return tensor.dtype, tensor.shape, bytes(tensor.resolve_conj().reshape(-1).view(torch.uint8).tolist()).hex()
+
+
+def all_bits(grads: Grads) -> list[object]:
+    return [bits_of(grad) for grad in grads]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One module and what every rank brings to one call on it."""
+
+    parameters: Sequence[torch.Tensor]
+    grads: Sequence[Grads]
+    parts: Sequence[Part] = ({}, {}, {}, {})
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def call_once(cases: Sequence[Case], rank: int) -> list[tuple[Grads, list[tuple[int, ...]]]]:
+    results = []
+    for case in map(copy.deepcopy, cases):  # a call may write into the gradients it was given
+        wrapped = wrap_module(case.parameters, **case.options)
+        set_gradients(wrapped, case.grads[rank])
+        wrapped.all_reduce(**case.parts[rank])
+        dense = [p.grad for p in wrapped.parameters() if p.grad is not None and not p.grad.is_sparse]
+        results.append((get_gradients(wrapped), [grad.stride() for grad in dense]))
+    return results
+
+
+def reduced_on_all(cases: Mapping[Any, Case]) -> dict[Any, Grads]:
+    """The gradients after one call for each case, once it is sure that all ranks hold the same bits."""
+    (world_size,) = {len(case.grads) for case in cases.values()}
+    results = run_ranks(partial(call_once, list(cases.values())), world_size)
+    for label, *of_ranks in zip(cases, *results, strict=True):
+        for grads, _ in of_ranks[1:]:
+            assert all_bits(grads) == all_bits(of_ranks[0][0]), label
+    return {label: grads for label, (grads, _) in zip(cases, results[0], strict=True)}
+
+
+def reduced_by(
+    parameters: Sequence[torch.Tensor], grads: Sequence[Grads], parts: Sequence[Part] = Case.parts, **options: Any
+) -> Grads:
+    return reduced_on_all({"": Case(parameters, grads, parts, options)})[""]
+
+
+def both_ways(cases: Mapping[Any, Case]) -> dict[Any, Case]:
+    """Each case with gradients as views and without."""
+    return {
+        (label, as_view): replace(case, options={**case.options, "gradient_as_bucket_view": as_view})
+        for label, case in cases.items()
+        for as_view in (True, False)
+    }
+
+
+def check_case(cases: Mapping[Any, Case], expected: Mapping[Any, Grads]) -> None:
+    """Each case gives, bit for bit, what is expected of it, with views and without."""
+    found = {label: all_bits(grads) for label, grads in reduced_on_all(both_ways(cases)).items()}
+    assert found == {(label, as_view): all_bits(expected[label]) for label, as_view in found}
+
+
+def error_of(call: Callable[[], object]) -> tuple[type[LegacyDDPError], str]:
+    with pytest.raises(LegacyDDPError) as caught:
+        call()
+    return caught.type, str(caught.value)
+
+
+def vectors(*values: Sequence[float], dtype: torch.dtype = torch.float32) -> list[Grads]:
+    """One parameter: a gradient per rank."""
+    return [[torch.tensor(value, dtype=dtype)] for value in values]
+
+
+def cast_to(grads: list[Grads], dtype: torch.dtype) -> list[Grads]:
+    return [[grad if grad is None else grad.to(dtype) for grad in of_rank] for of_rank in grads]
+
+
+def sparse_of(rows: Sequence[int], values: torch.Tensor, size: int = 5) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([rows]), values, (size, *values.shape[1:]), check_invariants=True)

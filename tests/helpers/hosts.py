@@ -1,0 +1,216 @@
+"""How does a test run torchrun over several hosts, on one machine and without touching its network?
+
+The hosts are joined by a bridge, which has a set of namespaces of its own: the switch. What they
+still share: files (but /etc/hosts), the boot id, CPUs and clocks, and /sys, where /sys/class/net
+shows the machine's own interfaces.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import MappingProxyType
+
+from tests.helpers.namespaces import Host, HostFailure, reason_not_permitted
+from tests.helpers.paths import ROOT
+
+__all__ = ["Host", "HostFailure", "Hosts", "Job", "JobFailure", "Result", "reason_not_permitted"]
+
+INTERFACE = "eth0"
+# From the range for benchmarks of networks (RFC 2544): no name server is in it, so that looking up
+# what /etc/hosts does not know fails at once and does not wait for an answer.
+_ADDRESS = "198.18.0.{}"
+# What may leave at once, and how long frames may queue before they are dropped. Fast links need a larger burst: with
+# 64 KiB at 2 Gbit/s, frames wait for timers, and an all_reduce gets a third of the rate.
+_LEAST_BURST_BYTES, _BURST_SECONDS, _QUEUE = 2**16, 2e-3, "50ms"
+
+
+@dataclass(frozen=True)
+class Result:
+    """How torchrun ended on one host: exit code (below 0: a signal), and stdout and stderr in one text."""
+
+    name: str
+    exit_code: int
+    text: str
+
+
+class JobFailure(HostFailure):
+    """Says which hosts did not end, or failed; ``results`` is what all hosts left."""
+
+    def __init__(self, message: str, names: Sequence[str], results: Sequence[Result]) -> None:
+        super().__init__(message, names)
+        self.results = tuple(results)
+
+
+class Job:
+    """One torchrun per host, all part of one job; ``commands`` and ``outputs`` are in the order of ``hosts``."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        commands: Sequence[list[str]],
+        environment: Mapping[str, str],
+        outputs: Sequence[Path],
+    ) -> None:
+        self._hosts = hosts
+        self._outputs = outputs
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for host, command, output in zip(hosts, commands, outputs, strict=True):
+            with output.open("wb") as file:
+                self._processes.append(
+                    subprocess.Popen(
+                        host.command(*command),
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def wait(self, timeout_seconds: float, *, check: bool = True) -> list[Result]:
+        """How the job ended on each host. Nothing of it runs afterwards, nor anything else on its hosts.
+
+        Raises:
+            JobFailure: a host did not end in time, or, with ``check``, had an exit code other than 0.
+        """
+        __tracebackhide__ = True
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            late = [h.name for h, p in zip(self._hosts, self._processes, strict=True) if not _ended(p, deadline)]
+        finally:
+            self.close()
+        results = [self._result(index) for index in range(len(self._hosts))]
+        failed = [r.name for r in results if check and r.exit_code and r.name not in late]
+        if late or failed:
+            # Failures first: torchrun where all went well waits 300 s for one that failed elsewhere.
+            faults = [f"{', '.join(failed)} failed"] if failed else []
+            faults += [f"{', '.join(late)} did not end within {timeout_seconds} s"] if late else []
+            texts = [f"--- {r.name}, exit code {r.exit_code}, ends with\n{r.text[-4000:]}" for r in results]
+            raise JobFailure("\n".join(["; ".join(faults), *texts]), [*failed, *late], results)
+        return results
+
+    def close(self) -> None:
+        """Kill what still runs."""
+        for host, process in zip(self._hosts, self._processes, strict=True):
+            process.kill()  # first, because it may be stopped and is what its child waits for to be gone
+            process.wait()
+            host.kill_all()
+
+    def _result(self, index: int) -> Result:
+        text = self._outputs[index].read_text(errors="replace")
+        return Result(self._hosts[index].name, self._processes[index].returncode, text)
+
+
+def _ended(process: "subprocess.Popen[bytes]", deadline: float) -> bool:
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+class Hosts:
+    """2 to 8 hosts, ``hosts[0]`` and so on; alive and connected inside the ``with`` block.
+
+    ``rate_mbit`` limits what each host sends and what each receives, in 10^6 bits of Ethernet frames
+    per second.
+    """
+
+    def __init__(self, n: int, *, rate_mbit: float | None = None) -> None:
+        if not 2 <= n <= 8:
+            raise ValueError(f"number of hosts is out of range: got {n}, expected 2 to 8")
+        self._rate_mbit = rate_mbit
+        self.names = [f"host-{index}" for index in range(n)]
+        self.addresses = [_ADDRESS.format(index + 1) for index in range(n)]
+        self._hosts: list[Host] = []
+        self._ports = count(29500)  # one per job, so that a job cannot meet what is left of the one before
+        self._cleanup = ExitStack()  # filled on entering
+
+    def __enter__(self) -> "Hosts":
+        with ExitStack() as cleanup:
+            self._folder = cleanup.enter_context(tempfile.TemporaryDirectory(prefix="hosts-"))
+            names = ["127.0.0.1 localhost\n", *map(_names, self.addresses, self.names)]
+            Path(self._folder, "hosts").write_text("".join(names))
+            self.switch = cleanup.enter_context(closing(Host("switch")))
+            self.switch.configure("ip", "link", "add", "name", "switch", "up", "type", "bridge")
+            for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+                host = cleanup.enter_context(closing(Host(name, address, self.switch)))
+                self._hosts.append(host)
+                self._connect(host, _port(index))
+            self._cleanup = cleanup.pop_all()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cleanup.close()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __getitem__(self, index: int) -> Host:
+        return self._hosts[index]
+
+    def torchrun(
+        self,
+        script: Path | str,
+        *arguments: str,
+        nproc_per_node: int = 1,
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> Job:
+        """Start the same job on all hosts, rank 0 on the first; ``environment`` is added to this process's.
+
+        ``options`` are more of torchrun's own, on every host.
+        """
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(self)}"]
+        launcher += [f"--nproc-per-node={nproc_per_node}", f"--master-addr={self.addresses[0]}"]
+        port = next(self._ports)
+        launcher += [f"--master-port={port}", *options]
+        commands = [
+            [*launcher, f"--node-rank={index}", f"--local-addr={address}", str(script), *arguments]
+            for index, address in enumerate(self.addresses)
+        ]
+        ours = {f"{library}_SOCKET_IFNAME": INTERFACE for library in ("GLOO", "NCCL", "TP")}
+        ours |= {"OMP_NUM_THREADS": "1", "TMPDIR": self._folder}
+        ours["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        outputs = [Path(self._folder, f"output-{port}-{name}") for name in self.names]
+        job = Job(self._hosts, commands, {**os.environ, **ours, **environment}, outputs)
+        return self._cleanup.enter_context(closing(job))
+
+    def cut(self, index: int) -> None:
+        """Take a host off the switch: what it sends and what is sent to it is lost, and nobody is told."""
+        # Not "down": the host would lose its carrier, which it does not when a cable further away is cut.
+        self.switch.configure("ip", "link", "set", "dev", _port(index), "nomaster")
+
+    def mend(self, index: int) -> None:
+        """Undo :meth:`cut`. TCP finds out when it next sends again, and it waits ever longer before it does."""
+        self.switch.configure("ip", "link", "set", "dev", _port(index), "master", "switch")
+
+    def _connect(self, host: Host, port: str) -> None:
+        peer = ("peer", "name", INTERFACE, "netns", str(host.pid))
+        host.run("mount", "--bind", f"{self._folder}/hosts", "/etc/hosts")
+        self.switch.configure("ip", "link", "add", "name", port, "type", "veth", *peer)
+        self.switch.configure("ip", "link", "set", "dev", port, "up", "master", "switch")
+        host.configure("ip", "link", "set", "dev", "lo", "up")
+        host.configure("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
+        host.configure("ip", "link", "set", "dev", INTERFACE, "up")
+        if self._rate_mbit is not None:
+            for side, device in ((host, INTERFACE), (self.switch, port)):
+                burst_bytes = max(_LEAST_BURST_BYTES, int(self._rate_mbit * 1e6 / 8 * _BURST_SECONDS))
+                limit = ("rate", f"{self._rate_mbit}mbit", "burst", str(burst_bytes), "latency", _QUEUE)
+                side.configure("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit)
+
+
+def _names(address: str, name: str) -> str:
+    # Torch's store asks for the name of an IPv4 address written as IPv6, and warns if there is none.
+    return f"{address} {name}\n::ffff:{address} {name}.mapped\n"
+
+
+def _port(index: int) -> str:
+    return f"port{index}"

@@ -1,0 +1,286 @@
+"""Trainings by Lightning's Trainer, a story each: what strategy ``ddp`` leaves is what ours should leave.
+
+A script of two ranks: ``lightning_jobs.py FOLDER [STORY ...]``.
+"""
+
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins import MixedPrecision
+
+from legacy_ddp import Checks, NonFiniteGradientError, UnsynchronizedStepError
+from legacy_ddp._torch import group_timeout
+from legacy_ddp.lightning import LegacyDDPStrategy
+from tests.helpers.lightning_hooks import averaging_of_sharded, hooked, local_sgd
+from tests.helpers.lightning_modules import (
+    ARGUMENTS,
+    TRAINER,
+    Adversaries,
+    Normed,
+    Overflowing,
+    Plain,
+    Sharded,
+    Sparing,
+    draw,
+    fit,
+    make_data,
+    state,
+    total,
+)
+from tests.helpers.lightning_scenarios import Result, Story, run_stories
+
+
+def first_group(strategy: str, folder: Path) -> Result:
+    """The process group, which the first training of the job makes."""
+    fit(LegacyDDPStrategy(process_group_backend="gloo", timeout=timedelta(seconds=90)), Plain())
+    return {"backend": dist.get_backend(), "timeout": group_timeout(dist.group.WORLD)}
+
+
+def accumulating(strategy: str, folder: Path) -> Result:
+    """Windows of 4, 4 and 3 batches, clipped."""
+    module = Plain()
+    fit(strategy, module, batches=11, accumulate_grad_batches=4, gradient_clip_val=0.1)
+    return {**state(module), "seen": module.seen}
+
+
+def with_arguments(strategy: str, folder: Path) -> Result:
+    """The same with every argument of the wrapper that may not change a bit."""
+    chosen: Any = strategy
+    if strategy == "legacy_ddp":
+        chosen = LegacyDDPStrategy(
+            buffer_size=7,
+            gradient_as_bucket_view=False,
+            reduce_dtype=torch.float64,
+            checks=Checks(level="detail", nonfinite="raise"),
+            timeout_seconds=60.0,
+            ignore=(),
+            init_sync=True,
+        )
+    return accumulating(chosen, folder)
+
+
+def in_bf16(strategy: str, folder: Path) -> Result:
+    module = Plain()
+    fit(strategy, module, precision="bf16-mixed", accumulate_grad_batches=2, gradient_clip_val=0.1)
+    return state(module)
+
+
+def in_fp16(strategy: str, folder: Path) -> Result:
+    """One rank overflows: both skip that step. The checks know that a GradScaler is at work."""
+    module, scaler = Overflowing(), torch.amp.GradScaler("cpu")
+    chosen: Any = strategy if strategy == "ddp" else LegacyDDPStrategy(checks=Checks(nonfinite="raise"))
+    fit(chosen, module, plugins=[MixedPrecision("16-mixed", "cpu", scaler)], gradient_clip_val=0.1)
+    return {**state(module), "scale": scaler.get_scale()}
+
+
+def normed(strategy: str, folder: Path) -> Result:
+    """Statistics of BatchNorm after an epoch that ends with a validation, and what that one measured."""
+    module = Normed()
+    trainer = pl.Trainer(strategy=strategy, max_epochs=2, **TRAINER)
+    trainer.fit(module, make_data(5), make_data(2))
+    return {**state(module), "validated": float(trainer.callback_metrics["validated"])}
+
+
+def normed_to_the_end(strategy: str, folder: Path) -> Result:
+    """Statistics of BatchNorm where no validation follows, and in a checkpoint from the middle."""
+    module = Normed()
+    trainer = fit(strategy, module, max_epochs=2)
+    trainer.save_checkpoint(path := shared(folder, strategy, "normed.ckpt"))
+    return {"state": state(module), "saved": dict(torch.load(path, weights_only=False)["state_dict"])}
+
+
+def adversaries(strategy: str, folder: Path) -> Result:
+    module = Adversaries()
+    chosen = "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
+    fit(chosen, module)
+    return state(module)
+
+
+def by_hand(strategy: str, folder: Path) -> Result:
+    """Two batches to a step; ours accumulates in manual optimization, ``ddp`` leaves it to Lightning."""
+
+    class ByHand(Plain):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer, is_last = self.optimizers(), batch_idx % 2 == 1
+            with nullcontext() if is_last else self.trainer.strategy.block_backward_sync():
+                self.manual_backward(super().training_step(batch) / 2)
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    module = Plain() if strategy == "ddp" else ByHand()
+    fit(strategy, module, **({"accumulate_grad_batches": 2} if strategy == "ddp" else {}))
+    return state(module)
+
+
+def unused(strategy: str, folder: Path) -> Result:
+    module = Sparing()
+    chosen: Any = "ddp_find_unused_parameters_true"
+    if strategy == "legacy_ddp":
+        chosen = LegacyDDPStrategy(find_unused_parameters=True)
+    fit(chosen, module)
+    return state(module)
+
+
+def different_starts(strategy: str, folder: Path) -> Result:
+    """Every rank makes a model of its own; training begins with rank 0's."""
+    module = Plain()
+    drawn = draw(module, dist.get_rank())
+    fit(strategy, module)
+    return {"state": state(module), "drawn": drawn}
+
+
+def configured(strategy: str, folder: Path) -> Result:
+    """What the wrapper has of its arguments while it trains, and whether training begins with this rank's weights."""
+
+    class Looking(Plain):
+        def on_train_start(self) -> None:
+            self.found = {"settings": self.trainer.model.extra_repr().splitlines()[-1], "kept": total(self) == drawn}
+
+    module = Looking()
+    drawn = draw(module, dist.get_rank())
+    fit(LegacyDDPStrategy(**ARGUMENTS, ignore=["net.0.bias"]), module, batches=1)
+    return {**module.found, "drawn": drawn}
+
+
+def sharded(strategy: str, folder: Path) -> Result:
+    """The optimizer's state is split over the ranks."""
+    module = Sharded()
+    fit(strategy, module)
+    return state(module)
+
+
+def resumed(strategy: str, folder: Path) -> Result:
+    first, second, whole = Plain(), Plain(), Plain()
+    path = shared(folder, strategy, "resumed.ckpt")
+    fit(strategy, first).save_checkpoint(path)
+    trainer = pl.Trainer(strategy=strategy, max_epochs=2, **TRAINER)
+    trainer.fit(second, make_data(6), ckpt_path=path)
+    fit(strategy, whole, max_epochs=2)
+    saved = dict(torch.load(path, weights_only=False)["state_dict"])
+    return {"resumed": state(second), "whole": state(whole), "first": state(first), "saved": saved}
+
+
+def evaluated(strategy: str, folder: Path) -> Result:
+    module = Normed()
+    trainer = fit(strategy, module)
+    validated, tested = trainer.validate(module, make_data(3)), trainer.test(module, make_data(3))
+    return {"validated": validated, "tested": tested, "predicted": trainer.predict(module, make_data(3))}
+
+
+def fitted_twice(strategy: str, folder: Path) -> Result:
+    """Fit, step by hand on this rank alone, and fit again: nothing of the wrapper is left in between."""
+    module = Plain()
+    trainer = fit(strategy, module)
+    between = trainer.model is module
+    module.net(torch.ones(1, 6)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    fit(strategy, module)
+    return {**state(module), "unwrapped": between}
+
+
+def collectives(strategy: str, folder: Path) -> Result:
+    class Asking(Plain):
+        def on_train_start(self) -> None:
+            ours = self.trainer.strategy
+            ours.barrier()
+            mine = torch.tensor([float(self.global_rank + 1)])
+            self.answers = {
+                "gathered": ours.all_gather(mine),
+                "broadcast": ours.broadcast(f"from {self.global_rank}", src=1),
+                "mean": ours.reduce(mine.clone(), reduce_op="mean"),
+                "all": ours.reduce_boolean_decision(self.global_rank == 0),
+                "any": ours.reduce_boolean_decision(self.global_rank == 0, all=False),
+                "sampler": ours.distributed_sampler_kwargs,
+            }
+
+    module = Asking()
+    fit(strategy, module)
+    return module.answers
+
+
+def sync_batchnorm(strategy: str, folder: Path) -> Result:
+    try:
+        fit(strategy, Normed(), sync_batchnorm=True)
+    except ValueError as error:
+        return {"error": str(error)}
+    return {}
+
+
+def forgetting(strategy: str, folder: Path) -> Result:
+    """A manual loop that runs ``loss.backward()`` itself, where Lightning asks for ``manual_backward``."""
+
+    class Forgetting(Plain):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any) -> None:
+            super().training_step(batch).backward()
+            self.optimizers().step()
+
+    try:
+        fit(strategy, Forgetting())
+    except UnsynchronizedStepError as error:
+        return {"error": str(error), "notes": error.__notes__}
+    return {}
+
+
+def not_finite(strategy: str, folder: Path) -> Result:
+    """Rank 1's gradient holds infinity: all ranks raise, and the next training begins as if nothing had been."""
+    try:
+        fit(LegacyDDPStrategy(checks=Checks(nonfinite="raise")), Overflowing(factor=float("inf")))
+    except NonFiniteGradientError as error:
+        return {"error": str(error), "ranks": error.ranks}
+    return {}
+
+
+def counted(strategy: str, folder: Path) -> Result:
+    """How many calls do 11 batches make, accumulated by 4, with no validation?"""
+
+    trainer = fit(strategy, Plain(), batches=11, accumulate_grad_batches=4)
+    return {"calls": trainer.strategy.record.call}
+
+
+def shared(folder: Path, strategy: Any, name: str) -> Path:
+    """A path that both ranks know."""
+    return folder / f"{strategy}-{name}"
+
+
+BOTH = ("ddp", "legacy_ddp")
+OURS = ("legacy_ddp",)
+STORIES: dict[Story, tuple[str, ...]] = {
+    first_group: OURS,
+    accumulating: BOTH,
+    with_arguments: OURS,
+    in_bf16: BOTH,
+    in_fp16: BOTH,
+    normed: BOTH,
+    normed_to_the_end: BOTH,
+    adversaries: BOTH,
+    by_hand: BOTH,
+    unused: BOTH,
+    different_starts: BOTH,
+    configured: OURS,
+    sharded: BOTH,
+    resumed: BOTH,
+    evaluated: BOTH,
+    fitted_twice: BOTH,
+    collectives: BOTH,
+    sync_batchnorm: BOTH,
+    forgetting: OURS,
+    not_finite: OURS,
+    counted: OURS,
+    hooked: BOTH,
+    local_sgd: BOTH,
+    averaging_of_sharded: BOTH,
+}
+
+
+if __name__ == "__main__":
+    run_stories(STORIES)

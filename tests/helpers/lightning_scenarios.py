@@ -1,0 +1,72 @@
+"""How does one pair of processes run many trainings, and how does a test read what they left?
+
+Starting Lightning takes seconds, so a script runs story after story, each under several strategies, and every rank
+leaves a file for each.
+"""
+
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.helpers.paths import ROOT
+from tests.helpers.scripts import run_script
+
+Result = dict[str, Any]
+Story = Callable[[str, Path], Result]
+RANKS = 2
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+
+
+def run_stories(stories: Mapping[Story, Sequence[str]]) -> None:
+    """The scripts' main: ``SCRIPT FOLDER [STORY ...]``."""
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
+    for story, strategies in stories.items():
+        if names and story.__name__ not in names:
+            continue
+        for strategy in strategies:
+            try:
+                result = story(strategy, folder)
+            except Exception:  # noqa: BLE001 - the test of this story shows it, the others go on
+                result = {"failed": traceback.format_exc()}
+            torch.save(result, folder / f"{story.__name__}-{strategy}-{torch.distributed.get_rank()}.pt")
+
+
+@cache
+def by_trainer(*stories: str) -> Callable[..., list[Result]]:
+    """What all stories of the Trainer left, or those: a job that is started once, as a user does, by Lightning."""
+    return _run("lightning_jobs.py", stories)
+
+
+@cache
+def by_fabric(*stories: str) -> Callable[..., list[Result]]:
+    """What all stories of Fabric left, or those: a job that is started once, by torchrun."""
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    return _run("fabric_jobs.py", stories, *launcher)
+
+
+def _run(script: str, stories: Sequence[str], *launcher: str) -> Callable[..., list[Result]]:
+    folder = tempfile.TemporaryDirectory()  # as long as what is returned
+    result = run_script(*launcher, str(ROOT / "tests" / "helpers" / script), folder.name, *stories)
+    assert result.returncode == 0, result.stderr
+    return partial(told, folder)
+
+
+def told(folder: tempfile.TemporaryDirectory[str], story: str, strategy: str = "legacy_ddp") -> list[Result]:
+    """What the ranks left, in their order."""
+    paths = [Path(folder.name) / f"{story}-{strategy}-{rank}.pt" for rank in range(RANKS)]
+    results = [torch.load(path, weights_only=False) for path in paths]
+    for result in results:
+        assert "failed" not in result, result["failed"]
+    return results

@@ -1,0 +1,75 @@
+"""A program: threads run backward on one model at the same time, and every gradient must be the sum of all passes.
+
+    python -m tests.helpers.stress_threads STEPS
+
+For 2 and 4 threads and every form: in "each": every thread runs forward and backward; in "shared" the main
+thread runs all forward passes, and one of the backward passes; "function" is "each" on a module without a wrapper. The
+exit code shows a corrupted heap, too.
+"""
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
+from tests.helpers.threads import run_together
+
+WIDTH = 768  # 4.5 MiB of weights in fp64: they move to their slots during backward, and an addition takes a while
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Embedding(16, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(*layers).double()
+
+
+def _loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def _expected(net: nn.Module, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """One thread, without the library."""
+    alone = copy.deepcopy(net)
+    for batch in batches:
+        _loss(alone, batch).backward()
+    return [parameter.grad.to_dense() for parameter in alone.parameters()]
+
+
+def _tasks(form: str, model: nn.Module, batches: Sequence[torch.Tensor]) -> list[Callable[[], object]]:
+    if form == "shared":
+        return [_loss(model, batch).backward for batch in batches]
+    return [lambda batch=batch: _loss(model, batch).backward() for batch in batches]
+
+
+def _stress(form: str, threads: int, steps: int) -> None:
+    net = _net()
+    batches = [torch.arange(4) + 3 * thread for thread in range(threads)]
+    expected = _expected(net, batches)
+    wrapped = None
+    for step in range(steps):
+        if step % 20 == 0 and form != "function":  # the first passes after construction are the dangerous ones
+            wrapped = LegacyDistributedDataParallel(net, checks="off")
+        run_together(_tasks(form, wrapped or net, batches))
+        record = all_reduce_gradients(net) if wrapped is None else wrapped.all_reduce()
+        for parameter, sum_alone in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.to_dense(), sum_alone, rtol=1e-9, atol=1e-12)
+        assert wrapped is None or record.rows[0].micro_batches == threads
+        net.zero_grad(set_to_none=step % 4 != 3)
+
+
+def main(steps: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for form in ("each", "shared", "function"):
+        for threads in (2, 4):
+            _stress(form, threads, steps)
+            print(f"{form}, {threads} threads: {steps} steps", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,386 @@
+"""Are the hosts of one machine as far apart as hosts are, and is nothing left of them afterwards?
+
+Run as a script, this file is one rank: `test_hosts.py FUNCTION FOLDER`.
+"""
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.hosts import HostFailure, Hosts, JobFailure, reason_not_permitted
+from tests.helpers.namespaces import Host
+from tests.helpers.paths import ROOT
+from tests.helpers.scripts import heed_ctrl_c
+
+needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
+LIMIT_SECONDS = 120.0
+_CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21
+RATE_MBIT = 8
+PAYLOAD_BYTES = 1_000_000
+# A bucket of 64 KiB may leave at once, which is 7 % of the payload; the headers, 4 %, go the other way.
+LEAST_SECONDS = 0.8 * PAYLOAD_BYTES * 8 / (RATE_MBIT * 1e6)
+
+SERVE = """
+import socket
+server = socket.create_server(("", 5000))
+print("listening", flush=True)
+while True:
+    connection, _ = server.accept()
+    while connection.recv(1 << 16):
+        pass
+    connection.close()  # the client may now stop its clock
+"""
+SEND = """
+import socket, sys, time
+start = time.monotonic()
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+    connection.shutdown(socket.SHUT_WR)
+    connection.recv(1)
+print(time.monotonic() - start)
+"""
+REACH = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])).close()
+except TimeoutError:
+    print("timed out")
+else:
+    print("reached")
+"""
+HOLD = """
+import sys
+from tests.helpers.hosts import Hosts
+with Hosts(2) as hosts:
+    job = hosts.torchrun("tests/helpers/test_hosts.py", "_hang", sys.argv[1])
+    job.wait(120.0)
+"""
+
+
+def _write(folder: Path, facts: Any) -> None:
+    path = folder / f"rank-{os.environ['RANK']}"
+    path.with_suffix(".part").write_text(json.dumps(facts))
+    path.with_suffix(".part").rename(path)
+
+
+def _read(folder: Path, world_size: int) -> list[Any]:
+    return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(world_size)]
+
+
+def _await_ranks(folder: Path, world_size: int) -> None:
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not all((folder / f"rank-{rank}").exists() for rank in range(world_size)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _sum_of_ranks(folder: Path) -> None:
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    _write(folder, [total.item(), socket.gethostname(), os.environ["LOCAL_RANK"], os.environ.get("PLANTED")])
+
+
+def _train(folder: Path) -> None:
+    """Three steps on y = w * x, loss y, x = rank + 1: the gradient is x, and w ends at w of rank 0 - 3 * mean."""
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(layer.weight, 10.0 + dist.get_rank())
+    model = LegacyDistributedDataParallel(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    grads = []
+    for _ in range(3):
+        model(torch.full((1, 1), dist.get_rank() + 1.0)).sum().backward()
+        model.all_reduce()
+        assert layer.weight.grad is not None
+        grads.append(layer.weight.grad.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    _write(folder, [grads, layer.weight.item()])
+
+
+def _raise_on_rank_1(folder: Path) -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the planted error")
+    # Had it returned, its torchrun would wait 300 s for the other one: the barrier at its end, which has no option.
+    dist.all_reduce(torch.zeros(1))
+
+
+def _raise_on_rank_0_hang_on_rank_1(folder: Path) -> None:
+    print("rank", dist.get_rank(), "is here", flush=True)
+    _write(folder, os.getpid())
+    if dist.get_rank() == 0:
+        raise ValueError("the planted error")
+    threading.Event().wait()
+
+
+def _hang(folder: Path) -> None:
+    _write(folder, os.getpid())
+    threading.Event().wait()
+
+
+def _start(host: Host, script: str, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(host.command(sys.executable, "-c", script, *arguments), stdout=subprocess.PIPE, text=True)
+
+
+def _serve(host: Host) -> "subprocess.Popen[str]":
+    server = _start(host, SERVE)
+    assert server.stdout is not None
+    assert server.stdout.readline() == "listening\n"
+    return server
+
+
+def _reach(source: Host, target: Host, seconds: float) -> str:
+    return source.run(sys.executable, "-c", REACH, target.address, str(seconds)).strip()
+
+
+def _processes_with(mark: str) -> list[int]:
+    """Processes started with this in their environment; started by them, too."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+    return found
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """In the environment of every process that a test starts, and of no others."""
+    mark = f"planted-{uuid.uuid4()}"
+    monkeypatch.setenv("LEFT_OVER", mark)
+    return mark
+
+
+@needs_hosts
+def test_a_host_sees_its_own_name_network_and_processes_only() -> None:
+    with Hosts(2) as hosts:
+        names = [hosts[index].run("uname", "-n").strip() for index in range(2)]
+        networks = {hosts[index].run("readlink", "/proc/self/ns/net") for index in range(2)}
+        sleepers = [_start(hosts[index], "import time; print(flush=True); time.sleep(60)") for index in range(2)]
+        for sleeper in sleepers:
+            assert sleeper.stdout is not None
+            sleeper.stdout.readline()
+        seen = [hosts[index].run("sh", "-c", "cat /proc/[0-9]*/cmdline | tr -d '\\0'") for index in range(2)]
+        addresses = [hosts[index].run("ip", "-br", "address").split() for index in range(2)]
+        looked_up = hosts[0].run("getent", "hosts", "host-1").split()
+
+    assert names == hosts.names == ["host-0", "host-1"]
+    assert len(networks | {os.readlink("/proc/self/ns/net") + "\n"}) == 3
+    assert [text.count("time.sleep(60)") for text in seen] == [1, 1]
+    assert [f"{address}/24" in found for address, found in zip(hosts.addresses, addresses, strict=True)] == [True, True]
+    assert looked_up == [hosts.addresses[1], "host-1"]
+    for sleeper in sleepers:
+        sleeper.communicate()
+
+
+@needs_hosts
+def test_the_network_of_this_machine_stays_as_it_is() -> None:
+    before = socket.if_nameindex()
+
+    with Hosts(2, rate_mbit=100):
+        during = socket.if_nameindex()
+
+    assert before == during == socket.if_nameindex()
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("n, nproc_per_node", [(2, 1), (3, 1), (2, 2)])
+def test_torchrun_joins_the_ranks_of_all_hosts(n: int, nproc_per_node: int, tmp_path: Path) -> None:
+    with Hosts(n) as hosts:
+        job = hosts.torchrun(
+            __file__,
+            "_sum_of_ranks",
+            str(tmp_path),
+            nproc_per_node=nproc_per_node,
+            environment={"PLANTED": "seed"},
+        )
+        results = job.wait(LIMIT_SECONDS)
+
+    world_size = n * nproc_per_node
+    total = sum(range(world_size))
+    placed = [[f"host-{host}", str(local)] for host in range(n) for local in range(nproc_per_node)]
+    assert _read(tmp_path, world_size) == [[total, *place, "seed"] for place in placed]
+    # What they print is not compared: a launcher may notice that another one's store has ended first, and says so.
+    assert [(r.name, r.exit_code) for r in results] == [(name, 0) for name in hosts.names]
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_hosts_train_alike_and_one_job_follows_another(tmp_path: Path) -> None:
+    with Hosts(2, rate_mbit=100) as hosts:
+        for attempt in ("first", "second"):
+            (tmp_path / attempt).mkdir()
+            hosts.torchrun(__file__, "_train", str(tmp_path / attempt)).wait(LIMIT_SECONDS)
+
+            mean = (1.0 + 2.0) / 2
+            assert _read(tmp_path / attempt, 2) == [[[mean] * 3, 10.0 - 3 * mean]] * 2
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_failing_host_is_named_with_what_it_wrote(tmp_path: Path) -> None:
+    with Hosts(2) as hosts, pytest.raises(JobFailure, match=r"\Ahost-0, host-1 failed\n") as caught:
+        hosts.torchrun(__file__, "_raise_on_rank_1", str(tmp_path)).wait(LIMIT_SECONDS)
+
+    assert caught.value.names == ("host-0", "host-1")
+    assert [r.exit_code for r in caught.value.results] == [1, 1]
+    assert "ValueError: the planted error" in str(caught.value)
+
+
+@needs_hosts
+@pytest.mark.slow
+def test_a_hanging_host_is_named_and_its_processes_killed(tmp_path: Path, mark: str) -> None:
+    with Hosts(2) as hosts:
+        job = hosts.torchrun(__file__, "_raise_on_rank_0_hang_on_rank_1", str(tmp_path))
+        _await_ranks(tmp_path, 2)
+        with pytest.raises(JobFailure, match=r"host-1 did not end within 2\.0 s") as caught:
+            job.wait(2.0)
+        left = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _processes_with(mark)]
+
+    assert "host-1" in caught.value.names
+    assert "rank 1 is here" in caught.value.results[1].text
+    assert not [command for command in left if b"hang_on_rank_1" in command]
+
+
+@needs_hosts
+def test_the_rate_limit_is_in_place_in_both_directions() -> None:
+    with Hosts(2, rate_mbit=RATE_MBIT) as hosts:
+        limits = [place.run("tc", "-s", "qdisc") for place in (hosts[0], hosts[1], hosts.switch)]
+
+    found = [re.findall(r"qdisc tbf \w+: dev (\w+) root .*rate (\w+)", text) for text in limits]
+    assert found == [[("eth0", "8Mbit")], [("eth0", "8Mbit")], [("port0", "8Mbit"), ("port1", "8Mbit")]]
+
+
+@needs_hosts
+def test_a_transfer_takes_at_least_what_the_rate_limit_makes_it_take() -> None:
+    with Hosts(3, rate_mbit=RATE_MBIT) as hosts:
+        server = _serve(hosts[0])
+        seconds = float(hosts[1].run(sys.executable, "-c", SEND, hosts.addresses[0], str(PAYLOAD_BYTES)))
+
+        # Two senders, each within its own limit, share that of the receiver, which the switch keeps.
+        start = time.monotonic()
+        senders = [_start(hosts[index], SEND, hosts.addresses[0], str(PAYLOAD_BYTES // 2)) for index in (1, 2)]
+        for sender in senders:
+            sender.communicate()
+        shared_seconds = time.monotonic() - start
+    server.communicate()
+
+    assert seconds >= LEAST_SECONDS
+    assert shared_seconds >= LEAST_SECONDS
+
+
+@needs_hosts
+def test_a_cut_host_is_out_of_reach_until_it_is_mended() -> None:
+    with Hosts(3) as hosts:
+        servers = [_serve(hosts[index]) for index in range(2)]
+        assert _reach(hosts[0], hosts[1], LIMIT_SECONDS) == "reached"
+
+        hosts.cut(1)
+        assert _reach(hosts[0], hosts[1], 0.5) == "timed out"
+        assert _reach(hosts[1], hosts[0], 0.5) == "timed out"
+        assert _reach(hosts[2], hosts[0], LIMIT_SECONDS) == "reached"
+        assert "LOWER_UP" in hosts[1].run("ip", "link", "show", "eth0")
+
+        hosts.mend(1)
+        assert _reach(hosts[0], hosts[1], LIMIT_SECONDS) == "reached"
+    for server in servers:
+        server.communicate()
+
+
+@needs_hosts
+@pytest.mark.parametrize("how", ["normally", "by an exception"])
+def test_nothing_is_left_after_the_block(how: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    servers = []
+    with contextlib.suppress(ZeroDivisionError), Hosts(2) as hosts:
+        servers.append(_serve(hosts[0]))
+        inside = len(_processes_with(mark))
+        if how == "by an exception":
+            _ = 1 / 0
+    for server in servers:
+        server.communicate()
+
+    assert inside >= 8  # three holders with their launchers, and the server with its own
+    assert _processes_with(mark) == []
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(HostFailure):
+        hosts[0].run("true")
+
+
+@needs_hosts
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_runs_on_when_the_process_is_interrupted_or_killed(
+    how: signal.Signals, mark: str, tmp_path: Path
+) -> None:
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # files are left there by a killed process
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    owner = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
+    )
+    _await_ranks(tmp_path, 2)
+    handles = [os.pidfd_open(pid) for pid in _processes_with(mark)]
+    owner.send_signal(how)
+    owner.communicate(timeout=LIMIT_SECONDS / 2)  # its job would end by itself at the limit
+
+    assert len(handles) >= 11  # the owner, three holders with their launchers, two torchruns, two ranks
+    for handle in handles:
+        ended = select.poll()
+        ended.register(handle, select.POLLIN)
+        assert ended.poll(LIMIT_SECONDS * 1000)
+        os.close(handle)
+    assert _processes_with(mark) == []
+
+
+@pytest.mark.parametrize("n", [1, 9])
+def test_the_number_of_hosts_has_limits(n: int) -> None:
+    with pytest.raises(ValueError, match=f"got {n}, expected 2 to 8"):
+        Hosts(n)
+
+
+def test_a_missing_tool_is_the_reason_for_not_running() -> None:
+    script = "from tests.helpers.hosts import reason_not_permitted; print(reason_not_permitted())"
+    said = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env={"PATH": ""}, capture_output=True, text=True, check=True
+    ).stdout
+
+    if sys.platform == "linux":
+        assert said == "ip, tc, unshare, nsenter, mount not found; install iproute2 and util-linux\n"
+    else:
+        assert said == f"hosts are namespaces of the Linux kernel, and this is {sys.platform}\n"
+
+
+@pytest.mark.skipif(not os.environ.get("CI") or sys.platform != "linux", reason="is for CI on Linux")
+def test_ci_does_not_skip_what_its_capabilities_allow() -> None:
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(re.search(r"CapEff:\s*(\w+)", status)[1], 16)  # type: ignore[index]  # always there
+
+    if capabilities >> _CAP_NET_ADMIN & capabilities >> _CAP_SYS_ADMIN & 1:
+        assert reason_not_permitted() is None
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    try:
+        globals()[sys.argv[1]](Path(sys.argv[2]))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,278 @@
+"""Does run_ranks name the rank that is to blame, in every way a rank can fail?"""
+
+import os
+import signal
+import sys
+import threading
+import warnings
+from functools import partial
+from multiprocessing import active_children
+from multiprocessing.util import Finalize
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from tests.helpers.ranks import RankFailure, run_ranks
+
+
+def _sum_of_ranks(rank: int, scale: float = 1.0) -> float:
+    total = torch.tensor([rank * scale])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def _identity(rank: int) -> int:
+    return rank
+
+
+def _facts(rank: int) -> tuple[int, int, int]:
+    return dist.get_rank(), dist.get_world_size(), torch.get_num_threads()
+
+
+def _views(rank: int, base: torch.Tensor) -> dict[str, torch.Tensor]:
+    base += rank
+    return {"whole": base, "row": base[1], "weight": torch.nn.Parameter(base.clone())}
+
+
+def _raise_on(guilty: int, rank: int) -> None:
+    if rank == guilty:
+        raise ValueError("the planted error")
+    dist.all_reduce(torch.zeros(1))
+
+
+def _fail_pytest(rank: int) -> None:
+    pytest.fail("the planted failure")
+
+
+def _warn(rank: int) -> None:
+    warnings.warn("the planted warning", stacklevel=1)
+
+
+def _die_on(guilty: int, how: str, rank: int) -> int:
+    if rank != guilty:
+        return rank
+    if how == "_exit":
+        os._exit(3)
+    if how == "sys.exit":
+        sys.exit(4)
+    os.kill(os.getpid(), getattr(signal, how))
+    return rank
+
+
+def _wait_for_ever_in_a_named_function() -> None:
+    threading.Event().wait()
+
+
+def _hang_on(guilty: int, rank: int) -> None:
+    if rank == guilty:
+        _wait_for_ever_in_a_named_function()
+
+
+def _hang_in_collective_on(guilty: int, rank: int) -> None:
+    if rank == guilty:
+        dist.all_reduce(torch.zeros(1))
+    _wait_for_ever_in_a_named_function()
+
+
+def _raise_on_first_hang_on_others(rank: int) -> None:
+    if rank == 0:
+        raise ValueError("the planted error")
+    _wait_for_ever_in_a_named_function()
+
+
+def _hang_on_exit(rank: int) -> None:
+    Finalize(None, _wait_for_ever_in_a_named_function, exitpriority=100)
+
+
+def _pid(rank: int) -> int:
+    return os.getpid()
+
+
+def _survive_lost_peer(rank: int) -> str:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.zeros(1))
+    return type(caught.value).__name__
+
+
+def _survive_and_hang_on_exit(rank: int) -> str:
+    if rank == 0:
+        _hang_on_exit(rank)
+    return _survive_lost_peer(rank)
+
+
+def _die_at_exit_on(guilty: int, how: str, rank: int) -> None:
+    if rank == guilty:
+        Finalize(None, partial(_die_on, guilty, how, rank), exitpriority=100)
+
+
+def _store_is_lost(rank: int) -> bool:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        _get_default_store().get("never set")
+    return True
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_results_come_in_rank_order(world_size: int) -> None:
+    assert run_ranks(_identity, world_size) == list(range(world_size))
+
+
+def test_ranks_share_a_group_and_one_thread_each() -> None:
+    assert run_ranks(_facts, 2) == [(0, 2, 1), (1, 2, 1)]
+
+
+def test_collectives_and_partials_work() -> None:
+    assert run_ranks(partial(_sum_of_ranks, scale=10.0), 3) == [30.0] * 3
+
+
+def test_tensors_travel_by_value() -> None:
+    base = torch.zeros(3, 2)
+
+    first, second = run_ranks(_views, 2, base)
+
+    assert torch.equal(base, torch.zeros(3, 2))
+    assert torch.equal(first["whole"], torch.zeros(3, 2))
+    assert torch.equal(second["row"], torch.ones(2))
+    assert not second["whole"].is_shared()
+    assert second["weight"].requires_grad
+
+
+@pytest.mark.parametrize("guilty", [0, 1, 2])
+def test_a_raising_rank_is_named_first_with_its_traceback(guilty: int) -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(partial(_raise_on, guilty), 3)
+
+    first = str(caught.value).split("\n\n")[1]
+    assert caught.value.ranks[0] == guilty
+    assert first.startswith(f"rank {guilty} raised\nTraceback")
+    assert "in _raise_on" in first
+    assert "ValueError: the planted error" in first
+
+
+def test_a_failing_pytest_check_on_a_rank_is_a_failure() -> None:
+    with pytest.raises(RankFailure, match="the planted failure"):
+        run_ranks(_fail_pytest, 1)
+
+
+def test_a_warning_on_a_rank_is_an_error() -> None:
+    with pytest.raises(RankFailure, match="UserWarning: the planted warning"):
+        run_ranks(_warn, 1)
+
+
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ("_exit", "exit code 3"),
+        ("sys.exit", "exit code 4"),
+        ("SIGKILL", "signal SIGKILL"),
+        ("SIGABRT", "signal SIGABRT"),
+    ],
+)
+def test_a_dying_rank_is_named_with_its_exit(how: str, said: str) -> None:
+    with pytest.raises(RankFailure, match=f"rank 1 died before returning: {said}") as caught:
+        run_ranks(partial(_die_on, 1, how), 2)
+
+    assert caught.value.ranks == (1,)
+
+
+def test_a_hanging_rank_is_named_with_its_stack() -> None:
+    with pytest.raises(RankFailure, match="rank 1 hung") as caught:
+        run_ranks(partial(_hang_on, 1), 2, timeout_seconds=0.5)
+
+    assert caught.value.ranks == (1,)
+    assert "_wait_for_ever_in_a_named_function" in str(caught.value)
+
+
+def test_a_rank_stuck_in_a_collective_is_named_with_its_stack() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(partial(_hang_in_collective_on, 1), 2, timeout_seconds=0.5)
+
+    assert caught.value.ranks == (0, 1)
+    assert "in all_reduce" in str(caught.value).split("rank 1 hung")[1]
+
+
+def test_a_stopped_rank_is_named_without_a_stack() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 hung\n\(no stack") as caught:
+        run_ranks(partial(_die_on, 1, "SIGSTOP"), 2, timeout_seconds=0.5)
+
+    assert caught.value.ranks == (1,)
+
+
+def test_a_rank_that_hangs_because_another_raised_comes_second() -> None:
+    with pytest.raises(RankFailure, match=r"rank 1 hung \(perhaps because of the failure above\)") as caught:
+        run_ranks(_raise_on_first_hang_on_others, 2)
+
+    assert caught.value.ranks == (0, 1)
+
+
+def test_a_rank_that_cannot_exit_is_named() -> None:
+    with pytest.raises(RankFailure, match="rank 0 did not exit after returning"):
+        run_ranks(_hang_on_exit, 1, timeout_seconds=0.5)
+
+
+def test_ranks_that_cannot_start_in_time_are_named() -> None:
+    with pytest.raises(RankFailure, match="did not start"):
+        run_ranks(_identity, 2, start_seconds=0.0)
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_no_child_survives(failing: bool) -> None:
+    if failing:
+        with pytest.raises(RankFailure):
+            run_ranks(partial(_hang_on, 1), 2, timeout_seconds=0.3)
+    else:
+        for pid in run_ranks(_pid, 2):
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    assert active_children() == []
+
+
+def test_a_lost_rank_leaves_none_and_survivors_return() -> None:
+    assert run_ranks(_survive_lost_peer, 2, lost=(1,)) == ["RuntimeError", None]
+
+
+@pytest.mark.parametrize("how", ["_exit", "SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_may_die_or_stop(how: str) -> None:
+    assert run_ranks(partial(_die_on, 0, how), 2, lost=(0,)) == [None, 1]
+
+
+def test_a_lost_rank_may_also_return() -> None:
+    assert run_ranks(_identity, 2, lost=(1,)) == [0, 1]
+
+
+def test_every_rank_may_be_lost() -> None:
+    assert run_ranks(partial(_die_on, 0, "SIGABRT"), 2, lost=(0, 1)) == [None, 1]
+
+
+def test_an_exception_on_a_lost_rank_still_fails() -> None:
+    with pytest.raises(RankFailure, match="the planted error"):
+        run_ranks(partial(_raise_on, 1), 2, lost=(1,))
+
+
+def test_a_survivor_that_cannot_exit_is_named() -> None:
+    with pytest.raises(RankFailure, match="rank 0 did not exit after returning"):
+        run_ranks(_survive_and_hang_on_exit, 2, lost=(1,))
+
+
+def test_a_survivor_that_cannot_exit_is_forgiven_on_request() -> None:
+    assert run_ranks(_survive_and_hang_on_exit, 2, lost=(1,), survivors_exit=False) == ["RuntimeError", None]
+
+
+@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), ("_exit", "exit code 3")])
+def test_a_survivor_that_dies_at_its_exit_fails(how: str, said: str) -> None:
+    with pytest.raises(RankFailure, match=f"rank 0 died after returning: {said}"):
+        run_ranks(partial(_die_at_exit_on, 0, how), 2, lost=(1,))
+
+
+def test_ranks_meet_in_a_store_of_rank_0() -> None:
+    assert run_ranks(_sum_of_ranks, 3, store="rank0") == [3.0] * 3
+
+
+def test_a_store_of_rank_0_is_lost_with_it() -> None:
+    assert run_ranks(_store_is_lost, 2, lost=(0,), store="rank0") == [None, True]

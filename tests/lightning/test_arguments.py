@@ -1,0 +1,90 @@
+"""Which arguments do the strategies take, under which names are they found, and what if Lightning is not there?"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.scripts import run_script
+
+pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from legacy_ddp.lightning import LegacyDDPFabricStrategy, LegacyDDPStrategy
+
+BOTH = pytest.mark.parametrize("strategy", [LegacyDDPStrategy, LegacyDDPFabricStrategy])
+
+
+@pytest.mark.parametrize(
+    "name, start_method",
+    [("legacy_ddp", "popen"), ("legacy_ddp_spawn", "spawn"), ("legacy_ddp_fork", "fork")],
+)
+def test_a_name_finds_the_strategy_in_both_registries(name: str, start_method: str) -> None:
+    for registry, kind in ((StrategyRegistry, LegacyDDPStrategy), (STRATEGY_REGISTRY, LegacyDDPFabricStrategy)):
+        strategy = registry.get(name)
+
+        assert type(strategy) is kind
+        assert strategy._start_method == start_method
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "given, instead",
+    [
+        ({"static_graph": True}, "takes no static_graph; leave it out"),
+        ({"bucket_cap_mb": 25}, "takes no bucket_cap_mb; leave it out"),
+        ({"broadcast_buffers": False}, "ignore="),
+        ({"process_group": None}, "all ranks of the job"),
+        ({"reproducible": True}, "docs/reproducible.md"),
+        ({"dim": 0}, "the device that Lightning gave it"),
+        ({"bufer_size": 1}, "has no argument 'bufer_size'"),
+    ],
+)
+def test_what_a_strategy_does_not_take_is_refused_with_what_to_do_instead(
+    strategy: type, given: dict[str, Any], instead: str
+) -> None:
+    with pytest.raises(TypeError, match=instead):
+        strategy(**given)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "given, kind",
+    [
+        ({"buffer_size": 0}, ValueError),
+        ({"timeout_seconds": -1.0}, ValueError),
+        ({"reduce_dtype": torch.int32}, ValueError),
+        ({"checks": "some"}, ValueError),
+        ({"gradient_as_bucket_view": 1}, TypeError),
+        ({"ignore": "layer"}, TypeError),
+    ],
+)
+def test_an_unusable_argument_of_the_wrapper_is_refused_before_any_rank_is_started(
+    strategy: type, given: dict[str, Any], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind, match=next(iter(given))):
+        strategy(**given)
+
+
+@BOTH
+def test_find_unused_parameters_is_taken_and_needs_nothing(strategy: type) -> None:
+    assert strategy(find_unused_parameters=True)._ddp_kwargs == {}
+
+
+def test_a_state_of_a_communication_hook_without_the_hook_is_refused() -> None:
+    with pytest.raises(ValueError, match="ddp_comm_hook is missing"):
+        LegacyDDPStrategy(ddp_comm_state=object())
+
+
+def test_without_lightning_the_core_works_and_the_strategies_say_what_to_install() -> None:
+    program = (
+        "import sys, legacy_ddp; assert not any(name.startswith('lightning') for name in sys.modules); "
+        "sys.modules['lightning'] = None; import legacy_ddp.lightning"
+    )
+    result = run_script("-c", program)
+
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("ImportError: legacy_ddp.lightning needs the package lightning")
+    assert "pip install 'legacy_ddp[lightning]'" in result.stderr

@@ -1,0 +1,92 @@
+"""Does a job of Lightning end when one of its ranks does not go on, with an error that names it, and leave nothing?"""
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.scripts import run_script
+
+pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+
+JOBS = (("trainer", "raise"), ("trainer", "hang"), ("fabric", "hang"))
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that has ended: its exit status, what it wrote, and whether the process that was rank 1 is gone."""
+
+    status: int
+    output: str
+    leaves_nothing: bool
+
+
+@cache
+def ended() -> dict[tuple[str, str], Ended]:
+    """All jobs, at the same time, because they wait most of it."""
+    with ThreadPoolExecutor(len(JOBS)) as pool:
+        return dict(zip(JOBS, pool.map(_run, JOBS), strict=True))
+
+
+def _run(job: tuple[str, str]) -> Ended:
+    with TemporaryDirectory() as folder:
+        child = Path(folder) / "pid-1"
+        try:
+            result = run_script(str(ROOT / "tests" / "helpers" / "lightning_faults.py"), folder, *job)
+        finally:
+            is_gone = _end(child)
+        return Ended(result.returncode, result.stderr, is_gone)
+
+
+def _end(pid_file: Path) -> bool:
+    """Whether the process was gone already; it is afterwards."""
+    try:
+        os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_an_exception_on_one_rank_is_shown_and_ends_the_other() -> None:
+    job = ended()["trainer", "raise"]
+
+    assert "ValueError: planted on rank 1" in job.output
+    assert job.leaves_nothing
+    # Lightning's observer kills rank 0 if it looks, every five seconds, between the end of rank 1 and our error.
+    assert job.status == -signal.SIGKILL or (
+        job.status == 1 and "PeerLostError: " in job.output and "missing rank 1" in job.output
+    ), job
+
+
+@pytest.mark.parametrize("framework", ["trainer", "fabric"])
+def test_a_rank_that_hangs_is_named_with_its_line_and_does_not_outlive_the_job(framework: str) -> None:
+    job = ended()[framework, "hang"]
+
+    assert job.status == 1, job
+    assert "SyncTimeoutError: " in job.output
+    assert "no answer within 6 s; missing rank 1" in job.output
+    assert "in happen" in job.output  # the function it hangs in
+    assert job.leaves_nothing
+
+
+def test_a_process_that_an_exception_ends_takes_those_along_that_it_launched(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    program = f"""
+import pathlib, subprocess, sys, types
+from legacy_ddp.lightning._ending import leave_in_order
+program = "import threading; threading.Event().wait()"
+launched = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+pathlib.Path({str(pid_file)!r}).write_text(str(launched.pid))
+leave_in_order(types.SimpleNamespace(procs=[launched]))
+raise ValueError("planted")
+"""
+    result = run_script("-c", program)
+
+    assert _end(pid_file)
+    assert "ValueError: planted" in result.stderr

@@ -1,0 +1,87 @@
+"""Do ranks train alike whoever starts them: Lightning by script, spawn or fork, torchrun, or SLURM?"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.lightning_scenarios import RANKS, by_fabric, by_trainer
+from tests.helpers.paths import ROOT
+from tests.helpers.scripts import LIMIT_SECONDS, assert_same_bits, run_script
+
+pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+
+STARTS = str(ROOT / "tests" / "helpers" / "lightning_starts.py")
+
+
+def _expected(framework: str) -> dict[str, torch.Tensor]:
+    """What strategy ``ddp`` leaves on rank 0 of a Trainer's job that Lightning starts, of Fabric's by torchrun."""
+    told = by_trainer("accumulating") if framework == "trainer" else by_fabric("accumulating", "by_trainer")
+    return _weights(told("accumulating", "ddp")[0])
+
+
+def _weights(left: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in left.items() if isinstance(value, torch.Tensor)}
+
+
+def _assert_left(folder: Path, *names: str) -> None:
+    assert sorted(path.stem for path in folder.iterdir()) == sorted(names)
+    for name in names:
+        assert_same_bits(torch.load(folder / f"{name}.pt", weights_only=True), _expected(name.partition("-")[0]), name)
+
+
+def test_a_trainer_in_a_job_of_torchrun_leaves_what_one_leaves_that_starts_its_own_ranks() -> None:
+    told = by_fabric("accumulating", "by_trainer")
+    assert_same_bits(_weights(told("by_trainer")[0]), _expected("trainer"))
+
+
+def test_ranks_that_are_forked_or_spawned_leave_their_weights_to_who_started_them(tmp_path: Path) -> None:
+    names = ("trainer=legacy_ddp_fork", "fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn")
+    result = run_script(STARTS, str(tmp_path), *names)
+
+    assert result.returncode == 0, result.stderr
+    _assert_left(tmp_path, *(name.replace("=", "-") for name in names))
+
+
+def test_ranks_that_slurm_has_started_find_each_other_and_leave_no_process_group(tmp_path: Path) -> None:
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+    processes = [_start_as_slurm_does(rank, port, tmp_path) for rank in range(RANKS)]
+    outputs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
+
+    assert [process.returncode for process in processes] == [0] * RANKS, outputs
+    assert ["process group at exit: False" in output for output in outputs] == [True] * RANKS, outputs
+    _assert_left(tmp_path, "trainer-legacy_ddp", "fabric-legacy_ddp")
+
+
+def _start_as_slurm_does(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
+    slurm = {
+        "JOB_ID": "1",
+        "JOB_NAME": "train",
+        "LOCALID": str(rank),
+        "NODEID": "0",
+        "NODELIST": "127.0.0.1",
+        "NTASKS": str(RANKS),
+        "NTASKS_PER_NODE": str(RANKS),
+        "PROCID": str(rank),
+    }
+    return subprocess.Popen(
+        [sys.executable, STARTS, str(folder), "trainer=legacy_ddp", "fabric=legacy_ddp"],
+        env={
+            **os.environ,
+            **{f"SLURM_{name}": value for name, value in slurm.items()},
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )

@@ -1,0 +1,181 @@
+"""With checks="detail": what counts as evidence against a rank, and what leaves no trace?"""
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, ReplicaDivergenceError, UnsynchronizedStepError
+from legacy_ddp.debug import check_replicas
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
+
+wrap_in_detail = partial(LegacyDistributedDataParallel, checks="detail")
+
+
+# Evidence against a rank
+
+
+def _told(action: Callable[[], object]) -> str:
+    with pytest.raises(ReplicaDivergenceError) as caught:
+        action()
+    return f"{caught.value.phase} {caught.value.ranks}"
+
+
+def _clips_and_skips(rank: int, skips: bool) -> str:
+    model = wrap_in_detail(tanh_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        optimizer.zero_grad()
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        if skips or (index, rank) != (2, 1):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        if not skips or (index, rank) != (2, 1):
+            optimizer.step()
+    optimizer.zero_grad()
+    return _told(model.all_reduce)
+
+
+@pytest.mark.parametrize("skips, phase", [(True, "step"), (False, "gradients")])
+@pytest.mark.parametrize("world_size, ranks", [(2, ()), (3, (1,))])
+def test_ranks_that_clip_as_always_are_not_accused_of_it(
+    world_size: int, ranks: tuple[int, ...], skips: bool, phase: str
+) -> None:
+    assert run_ranks(_clips_and_skips, world_size, skips) == [f"{phase} {ranks}"] * world_size
+
+
+def _forgets_to_clamp(rank: int) -> str:
+    model = wrap_in_detail(tanh_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index in range(3):
+        optimizer.zero_grad()
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        optimizer.step()
+        if (index, rank) != (2, 1):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-1e-3, 1e-3)
+    return _told(model.all_reduce)
+
+
+def test_a_rank_that_clamps_as_always_is_not_accused_of_it() -> None:
+    assert run_ranks(_forgets_to_clamp, 2) == ["outside ()"] * 2
+
+
+# Steps that did not happen, and gradients that nobody uses
+
+
+def _goes_on_after_a_refused_step(rank: int) -> Said:
+    model = wrap_in_detail(tanh_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        add_gradients(model, 1.0 + rank)
+        if rank == 0:
+            with pytest.raises(UnsynchronizedStepError):
+                optimizer.step()
+        model.all_reduce()
+        optimizer.step()
+        optimizer.zero_grad()
+    return error_of(model.all_reduce)
+
+
+def test_a_step_that_the_guard_refused_leaves_no_trace() -> None:
+    assert run_ranks(_goes_on_after_a_refused_step, 2) == [None] * 2
+
+
+def _closure_with_leftovers(rank: int) -> Said:
+    model = wrap_in_detail(tanh_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        add_gradients(model, 1.0 + rank)
+        model.all_reduce()
+        return 0.0
+
+    for _ in range(3):
+        add_gradients(model, 5.0 + rank)  # of this rank alone, and dropped by the closure
+        optimizer.step(closure)
+    return error_of(closure)
+
+
+def test_gradients_that_a_closure_drops_are_not_compared() -> None:
+    assert run_ranks(_closure_with_leftovers, 2) == [None] * 2
+
+
+def _frozen_with_a_gradient(rank: int) -> Said:
+    model = wrap_in_detail(nn.Sequential(nn.Linear(1, 1), tanh_net()))
+    optimizer = torch.optim.SGD(model.module[1].parameters(), lr=0.1)
+    for index in range(3):
+        for parameter in model.module[0].parameters():
+            parameter.requires_grad_(index == 0)
+            if index == 0:
+                parameter.grad = torch.full_like(parameter, float(rank))
+        if index == 0:
+            for parameter in model.module[0].parameters():
+                parameter.requires_grad_(False)
+        for parameter in model.module[1].parameters():
+            parameter.grad = torch.ones_like(parameter)
+        model.all_reduce()
+        optimizer.step()
+    return error_of(model.all_reduce)
+
+
+def test_a_gradient_left_on_a_frozen_layer_that_no_optimizer_holds_is_silent() -> None:
+    assert run_ranks(_frozen_with_a_gradient, 2) == [None] * 2
+
+
+def _replaces_its_module(rank: int) -> str:
+    model = wrap_in_detail(tanh_net())
+    model.module = copy.deepcopy(model.module)
+    model.all_reduce()
+    if rank == 1:
+        with torch.no_grad():
+            model.module[0].weight[0, 0] += 1
+    return _told(model.all_reduce)
+
+
+def test_another_module_put_in_place_is_the_one_that_is_followed() -> None:
+    assert run_ranks(_replaces_its_module, 2) == ["outside (1,)"] * 2
+
+
+def _steps_a_sharded_optimizer(rank: int) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's own, about torch.jit
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    model = wrap_in_detail(tanh_net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        add_gradients(model, 1.0 + rank)
+        model.all_reduce()
+        optimizer.step()
+    return check_replicas(model).identical
+
+
+def test_an_optimizer_whose_ranks_step_other_parameters_each_is_silent() -> None:
+    assert run_ranks(_steps_a_sharded_optimizer, 2) == [True, True]
+
+
+def _steps_at_another_rate_for_once(rank: int) -> str:
+    model = wrap_in_detail(tanh_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for index in range(3):
+        optimizer.zero_grad()
+        add_gradients(model, 1.0)
+        model.all_reduce()
+        optimizer.param_groups[0]["lr"] = 0.25 if (index, rank) == (2, 1) else 0.5
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 0.5
+    return error_of(model.all_reduce)[1]
+
+
+def test_a_rate_that_was_another_during_the_step_alone_is_told() -> None:
+    for text in run_ranks(_steps_at_another_rate_for_once, 2):
+        assert "lr of parameter group 0: rank 1 has 0.25; rank 0 has 0.5" in text

@@ -1,0 +1,110 @@
+"""Whether a change of optimizer state outside of steps is found, and what is none. One process."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp._replicas.state_trail import StateTrail
+from tests.helpers.replica_observations import flip_lowest
+
+Change = Callable[[torch.optim.Optimizer], object]
+
+
+def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateTrail]:
+    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (600, 500), ())]
+    optimizer, trail = torch.optim.Adam(parameters, lr=0.5), StateTrail()
+    _step(optimizer, trail)
+    trail.begin_anew()
+    return optimizer, trail
+
+
+def _step(optimizer: torch.optim.Optimizer, trail: StateTrail) -> None:
+    trail.begin_step(optimizer)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    trail.end_step(optimizer)
+
+
+def _state(optimizer: torch.optim.Optimizer, index: int = 0) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = optimizer.state[optimizer.param_groups[0]["params"][index]]
+    return state
+
+
+def _load(optimizer: torch.optim.Optimizer) -> None:
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({**saved, "state": {key: dict(value) for key, value in saved["state"].items()}})
+
+
+CHANGES: dict[str, Change] = {
+    "lowest bit of a small tensor": lambda it: flip_lowest(_state(it)["exp_avg"], (1, 2)),
+    "lowest bit of a large tensor": lambda it: flip_lowest(_state(it, 1)["exp_avg_sq"], (599, 499)),
+    "lowest bit of a number": lambda it: flip_lowest(_state(it, 2)["exp_avg"], ()),
+    "a count of steps": lambda it: _state(it)["step"].add_(1),
+    "a sign": lambda it: _state(it)["exp_avg"].neg_(),
+    "a tensor that is gone": lambda it: _state(it).pop("exp_avg"),
+    "a tensor of zeros more": lambda it: _state(it).update(more=torch.zeros(2)),
+    "everything cleared": lambda it: it.state.clear(),
+}
+NO_CHANGES: dict[str, Change] = {
+    "nothing": id,
+    "its own state loaded": _load,
+    "a learning rate": lambda it: it.param_groups[0].update(lr=0.25),
+    "an empty entry": lambda it: it.state[nn.Parameter(torch.ones(1))],
+    "what has no bits of its own": lambda it: _state(it).update(note="text"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_found_now_and_by_the_next_step(name: str, dtype: torch.dtype) -> None:
+    optimizer, trail = _stepped(dtype)
+    CHANGES[name](optimizer)
+
+    assert trail.recall() == (False, True)
+    trail.begin_step(optimizer)
+    trail.end_step(optimizer)
+    assert trail.recall() == (True, False)
+
+
+@pytest.mark.parametrize("name", NO_CHANGES)
+def test_what_changes_no_bit_of_the_state_is_no_change(name: str) -> None:
+    optimizer, trail = _stepped()
+    NO_CHANGES[name](optimizer)
+
+    assert trail.recall() == (False, False)
+    _step(optimizer, trail)
+    assert trail.recall() == (False, False)
+
+
+def test_a_change_at_every_step_is_a_habit() -> None:
+    optimizer, trail = _stepped()
+    for _ in range(2):
+        _state(optimizer)["exp_avg"].neg_()
+        _step(optimizer, trail)
+        trail.begin_anew()
+    _state(optimizer)["exp_avg"].neg_()
+
+    assert trail.recall() == (False, False)
+
+
+def test_state_that_is_mended_after_an_error_is_no_change() -> None:
+    optimizer, trail = _stepped()
+    trail.forget()
+    _state(optimizer)["exp_avg"].neg_()
+    _step(optimizer, trail)
+
+    assert trail.recall() == (False, False)
+
+
+def test_each_optimizer_is_followed_on_its_own() -> None:
+    first, trail = _stepped()
+    second, _ = _stepped()
+    _step(second, trail)
+    _step(first, trail)
+    assert trail.recall() == (False, False)
+    _state(second)["exp_avg"].neg_()
+
+    assert trail.recall() == (False, True)

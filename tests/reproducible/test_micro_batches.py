@@ -1,0 +1,293 @@
+"""Do a step's micro-batches survive what is done to gradients between them, and errors that are none of theirs?"""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._buckets import backward_copy
+from legacy_ddp._reproducible.partial_sums import Sums
+from tests.helpers.cases import get_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_tree import bring, wrap_reproducible
+from tests.helpers.small_models import Said, error_of
+
+Model = LegacyDistributedDataParallel
+
+
+def _model() -> Model:
+    """A smaller and a larger parameter; backward puts both gradients into their slots at once."""
+    backward_copy.SMALLEST_BYTES = 0
+    return wrap_reproducible([torch.ones(3), torch.ones(1)])
+
+
+def _leaf(model: Model, value: float) -> None:
+    with model.no_sync():
+        _add(model, value)
+
+
+def _add(model: Model, value: float) -> None:
+    bring(model.module, [torch.full((3,), value), torch.full((1,), value)])
+
+
+def _left(model: Model) -> list[Any]:
+    return [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+
+
+def _filled(value: float) -> list[list[float]]:
+    return [[value] * 3, [value]]
+
+
+def _play(script: Callable[[Model], None], _: int) -> list[Any]:
+    model = _model()
+    script(model)
+    return _left(model)
+
+
+# --- gradients that somebody keeps, scales or clears ------------------------------------------------------------------
+
+
+def _written_to(model: Model) -> None:
+    with model.no_sync():
+        _add(model, 1)
+        kept = [parameter.grad for parameter in model.parameters()]
+    for grad in kept:
+        grad.fill_(100.0)
+    _leaf(model, 2)
+    for grad in kept:
+        grad.zero_()
+    model.all_reduce(sample_size=1)
+
+
+def _last_behind_a_block(model: Model) -> None:
+    _leaf(model, 1)
+    _add(model, 2)
+    model.all_reduce(sample_size=1)
+
+
+def _clipped(model: Model) -> None:
+    _leaf(model, 1)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(2)
+    _leaf(model, 2)
+    nn.utils.clip_grad_value_(model.parameters(), 1e9)
+    model.all_reduce(sample_size=1)
+
+
+def _clipped_in_the_end(model: Model) -> None:
+    """It is too late for that, and no micro-batch more."""
+    _leaf(model, 1)
+    _leaf(model, 2)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert model.all_reduce(sample_size=1).rows[0].leaves == 2
+
+
+def _cleared_inside(model: Model) -> None:
+    """Only that block's gradients are meant: it takes them apart and begins anew."""
+    _leaf(model, 1)
+    with model.no_sync():
+        _add(model, 50)
+        model.zero_grad()
+        _add(model, 2)
+    model.all_reduce(sample_size=1)
+
+
+@pytest.mark.parametrize("script", [_written_to, _last_behind_a_block, _clipped, _clipped_in_the_end, _cleared_inside])
+def test_the_micro_batches_add_up_to_3(script: Callable[[Model], None]) -> None:
+    assert run_ranks(partial(_play, script), 1) == [_filled(3.0)]
+
+
+def _cleared_after_an_empty_block(model: Model) -> None:
+    with model.no_sync():
+        pass
+    model.zero_grad()
+    _leaf(model, 3)
+    assert model.all_reduce(sample_size=1).rows[0].micro_batches == 1
+
+
+def test_zero_grad_drops_a_block_without_gradients_too() -> None:
+    assert run_ranks(partial(_play, _cleared_after_an_empty_block), 1) == [_filled(3.0)]
+
+
+def _joined(rank: int) -> tuple[list[str], list[int]]:
+    model = LegacyDistributedDataParallel(_model().module, reproducible=True)
+    warned, leaves = [], []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.zero_grad()
+            for _ in range(3):
+                _add(model, 1.0 + rank)
+            leaves.append(model.all_reduce(sample_size=1).rows[0].leaves)
+        warned += [str(item.message) for item in caught]
+    return warned, leaves
+
+
+def test_backward_passes_without_blocks_of_their_own_are_warned_of_once() -> None:
+    (warned, leaves), (silent, _) = run_ranks(_joined, 2)
+
+    assert leaves == [1, 1]
+    assert silent == []
+    assert len(warned) == 1
+    assert "ranks 0-1 ran several backward passes in one micro-batch" in warned[0]
+    assert "got 3 in 1" in warned[0]
+
+
+def _padded(rank: int, uneven: str) -> tuple[list[int], list[Any]]:
+    """Three micro-batches on two ranks: rank 1 has one, and an empty block."""
+    model = wrap_reproducible([torch.ones(3), torch.ones(1)], checks=Checks(uneven=uneven))
+    _leaf(model, 1.0)
+    if rank == 0:
+        _leaf(model, 1.0)
+    else:
+        with model.no_sync():
+            pass
+    rows = model.all_reduce(sample_size=2 - rank).rows
+    return [row.leaves for row in rows], _left(model)
+
+
+@pytest.mark.parametrize("uneven", ["warn", "raise"])
+def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(uneven: str) -> None:
+    assert run_ranks(_padded, 2, uneven) == [([2, 2], _filled(1.0))] * 2
+
+
+# --- errors that leave the micro-batches as they were -----------------------------------------------------------------
+
+
+def _try_again(rank: int) -> tuple[Said, list[Any]]:
+    """Rank 0 first says 0, rank 1 nothing; then both say what they hold."""
+    model = _model()
+    _leaf(model, 10.0 + rank)
+    said = error_of(model.all_reduce, sample_size=None if rank else 0)
+    model.all_reduce(sample_size=1)
+    return said, _left(model)
+
+
+def test_micro_batches_outlive_an_error_also_on_a_rank_that_took_no_part() -> None:
+    for said, left in run_ranks(_try_again, 2):
+        assert said is not None
+        assert said[0] == "PeerError"
+        assert left == _filled(10.5)
+
+
+def _void_beside_another_error(rank: int) -> list[str]:
+    """Rank 1's block fails; it takes no part in a call that fails for another reason, and then wants to."""
+    model = _model()
+    error_of(_failing_block, model, rank)
+    said = [error_of(model.all_reduce, sample_size=0 if rank else None), error_of(model.all_reduce, sample_size=1)]
+    return [item[1] if item else "" for item in said]
+
+
+def _failing_block(model: Model, rank: int) -> None:
+    with model.no_sync():
+        _add(model, 1)
+        if rank:
+            raise MemoryError("no room")
+
+
+def test_a_failed_micro_batch_is_told_by_the_first_call_that_would_use_it() -> None:
+    for first, second in run_ranks(_void_beside_another_error, 2):
+        assert "rank 0: ValueError: sample_size is missing" in first
+        assert "rank 1: GradientError" in second
+        assert "MemoryError: no room" in second
+
+
+def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
+    """Ctrl-C comes when the second of two buffers is about to be added."""
+    model = LegacyDistributedDataParallel(
+        nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))]),
+        reproducible=True,
+        checks=Checks(uneven="allow"),
+    )
+    both = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
+    with model.no_sync():
+        bring(model.module, both)
+    added: list[Sums] = []
+    add = Sums.add
+
+    def interrupted(sums: Sums, leaf: torch.Tensor) -> None:
+        added.append(sums)
+        if len(added) == 2:
+            raise KeyboardInterrupt
+        add(sums, leaf)
+
+    Sums.add = interrupted
+    try:
+        with model.no_sync():
+            pass
+    except KeyboardInterrupt:
+        stopped = ("KeyboardInterrupt", "")
+    Sums.add = add
+    told = error_of(model.all_reduce, sample_size=1)
+    model.zero_grad()
+    with model.no_sync():
+        bring(model.module, both)
+    model.all_reduce(sample_size=1)
+    return stopped, told, _left(model)
+
+
+def test_ctrl_c_between_two_micro_batches_is_told_by_the_call() -> None:
+    ((stopped, told, left),) = run_ranks(_interrupted, 1)
+
+    assert stopped == ("KeyboardInterrupt", "")
+    assert told is not None
+    assert told[0] == "GradientError"
+    assert "KeyboardInterrupt" in told[1]
+    assert left == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def _replaced(rank: int) -> tuple[Said, list[Any]]:
+    model = _model()
+    _leaf(model, 1)
+    model.module[1] = nn.Parameter(torch.ones(1))
+    said = error_of(model.all_reduce, sample_size=1)
+    model.zero_grad()
+    _leaf(model, 2)
+    model.all_reduce(sample_size=1)
+    return said, _left(model)
+
+
+def test_a_parameter_replaced_behind_the_blocks_is_told_once() -> None:
+    ((said, left),) = run_ranks(_replaced, 1)
+
+    assert said is not None
+    assert said[0] == "GradientError"
+    assert "parameters changed" in said[1]
+    assert left == _filled(2.0)
+
+
+# --- memory and other devices -----------------------------------------------------------------------------------------
+
+
+def _tensors_made(rank: int) -> list[int]:
+    """By the sums, step by step."""
+    made: list[int] = []
+    new = Sums._new
+
+    def counted(sums: Sums) -> torch.Tensor:
+        made.append(1)
+        return new(sums)
+
+    Sums._new = counted
+    model = _model()
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        _leaf(model, 1)
+        _leaf(model, 2)
+        model.all_reduce(sample_size=1)
+        found.append(len(made))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_memory_is_taken_in_the_first_step_only(world_size: int) -> None:
+    for made in run_ranks(_tensors_made, world_size):
+        assert made[0] == made[1] == made[2] > 0

@@ -1,0 +1,331 @@
+"""Does reproducible=True add in the order of one tree, however a step's micro-batches are split over ranks?"""
+
+import gc
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._buckets import backward_copy
+from tests.helpers.cases import Grads, all_bits, get_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+SHAPES = [(), (3,), (5, 2), (0,), (65,)]
+
+
+# --- any step, any split ----------------------------------------------------------------------------------------------
+
+
+def _random(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+    """Values of many sizes, so that the order of additions shows; now and then 0.0 and -0.0."""
+    real = torch.randn(*shape, 2, generator=generator, dtype=torch.float64)
+    real *= torch.pow(2.0, torch.randint(-12, 6, real.shape, generator=generator))
+    real *= torch.randint(0, 5, real.shape, generator=generator) > 0
+    if dtype.is_complex:
+        return torch.view_as_complex(real).to(dtype)
+    return real[..., 0].to(dtype)
+
+
+@dataclass(frozen=True)
+class Step:
+    """``present[m][p]``: whether micro-batch m has a gradient of parameter p."""
+
+    present: tuple[tuple[bool, ...], ...]
+    counts: tuple[int, ...]
+    in_blocks: bool
+
+
+@dataclass(frozen=True)
+class Training:
+    """Parameters by shape and dtype, and the steps; values follow from the seed."""
+
+    parameters: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    seed: int
+    steps: tuple[Step, ...]
+    set_to_none: bool
+    options: dict[str, Any]
+
+    def windows(self) -> list[Window]:
+        generator = torch.Generator().manual_seed(self.seed)
+        return [
+            Window([self._gradients(row, generator) for row in step.present], step.counts, step.in_blocks)
+            for step in self.steps
+        ]
+
+    def _gradients(self, row: Sequence[bool], generator: torch.Generator) -> Grads:
+        return [_random(*kind, generator) if here else None for kind, here in zip(self.parameters, row, strict=True)]
+
+    def expected(self) -> list[Grads]:
+        """What each step leaves. What is zeroed in place is there in its first micro-batch, as zeros."""
+        found: list[Grads] = []
+        for window in self.windows():
+            left = found[-1] if found and not self.set_to_none else [None] * len(self.parameters)
+            zeroed = [None if old is None else torch.zeros_like(old) for old in left]
+            found.append(
+                [zeros if grad is None else grad for zeros, grad in zip(zeroed, window.expected(), strict=True)]
+            )
+        return found
+
+
+@st.composite
+def _trainings(draw: st.DrawFn, world_size: int) -> Training:
+    each = draw(st.integers(1, 9) if world_size == 1 else st.sampled_from([1, 2, 4, 8]))
+    kinds = st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES))
+    parameters = draw(st.lists(kinds, min_size=1, max_size=4).map(tuple))
+    # A last micro-batch behind the blocks is one only if it has a gradient.
+    row = st.tuples(*[st.sampled_from([True, True, False])] * len(parameters))
+    count = each * world_size
+    steps = st.builds(Step, st.tuples(*[row] * count), st.tuples(*[st.integers(1, 9)] * count), st.booleans())
+    steps = steps.filter(lambda step: step.in_blocks or all(map(any, step.present)))
+    options = {
+        "buffer_size": draw(st.sampled_from([1, 3, 7, 2**28])),
+        "gradient_as_bucket_view": draw(st.booleans()),
+    }
+    all_steps = draw(st.lists(steps, min_size=1, max_size=3).map(tuple))
+    return Training(parameters, draw(st.integers(0, 2**32)), all_steps, draw(st.booleans()), options)
+
+
+def _train_all(trainings: Sequence[Training], rank: int, world_size: int) -> list[list[list[object]]]:
+    results = []
+    for training in trainings:
+        parameters = [torch.ones(shape, dtype=dtype) for shape, dtype in training.parameters]
+        wrapped = wrap_reproducible(parameters, **training.options)
+        found = []
+        for window in training.windows():
+            wrapped.zero_grad(set_to_none=training.set_to_none)
+            found.append(all_bits(take(wrapped, window, rank, world_size)))
+        results.append(found)
+    return results
+
+
+_PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # starting ranks takes longer than all the rest: no shrinking
+
+
+@pytest.mark.parametrize("world_size, examples", [(1, 25), (2, 20), (3, 12), (4, 10)])
+def test_any_split_equals_the_tree_in_one_process_bit_for_bit(world_size: int, examples: int) -> None:
+    @settings(max_examples=examples, phases=_PHASES)
+    @given(st.lists(_trainings(world_size), min_size=1, max_size=5))
+    def check(trainings: list[Training]) -> None:
+        results = run_ranks(partial(_train_all, trainings, world_size=world_size), world_size)
+        for training, *of_ranks in zip(trainings, *results, strict=True):
+            for number, (expected, *of_rank) in enumerate(zip(training.expected(), *of_ranks, strict=True)):
+                for rank, bits in enumerate(of_rank):
+                    assert bits == all_bits(expected), f"rank {rank}, step {number} of {training}"
+
+    check()
+
+
+# --- which splits -----------------------------------------------------------------------------------------------------
+
+
+def _leaves(count: int, seed: int = 0) -> Window:
+    generator = torch.Generator().manual_seed(seed)
+    return Window([[_random((1000,), torch.float32, generator)] for _ in range(count)], [3] * count)
+
+
+def _take_one(window: Window, rank: int, world_size: int) -> Grads:
+    return take(wrap_reproducible([torch.ones(1000)]), window, rank, world_size)
+
+
+@pytest.mark.parametrize("micro_batches, sizes", [(4, (1, 2, 4)), (6, (1, 3)), (12, (1, 3))])
+def test_splits_of_the_same_micro_batches_give_the_same_bits(micro_batches: int, sizes: Sequence[int]) -> None:
+    window = _leaves(micro_batches)
+
+    found = [
+        all_bits(grads) for size in sizes for grads in run_ranks(partial(_take_one, window, world_size=size), size)
+    ]
+
+    assert len(found) == sum(sizes)
+    assert all(bits == found[0] for bits in found)
+
+
+def test_the_plain_sum_of_the_same_micro_batches_has_other_bits() -> None:
+    """So that the tests above can fail."""
+    leaves = [grads[0] for grads in _leaves(8).leaves if grads[0] is not None]
+
+    in_a_row = leaves[0].clone()
+    for leaf in leaves[1:]:
+        in_a_row += leaf
+
+    assert not torch.equal(in_a_row, tree_sum(leaves))
+
+
+def test_the_tree_is_no_less_exact_than_adding_in_a_row() -> None:
+    (grads,) = run_ranks(partial(_take_one, _leaves(64), world_size=1), 1)
+    leaves = [leaf[0] for leaf in _leaves(64).leaves if leaf[0] is not None]
+    exact = torch.stack(leaves).double().sum(0) / (3 * 64)
+    in_a_row = leaves[0].clone()
+    for leaf in leaves[1:]:
+        in_a_row += leaf
+
+    of_tree, of_row = (float((found.double() - exact).norm()) for found in (grads[0], in_a_row / (3 * 64)))
+
+    assert of_tree <= of_row
+
+
+# --- what a leaf is ---------------------------------------------------------------------------------------------------
+
+
+def _grads_of(script: Callable[[LegacyDistributedDataParallel], None]) -> list[Any]:
+    """What one rank holds after a script on a parameter of three ones."""
+    (found,) = run_ranks(partial(_play, script), 1)
+    return found
+
+
+def _play(script: Callable[[LegacyDistributedDataParallel], None], _: int) -> list[Any]:
+    wrapped = wrap_reproducible([torch.ones(3), torch.ones(1)])
+    warnings.filterwarnings("ignore", ".*several backward passes in one micro-batch")  # which is meant here
+    script(wrapped)
+    return [None if grad is None else grad.tolist() for grad in get_gradients(wrapped.module)]
+
+
+def _add(wrapped: LegacyDistributedDataParallel, value: float) -> None:
+    bring(wrapped.module, [torch.full((3,), value), torch.full((1,), value)])
+
+
+def _leaf(wrapped: LegacyDistributedDataParallel, value: float) -> None:
+    with wrapped.no_sync():
+        _add(wrapped, value)
+
+
+def _nested(wrapped: LegacyDistributedDataParallel) -> None:
+    with wrapped.no_sync():
+        _leaf(wrapped, 1)
+        _add(wrapped, 2)
+    assert wrapped.all_reduce(sample_size=1).rows[0].micro_batches == 2
+
+
+def _by_hand(wrapped: LegacyDistributedDataParallel) -> None:
+    for value in (1.0, 2.0):
+        with wrapped.no_sync():
+            for parameter in wrapped.parameters():
+                parameter.grad = torch.full_like(parameter, value)
+    for parameter in wrapped.parameters():
+        parameter.grad = torch.full_like(parameter, 4.0)
+    wrapped.all_reduce(sample_size=1)
+
+
+def _edited_in_place(wrapped: LegacyDistributedDataParallel) -> None:
+    _leaf(wrapped, 1)
+    for parameter in wrapped.parameters():
+        if parameter.grad is not None:
+            parameter.grad += 2
+        else:
+            parameter.grad = torch.full_like(parameter, 2.0)
+    wrapped.all_reduce(sample_size=1)
+
+
+def _an_empty_block(wrapped: LegacyDistributedDataParallel) -> None:
+    _leaf(wrapped, 3)
+    with wrapped.no_sync():
+        pass
+    wrapped.all_reduce(sample_size=1)
+
+
+def _without_blocks(wrapped: LegacyDistributedDataParallel) -> None:
+    _add(wrapped, 1)
+    _add(wrapped, 2)
+    wrapped.all_reduce(sample_size=1)
+
+
+def _local_step(wrapped: LegacyDistributedDataParallel) -> None:
+    with wrapped.no_sync():
+        _add(wrapped, 1)
+        torch.optim.SGD(wrapped.parameters(), lr=0.0).step()
+    _leaf(wrapped, 2)
+    wrapped.all_reduce(sample_size=1)
+
+
+@pytest.mark.parametrize("script", [_nested, _an_empty_block, _without_blocks, _local_step, _edited_in_place])
+def test_every_gradient_of_the_step_counts_once(script: Callable[[LegacyDistributedDataParallel], None]) -> None:
+    assert _grads_of(script) == [[3.0] * 3, [3.0]]
+
+
+def test_gradients_assigned_by_hand_are_leaves() -> None:
+    assert _grads_of(_by_hand) == [[7.0] * 3, [7.0]]
+
+
+def _zero_in_the_end(wrapped: LegacyDistributedDataParallel) -> None:
+    with wrapped.no_sync():
+        _add(wrapped, 1)
+        bring(wrapped.module, [torch.full((3,), 2.0), None])
+    bring(wrapped.module, [None, torch.zeros(1)])
+    wrapped.all_reduce(sample_size=1)
+
+
+def test_a_last_gradient_that_is_zero_drops_no_micro_batch() -> None:
+    assert _grads_of(_zero_in_the_end) == [[3.0] * 3, [1.0]]
+
+
+def _dropped(wrapped: LegacyDistributedDataParallel, *, set_to_none: bool, last_in_block: bool) -> None:
+    optimizer = torch.optim.SGD(wrapped.parameters())
+    _leaf(wrapped, 1)
+    _leaf(wrapped, 2)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    _leaf(wrapped, 3)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    if last_in_block:
+        _leaf(wrapped, 4)
+    else:
+        with suppress(RuntimeError):  # a list has no forward pass; but it begins
+            wrapped()
+        _add(wrapped, 4)
+    record = wrapped.all_reduce(sample_size=1)
+    assert record.rows[0].micro_batches == 1
+
+
+@pytest.mark.parametrize("last_in_block", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_drops_the_micro_batches_before_it(*, set_to_none: bool, last_in_block: bool) -> None:
+    assert _grads_of(partial(_dropped, set_to_none=set_to_none, last_in_block=last_in_block)) == [[4.0] * 3, [4.0]]
+
+
+def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
+    """What was kept from every block and what the call left, where backward puts gradients into their slots."""
+    backward_copy.SMALLEST_BYTES = 0
+    wrapped = wrap_reproducible([torch.ones(3)])
+    kept = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        kept.clear()
+        for value in range(count):
+            with wrapped.no_sync():
+                bring(wrapped.module, [torch.full((3,), float(value + 1))])
+                kept += [parameter.grad for parameter in wrapped.parameters()]
+        wrapped.all_reduce(sample_size=1)
+    return [grad.tolist() for grad in kept], [
+        grad.tolist() for grad in get_gradients(wrapped.module) if grad is not None
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_kept_from_blocks_keep_their_values(count: int) -> None:
+    kept = [[float(value + 1)] * 3 for value in range(count)]
+    assert run_ranks(partial(_kept_gradients, count=count), 2) == [(kept, [[count * (count + 1) / 2] * 3])] * 2
+
+
+def _flat_tensors(rank: int, each: int) -> int:
+    """How many tensors as large as all gradients there are after a step, the parameter not counted."""
+    size = 12345
+    wrapped = wrap_reproducible([torch.ones(size)])
+    for in_blocks in (False, True, False):
+        wrapped.zero_grad()
+        take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}
+    return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
+
+
+@pytest.mark.parametrize("each, copies", [(1, 2), (2, 3), (4, 4), (8, 5)])
+def test_memory_is_two_gradients_more_than_the_logarithm(each: int, copies: int) -> None:
+    assert run_ranks(partial(_flat_tensors, each=each), 2) == [copies] * 2

@@ -1,0 +1,279 @@
+"""What reproducible=True cannot do is an error on every rank, and the next step is right."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.cases import get_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_tree import bring, wrap_reproducible
+from tests.helpers.small_models import Said, error_of
+
+Model = LegacyDistributedDataParallel
+
+
+class _Seen(NamedTuple):
+    said: Said
+    ranks: tuple[int, ...]
+    after: list[Any]  # gradients of the next step
+
+
+def _leaf(model: Model, value: float = 1.0) -> None:
+    with model.no_sync():
+        bring(model.module, [torch.full((2, 2), value)])
+
+
+def _see(act: Callable[[Model, int], None], rank: int, **options: Any) -> _Seen:
+    model = wrap_reproducible([torch.ones(2, 2)], **options)
+    said, ranks = None, ()
+    try:
+        act(model, rank)
+    except (LegacyDDPError, ValueError) as error:
+        said = type(error).__name__, str(error)
+        ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
+    model.zero_grad()
+    # Where parameters were exchanged, passes before it count on.
+    warnings.filterwarnings("ignore", ".*several backward passes in one micro-batch")
+    _leaf(model, 1.0 + rank)
+    _leaf(model, 3.0 + rank)
+    model.all_reduce(sample_size=1)
+    return _Seen(said, ranks, [grad.tolist() for grad in get_gradients(model.module) if grad is not None])
+
+
+def _check(
+    act: Callable[[Model, int], None], error: str, *words: str, ranks: tuple[int, ...] = (), **options: Any
+) -> None:
+    seen = run_ranks(partial(_see, act, **options), 2)
+    for item in seen:
+        assert item.said is not None
+        assert item.said[0] == error
+        for word in words:
+            assert word in item.said[1], item.said[1]
+        assert item.ranks == ranks
+        assert item.after == [[[5.0] * 2] * 2]  # (1 + 3 + 2 + 4) / 2
+
+
+def _other_counts(model: Model, rank: int) -> None:
+    for _ in range(4 - rank):
+        _leaf(model)
+    model.all_reduce(sample_size=1)
+
+
+def _three_each(model: Model, rank: int) -> None:
+    for _ in range(3):
+        _leaf(model)
+    model.all_reduce(sample_size=1)
+
+
+def test_other_numbers_of_micro_batches_are_an_error_that_lists_the_splits() -> None:
+    words = "rank 1 has 3", "rank 0 has 4", "1 x 8, 2 x 4, 4 x 2, 8 x 1"
+    _check(_other_counts, "DesyncError", *words)
+
+
+def test_a_number_that_is_no_power_of_two_is_an_error_that_lists_the_splits() -> None:
+    _check(_three_each, "DesyncError", "3 on each of 2 ranks", "1 x 6, 3 x 2, 6 x 1")
+
+
+def _no_sample_size(model: Model, rank: int) -> None:
+    _leaf(model)
+    model.all_reduce()
+
+
+def _skips(model: Model, rank: int) -> None:
+    _leaf(model)
+    model.all_reduce(sample_size=1, skip=True)
+
+
+def _one_without_sample_size(model: Model, rank: int) -> None:
+    _leaf(model)
+    model.all_reduce(sample_size=None if rank else 1)
+
+
+def test_sample_size_is_needed() -> None:
+    _check(_no_sample_size, "ValueError", "sample_size is missing", "reproducible=True")
+
+
+def test_skip_is_refused_with_the_way_to_say_it() -> None:
+    _check(_skips, "ValueError", "skip is not usable", "sample_size=0")
+
+
+def test_a_missing_sample_size_on_one_rank_is_told_to_all() -> None:
+    _check(_one_without_sample_size, "PeerError", "rank 1", "sample_size is missing", ranks=(1,))
+
+
+def _exception_inside(model: Model, rank: int) -> None:
+    _leaf(model)
+    try:
+        with model.no_sync():
+            bring(model.module, [torch.ones(2, 2)])
+            if rank == 1:
+                raise MemoryError("no room")
+    except MemoryError:
+        pass
+    model.all_reduce(sample_size=1)
+
+
+def test_an_exception_in_a_micro_batch_is_raised_by_the_next_call_on_all_ranks() -> None:
+    _check(_exception_inside, "PeerError", "rank 1", "micro-batch 2", "MemoryError: no room", ranks=(1,))
+
+
+def _outside_and_inside(model: Model, rank: int) -> None:
+    if rank == 1:
+        bring(model.module, [torch.ones(2, 2)])
+        _leaf(model)
+    else:
+        _leaf(model)
+        _leaf(model)
+    model.all_reduce(sample_size=1)
+
+
+def test_a_micro_batch_outside_before_a_block_is_an_error_on_all_ranks() -> None:
+    _check(_outside_and_inside, "PeerError", "rank 1", "GradientError", "outside of any", ranks=(1,))
+
+
+def _forgotten_zero_grad(model: Model, rank: int) -> None:
+    for step in range(2):
+        _leaf(model)
+        model.all_reduce(sample_size=1)
+        if (step, rank) != (0, 1):
+            model.zero_grad()
+
+
+def test_a_forgotten_zero_grad_is_an_error_on_all_ranks() -> None:
+    _check(_forgotten_zero_grad, "PeerError", "rank 1", "GradientError", "zero_grad() before every step", ranks=(1,))
+
+
+def _sparse(model: Model, rank: int) -> None:
+    with model.no_sync():
+        for parameter in model.parameters():
+            parameter.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
+    model.all_reduce(sample_size=1)
+
+
+def _sparse_last(model: Model, rank: int) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones(2, 2).to_sparse() if rank else torch.ones(2, 2)
+    model.all_reduce(sample_size=1)
+
+
+@pytest.mark.parametrize("act", [_sparse, _sparse_last])
+def test_a_sparse_gradient_is_refused_by_name(act: Callable[[Model, int], None]) -> None:
+    _check(act, "PeerError", "rank 1", "grad of '0' is sparse", ranks=(1,))
+
+
+def _twice(model: Model, rank: int) -> None:
+    _leaf(model)
+    model.all_reduce(sample_size=1)
+    model.all_reduce(sample_size=1)
+
+
+def test_a_second_call_would_divide_twice() -> None:
+    _check(_twice, "GradientError", "second time")
+
+
+def _step_without_call(model: Model, rank: int) -> None:
+    _leaf(model)
+    _leaf(model)
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_a_step_without_the_call_is_an_error_although_no_gradient_is_there() -> None:
+    _check(_step_without_call, "UnsynchronizedStepError", "'0'")
+
+
+def _frozen_in_between(model: Model, rank: int) -> None:
+    _leaf(model)
+    model.module.register_parameter("new", nn.Parameter(torch.ones(1)))
+    try:
+        with model.no_sync():
+            bring(model.module, [torch.ones(2, 2), torch.ones(1)])
+        model.all_reduce(sample_size=1)
+    finally:
+        del model.module._parameters["new"]
+
+
+def test_parameters_that_change_within_a_step_are_an_error() -> None:
+    _check(_frozen_in_between, "GradientError", "parameters changed between the micro-batches")
+
+
+def _nan(model: Model, rank: int) -> None:
+    _leaf(model, float("nan") if rank else 1.0)
+    _leaf(model)
+    model.all_reduce(sample_size=1)
+
+
+def test_a_nan_in_an_early_micro_batch_is_found_before_the_exchange() -> None:
+    checks = Checks(uneven="allow", nonfinite="raise")
+    _check(_nan, "NonFiniteGradientError", "rank 1", "'0': 4 NaN of 4", ranks=(1,), checks=checks)
+
+
+def test_reduce_dtype_is_refused_with_the_reason() -> None:
+    said = run_ranks(_wrap_with_reduce_dtype, 1)[0]
+
+    assert said is not None
+    assert said[0] == "ValueError"
+    assert "reduce_dtype is not usable with reproducible=True: got torch.bfloat16" in said[1]
+
+
+def _wrap_with_reduce_dtype(rank: int) -> Said:
+    return error_of(wrap_reproducible, [torch.ones(1)], reduce_dtype=torch.bfloat16)
+
+
+def _other_modes(rank: int) -> Said:
+    return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), reproducible=rank == 0)
+
+
+def test_ranks_with_other_modes_are_a_layout_error() -> None:
+    said = run_ranks(_other_modes, 2)
+
+    assert said[0] == said[1]
+    assert said[0] is not None
+    assert said[0][0] == "LayoutError"
+    assert "'reproducible'" in said[0][1]
+
+
+# --- who takes no part ------------------------------------------------------------------------------------------------
+
+
+def _no_part(rank: int, taking: tuple[int, ...]) -> tuple[bool, tuple[int, ...], list[Any]]:
+    model = wrap_reproducible([torch.ones(2, 2)])
+    for _ in range(2 if rank in taking else 3):
+        _leaf(model, 1.0 if rank in taking else float("nan"))
+    record = model.all_reduce(sample_size=2 if rank in taking else 0)
+    found = [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+    model.zero_grad()
+    _leaf(model)
+    model.all_reduce(sample_size=1)
+    found += [None if grad is None else grad.tolist() for grad in get_gradients(model.module)]
+    return record.skipped, record.skipped_ranks, found
+
+
+@pytest.mark.parametrize(
+    "taking, expected",
+    [((0,), [[1.0] * 2] * 2), ((1,), [[1.0] * 2] * 2), ((), None)],
+    ids=["first", "second", "none"],
+)
+def test_a_rank_with_sample_size_0_counts_as_zeros(taking: tuple[int, ...], expected: Any) -> None:
+    skipped = tuple(rank for rank in range(2) if rank not in taking)
+    assert run_ranks(partial(_no_part, taking=taking), 2) == [(not taking, skipped, [expected, [[1.0] * 2] * 2])] * 2
+
+
+# --- what is told of a step -------------------------------------------------------------------------------------------
+
+
+def _told(rank: int) -> list[tuple[float | None, int, int | None]]:
+    model = wrap_reproducible([torch.ones(2, 2)])
+    for value in (1.0, 2.0):
+        _leaf(model, value + rank)
+    record = model.all_reduce(sample_size=4)
+    return [(row.local_norm, row.micro_batches, row.sample_size) for row in record.rows]
+
+
+def test_rows_tell_of_the_whole_step() -> None:
+    assert run_ranks(_told, 2) == [[(6.0, 2, 4), (10.0, 2, 4)]] * 2

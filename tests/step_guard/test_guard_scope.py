@@ -1,0 +1,375 @@
+"""Which steps are left alone: every correct program's, and those on parameters that nobody guards?"""
+
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from legacy_ddp import (
+    Checks,
+    UnsynchronizedStepError,
+    all_reduce_gradients,
+)
+from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
+from tests.helpers.paths import ROOT
+
+
+def _evaluation(model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    model.all_reduce()
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 3))
+    with torch.inference_mode():
+        model(torch.ones(2, 3))
+    torch.autograd.grad(model.train()(torch.ones(2, 3)).sum(), list(model.parameters()))
+    optimizer.step()
+
+
+def _no_gradients_yet(model: Model, optimizer: Optimizer) -> None:
+    optimizer.step()
+
+
+def _dropped(set_to_none: bool, model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    optimizer.zero_grad(set_to_none)
+    optimizer.step()
+
+
+def _scaler_skips(model: Model, optimizer: Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(2, 3)).sum() * factor).backward()
+        model.all_reduce()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def _local_step(model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    with model.no_sync():
+        optimizer.step()
+        with suppress(KeyError), model.no_sync():
+            optimizer.step()
+            raise KeyError
+        optimizer.step()
+
+
+def _backward_in_no_sync(model: Model, optimizer: Optimizer) -> None:
+    with model.no_sync():
+        backward(model)
+    model.all_reduce()
+    optimizer.step()
+
+
+def _accumulation(model: Model, optimizer: Optimizer) -> None:
+    for _ in range(3):
+        with model.no_sync():
+            backward(model)
+            model.all_reduce()
+    backward(model)
+    model.all_reduce()
+    optimizer.step()
+
+
+def _gradients_edited(model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    model.all_reduce()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad + 1
+    optimizer.step()
+
+
+def _gradients_assigned(model: Model, optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def _backward_twice(model: Model, optimizer: Optimizer) -> None:
+    loss = model(torch.ones(2, 3)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    model.all_reduce()
+    optimizer.step()
+
+
+def _left_out(model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    assert model.all_reduce(skip=True).skipped
+    optimizer.step()
+    backward(model)
+    assert model.all_reduce(0).skipped
+    optimizer.step()
+
+
+def _failed_then_made(model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    with suppress(TypeError):
+        model.all_reduce(sample_size="many")  # type: ignore[arg-type]
+    model.all_reduce()
+    optimizer.step()
+
+
+def _frozen_and_unfrozen(model: Model, optimizer: Optimizer) -> None:
+    model.module[0].requires_grad_(False)
+    backward(model)
+    model.all_reduce()
+    optimizer.step()
+    optimizer.zero_grad()
+    model.module[0].requires_grad_(True)
+    backward(model)
+    model.all_reduce()
+    optimizer.step()
+
+
+def _stepped_twice(model: Model, optimizer: Optimizer) -> None:
+    backward(model)
+    model.all_reduce()
+    optimizer.step()
+    optimizer.step()
+
+
+def _other_parameters(model: Model, optimizer: Optimizer) -> None:
+    other = net()
+    backward(model)
+    backward(other)
+    SGD(other.parameters(), lr=0.1).step()
+    model.all_reduce()
+    mixture = SGD([*other.parameters(), *model.parameters()], lr=0.1)
+    mixture.step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "program",
+    [
+        _evaluation,
+        _no_gradients_yet,
+        partial(_dropped, True),
+        partial(_dropped, False),
+        _scaler_skips,
+        _local_step,
+        _backward_in_no_sync,
+        _accumulation,
+        _gradients_edited,
+        _gradients_assigned,
+        _backward_twice,
+        _left_out,
+        _failed_then_made,
+        _frozen_and_unfrozen,
+        _stepped_twice,
+        _other_parameters,
+    ],
+)
+def test_a_correct_program_is_not_refused_and_stays_guarded(program: Callable[[Model, Optimizer], None]) -> None:
+    model = Model(net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+
+    for _ in range(2):
+        program(model, optimizer)
+        optimizer.zero_grad()
+    assert_guards(model, optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_layers_that_are_ignored_may_step_by_themselves() -> None:
+    model = Model(net(), ignore=["2.weight", "2.bias"])
+    backward(model)
+
+    assert_steps(model, SGD(model.module[2].parameters(), lr=0.1))
+    with pytest.raises(UnsynchronizedStepError, match=r"2 parameters, first '0\.weight'"):
+        SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_two_wrappers_trained_against_each_other_are_not_refused(set_to_none: bool) -> None:
+    generator, critic = Model(nn.Linear(3, 3)), Model(net())
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+
+    for _ in range(3):
+        optimizers[0].zero_grad(set_to_none)
+        backward(nn.Sequential(generator, critic))  # leaves gradients in the critic as well
+        generator.all_reduce()
+        optimizers[0].step()
+        optimizers[1].zero_grad(set_to_none)
+        critic(generator(torch.ones(2, 3)).detach()).sum().backward()
+        critic.all_reduce()
+        optimizers[1].step()
+    backward(nn.Sequential(generator, critic))
+    generator.all_reduce()
+    with pytest.raises(UnsynchronizedStepError):
+        optimizers[1].step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("caller", [0, 1, "function"])
+def test_one_call_is_enough_for_a_parameter_that_several_share(caller: Any) -> None:
+    trunk = nn.Linear(3, 3)
+    models = [Model(nn.Sequential(trunk, nn.Linear(3, 1))) for _ in range(2)]
+    optimizer = SGD(trunk.parameters(), lr=0.1)
+    call = partial(all_reduce_gradients, trunk) if caller == "function" else models[caller].all_reduce
+
+    for _ in range(2):
+        for model in models:
+            backward(model)
+        with refused(trunk, optimizer):
+            optimizer.step()
+        call()
+        assert_steps(trunk, optimizer)
+        backward(models[0])
+        with refused(trunk, optimizer):
+            optimizer.step()
+        with models[1].no_sync():
+            assert_steps(trunk, optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("checks", ["off", Checks(unsynchronized_step="allow")])
+@pytest.mark.parametrize("first", [True, False])
+def test_of_wrappers_that_share_one_that_guards_is_enough(checks: Any, first: bool) -> None:
+    trunk = nn.Linear(3, 3)
+    both = [Model(trunk, checks=checks), Model(nn.Sequential(trunk))]
+    if not first:
+        both = [Model(nn.Sequential(trunk)), Model(trunk, checks=checks)]
+    for model in both:
+        assert_guards(model, SGD(trunk.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("checks", ["off", Checks(level="off"), Checks(unsynchronized_step="allow")])
+def test_the_guard_can_be_switched_off(checks: str | Checks) -> None:
+    model = Model(net(), checks=checks)
+    backward(model)
+
+    assert_steps(model, SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("level, allowed", [("off", "raise"), ("info", "allow"), ("info", "raise")])
+def test_the_environment_switches_the_level_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, level: str, allowed: str
+) -> None:
+    monkeypatch.setenv("LEGACY_DDP_CHECKS", level)
+    model = Model(net(), checks=Checks(level="off", unsynchronized_step=allowed))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    backward(model)
+
+    if (level, allowed) == ("info", "raise"):
+        with refused(model, optimizer):
+            optimizer.step()
+    else:
+        assert_steps(model, optimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_function_guards_nothing_and_counts_as_a_call_on_a_wrapper() -> None:
+    plain, model = net(), Model(net())
+    for target in (plain, model):
+        backward(target)
+        all_reduce_gradients(target)
+        assert_steps(target, SGD(target.parameters(), lr=0.1))
+        backward(target)
+    assert_steps(plain, SGD(plain.parameters(), lr=0.1))
+    with pytest.raises(UnsynchronizedStepError):
+        SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_guards_its_own_parameters(duplicate: Callable[[Model], Model]) -> None:
+    model = Model(net())
+    backward(model)
+    with model.no_sync():
+        other = duplicate(model)
+
+        assert_guards(other, SGD(other.parameters(), lr=0.1))
+    with pytest.raises(UnsynchronizedStepError):
+        SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_that_is_not_wrapped_any_more_steps_freely() -> None:
+    model = Model(net())
+    module = model.module
+    backward(model)
+    del model
+    gc.collect()
+
+    assert_steps(module, SGD(module.parameters(), lr=0.1))
+    backward(module)
+    assert_steps(module, SGD(module.parameters(), lr=0.1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_late_layer_is_guarded_from_its_first_call_on() -> None:
+    model = Model(net())
+    model.module.append(nn.Linear(1, 1))
+    backward(model)
+    model.all_reduce()
+    late = SGD(model.module[3].parameters(), lr=0.1)
+    late.step()
+    backward(model)
+    with refused(model, late) as caught:
+        late.step()
+
+    assert caught.value.parameter == "3.weight"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_whose_contents_are_swapped_is_not_refused() -> None:
+    model = Model(net())
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for parameter in model.parameters():  # torch takes hooks away with the contents
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+        backward(model)
+        model.all_reduce()
+        assert_steps(model, optimizer)
+
+
+_FRESH = """
+import pickle, sys, torch
+from torch.optim import optimizer
+import legacy_ddp
+assert not optimizer._global_optimizer_pre_hooks
+with open(sys.argv[1], "rb") as file:
+    models = [pickle.load(file) for _ in range(3)]
+    assert [m._settings.checks.level for m in models] == ["off", "info", "info"]
+assert len(optimizer._global_optimizer_pre_hooks) == 1
+models[1](torch.ones(1, 3)).sum().backward()
+try:
+    torch.optim.SGD(models[1].parameters(), lr=0.1).step()
+except legacy_ddp.UnsynchronizedStepError:
+    print("refused")
+"""
+
+
+@pytest.mark.usefixtures("alone")
+def test_importing_registers_nothing_and_unpickling_guards_in_a_process_without_a_group(tmp_path: Path) -> None:
+    with (tmp_path / "models").open("wb") as file:
+        for checks in ("off", "info", "info"):
+            pickle.dump(Model(net(), checks=checks), file)
+
+    command = [sys.executable, "-c", _FRESH, str(tmp_path / "models")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+
+    assert (run.returncode, run.stdout, run.stderr) == (0, "refused\n", "")

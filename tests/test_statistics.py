@@ -1,0 +1,356 @@
+"""Are the figures that the rows give together right: gradient noise, straggler, ranks that read the same data?"""
+
+import math
+import time
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel, NoiseScale, SyncRecord, all_reduce_gradients
+from legacy_ddp._statistics import SUSPICIOUS_CALLS, Lookalikes, equal_ranks, estimate_noise, find_straggler
+from tests.helpers import logged_warnings
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, error_of, wrap
+
+# Gradient noise
+
+
+def test_noise_of_plain_calls_is_counted_in_contributions() -> None:
+    # A = (9 + 25) / 2 = 17, |g|² = 4, h = 1, N = 2: tr(Σ) = (17 - 4) / (1 - 1/2) = 26, |G|² = 4 - 26/2
+    assert estimate_noise([3, 5], [1, 1], 2) == NoiseScale(squared_norm=-9, noise=26)
+
+
+def test_noise_with_sample_sizes_is_counted_in_items() -> None:
+    # |g_r| = 2, 3: A = 6.5, |g|² = 4, h = (1 + 1/3) / 2 = 2/3, N = 4: tr(Σ) = 2.5 / (5/12) = 6, |G|² = 4 - 6/4
+    found = estimate_noise([2, 9], [1, 3], 2)
+
+    assert (found.noise, found.squared_norm, found.scale) == pytest.approx((6, 2.5, 2.4))
+
+
+@given(
+    st.integers(2, 6),
+    st.integers(1, 1000),
+    st.lists(st.floats(0.1, 1e3), min_size=6, max_size=6),
+    st.floats(0.1, 1e3),
+)
+def test_noise_of_equal_sizes_is_that_of_the_paper(ranks: int, size: int, means: list[float], reduced: float) -> None:
+    small, big = size, size * ranks
+    small_squared = fmean(norm**2 for norm in means[:ranks])
+    squared_norm = (big * reduced**2 - small * small_squared) / (big - small)
+    noise = (small_squared - reduced**2) / (1 / small - 1 / big)
+
+    found = estimate_noise([norm * size for norm in means[:ranks]], [size] * ranks, reduced)
+
+    largest = max(small_squared, reduced**2)  # differences of squares lose what is small beside them
+    assert found.noise == pytest.approx(noise, rel=1e-9, abs=1e-9 * size * largest)
+    assert found.squared_norm == pytest.approx(squared_norm, rel=1e-9, abs=1e-9 * largest)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [8, 8, 8, 8], [1, 5, 20], [16, 2]])
+def test_estimates_of_known_gaussian_gradients_are_unbiased(sizes: list[int]) -> None:
+    mean = torch.tensor([0.5, -1.0, 0.25, 0.0, 2.0], dtype=torch.float64)
+    deviation = torch.tensor([1.0, 0.5, 2.0, 0.25, 1.5], dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    estimates = []
+    for _ in range(4000):
+        items = mean + deviation * torch.randn(sum(sizes), 5, generator=generator, dtype=torch.float64)
+        sums = [part.sum(0) for part in items.split(sizes)]
+        estimates.append(estimate_noise([float(part.norm()) for part in sums], sizes, float(items.mean(0).norm())))
+
+    for found, true in [
+        ([estimate.noise for estimate in estimates], float(deviation.square().sum())),
+        ([estimate.squared_norm for estimate in estimates], float(mean.square().sum())),
+    ]:
+        error = stdev(found) / len(found) ** 0.5
+        assert fmean(found) == pytest.approx(true, abs=4 * error)  # misses once in 16,000 seeds
+        assert error < 0.05 * true  # and says something
+
+
+def test_the_scale_is_not_a_number_where_nothing_was_learnt() -> None:
+    assert math.isnan(NoiseScale(squared_norm=0.0, noise=1.0).scale)
+    assert math.isnan(estimate_noise([math.nan, 1.0], [1, 1], 1.0).scale)
+    assert estimate_noise([1e200, 1e200], [1, 1], 1e200).noise != 0  # no OverflowError
+
+
+def _noise(rank: int) -> list[NoiseScale]:
+    model = LegacyDistributedDataParallel(nn.Linear(3, 1, bias=False), checks=Checks(same_data="allow"))
+    found = []
+    for arguments in ({}, {"sample_size": 2 * rank + 1}, {"skip": rank == 1}):
+        model.zero_grad()
+        model(torch.tensor([[1.0 + rank, 2.0, -rank]])).sum().backward()
+        record = model.all_reduce(**arguments)
+        found.append(record.noise_scale(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    return found
+
+
+def test_noise_of_real_calls_takes_the_ranks_that_took_part() -> None:
+    sums = [torch.tensor([1.0 + rank, 2.0, -rank], dtype=torch.float64) for rank in range(3)]
+    norms = [float(one.norm()) for one in sums]
+    total = sums[0] + sums[1] + sums[2]
+    expected = [
+        estimate_noise(norms, [1, 1, 1], float((total / 3).norm())),
+        estimate_noise(norms, [1, 3, 5], float((total / 9).norm())),
+        estimate_noise([norms[0], norms[2]], [1, 1], float(((sums[0] + sums[2]) / 2).norm())),
+    ]
+
+    for found in run_ranks(_noise, 3):
+        for ours, theirs in zip(found, expected, strict=True):
+            # fp32 norms, and a difference of squares of about their own size
+            assert (ours.noise, ours.squared_norm) == pytest.approx((theirs.noise, theirs.squared_norm), rel=1e-4)
+
+
+def _too_little(rank: int) -> list[Any]:
+    model, blind = wrap(), wrap(checks="off")
+    said = []
+    for wrapped, arguments in [(model, {"skip": rank == 1}), (model, {"skip": True}), (blind, {})]:
+        wrapped.zero_grad()
+        add_gradients(wrapped, rank + 1)
+        said.append(error_of(wrapped.all_reduce(**arguments).noise_scale, 1.0))
+    return said
+
+
+def test_noise_is_refused_where_it_cannot_be_known() -> None:
+    texts = [
+        "noise_scale() compares ranks: got 1 that took part, expected at least 2",
+        "noise_scale() compares ranks: got 0 that took part, expected at least 2",
+        "norms are missing: got those of 0 of 2 ranks, expected all; they are taken with "
+        'checks="info" on CPU, and on CUDA with Checks(nonfinite="warn") or "raise"',
+    ]
+
+    assert run_ranks(_too_little, 2) == [[("ValueError", text) for text in texts]] * 2
+
+
+def test_a_call_that_met_nobody_has_no_figures() -> None:
+    record = SyncRecord(call=0, synchronized=False)
+
+    assert (record.identical_ranks, record.straggler) == ((), None)
+    assert error_of(record.noise_scale, 1.0) is not None
+
+
+# Straggler
+
+
+@pytest.mark.parametrize(
+    "waited, expected",
+    [
+        ([0.5], None),
+        ([], None),
+        ([0.0, 0.0, 0.0], None),
+        ([0.0, 0.75], (0, 0.75)),
+        ([0.5, 0.25, 1.0, 4.0], (1, 0.75)),
+        ([2.0, 2.0, 2.0], (0, 0.0)),
+    ],
+)
+def test_the_straggler_is_who_waited_least_against_the_median_of_the_others(
+    waited: list[float], expected: tuple[int, float] | None
+) -> None:
+    assert find_straggler(waited) == expected
+
+
+def _one_is_late(rank: int) -> list[Any]:
+    module = nn.Linear(2, 1)
+    stragglers = []
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(0.5)  # being late is what is tested
+        module.zero_grad()
+        add_gradients(module, rank + 1)
+        stragglers.append(all_reduce_gradients(module).straggler)
+    return stragglers
+
+
+def test_the_straggler_of_a_call_is_told_in_the_next() -> None:
+    results = run_ranks(_one_is_late, 3)
+
+    assert results == [results[0]] * 3
+    unknown, _, (rank, seconds) = results[0]  # in the first call ranks waited for the group, not for a header
+    assert unknown is None
+    assert rank == 1
+    assert 0.2 < seconds < 30
+
+
+# Ranks that hold the same
+
+
+def _identical(rank: int) -> list[tuple[tuple[int, ...], ...]]:
+    model = wrap()
+    found = []
+    for value in ([1, 2, 1, 2], [0, 0, 1, 1], [math.nan, math.nan, 1, 2], [1, 1, 1 + 2**-22, 1], [1, -1, 2, 3]):
+        model.zero_grad()
+        add_gradients(model, value[rank])
+        found.append(model.all_reduce(skip=value[rank] == 2).identical_ranks)
+    return found
+
+
+def test_ranks_of_equal_norm_are_told_and_zero_nan_and_ranks_that_skip_equal_nothing() -> None:
+    assert run_ranks(_identical, 4) == [[((0, 2),), ((2, 3),), (), ((0, 1, 3),), ((0, 1),)]] * 4
+
+
+@given(st.lists(st.lists(st.sampled_from([None, 1.0, 2.0]), min_size=5, max_size=5), max_size=40), st.data())
+def test_lookalikes_are_the_ranks_that_were_equal_in_each_of_the_last_calls(
+    calls: list[list[float | None]], data: st.DataObject
+) -> None:
+    # Long runs of the same, or nothing would ever last.
+    calls = [call for call in calls for _ in range(data.draw(st.integers(1, SUSPICIOUS_CALLS)))]
+    lookalikes = Lookalikes()
+    for index, call in enumerate(calls):
+        last = calls[max(0, index + 1 - SUSPICIOUS_CALLS) : index + 1]
+        pairs = {
+            (i, j)
+            for i in range(5)
+            for j in range(i)
+            if len(last) == SUSPICIOUS_CALLS
+            and all(one[i] is not None and one[i] == one[j] for one in last)
+            and len({one[i] for one in last}) > 1  # what never changes does not come from data
+        }
+
+        groups = lookalikes.note(call)
+
+        assert {(i, j) for group in groups for i in group for j in group if j < i} == pairs
+
+
+def test_groups_are_in_the_order_of_their_first_ranks() -> None:
+    assert equal_ranks([3.0, 1.0, None, 1.0, 3.0, None, 7.0]) == ((0, 4), (1, 3))
+
+
+CALLS = 25
+
+
+def _train(schedule: Sequence[Sequence[int]], dropout: float, checks: Checks, rank: int) -> list[tuple[int, str, str]]:
+    """Train on batches whose seed is ``schedule[call][rank]``; what was warned of, at which call and line."""
+    torch.manual_seed(rank)  # of dropout; weights are those of rank 0
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1))
+    model = LegacyDistributedDataParallel(net, checks=checks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    said = []
+    for call, seeds in enumerate(schedule, 1):
+        generator = torch.Generator().manual_seed(1000 * call + seeds[rank])
+        optimizer.zero_grad()
+        nn.functional.mse_loss(
+            model(torch.randn(8, 4, generator=generator)), torch.randn(8, 1, generator=generator)
+        ).backward()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.all_reduce()
+        said += [(call, warning.filename, str(warning.message)) for warning in caught]
+        optimizer.step()
+    return said
+
+
+def _text(call: int, ranks: str) -> str:
+    return (
+        f"all_reduce() call {call}: {ranks} hold identical local gradients for 10 calls (norms equal to the last bit; "
+        "said once):\nthey probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
+        "see legacy_ddp.Checks(same_data=...)"
+    )
+
+
+@pytest.mark.parametrize(
+    "schedule, call, ranks",
+    [
+        ([(0, 0)] * CALLS, 10, "ranks 0-1"),
+        ([(0, 0, 0)] * CALLS, 10, "ranks 0-2"),
+        ([(0, 1, 1)] * CALLS, 10, "ranks 1-2"),
+        ([(0, 1, 0)] * CALLS, 10, "ranks 0, 2"),
+        ([(0, 1, 0, 1)] * CALLS, 10, "ranks 0, 2 hold identical local gradients, and ranks 1, 3"),
+        # the second pair is identical from call 5 on, the first one too short
+        ([(0, 0, 1, 2)] * 4 + [(0, 0, 1, 1)] * 4 + [(0, 3, 1, 1)] * 17, 14, "ranks 2-3"),
+        ([(0, 1)] * 7 + [(0, 0)] * 10, 17, "ranks 0-1"),
+    ],
+)
+def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0(
+    schedule: list[tuple[int, ...]], call: int, ranks: str
+) -> None:
+    first, *others = run_ranks(partial(_train, schedule, 0.0, Checks()), len(schedule[0]))
+
+    assert first == [(call, __file__, _text(call, ranks))]
+    assert others == [[]] * len(others)
+
+
+_DIFFERENT = [(0, 1, 2)] * CALLS
+_SAME = [(0, 0, 0)] * CALLS
+
+
+@pytest.mark.parametrize(
+    "schedule, dropout, checks",
+    [
+        (_DIFFERENT, 0.0, Checks()),
+        (_SAME, 0.5, Checks()),  # the same data under dropout that differs by rank
+        ([(0,)] * CALLS, 0.0, Checks()),
+        (([(0, 0)] * 9 + [(0, 1)]) * 3, 0.0, Checks()),
+        # somebody is always identical to somebody, nobody to the same one for long
+        (([(0, 0, 1)] * 8 + [(0, 1, 1)] * 8) * 2, 0.0, Checks()),
+        (_SAME, 0.0, Checks(same_data="allow")),
+        (_SAME, 0.0, Checks(level="off")),
+    ],
+    ids=["different", "dropout", "alone", "nine", "changing", "allowed", "off"],
+)
+def test_nothing_is_said_of_ranks_that_do_not_hold_the_same_or_may(
+    schedule: list[tuple[int, ...]], dropout: float, checks: Checks
+) -> None:
+    world_size = len(schedule[0])
+
+    assert run_ranks(partial(_train, schedule, dropout, checks), world_size) == [[]] * world_size
+
+
+def _repeated_calls(rank: int) -> list[tuple[tuple[int, ...], ...]]:
+    found = []
+    for as_view in (True, False):
+        model = wrap(gradient_as_bucket_view=as_view)
+        add_gradients(model, rank + 1)
+        for _ in range(CALLS):
+            record = model.all_reduce()
+        found.append(record.identical_ranks)
+    return found
+
+
+def test_nothing_is_said_of_calls_that_only_repeat_what_the_last_one_left() -> None:
+    assert run_ranks(_repeated_calls, 2) == [[((0, 1),)] * 2] * 2  # they are identical, as they must be
+
+
+def _two_warnings(as_errors: bool, rank: int) -> list[tuple[int, str]]:
+    model = wrap()
+    said: list[tuple[int, str]] = []
+    for call in range(1, 13):
+        model.zero_grad()
+        for _ in range(1 + (call == 10 and rank == 2)):
+            add_gradients(model, call if rank < 2 else -1.5)
+        with warnings.catch_warnings(record=not as_errors) as caught:
+            warnings.simplefilter("error" if as_errors else "always")
+            model.all_reduce()
+        said += [(call, str(warning.message)) for warning in caught or []] + [
+            (call, text) for text in logged_warnings.take()
+        ]
+    return [(call, text.split(": ")[1].split(" (")[0]) for call, text in said]
+
+
+@pytest.mark.parametrize("as_errors", [False, True])
+def test_two_warnings_that_meet_both_come_out(as_errors: bool) -> None:
+    texts = ["ranks bring uneven work", "ranks 0-1 hold identical local gradients for 10 calls"]
+
+    assert run_ranks(partial(_two_warnings, as_errors), 3) == [[(10, text) for text in texts], [], []]
+
+
+def _other_group(rank: int) -> list[str]:
+    model = wrap()
+    groups = [torch.distributed.group.WORLD, torch.distributed.new_group([0, 1, 2])]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(18):
+            model.process_group = groups[call // 9]
+            model.zero_grad()
+            add_gradients(model, 1 + (rank == 2))
+            model.all_reduce()
+    return [str(warning.message) for warning in caught]
+
+
+def test_calls_on_another_group_begin_anew() -> None:
+    assert run_ranks(_other_group, 3) == [[]] * 3

@@ -1,0 +1,179 @@
+"""What does a loop that asks for something of torch DDP which is not here get to hear?"""
+
+import inspect
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel, UnsynchronizedStepError
+from tests.helpers.besides_ddp import distributed_optimizers
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, error_of
+
+SHARED = {"self", "module", "process_group", "init_sync", "gradient_as_bucket_view"}
+OF_TORCH_DDP = [name for name in inspect.signature(DistributedDataParallel).parameters if name not in SHARED]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", OF_TORCH_DDP)
+def test_an_argument_of_torch_ddp_that_is_not_here_is_a_type_error_that_names_it(name: str) -> None:
+    arguments: Any = {name: None}
+
+    with pytest.raises(TypeError, match=rf"^LegacyDistributedDataParallel takes no {name}; \w+"):
+        LegacyDistributedDataParallel(nn.Linear(1, 1), **arguments)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "positional, named, said",
+    [
+        (
+            (),
+            {"bufer_size": 1},
+            "has no argument 'bufer_size'; expected one of: buffer_size, checks, gradient_as_bucket_view, ignore, "
+            "init_sync, module, process_group, reduce_dtype, reproducible, timeout_seconds, world_size$",
+        ),
+        (([0],), {}, "world_size is of the wrong type: got list, .* device_ids are left out"),
+    ],
+)
+def test_an_argument_that_nobody_has_or_in_a_wrong_place_says_what_is_expected(
+    positional: Any, named: Any, said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        LegacyDistributedDataParallel(nn.Linear(1, 1), *positional, **named)
+
+
+@pytest.mark.usefixtures("alone")
+def test_all_arguments_that_are_not_here_are_named_at_once() -> None:
+    arguments: Any = {"device_ids": None, "find_unused_parameters": True, "chekcs": "off"}
+
+    with pytest.raises(TypeError, match=r"no device_ids; .* no find_unused_parameters; .* no argument 'chekcs'; "):
+        LegacyDistributedDataParallel(nn.Linear(1, 1), **arguments)
+
+
+def _device_ids_on_one_rank(rank: int) -> Said:
+    arguments: Any = {"device_ids": [0]} if rank == 1 else {}
+    return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), timeout_seconds=20.0, **arguments)
+
+
+def test_an_argument_that_is_not_here_on_one_rank_alone_is_an_error_on_all() -> None:
+    for kind, text in run_ranks(_device_ids_on_one_rank, 2, timeout_seconds=15.0):
+        assert kind == "PeerError"
+        assert "rank 1: TypeError: LegacyDistributedDataParallel takes no device_ids; leave it out" in " ".join(
+            text.split()
+        )
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_register_builtin_comm_hook",
+        "_set_static_graph",
+        "_register_fused_optim",
+        "_register_buffer_comm_hook",
+        "_get_ddp_logging_data",
+        "_update_process_group",
+        "scatter",
+        "gather",
+        "require_backward_grad_sync",
+    ],
+)
+def test_a_member_of_torch_ddp_that_is_not_here_is_missing_and_does_not_do_nothing(name: str) -> None:
+    module = nn.Linear(1, 1)
+    assert hasattr(DistributedDataParallel(module), name)
+
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        getattr(LegacyDistributedDataParallel(module), name)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
+def test_an_optimizer_inside_backward_is_refused_before_it_steps(when: str) -> None:
+    module = nn.Linear(2, 1)
+    apply_in_backward = distributed_optimizers()._apply_optimizer_in_backward
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    if when == "before wrapping":
+        apply_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = LegacyDistributedDataParallel(module)
+    if when == "after wrapping":
+        apply_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+
+    with pytest.raises(UnsynchronizedStepError, match=r"call model\.all_reduce\(\) between backward\(\) and step\(\)"):
+        model(torch.ones(1, 2)).sum().backward()
+
+    assert all(torch.equal(*pair) for pair in zip(module.parameters(), before, strict=True))
+
+
+def _shard(rank: int) -> tuple[Said, float, list[float]]:
+    """Two ranks that share a layer's weight, and train another layer with all_reduce()."""
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
+    sharded = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+    module[0].weight = sharded
+    said = error_of(LegacyDistributedDataParallel, module)
+    model = LegacyDistributedDataParallel(module, ignore=["0.weight"], checks=Checks(same_data="allow"))
+    module[1].weight.grad = torch.full((1, 2), float(rank))
+    local = torch.full((1, 2), 3.0 + rank)
+    sharded.grad = DTensor.from_local(local, mesh, [Shard(0)])
+    model.all_reduce()
+    grad = sharded.grad
+    assert isinstance(grad, DTensor)
+    return said, float(module[1].weight.grad[0, 0]), grad.to_local().flatten().tolist()
+
+
+def test_a_sharded_parameter_is_refused_by_name_and_left_alone_if_it_is_ignored() -> None:
+    for rank, (said, mean, shard) in enumerate(run_ranks(_shard, 2)):
+        assert said is not None
+        assert said[0] == "ValueError"
+        assert said[1].startswith("parameter '0.weight' is a DTensor, expected a dense tensor; list it in ignore=")
+        assert mean == 0.5
+        assert shard == [3.0 + rank] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_torch_ddp_inside_the_module_is_refused() -> None:
+    said = error_of(LegacyDistributedDataParallel, nn.Sequential(DistributedDataParallel(nn.Linear(1, 1))))
+
+    assert said is not None
+    assert said[0] == "ValueError"
+    assert said[1].startswith("module contains a DistributedDataParallel, expected no wrapper; wrap the plain module")
+
+
+@pytest.mark.usefixtures("alone")
+def test_syncbatchnorm_on_cpu_is_torch_s_own_error_and_not_before_forward() -> None:
+    model = LegacyDistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2)))
+
+    with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
+        model(torch.ones(3, 2))
+
+
+def _in_an_rpc_context(rank: int) -> tuple[int, list[float]]:
+    warnings.filterwarnings("ignore", "You are using a Backend", UserWarning)  # torch's RPC does, inside torch
+    import torch.distributed.autograd as dist_autograd
+    from torch.distributed import rpc
+
+    where = rpc.TensorPipeRpcBackendOptions(init_method=Path(tempfile.mkdtemp(), "store").as_uri())
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=where)
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
+    with dist_autograd.context() as context:
+        dist_autograd.backward(context, [model(torch.ones(1, 2)).sum()])
+        unseen = model.all_reduce().payload_bytes
+        for parameter, grad in dist_autograd.get_gradients(context).items():
+            parameter.grad = grad
+    model.all_reduce(sample_size=4)
+    rpc.shutdown()
+    return unseen, model.module.weight.grad.flatten().tolist()
+
+
+def test_gradients_in_an_rpc_context_are_not_seen_until_they_are_written_to_grad() -> None:
+    assert run_ranks(_in_an_rpc_context, 1) == [(0, [0.25, 0.25])]

@@ -1,0 +1,242 @@
+"""What becomes of a group, of a call and of a model when a rank is lost early, late, or by Ctrl-C?"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerLostError
+from tests.helpers.rank_faults import do_when
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, step, wrap
+
+# Nothing is to take as long as the timeout, which is 30 s where no rank is silent.
+AT_ONCE_SECONDS = 5.0
+
+
+# Early: the ranks have not met yet
+
+
+def _never_constructs(rank: int) -> tuple[str, tuple[int, ...], str]:
+    if rank == 1:
+        time.sleep(3)  # being absent is the fault
+        return "", (), ""
+    with pytest.raises(LegacyDDPError) as caught:
+        wrap(timeout_seconds=1)
+    return type(caught.value).__name__, caught.value.ranks, str(caught.value)
+
+
+def test_a_rank_that_never_constructs_is_named() -> None:
+    kind, ranks, text = run_ranks(_never_constructs, 3)[0]
+    assert (kind, ranks) == ("SyncTimeoutError", (1,))
+    assert "rank 1 did not arrive within 1 s" in text
+
+
+def _store_dies_before_construction(rank: int) -> tuple[str, str, float] | None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(LegacyDDPError) as caught:
+        wrap(timeout_seconds=30.0)
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - start
+
+
+def test_the_end_of_the_store_ends_the_construction_of_all_others() -> None:
+    for kind, text, seconds in run_ranks(_store_dies_before_construction, 3, lost=(0,), store="rank0")[1:]:
+        assert kind == "PeerLostError"
+        assert "first collective on this process group failed" in text
+        assert seconds < AT_ONCE_SECONDS
+
+
+def _dies_in_construction(rank: int, victim: int) -> tuple[str, tuple[int, ...], str, float] | None:
+    if rank == victim:
+        sys.setprofile(do_when("meet", partial(os.kill, os.getpid(), signal.SIGKILL)))
+    start = time.monotonic()
+    try:
+        wrap(timeout_seconds=30.0)
+    except LegacyDDPError as error:
+        return type(error).__name__, error.ranks, str(error), time.monotonic() - start
+    return None
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_death_in_the_first_collective_blames_no_living_rank(victim: int) -> None:
+    """Each survivor named all others: nobody had told it where they listen, which it took for a reason."""
+    seen = run_ranks(_dies_in_construction, 3, victim, lost=(victim,))
+    for kind, ranks, text, seconds in filter(None, seen):
+        assert (kind, ranks) == ("PeerLostError", ())
+        assert "who is missing is not known" in " ".join(text.split())
+        assert seconds < AT_ONCE_SECONDS
+
+
+def test_death_in_the_first_collective_of_two_names_the_other() -> None:
+    kind, ranks, _, _ = run_ranks(_dies_in_construction, 2, 1, lost=(1,))[0]
+    assert (kind, ranks) == ("PeerLostError", (1,))
+
+
+def _lost_in_a_subgroup(rank: int) -> tuple[int, ...] | None:
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    model = wrap(process_group=group, timeout_seconds=30.0)
+    add_gradients(model, 1.0)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        model.all_reduce()
+    return caught.value.ranks
+
+
+def test_the_ranks_of_a_subgroup_count_inside_it() -> None:
+    assert run_ranks(_lost_in_a_subgroup, 3, lost=(2,)) == [None, (1,), None]
+
+
+# Between two calls
+
+
+def _reads_of_a_loss_at_work(rank: int, directory: Path) -> bool:
+    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=directory))
+    add_gradients(model, 1.0)
+    model.all_reduce()
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (report,) = directory.glob(f"legacy_ddp-*-rank{rank}-*")
+    give_up = time.monotonic() + AT_ONCE_SECONDS
+    while "missing rank 2 (its process has ended" not in " ".join(report.read_text().split()):
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.01)  # no event tells of a line in a file
+    return True
+
+
+def test_all_write_down_who_was_lost_though_none_calls(tmp_path: Path) -> None:
+    # Ranks 1 and 3 hold a connection to it; 0 and 4 are told by them.
+    assert run_ranks(_reads_of_a_loss_at_work, 5, tmp_path, lost=(2,)) == [True, True, None, True, True]
+
+
+# Late
+
+
+def _late(rank: int, directory: Path) -> tuple[str, tuple[int, ...], str, str]:
+    model = wrap(timeout_seconds=1.0, checks=Checks(report_dir=directory))
+    add_gradients(model, 1.0)
+    if rank == 1:
+        time.sleep(3.0)  # being late is the fault
+    with pytest.raises(LostPeerError) as caught:
+        model.all_reduce()
+    with pytest.raises(LostPeerError) as again:
+        model.all_reduce()
+    return type(caught.value).__name__, caught.value.ranks, caught.value.report, str(again.value)
+
+
+def test_a_late_rank_ends_the_wait_at_the_timeout_and_reads_the_same_report_when_it_comes(tmp_path: Path) -> None:
+    results = run_ranks(_late, 3, tmp_path)
+    for kind, ranks, report, again in results:
+        assert (kind, ranks, report) == ("SyncTimeoutError", (1,), results[0][2])
+        line = " ".join(report.split())
+        assert "all_reduce() call 1, phase agree: no answer within 1 s; missing rank 1 (user code after" in line
+        assert "in _late, on host" in line
+        assert "not usable after an earlier failure" in again
+
+
+def _is_stopped_until_the_others_have_left(rank: int, world_size: int) -> tuple[str, tuple[int, ...], str]:
+    model = wrap(timeout_seconds=1.0)
+    step(model, 1.0)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 1:
+        others = [str(int(pid)) for pid in pids if int(pid) != os.getpid()]
+        continues = subprocess.Popen([sys.executable, "-c", CONTINUE, str(os.getpid()), *others])
+        sys.setprofile(do_when("agree", partial(os.kill, os.getpid(), signal.SIGSTOP)))
+    with pytest.raises(LostPeerError) as caught:
+        step(model, 1.0)
+    sys.setprofile(None)
+    if rank == 1:
+        assert continues.wait() == 0
+    return type(caught.value).__name__, caught.value.ranks, caught.value.report
+
+
+CONTINUE = """
+import os, select, signal, sys
+stopped, *others = map(int, sys.argv[1:])
+for end in [os.pidfd_open(pid) for pid in others]:
+    select.select([end], [], [])  # until that process has ended
+os.kill(stopped, signal.SIGCONT)
+"""
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_that_was_stopped_until_the_others_left_names_these_and_says_why_they_left(world_size: int) -> None:
+    """Its report said that no rank is missing, above a table in which all others are dead."""
+    results = run_ranks(_is_stopped_until_the_others_have_left, world_size, world_size)
+
+    others = tuple(rank for rank in range(world_size) if rank != 1)
+    for rank in others:
+        assert results[rank][:2] == ("SyncTimeoutError", (1,))
+    _, ranks, report = results[1]
+    words = " ".join(report.split())
+    assert ranks == others
+    assert "no rank is missing" not in words
+    assert "left because another rank was lost: missing rank 1 (its process is stopped" in words
+
+
+# By an interrupt
+
+
+def _interrupted_in(rank: int, function: str) -> tuple[str, bool]:
+    model = LegacyDistributedDataParallel(nn.Linear(512, 512, bias=False))
+    weight = model.module.weight
+    weight.grad = torch.ones_like(weight)
+    if rank == 1:
+        sys.setprofile(do_when(function, _interrupt))
+    error: BaseException | None = None
+    try:
+        model.all_reduce()
+    except (KeyboardInterrupt, LegacyDDPError) as raised:
+        error = raised
+    sys.setprofile(None)
+    with pytest.raises(LostPeerError):
+        model.all_reduce()
+    return type(error).__name__, weight.grad is None
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function, dropped", [("agree_on_kinds", False), ("reduce_dense", True)])
+def test_an_interrupt_after_the_header_leaves_no_gradient_half_reduced_and_no_group_out_of_step(
+    function: str, dropped: bool
+) -> None:
+    results = run_ranks(_interrupted_in, 2, function, lost=(0,))
+    assert results[1] == ("KeyboardInterrupt", dropped)
+
+
+# What is left
+
+
+def _dead_model_is_freed(rank: int) -> bool:
+    model = wrap(timeout_seconds=1)
+    module = weakref.ref(model.module)
+    if rank == 0:
+        with pytest.raises(LostPeerError):
+            model.all_reduce()
+    else:
+        time.sleep(2)  # being late is the fault
+    del model
+    gc.collect()
+    return module() is None
+
+
+def test_a_lost_group_does_not_keep_the_model_alive() -> None:
+    assert run_ranks(_dead_model_is_freed, 2, lost=(1,))[0]

@@ -1,0 +1,165 @@
+"""In which group do ranks meet, and do several wrappers leave each other alone?"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, error_of, step, wrap
+
+
+def _use_sub_group(rank: int, how: str) -> tuple[float | None, float, Said]:
+    if how == "new_group":
+        groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+        mine, other = groups[rank // 2], groups[1 - rank // 2]
+        outside = error_of(wrap, process_group=other)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "data"))
+        mine, outside = mesh["data"], error_of(wrap, process_group=mesh)
+    torch.manual_seed(rank)
+    model = wrap(process_group=mine)
+    weight = float(sum(parameter.detach().sum() for parameter in model.parameters()))
+    return step(model, rank), weight, outside
+
+
+@pytest.mark.parametrize(
+    "how, error, text", [("new_group", "TypeError", "on ranks outside it"), ("mesh", "ValueError", "of 2 dimensions")]
+)
+def test_ranks_meet_inside_the_group_that_was_given(how: str, error: str, text: str) -> None:
+    results = run_ranks(_use_sub_group, 4, how)
+
+    assert [mean for mean, *_ in results] == [0.5, 0.5, 2.5, 2.5]
+    weights = [weight for _, weight, _ in results]
+    assert weights[0] == weights[1] != weights[2] == weights[3]
+    for *_, outside in results:
+        assert outside is not None
+        assert outside[0] == error
+        assert text in outside[1]
+
+
+def _reassign_group(rank: int) -> list[float | None]:
+    singles = [dist.new_group([only]) for only in range(2)]
+    model = wrap()
+    seen = [step(model, rank)]
+    model.process_group = singles[rank]
+    seen.append(step(model, rank))
+    model.process_group = init_device_mesh("cpu", (2,))
+    seen.append(step(model, rank))
+    model.process_group = None
+    return [*seen, step(model, rank)]
+
+
+def test_the_process_group_can_be_reassigned_between_steps() -> None:
+    assert run_ranks(_reassign_group, 2) == [[0.5, float(rank), 0.5, 0.5] for rank in range(2)]
+
+
+def _outlive_groups(rank: int, directory: Path) -> list[Any]:
+    own = dist.new_group([0, 1])
+    model, owner, meshed = wrap(), wrap(process_group=own), wrap(process_group=init_device_mesh("cpu", (2,)))
+    step(model, rank), step(owner, rank)
+    dist.destroy_process_group(own)
+    seen: list[Any] = [error_of(owner.all_reduce), step(model, rank)]
+    dist.destroy_process_group()
+    seen += [error_of(meshed.all_reduce), error_of(model.all_reduce), error_of(wrap)]
+    for again in range(2):
+        store = FileStore(str(directory / f"store-{again}"), 2)  # torch itself cannot meet twice on one
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        seen += [step(model, rank), step(wrap(), rank + again)]
+        if again == 0:
+            dist.barrier()
+            dist.destroy_process_group()
+    return seen
+
+
+def test_destroyed_groups_are_named_and_a_new_default_group_is_taken_up(tmp_path: Path) -> None:
+    for seen in run_ranks(_outlive_groups, 2, tmp_path):
+        destroyed, works, mesh_destroyed, *missing = seen[:5]
+        for said in (destroyed, mesh_destroyed):
+            assert said == ("ValueError", "process_group was destroyed; assign a live one to .process_group")
+        assert works == 0.5
+        for said in missing:
+            assert said[0] == "ValueError"
+            assert said[1].startswith("no default process group: ")
+            assert "torch.distributed.init_process_group()" in said[1]
+        assert seen[5:] == [0.5, 0.5, 0.5, 1.5]
+
+
+def _two_wrappers(rank: int) -> list[float | None]:
+    first, second = wrap(), wrap()
+    shared = LegacyDistributedDataParallel(first.module)
+    return [step(model, rank + 2 * index) for index, model in enumerate([first, second, second, shared, first])]
+
+
+def test_wrappers_in_one_process_do_not_disturb_each_other() -> None:
+    assert run_ranks(_two_wrappers, 2) == [[0.5, 2.5, 4.5, 6.5, 8.5]] * 2
+
+
+def _train_gan(rank: int, world_size: int) -> list[torch.Tensor]:
+    """Alternating steps; the generator's backward also leaves gradients in the discriminator."""
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 3).double(), nn.Linear(3, 1).double()
+    wrapped = [LegacyDistributedDataParallel(net) if world_size > 1 else net for net in (generator, critic)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
+    noises = torch.randn(5, 8, 2, dtype=torch.float64).chunk(world_size, dim=1)
+    for noise in noises[rank]:
+        for index, sign in [(1, 1.0), (0, -1.0)]:
+            (sign * wrapped[1](wrapped[0](noise).tanh()).square().mean()).backward()
+            if isinstance(target := wrapped[index], LegacyDistributedDataParallel):
+                target.all_reduce()
+            optimizers[index].step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return [parameter.detach() for net in (generator, critic) for parameter in net.parameters()]
+
+
+def test_a_gan_of_two_wrappers_trains_like_one_process() -> None:
+    expected = _train_gan(0, 1)
+
+    for parameters in run_ranks(_train_gan, 2, 2):
+        torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)
+
+
+def _visit_another_group(rank: int) -> tuple[list[float | None], int]:
+    alone = [dist.new_group([0]), dist.new_group([1])][rank]
+    model = wrap()
+    seen = [step(model, rank)]
+    if rank == 0:
+        model.process_group = alone
+        seen.append(step(model, 5.0))
+        model.process_group = None
+    seen.append(step(model, rank + 1.0))
+    return seen, model.all_reduce(skip=True).call
+
+
+def test_a_visit_to_another_group_on_one_rank_loses_no_seat() -> None:
+    assert run_ranks(_visit_another_group, 2) == [([0.5, 5.0, 1.5], 3), ([0.5, 1.5], 3)]
+
+
+def _under_another_default_device(rank: int) -> tuple[float | None, list[int]]:
+    model = wrap()
+    torch.set_default_device("meta")
+    try:
+        mean = step(model, rank)
+        record = model.all_reduce(skip=rank == 0)
+    finally:
+        torch.set_default_device("cpu")
+    return mean, [row.micro_batches for row in record.rows]
+
+
+def test_the_default_device_is_the_user_s_and_not_the_header_s() -> None:
+    assert [mean for mean, _ in run_ranks(_under_another_default_device, 2)] == [0.5, 0.5]
+
+
+def _cpu_model_on_a_group_for_cuda(rank: int) -> float | None:
+    return step(wrap(process_group=dist.new_group([0, 1], backend="cuda:gloo")), rank)
+
+
+def test_cpu_gradients_need_no_cpu_backend_of_the_user_s_group() -> None:
+    assert run_ranks(_cpu_model_on_a_group_for_cuda, 2) == [0.5, 0.5]

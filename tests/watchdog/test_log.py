@@ -1,0 +1,114 @@
+"""What does the log say, and when, while ranks wait?"""
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from legacy_ddp import Checks, LostPeerError
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import step, wrap
+
+WARN_SECONDS = 0.5
+
+
+def _listen(heard: threading.Event | None = None) -> list[str]:
+    said: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        said.append(record.getMessage())
+        if heard is not None:
+            heard.set()
+
+    handler = logging.Handler()
+    handler.emit = emit  # type: ignore[method-assign]
+    logging.getLogger("legacy_ddp").addHandler(handler)
+    return said
+
+
+def _loops(rank: int, folder: str) -> list[str]:
+    said = _listen()
+    model = wrap(timeout_seconds=5.0, checks=Checks(report_dir=folder, warn_after_seconds=WARN_SECONDS))
+    for _ in range(3):
+        step(model, 1.0)
+    while rank == 1:
+        pass
+    try:
+        step(model, 1.0)
+    except LostPeerError:
+        return said
+    return ["no error"]
+
+
+def test_a_rank_that_computes_is_believed_once_then_reported_once_then_mentioned(tmp_path: Path) -> None:
+    first, second, *later = run_ranks(_loops, 2, str(tmp_path), lost=(1,), survivors_exit=False)[0]
+
+    assert first.endswith(", alive and busy")
+    assert "\n" not in first
+    assert "stack of rank 1" in second
+    assert "reports of this rank: " in second
+    assert later
+    assert all(line.endswith(", as reported") for line in later)
+
+
+def _arrives_late(rank: int, folder: str) -> list[str]:
+    said = _listen()
+    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder, warn_after_seconds=WARN_SECONDS))
+    for _ in range(3):
+        step(model, 1.0)
+    if rank == 1:
+        time.sleep(3 * WARN_SECONDS)
+    step(model, 1.0)
+    return said
+
+
+def test_when_a_rank_that_was_reported_arrives_a_line_says_so(tmp_path: Path) -> None:
+    said, nothing = run_ranks(_arrives_late, 2, str(tmp_path))
+
+    assert "stack of rank 1" in said[0]
+    assert said[-1] == "all_reduce() call 4: all ranks are there now, and it is done"
+    assert nothing == []
+
+
+# A launcher may end this process before anything is raised
+
+
+def _hears_of_a_loss(rank: int, folder: str, where: str) -> list[str]:
+    heard = threading.Event()
+    said = _listen(heard)
+    model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder))
+    step(model, 1.0)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if where == "user code":
+        assert heard.wait(10.0)
+        return said
+    try:
+        step(model, 1.0)
+    except LostPeerError:
+        return said
+    return ["no error"]
+
+
+@pytest.mark.parametrize(
+    "where, place",
+    [
+        ("user code", "rank 0 is in user code after all_reduce() call 1, at watchdog/test_log.py:"),
+        ("call", "rank 0 is in all_reduce() call 2, phase agree, at helpers/small_models.py:"),
+    ],
+)
+def test_one_line_says_at_once_who_was_lost_and_where_this_rank_is(where: str, place: str, tmp_path: Path) -> None:
+    (line,) = run_ranks(_hears_of_a_loss, 2, str(tmp_path), where, lost=(1,))[0]
+
+    text, _, pointer = line.rpartition("\n")
+    words = " ".join(text.split())
+    assert words.startswith("rank 1 ended without a word; ") or "; missing rank 1 (" in words  # gloo was faster
+    assert place in words
+    assert words.endswith("in _hears_of_a_loss" if where == "user code" else "in step")
+    assert len(text.splitlines()) <= 2
+    assert all(len(part) <= 120 for part in text.splitlines())
+    assert pointer.startswith(f"(reports of this rank: {tmp_path}")

@@ -1,0 +1,336 @@
+"""Whatever way a rank is lost: do all others learn at once who it was, keep their gradients, and end cleanly?
+
+``pytest -s`` prints how long each survivor waited between the fault and its error.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import rank_faults
+from tests.helpers.paths import ROOT
+from tests.helpers.rank_faults import Scene, Seen, Stage, do_when, entries, play
+from tests.helpers.ranks import run_ranks
+
+# Promised: an error within timeout_seconds and this much more.
+SLACK_SECONDS = 5.0
+# What was measured for a process that ended is far less; the timeout is out of reach, so nobody can have waited for it.
+AT_ONCE_SECONDS = 5.0
+TIMEOUT_SECONDS = 2.0
+WHO = [pytest.param(0, "file", id="rank 0"), pytest.param(2, "file", id="rank 2")]
+WHO_OR_STORE = [*WHO, pytest.param(0, "rank0", id="rank 0 with the store")]
+
+# For all others to exit by themselves, once they know.
+EXIT_SECONDS = 15.0
+
+Lose = Callable[..., dict[int, Seen]]
+
+
+@pytest.fixture
+def lose(tmp_path: Path, request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> Lose:
+    """Play a scene; check what holds for every survivor of any, and note how long they waited."""
+
+    def lose(world_size: int, victims: tuple[int, ...], fault: Any, store: str = "file", **scene: Any) -> dict:
+        seen = play(Scene(tmp_path, victims, fault, **scene), world_size, store=store)
+        assert sorted(seen) == [rank for rank in range(world_size) if rank not in victims]
+        for rank, survivor in seen.items():
+            _check(rank, survivor, victims)
+        assert len({survivor.report for survivor in seen.values()}) == 1
+        slowest = max(survivor.seconds for survivor in seen.values())
+        record_property("seconds_to_report", round(slowest, 2))
+        print(f"\n{request.node.name}: {slowest:.2f} s from the fault to the last survivor's error")
+        return seen
+
+    return lose
+
+
+def _check(rank: int, seen: Seen, victims: tuple[int, ...]) -> None:
+    named = [line for line in seen.report.splitlines() if line.startswith(tuple(f"{v:5}  " for v in victims))]
+    assert seen.ranks == victims
+    assert len(named) == len(victims)
+    assert seen.text.startswith(seen.report)
+    assert all(len(line) <= 80 for line in seen.report.splitlines())
+    # On disk before the exception left all_reduce.
+    assert f"-rank{rank}-" in seen.file.name
+    assert seen.file_mode == 0o600
+    assert seen.report in seen.file_text
+    assert seen.report in entries(seen.file)
+    assert seen.gradients == ("none" if seen.phase == "payload" else "untouched")
+    assert seen.again == "LostPeerError"
+
+
+def _check_all(seen: dict[int, Seen], kind: str, phase: str, within: float, *said: str) -> None:
+    for survivor in seen.values():
+        assert (survivor.kind, survivor.phase) == (kind, phase)
+        assert survivor.seconds < within
+        words = " ".join(survivor.report.split())
+        for text in said:
+            assert text in words
+
+
+# A process that ends
+
+
+@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+def test_a_killed_rank_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.killed, store)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
+
+
+@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+def test_a_rank_killed_before_the_others_call_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.killed_early, store, before=rank_faults.outlive_in_backward)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
+
+
+def test_the_last_of_two_names_the_other(lose: Lose) -> None:
+    seen = lose(2, (1,), rank_faults.killed)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
+
+
+def test_all_of_five_learn_of_a_killed_one_long_before_a_timeout_of_a_minute(lose: Lose) -> None:
+    seen = lose(5, (2,), rank_faults.killed, timeout_seconds=60.0)  # gloo tells its neighbours in the ring, 1 and 3
+    _check_all(seen, "PeerLostError", "agree", 3.0, "missing rank 2 (its process has ended")
+
+
+@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+def test_a_rank_that_exits_hard_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.exits_hard, store)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
+
+
+@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+def test_a_rank_that_exits_says_so(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.leaves, store)
+    said = f"missing rank {victim} (left after all_reduce() call 2 with SystemExit: 3"
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
+
+
+@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+def test_a_rank_that_fails_says_with_what(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.raises, store)
+    said = f"missing rank {victim} (left after all_reduce() call 2 with ValueError: bad batch"
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
+
+
+@pytest.mark.parametrize(
+    "world_size, victim, reproducible", [(2, 0, False), (3, 0, False), (3, 2, False), (2, 0, True), (3, 2, True)]
+)
+def test_death_in_the_payload_leaves_no_gradient_half_reduced(
+    lose: Lose, world_size: int, victim: int, *, reproducible: bool
+) -> None:
+    many = {"numel": 2**20, "buffer_size": 2**13, "reproducible": reproducible}  # 128 collectives or more in one call
+    seen = lose(world_size, (victim,), rank_faults.killed_in_payload, **many)
+    _check_all(seen, "PeerLostError", "payload", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
+
+
+# A process that is silent
+
+
+@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+def test_a_stopped_rank_is_named_at_the_timeout(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.stopped, store, timeout_seconds=TIMEOUT_SECONDS)
+    said = f"no answer within 2 s; missing rank {victim} (its process is stopped"
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
+
+
+def test_a_stopped_rank_is_named_by_a_reproducible_call_too(lose: Lose) -> None:
+    seen = lose(2, (1,), rank_faults.stopped, timeout_seconds=TIMEOUT_SECONDS, reproducible=True)
+    said = "no answer within 2 s; missing rank 1 (its process is stopped"
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
+
+
+@pytest.mark.parametrize("victim, store", WHO)
+def test_the_report_shows_the_loop_that_a_rank_does_not_leave(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.loops_for_ever, store, timeout_seconds=TIMEOUT_SECONDS)
+    said = (
+        f"missing rank {victim} (user code after all_reduce() call 2, at helpers/rank_faults.py:",
+        "in loops_for_ever, on",
+    )
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, *said)
+    assert f"stack of rank {victim}, innermost last:" in seen[1].report
+
+
+@pytest.mark.parametrize("victim, store", WHO)
+def test_the_report_says_that_c_code_holds_python_up(lose: Lose, victim: int, store: str) -> None:
+    seen = lose(3, (victim,), rank_faults.holds_the_gil, store, timeout_seconds=TIMEOUT_SECONDS)
+    said = f"missing rank {victim} (its process is running but does not answer: Python may be held up by C code"
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
+
+
+# More than one thing at a time
+
+
+def test_two_ranks_killed_at_once_are_both_named(lose: Lose) -> None:
+    seen = lose(4, (1, 2), rank_faults.killed_with_another)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 1-2 (its process has ended")
+
+
+def test_a_killed_and_a_stopped_rank_are_both_named(lose: Lose) -> None:
+    # Not as long as elsewhere: who waits for the stopped one in gloo's ring can exit only after the timeout.
+    seen = lose(4, (1, 2), rank_faults.killed_after_stopping_another, timeout_seconds=3.0)
+    said = "rank 1 (its process has ended, on host", "rank 2 (its process is stopped, on host"
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, *said)
+
+
+@pytest.mark.parametrize("function", ["append", "_make_report", "compose", "_spread"])
+def test_the_others_still_get_a_report_when_the_reporting_rank_is_killed(lose: Lose, function: str) -> None:
+    seen = lose(4, (0, 3), partial(rank_faults.killed_while_reporting, function=function))
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 0, 3 (its process has ended")
+
+
+def _start_no_more_threads(_: Stage) -> None:
+    threading.stack_size(2**47)  # more than the address space holds
+
+
+def test_a_killed_rank_is_named_by_all_others_though_these_can_start_no_thread(lose: Lose) -> None:
+    seen = lose(4, (1,), rank_faults.killed, before=_start_no_more_threads)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
+
+
+def test_several_silent_ranks_are_named_by_all_others(lose: Lose) -> None:
+    """They were asked one after the other for a report, until time was up: a living rank was then blamed."""
+    seen = lose(5, (0, 1, 2), rank_faults.holds_the_gil, timeout_seconds=TIMEOUT_SECONDS)
+    said = "missing ranks 0-2 (its process is running but does not answer"
+    _check_all(seen, "SyncTimeoutError", "agree", TIMEOUT_SECONDS + SLACK_SECONDS, said)
+
+
+# What else holds connections
+
+
+def _start_own_collective(stage: Stage) -> None:
+    stage.kept = dist.all_reduce(torch.zeros(1000), async_op=True)
+
+
+def test_a_collective_of_the_user_in_flight_neither_delays_the_report_nor_the_exit(lose: Lose) -> None:
+    seen = lose(4, (1,), rank_faults.killed, before=_start_own_collective)
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_is_named_at_once_though_its_forked_worker_holds_its_connections(lose: Lose, victim: int) -> None:
+    seen = lose(
+        3, (victim,), rank_faults.killed_with_a_worker, timeout_seconds=4.0
+    )  # until then gloo waits for the worker
+    _check_all(seen, "PeerLostError", "agree", 3.0, f"missing rank {victim} (its process has ended")
+
+
+# Not lost after all
+
+
+def _goes_on_after_a_stop(rank: int, directory: Path, where: str) -> tuple[list[float], bool]:
+    """Four steps; rank 1 is stopped in the third, for a second."""
+    stage = Stage(
+        Scene(directory, (1,), rank_faults.stopped, timeout_seconds=10.0, numel=2**16, buffer_size=2**10), rank
+    )
+    means = [stage.step(float(rank)) for _ in range(2)]
+    if rank == 1:
+        sys.setprofile(do_when(where, partial(os.kill, os.getpid(), signal.SIGSTOP)))
+    else:
+        threading.Thread(target=_wake_when_stopped, args=(stage.pid(1),), daemon=True).start()
+    start = time.monotonic()
+    means.append(stage.step(float(rank)))
+    waited = time.monotonic() - start
+    sys.setprofile(None)
+    means.append(stage.step(float(rank)))
+    return means, waited > 0.9
+
+
+def _wake_when_stopped(pid: int) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)  # no event tells of the stop of a process that is no child
+    time.sleep(1.0)  # being stopped for so long is the fault
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("where", ["backward", "agree", "_finish"])
+def test_a_rank_that_is_stopped_and_goes_on_in_time_changes_nothing(tmp_path: Path, where: str) -> None:
+    results = run_ranks(_goes_on_after_a_stop, 3, tmp_path, where)
+    assert [means for means, _ in results] == [[1.0] * 4] * 3  # of 0, 1 and 2
+    assert results[1][1]  # it was stopped, indeed
+    assert list(tmp_path.glob("legacy_ddp-*")) == []  # nothing to report: no file stays
+
+
+# Scripts, as users write them
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+
+folder, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank=rank, world_size=3)
+
+
+def train():
+    checks = Checks(report_dir=folder + "/reports")
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=checks, timeout_seconds=30.0)
+    for step in range(4):
+        if (rank, step) == (1, 2):
+            raise ValueError("bad batch")
+        model(torch.ones(1, 2)).sum().backward()
+        model.all_reduce()
+        model.zero_grad()
+"""
+ENDINGS = {
+    "the group destroyed": "try:\n    train()\nfinally:\n    dist.destroy_process_group()\n",
+    "nothing done at the end": "train()\n",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + ENDINGS[ending])
+    ranks = [_start_script(script, tmp_path, rank) for rank in range(3)]
+    try:
+        ranks[1].wait(120.0)
+        ended = time.monotonic()
+        said = [process.communicate(timeout=120.0)[1] for process in ranks]
+        assert time.monotonic() - ended < EXIT_SECONDS
+    finally:
+        for process in ranks:
+            process.kill()
+    assert "ValueError: bad batch" in said[1]
+    for rank in (0, 2):
+        assert "PeerLostError: all_reduce() call 3, phase agree" in said[rank]
+        (file,) = (tmp_path / "reports").glob(f"legacy_ddp-*-rank{rank}-*")
+        words = " ".join(entries(file)[-1].split())
+        assert "missing rank 1 (left after all_reduce() call 2 with ValueError: bad batch" in words
+    if ending == "the group destroyed":  # otherwise torch's own threads may abort the process
+        assert [process.returncode for process in ranks] == [1, 1, 1]
+
+
+ASK_AT_EXIT = """
+import atexit
+from legacy_ddp._watchdog.server import Line
+from legacy_ddp._watchdog.client import ask_all
+
+line = Line(0, dict, print)
+atexit.register(lambda: print(*ask_all([line.me], {}, line.me.identity).values()))
+"""
+
+
+def test_a_rank_that_asks_while_its_process_ends_leaves_no_traceback() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", ASK_AT_EXIT], env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert "does not answer" in ran.stdout  # asked by the thread that ends the process: no other can be started
+
+
+def _start_script(script: Path, folder: Path, rank: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(folder), str(rank)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -1,0 +1,142 @@
+"""The report file where it cannot be written, and where SIGTERM is the user's own."""
+
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from legacy_ddp import LostPeerError
+from legacy_ddp._watchdog.report_file import ReportFile
+from tests.helpers.listening import Training
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+
+STACKS = "most recent call first"  # as faulthandler writes them
+
+
+# A full disk
+
+
+@contextmanager
+def _full_disk(size_bytes: int = 0) -> Iterator[None]:
+    """No file of this process may grow over ``size_bytes``: it is written as far as that, then an error comes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))  # Python ignores the signal that comes with it
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_told_in_place_of_the_path_and_no_empty_file_is_left(tmp_path: Path) -> None:
+    with _full_disk():
+        file = ReportFile(tmp_path, 0, 2)
+        assert not file.append("report")
+
+    assert file.path.stat().st_size == 0
+    assert file.where("also in") == f"not written in full to {file.path}: File too large"
+    file.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_that_is_cut_short_by_a_full_disk_is_not_pointed_to_and_the_next_is(tmp_path: Path) -> None:
+    file = ReportFile(tmp_path, 0, 2)
+    with _full_disk(file.path.stat().st_size + 100):
+        assert not file.append(1000 * "x")
+    assert "not written in full" in file.where("also in")
+
+    assert file.append("later")
+    assert file.where("also in") == f"also in {file.path}"
+    file.close()
+    assert "later" in file.path.read_text()
+
+
+def test_where_no_file_can_be_made_nothing_points_to_the_null_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "file" / "inside"))
+
+    file = ReportFile(None, 0, 2)
+
+    assert not file.append("report")
+    assert file.where("also in") == f"not on disk: [Errno 20] Not a directory: {str(tmp_path / 'file' / 'inside')!r}"
+    file.close()
+
+
+def _loses_a_rank_on_a_full_disk(rank: int, folder: Path) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("legacy_ddp").addHandler(handler)
+    training = Training(folder)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with _full_disk(), pytest.raises(LostPeerError) as caught:
+        training.step()
+    return ["\n".join(said), str(caught.value)]
+
+
+def test_a_loss_on_a_full_disk_is_told_in_full_by_log_and_error_and_neither_points_to_a_file(tmp_path: Path) -> None:
+    for text in run_ranks(_loses_a_rank_on_a_full_disk, 2, tmp_path, lost=(1,))[0]:
+        assert "    0  all_reduce() call 3: agree" in text  # in the table
+        assert "not written in full to " in text
+        assert "also in" not in text
+        assert "reports of this rank" not in text
+
+
+# SIGTERM
+
+_SCRIPT = """
+import faulthandler, os, signal, sys
+from legacy_ddp._watchdog.report_file import ReportFile
+
+folder, story = sys.argv[1:]
+if "handler" in story:
+    signal.signal(signal.SIGTERM, lambda *_: print("handled"))
+if "faulthandler" in story:
+    faulthandler.register(signal.SIGTERM, file=open(folder + "/own", "w"), chain="chained" in story)
+file = ReportFile(folder, 0, 1)
+os.kill(os.getpid(), signal.SIGTERM)
+print("alive")
+file.append("the end")
+"""
+
+
+@pytest.mark.parametrize(
+    "story, output, in_own",
+    [
+        ("faulthandler", "alive", True),
+        ("handler, then faulthandler", "alive", True),
+        ("handler, then chained faulthandler", "handled alive", True),
+        ("handler", "handled alive", False),
+    ],
+)
+def test_a_faulthandler_that_the_user_registered_keeps_its_file_and_its_end(
+    story: str, output: str, *, in_own: bool, tmp_path: Path
+) -> None:
+    """It was replaced: the stacks went to the report file, and the process ended."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _SCRIPT, str(tmp_path), story],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout.split() == output.split()
+    (report,) = tmp_path.glob("legacy_ddp-*.txt")
+    text = report.read_text()
+    assert (STACKS in text) is not in_own
+    assert ("SIGTERM leaves no stacks here" in text) is in_own
+    if in_own:
+        assert STACKS in (tmp_path / "own").read_text()

@@ -1,0 +1,79 @@
+"""The state of all ranks, asked of real listeners: which ranks are asked a second time, and what that changes."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from legacy_ddp._watchdog.client import ANSWER_SECONDS, Outcome, Peer
+from legacy_ddp._watchdog.processes import RUNNING, own_identity
+from legacy_ddp._watchdog.server import Line
+from legacy_ddp._watchdog.status import Place, ask_everybody, own_state
+
+WORDS = "left because another rank was lost"
+
+
+class _Answers:
+    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late."""
+
+    def __init__(self, rank: int) -> None:
+        self.count = 0
+        self.changes: dict[int, dict[str, Any]] = {}
+        self.delays: dict[int, float] = {}
+        self.line = Line(rank, self._answer, lambda _rank, _goodbye: None)
+        self.line.start(None)
+
+    def _answer(self, _message: Any) -> dict[str, Any]:
+        self.count += 1
+        time.sleep(self.delays.get(self.count, 0.0))
+        return {**own_state(Place(), []), **self.changes.get(self.count, {})}
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[_Answers]]:
+    made = [_Answers(rank) for rank in range(3)]
+    yield made
+    for one in made:
+        one.line.close("")
+
+
+def _dead_peer(rank: int) -> Peer:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    identity = own_identity()
+    return Peer(rank, replace(identity, pid=process.pid), [], "")
+
+
+def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[_Answers]) -> None:
+    first = listeners[0]
+    first.changes = {1: {"goodbyes": {}}, 2: {"goodbyes": {"1": WORDS}}}
+    peers = [first.line.me, _dead_peer(1), listeners[2].line.me, _dead_peer(3)]
+
+    rows = ask_everybody(peers, first.line.me, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.GONE, Outcome.ANSWERED, Outcome.GONE]
+    assert [row.note for row in rows] == ["", WORDS, "", ""]
+    assert [row.left_for_a_loss for row in rows] == [False, True, False, False]
+
+
+def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers]) -> None:
+    asker, other, slow = listeners
+    slow.delays = {1: ANSWER_SECONDS + 0.2}
+    asker.changes = {1: {"seen": {"2": RUNNING}}}
+    peers = [asker.line.me, other.line.me, slow.line.me]
+
+    rows = ask_everybody(peers, asker.line.me, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1, 1, 2]
+
+
+def test_nobody_is_asked_twice_where_all_answer(listeners: list[_Answers]) -> None:
+    rows = ask_everybody([one.line.me for one in listeners], listeners[0].line.me, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1, 1, 1]
