@@ -12,7 +12,7 @@ MAX_SIDES = 4
 class Difference:
     """One thing that ranks hold differently; ``holders`` maps each value to its ranks, most ranks first."""
 
-    what: str
+    name: str
     holders: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
@@ -35,7 +35,7 @@ class Difference:
     def __str__(self) -> str:
         # The odd ones first: they are what the reader looks for.
         parts = [f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in self.holders]
-        return f"{self.what}: {'; '.join(reversed(parts))}"
+        return f"{self.name}: {'; '.join(reversed(parts))}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._settings import Settings
-from legacy_ddp._text import say_bytes
+from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.process_group import GroupHandle
 
 
@@ -21,7 +21,7 @@ def _layout_lines(layout: Layout | None) -> Iterator[str]:
         yield "no layout planned yet"
         return
     for index, bucket in enumerate(layout.buckets):
-        size = say_bytes(bucket.numel * bucket.dtype.itemsize)
+        size = format_bytes(bucket.numel * bucket.dtype.itemsize)
         yield f"bucket {index}: {bucket.label}, {len(bucket.slots):,} tensors, {bucket.numel:,} elements, {size}"
     if not layout.buckets:
         yield "no trainable parameters"

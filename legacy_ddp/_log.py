@@ -4,7 +4,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 
-from legacy_ddp._text import say_bytes
+from legacy_ddp._text import format_bytes
 
 _logger = logging.getLogger("legacy_ddp")
 
@@ -35,4 +35,4 @@ def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, flo
     """A call is over; level DEBUG."""
     if _logger.isEnabledFor(logging.DEBUG):
         phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
-        logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, say_bytes(payload_bytes), phases)
+        logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, format_bytes(payload_bytes), phases)

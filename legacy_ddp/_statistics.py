@@ -63,14 +63,14 @@ def find_straggler(seconds_waited: Sequence[float]) -> tuple[int, float] | None:
     return rank, median([*seconds_waited[:rank], *seconds_waited[rank + 1 :]]) - seconds_waited[rank]
 
 
-class Lookalikes:
+class SameDataDetector:
     """The ranks whose norms were equal in each of the last ``SUSPICIOUS_CALLS`` calls."""
 
     def __init__(self) -> None:
         # Empty from the first call on in which all differ, so that ordinary calls cost one dictionary.
         self._calls: deque[Sequence[float | None]] = deque(maxlen=SUSPICIOUS_CALLS)
 
-    def note(self, norms: Sequence[float | None]) -> Groups:
+    def add(self, norms: Sequence[float | None]) -> Groups:
         """Take the comparable norms of one more call in."""
         if not equal_ranks(norms):
             self._calls.clear()

@@ -48,7 +48,7 @@ def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
     return lines
 
 
-def say_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """``380 MB``; in powers of ten."""
     for unit in ("bytes", "kB", "MB"):
         if number < 1000:

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from legacy_ddp._agreement.header import Flag, Header, Part, decode_rows, encode_row
+from legacy_ddp._agreement.header import Flag, Header, Participation, decode_rows, encode_row
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._error_text import error_text
@@ -62,17 +62,17 @@ def announcing_failures(call: Call) -> Iterator[None]:
         Exception: what failed here, unchanged, if every rank failed with the same words: then nobody waits.
     """
     try:
-        call.prepare()
+        call.prepare_watchdog()
         yield
     except Exception as error:
         if isinstance(error, LegacyDDPError) and error.call is None:
             error.call, error.phase = call.number, call.phase_name
-        header = Header(member=call.member, operation=call.operation, call=call.number, flags=Flag.FAILED)
+        header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
             rows = decode_rows(call.gather(encode_row(header)))
             problem = _find_failure(call, rows, error_text(error))
         if problem is None:
-            call.settle()
+            call.mark_finished()
             raise
         raise problem from error
 
@@ -80,8 +80,8 @@ def announcing_failures(call: Call) -> Iterator[None]:
 def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: str = "allow") -> Agreement:
     """Exchange headers; return what they say if they match.
 
-    ``header`` needs no version, member, operation or call: the call knows them. ``inventory`` is what ``header.layout``
-    is the fingerprint of.
+    ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
+    of ``inventory``.
 
     Raises:
         PeerError: a rank failed before the exchange.
@@ -89,7 +89,7 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
             ``uneven="raise"`` other numbers of micro-batches; leaves that ranks do not split as a tree needs it.
         LayoutError: another inventory.
     """
-    header = header._replace(member=call.member, operation=call.operation, call=call.number)
+    header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
     with call.phase("agree"):
         headers = call.gather(encode_row(header))
         rows = decode_rows(headers)
@@ -101,8 +101,8 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
         )
         if problem is not None:
             raise problem
-        call.meet()
-    call.seat.waited_seconds = call.seconds["agree"]
+        call.exchange_endpoints()
+    call.group_state.waited_seconds = call.seconds["agree"]
     return Agreement(headers, rows)
 
 
@@ -155,13 +155,13 @@ def _find_failure(call: Call, rows: Sequence[Header], own: str) -> AgreedError |
 
 
 def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
-    if len({(row.version, row.member, row.operation, row.call, row.argument) for row in rows}) == 1:
+    if len({(row.version, row.wrapper_id, row.operation, row.call, row.argument) for row in rows}) == 1:
         return None
     finding = compare_rows(
         [
             {
                 "header version": str(row.version),
-                "wrapper": f"number {row.member} on this group",
+                "wrapper": f"number {row.wrapper_id} on this group",
                 "call": row.call_name,
                 "src": str(row.argument),
             }
@@ -178,7 +178,7 @@ def _find_other_layout(call: Call, rows: Sequence[Header], inventory: Mapping[st
     finding = compare_rows([json.loads(text) for text in call.gather_bytes(json.dumps(dict(inventory)).encode())])
     what = f"ranks hold different things:\n{finding}\nmake the module and the settings alike on every rank"
     error = _error(LayoutError, rows, what, finding.ranks)
-    names = [item.what for item in finding.differences]
+    names = [item.name for item in finding.differences]
     if len(names) == 1 and names[0].startswith("parameter "):
         error.parameter = names[0].removeprefix("parameter ").strip("'")
     return error
@@ -206,9 +206,9 @@ def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | Non
 
 
 def _find_mixed_parts(rows: Sequence[Header]) -> AgreedError | None:
-    meant = {Part.PLAIN: "sample_size=None", Part.SAMPLES: "an int sample_size"}
-    ranks = [rank for rank, row in enumerate(rows) if row.part != Part.SKIP]
-    finding = compare_rows([{"argument": meant[Part(rows[rank].part)]} for rank in ranks], ranks)
+    meant = {Participation.PLAIN: "sample_size=None", Participation.SAMPLES: "an int sample_size"}
+    ranks = [rank for rank, row in enumerate(rows) if row.participation != Participation.SKIP]
+    finding = compare_rows([{"argument": meant[Participation(rows[rank].participation)]} for rank in ranks], ranks)
     if not finding:
         return None
     what = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"

@@ -12,7 +12,7 @@ HEADER_WORDS = 16  # fixed for ever: gloo aborts the process when ranks exchange
 HEADER_VERSION = 1
 
 
-class Part(IntEnum):
+class Participation(IntEnum):
     """What a rank says of its gradients in an all_reduce."""
 
     PLAIN = 0
@@ -50,13 +50,13 @@ class Header(NamedTuple):
     """
 
     version: int = HEADER_VERSION
-    member: int = 0
+    wrapper_id: int = 0
     operation: int = 0
     call: int = 0
     layout: int = 0
     argument: int = 0
     mask: int = 0
-    part: int = Part.PLAIN
+    participation: int = Participation.PLAIN
     sample_size: int = 0
     micro_batches: int = 0
     flags: int = 0
@@ -75,12 +75,13 @@ class Header(NamedTuple):
     @property
     def takes_part(self) -> bool:
         """Whether the rank's gradients count."""
-        return self.part == Part.PLAIN or (self.part == Part.SAMPLES and self.sample_size > 0)
+        has_samples = self.participation == Participation.SAMPLES and self.sample_size > 0
+        return has_samples or self.participation == Participation.PLAIN
 
     @property
     def samples(self) -> int | None:
         """The rank's sample_size, None if it gave none."""
-        return self.sample_size if self.part == Part.SAMPLES else None
+        return self.sample_size if self.participation == Participation.SAMPLES else None
 
     @property
     def local_norm(self) -> float | None:
@@ -93,7 +94,7 @@ class Header(NamedTuple):
         return bool(self.flags & _FINITE) if self.flags & _VALUES else None
 
 
-def norm_word(norm: float) -> int:
+def encode_norm(norm: float) -> int:
     """The bits of a norm as a header word."""
     return int(struct.unpack("<q", struct.pack("<d", norm))[0])
 

@@ -141,7 +141,7 @@ def _end_of(item: Any) -> threading.Event:
 
 def _wait(call: Call, hook: CommHook, item: Any, end: threading.Event, start: float) -> Any:
     while not end.wait(SLICE.total_seconds()):
-        call.heed(time.perf_counter() - start, f"the communication hook {hook} did not finish")
+        call.check_deadline(time.perf_counter() - start, f"the communication hook {hook} did not finish")
     if not isinstance(item, internals.Future):
         return item
     with _blaming(call, hook):
@@ -188,7 +188,7 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
     if problem:  # should the others not come, because their hooks wait for this rank's, that is why
-        call.say(f"its hook returned what cannot be a gradient: {problem}")
+        call.set_phase(f"its hook returned what cannot be a gradient: {problem}")
     bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
     if not any(bad):
         return

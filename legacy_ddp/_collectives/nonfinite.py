@@ -51,12 +51,12 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -
     Raises:
         NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers excuse it on all ranks.
     """
-    policy, seat = call.checks.nonfinite_policy, call.seat
+    policy, state = call.checks.nonfinite_policy, call.group_state
     if policy == "ignore" or not agreement.participants:
         return ""
     ranks = [rank for rank in agreement.participants if agreement.rows[rank].finite is False]
-    if not ranks or seat.nonfinite_told:
-        seat.nonfinite_told = bool(ranks)
+    if not ranks or state.nonfinite_warned:
+        state.nonfinite_warned = bool(ranks)
         return ""
     with call.phase("agree"):
         own = _look(plan, packed, call.checks.grad_scaler, scan=call.groups.rank in ranks)
@@ -68,7 +68,7 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -
         names = [name for rank in ranks for name in damages[rank].counts]
         parameter = names[0] if names else None
         raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-    seat.nonfinite_told = True
+    state.nonfinite_warned = True
     return text
 
 

@@ -24,7 +24,7 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, comparable_norm
 from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._step_guard.guard import guard_steps
-from legacy_ddp._transport.call import Call, Seat
+from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of
 from legacy_ddp._transport.operation import Operation
 
@@ -48,7 +48,7 @@ class Synchronizer:
         if settings.checks.guards_steps:
             guard_steps()
         # By the user's group, so that coming back to one finds the seat there again.
-        self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, Seat] = weakref.WeakKeyDictionary()
+        self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
         self._warned_uneven = False
         self._warned_same_data = False
         self._warned_joined = False
@@ -79,7 +79,7 @@ class Synchronizer:
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         groups = groups_of(group, timeout)
         if group not in self._seats:
-            self._seats[group] = Seat(groups)
+            self._seats[group] = GroupState(groups)
         return Call(self._seats[group], operation, timeout, self.settings.checks)
 
     def note_new_parameters(self, plan: Plan) -> None:
@@ -135,7 +135,7 @@ class Synchronizer:
             return
         # Without a backward since the last call gradients are what that one left, equal everywhere.
         norms = [comparable_norm(row.local_norm, row.finite) if row.micro_batches else None for row in agreement.rows]
-        if groups := call.seat.lookalikes.note(norms):
+        if groups := call.group_state.same_data.add(norms):
             self._warned_same_data = True
             who = ", and ".join(f"{name_ranks(ranks)} hold identical local gradients" for ranks in groups)
             self.note(

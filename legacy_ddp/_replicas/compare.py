@@ -117,7 +117,7 @@ def _show(call: Call, holdings: Sequence[Holding], words: Mapping[str, str]) -> 
 def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
     """Kind by kind, but settings that differ first: a learning rate says more than a thousand weights."""
     found = [
-        ReplicaDifference(kind, item.what, item.holders)
+        ReplicaDifference(kind, item.name, item.holders)
         for kind in KINDS
         for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
     ]
@@ -135,7 +135,7 @@ def _judge(
     phases = [] if recall is None else _exchange_phases(call, recall())
     found = _blame_all(differences, phases)
     if phases and (call.operation is Operation.ALL_REDUCE or "parameters" in kinds):
-        verdict = judge_phases(phases, call.seat.calls[Operation.ALL_REDUCE])
+        verdict = judge_phases(phases, call.group_state.calls[Operation.ALL_REDUCE])
         if verdict.phase:
             return accuse(verdict, found.implicated, STATE_ALONE)
     return judge_kinds(kinds, [kind for kind in KINDS if compared[kind]], found)
@@ -183,7 +183,7 @@ def _compare_elements(call: Call, own: torch.Tensor, most: Sequence[int]) -> dic
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = most[0], 0
     flat = reference.view(-1).view(torch.uint8)
-    call.carry(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
+    call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
     found = None if call.groups.rank in most else _compared(own, reference)
     told = call.gather_bytes(json.dumps(found and found.to_json()).encode())
     return {rank: ElementDifference.from_json(json.loads(text)) for rank, text in enumerate(told) if text != b"null"}

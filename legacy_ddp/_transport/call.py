@@ -17,7 +17,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._settings import Checks
-from legacy_ddp._statistics import Lookalikes
+from legacy_ddp._statistics import SameDataDetector
 from legacy_ddp._text import encodable
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
@@ -29,15 +29,15 @@ _FIRST_WARNED_CALL = 3
 
 
 @dataclass
-class Seat:
+class GroupState:
     """A wrapper's place in a group: its number there, given at its first success, and how many calls it completed."""
 
     groups: Groups
-    member: int | None = None
+    wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
     waited_seconds: float = 0.0
-    nonfinite_told: bool = False  # a streak of non-finite gradients is under way, and was warned of
-    lookalikes: Lookalikes = field(default_factory=Lookalikes)
+    nonfinite_warned: bool = False  # a streak of non-finite gradients is under way, and was warned of
+    same_data: SameDataDetector = field(default_factory=SameDataDetector)
 
 
 class Call:
@@ -50,20 +50,20 @@ class Call:
         LostPeerError: an earlier failure left the group unusable.
     """
 
-    def __init__(self, seat: Seat, operation: Operation, timeout: timedelta, checks: Checks) -> None:
-        self.seat = seat
-        self.groups = seat.groups
+    def __init__(self, group_state: GroupState, operation: Operation, timeout: timedelta, checks: Checks) -> None:
+        self.group_state = group_state
+        self.groups = group_state.groups
         self.operation = operation
         self.timeout = timeout
         self.checks = checks
         self.number = 0
-        self.member = 0
+        self.wrapper_id = 0
         self.phase_name = ""
         self.seconds: dict[str, float] = {}
         self._phase_start = 0.0
         self._name = ""
-        self._has_met = False  # has begun to communicate: the others count this call, too
-        self._is_open = False  # the others are, or may be, waiting for what this rank does next
+        self._has_communicated = False  # has begun to communicate: the others count this call, too
+        self._peers_waiting = False  # the others are, or may be, waiting for what this rank does next
 
     def __enter__(self) -> "Call":
         if not self.groups.busy.acquire(blocking=False):
@@ -73,12 +73,12 @@ class Call:
             )
         try:
             self.groups.check_usable()
-            self.number = self.seat.calls[self.operation] + 1
+            self.number = self.group_state.calls[self.operation] + 1
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
-            self.member = self.seat.member or self.groups.members + 1
+            self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
             self._name = str(self)
-            if self.groups.watch is not None:
-                self.groups.watch.begin(self._name, warns=self._warns)
+            if self.groups.watchdog is not None:
+                self.groups.watchdog.begin(self._name, warns=self._warns)
         except BaseException:
             self.groups.busy.release()
             raise
@@ -88,23 +88,23 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._conclude(error)
+            self._finish(error)
         finally:
             HERE.enter(USER_CODE)
             self.groups.busy.release()
 
-    def _conclude(self, error: BaseException | None) -> None:
+    def _finish(self, error: BaseException | None) -> None:
         if error is None:
-            self.seat.calls[self.operation] = self.number
-            if self.seat.member is None:
-                self.seat.member = self.groups.members = self.member
-        watch = self.groups.watch
-        if watch is not None:
-            watch.end(has_met=self._has_met, succeeded=error is None)
-        if error is not None and self._is_open and not isinstance(error, AgreedError):
-            self.groups.lose(error)
-            if watch is not None and not isinstance(error, LostPeerError):
-                watch.tell(error)
+            self.group_state.calls[self.operation] = self.number
+            if self.group_state.wrapper_id is None:
+                self.group_state.wrapper_id = self.groups.wrapper_count = self.wrapper_id
+        watchdog = self.groups.watchdog
+        if watchdog is not None:
+            watchdog.end(has_met=self._has_communicated, succeeded=error is None)
+        if error is not None and self._peers_waiting and not isinstance(error, AgreedError):
+            self.groups.mark_failed(error)
+            if watchdog is not None and not isinstance(error, LostPeerError):
+                watchdog.tell(error)
 
     def __str__(self) -> str:
         return f"{self.operation} call {self.number}"
@@ -112,47 +112,49 @@ class Call:
     @property
     def _warns(self) -> bool:
         """A wrapper's first calls wait for compilers, caches and data loaders: not a word of them before a timeout."""
-        return self.number >= _FIRST_WARNED_CALL or self.seat.calls[Operation.ALL_REDUCE] >= _FIRST_WARNED_CALL - 1
+        return (
+            self.number >= _FIRST_WARNED_CALL or self.group_state.calls[Operation.ALL_REDUCE] >= _FIRST_WARNED_CALL - 1
+        )
 
-    def prepare(self) -> None:
+    def prepare_watchdog(self) -> None:
         """What is needed to look after the other ranks, if this is the first call here and checks want it.
 
         Raises:
             OSError: no report file can be made, or no socket.
         """
-        if watch := self.groups.open_watch(self.checks):
-            watch.begin(self._name, warns=self._warns)
+        if watchdog := self.groups.open_watchdog(self.checks):
+            watchdog.begin(self._name, warns=self._warns)
 
-    def meet(self) -> None:
+    def exchange_endpoints(self) -> None:
         """Collective, once per group, when headers matched for the first time: ranks learn how to reach each other."""
-        if self.groups.has_met:
+        if self.groups.endpoints_exchanged:
             return
-        watch = self.groups.watch
-        cards = self.gather_bytes(b"" if watch is None else watch.card())
-        if watch is not None:
-            watch.start(cards)
-        self.groups.has_met = True
+        watchdog = self.groups.watchdog
+        cards = self.gather_bytes(b"" if watchdog is None else watchdog.card())
+        if watchdog is not None:
+            watchdog.start(cards)
+        self.groups.endpoints_exchanged = True
 
-    def settle(self) -> None:
+    def mark_finished(self) -> None:
         """Every rank knows that the call ends here: no one waits any more."""
-        self._is_open = False
+        self._peers_waiting = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase, and say that the call is in it."""
         self.phase_name, self._phase_start = name, time.perf_counter()
-        self.say(name)
+        self.set_phase(name)
         try:
             with internals.profiled("legacy_ddp", self.operation, name):
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._phase_start
 
-    def say(self, what: str) -> None:
+    def set_phase(self, what: str) -> None:
         """Say what this rank does from now on, for the others' reports."""
         HERE.enter(what, self._name)
-        if self.groups.watch is not None:
-            self.groups.watch.enter(what, self._name)
+        if self.groups.watchdog is not None:
+            self.groups.watchdog.enter(what, self._name)
 
     def profiled(self, what: object) -> AbstractContextManager[object]:
         """A range of that name inside the phase, for torch's profiler."""
@@ -164,7 +166,7 @@ class Call:
         if self.groups.size == 1:
             return rows.copy_(row)
         options = self.options("Allgather")
-        self.carry(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
+        self.run(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
         return rows
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
@@ -184,20 +186,20 @@ class Call:
         if self.groups.size > 1:
             options = self.options("Allreduce")
             options.reduceOp = dist.ReduceOp.MAX
-            self.carry(self.groups.control, lambda group: group.allreduce([values], options))
+            self.run(self.groups.control, lambda group: group.allreduce([values], options))
         return values
 
     def options(self, kind: str) -> Any:
         """Options for one operation (``Allreduce``, ``AllToAll``, ...) that may take this call's time."""
         return internals.operation_options(kind, self.timeout)
 
-    def carry(self, group: Any, start: Callable[[Any], Any]) -> None:
+    def run(self, group: Any, start: Callable[[Any], Any]) -> None:
         """Start an operation on ``group`` and wait for it."""
         self.wait(group, self.start(group, start))
 
     def start(self, group: Any, start: Callable[[Any], Any]) -> Any:
         """``start(group)``: from here on the others count on this rank."""
-        self._has_met = self._is_open = True
+        self._has_communicated = self._peers_waiting = True
         return start(group)
 
     def wait(self, group: Any, work: Any) -> None:
@@ -212,7 +214,7 @@ class Call:
             return
         start = time.perf_counter()
         while (outcome := _poll(work)) is None:
-            self._heed_watch(time.perf_counter() - start)
+            self._check_watchdog(time.perf_counter() - start)
         if isinstance(outcome, RuntimeError):
             raise self.lost_error(outcome, time.perf_counter() - start) from None  # gloo's own words are in it
 
@@ -222,21 +224,23 @@ class Call:
             work = notice()
             if work is None:
                 return
-            self._has_met = self._is_open = True  # the others have this rank's word that it makes the call
+            self._has_communicated = self._peers_waiting = (
+                True  # the others have this rank's word that it makes the call
+            )
             start = time.perf_counter()
             while (outcome := _poll(work)) is not True:
                 if isinstance(outcome, RuntimeError):
                     raise self.lost_error(outcome, time.perf_counter() - start) from None
-                self.heed(time.perf_counter() - start)
+                self.check_deadline(time.perf_counter() - start)
 
-    def heed(self, waited_seconds: float, what: str = "no answer") -> None:
+    def check_deadline(self, waited_seconds: float, what: str = "no answer") -> None:
         """To be called now and then while waiting for what has no time limit of its own; ``what`` happened if it ends.
 
         Raises:
             SyncTimeoutError: it has taken as long as this call may wait.
             LostPeerError: another rank found out that one is lost.
         """
-        self._heed_watch(waited_seconds)
+        self._check_watchdog(waited_seconds)
         limit = self.timeout.total_seconds()
         if waited_seconds > limit:
             raise self._lost_error(Failure(f"{what} within {limit:g} s", is_late=True))
@@ -245,24 +249,24 @@ class Call:
         """What an error of the transport, after so long a wait, means to the user."""
         return self._lost_error(self._failure(error, waited_seconds))
 
-    def _heed_watch(self, waited_seconds: float) -> None:
-        if self.groups.watch is not None and (failure := self.groups.watch.look(waited_seconds)):
+    def _check_watchdog(self, waited_seconds: float) -> None:
+        if self.groups.watchdog is not None and (failure := self.groups.watchdog.look(waited_seconds)):
             raise self._lost_error(failure)
 
     def _failure(self, error: RuntimeError, waited_seconds: float) -> Failure:
-        limit, said = self.timeout.total_seconds(), _first_sentence(error)
+        limit, said = self.timeout.total_seconds(), _gloo_reason(error)
         # By its words, too: the time may have begun to run while this rank still waited for an earlier collective.
         if waited_seconds >= 0.99 * limit or "timed out" in said.lower():
             return Failure(f"no answer within {limit:g} s", is_late=True)
         return Failure(f"connection lost after {waited_seconds:.2f} s ({said})")
 
     def _lost_error(self, failure: Failure) -> LostPeerError:
-        watch = self.groups.watch
-        if watch is None:
+        watchdog = self.groups.watchdog
+        if watchdog is None:
             text = f"{self}: {failure.reason}; missing ranks unknown: nobody looks after them with checks off"
             return _kind(failure.is_late)(text, call=self.number, phase=self.phase_name)
-        report = watch.conclude(failure)
-        text = f"{report.text}\n\n({watch.file.where('also in')})"
+        report = watchdog.conclude(failure)
+        text = f"{report.text}\n\n({watchdog.file.where('also in')})"
         error = _kind(report.is_late)(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
         error.report = report.text
         return error
@@ -272,12 +276,12 @@ def _kind(is_late: bool) -> type[LostPeerError]:
     return SyncTimeoutError if is_late else PeerLostError
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def _gloo_reason(error: RuntimeError) -> str:
     """What gloo says, without the place in its own source before it and the advice behind it."""
     return re.sub(r"^\[[^\]]*\] ?", "", first_line(error)).split(". ")[0]
 
 
-def check_moment(call: Call) -> None:
+def check_can_communicate(call: Call) -> None:
     """Refuse a call where communicating cannot be right.
 
     Raises:

@@ -37,12 +37,12 @@ class Groups:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.rank = parent.rank()
         self.size = parent.size()
-        self.members = 0  # wrappers that have met their peers here
+        self.wrapper_count = 0  # wrappers that have met their peers here
         self.busy = threading.Lock()
         self.control: Any = None
-        self.watch: Watchdog | None = None  # None: not wanted, or the ranks have not met yet
-        self.has_met = False
-        self._end_watch: weakref.finalize[..., Groups] | None = None
+        self.watchdog: Watchdog | None = None  # None: not wanted, or the ranks have not met yet
+        self.endpoints_exchanged = False
+        self._close_watchdog: weakref.finalize[..., Groups] | None = None
         self._payload: Any = None
         self._parent = weakref.ref(parent)
         self._lost = ""
@@ -62,7 +62,7 @@ class Groups:
             for name in ("control", "payload")
         )
 
-    def open_watch(self, checks: Checks) -> Watchdog | None:
+    def open_watchdog(self, checks: Checks) -> Watchdog | None:
         """Make ready to look after the other ranks, if ``checks`` want it and the ranks have not met without.
 
         Returns:
@@ -71,13 +71,13 @@ class Groups:
         Raises:
             OSError: no report file can be made, or no socket.
         """
-        if self.has_met or self.watch is not None or self.size == 1 or checks.level == "off":
+        if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
-        self.watch = Watchdog(
+        self.watchdog = Watchdog(
             self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
         )
-        self._end_watch = weakref.finalize(self, self.watch.close)  # also at exit
-        return self.watch
+        self._close_watchdog = weakref.finalize(self, self.watchdog.close)  # also at exit
+        return self.watchdog
 
     def payload(self, device: torch.device) -> Any:
         """The group that carries tensors of ``device``: the private one for CPU and on gloo, else the user's own.
@@ -101,7 +101,7 @@ class Groups:
         """Whether ``group`` is one of ours, on gloo."""
         return group is self.control or group is self._payload
 
-    def lose(self, error: BaseException) -> None:
+    def mark_failed(self, error: BaseException) -> None:
         """Refuse any further use: ranks may be at different places. Keeps words only, no traceback with its locals."""
         self._lost = error_text(error)
         self._lost_ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
@@ -121,8 +121,8 @@ class Groups:
 
     def close(self) -> None:
         """Drop the groups; their threads end here and not somewhere in the interpreter's last breath."""
-        if self._end_watch is not None:
-            self._end_watch()  # first: a lost connection makes the others ask at once, and its goodbye is the answer
+        if self._close_watchdog is not None:
+            self._close_watchdog()  # first: a lost connection makes the others poll at once, for the exit reason
         self.control = self._payload = None
 
 
@@ -140,7 +140,7 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
         try:
             groups.build(parent, timeout)
         except BaseException as error:
-            groups.lose(error)
+            groups.mark_failed(error)
             if isinstance(error, LegacyDDPError) or not isinstance(error, RuntimeError):
                 raise
             raise PeerLostError(
