@@ -23,7 +23,8 @@ from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import CommHookError, LegacyDDPError
 from legacy_ddp._settings import CommHook
-from legacy_ddp._transport.call import SLICE, Call
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.wait import SLICE
 
 # gloo raises RuntimeError and nothing else, but begins with a place in its own source.
 _SAID_BY_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
@@ -192,7 +193,7 @@ def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
     bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
     if not any(bad):
         return
-    texts = call.gather_texts(problem)
+    texts = call.gather_objects(problem)
     ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
     said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in ranks)
     raise CommHookError(

@@ -1,4 +1,4 @@
 """Private process groups, and one call on them: sequence number, phases, waiting and small exchanges.
 
-Imported by everything that communicates. Imports the watchdog, settings and errors.
+Imported by every room that communicates. Imports the watchdog, settings and errors.
 """
