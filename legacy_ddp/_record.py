@@ -1,4 +1,4 @@
-"""Record of a call: SyncRecord, with one RankRow per rank."""
+"""Record of a call: SyncRecord, with a RankRow per rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,11 @@ from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, est
 
 @dataclass(frozen=True)
 class RankRow:
-    """Contribution of one rank to a call.
+    """Contribution of a rank to a call.
 
     ``local_norm``: 2-norm of the local gradient, before the reduction; None if the rank took no part, with checks off,
     and on CUDA unless ``Checks(nonfinite=)`` asks for the norm. ``finite``: whether the local gradient held neither NaN
-    nor infinity; None if ``local_norm`` is None. ``micro_batches``: backward passes since the rank's last call.
+    nor infinity; None without ``local_norm``. ``micro_batches``: backward passes since the rank's last call.
     ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
     ``leaves``: with ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of
     the other ranks, in the *previous* call; the straggler waited least.
@@ -34,12 +34,12 @@ class RankRow:
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """Record of one :meth:`all_reduce` on this rank. Host values, final when the call returns.
+    """Record of an :meth:`all_reduce` on this rank. Host values, final when the call returns.
 
     ``call``: number of the call on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``.
     ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
     sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``payload_bytes``:
-    bytes of gradients that this rank handed to collectives. ``seconds``: wall time of this rank per phase (plan, pack,
+    gradient bytes from this rank to collectives. ``seconds``: wall time of this rank per phase (plan, pack,
     agree, payload, alias; with ``checks="detail"`` also digest, with a communication hook hook, inside :meth:`join`
     join, under a recorder observe). ``rank``: number of this rank, and index of its row.
     """
@@ -57,7 +57,7 @@ class SyncRecord:
 
     @cached_property
     def rows(self) -> tuple[RankRow, ...]:
-        """One row per rank of the group, in rank order; decoded at the first access."""
+        """A row per rank of the group, in rank order; decoded at the first access."""
         if self._headers is None:
             return ()
         return tuple(_row(rank, header) for rank, header in enumerate(decode_rows(self._headers)))
@@ -74,7 +74,7 @@ class SyncRecord:
     def straggler(self) -> tuple[int, float] | None:
         """The last rank of the *previous* call, and how many seconds longer the median of the other ranks waited.
 
-        In every call some rank is last. A rank that is named again and again, with seconds that matter, is slow. None
+        In every call some rank is last. A rank named again and again, with many seconds, is slow. None
         in a first call and for a single rank.
         """
         return find_straggler([row.seconds_waited for row in self.rows])

@@ -23,7 +23,7 @@ _ALLOWED = {
 
 @runtime_checkable
 class LossScaler(Protocol):
-    """The methods of ``torch.amp.GradScaler`` that are used."""
+    """The used methods of ``torch.amp.GradScaler``."""
 
     def is_enabled(self) -> bool:
         """Whether the scaler scales."""
@@ -56,7 +56,7 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Checks:
-    """The checks that every :meth:`all_reduce` makes in addition to the comparison of headers.
+    """Checks of every :meth:`all_reduce`, in addition to the comparison of headers.
 
     A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
     ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
@@ -84,7 +84,7 @@ class Checks:
             scaler, a pickle leaves it out.
         same_data: the reaction if ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
             after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
-            for gradients that are normalised before the call.
+            for gradients normalised before the call.
         local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): ``"detail"``
             leaves these buffers out.
         warn_after_seconds: seconds that a rank waits before it warns, naming the missing ranks and their activity. On a
@@ -92,7 +92,7 @@ class Checks:
         report_dir: the directory for the report file of every rank; None: the system's temporary directory.
 
     Raises:
-        TypeError, ValueError: a value that is not allowed above.
+        TypeError, ValueError: a value not allowed above.
     """
 
     level: str = "info"
@@ -146,12 +146,12 @@ class Checks:
 
     @cached_property
     def nonfinite_policy(self) -> str:
-        """The reaction to a gradient that is not finite."""
+        """The reaction to a non-finite gradient."""
         return self.nonfinite if self.level != "off" else "ignore"
 
     @cached_property
     def warns_of_same_data(self) -> bool:
-        """Whether to warn of ranks that seem to read the same data."""
+        """Whether to warn of ranks with seemingly the same data."""
         return self.level != "off" and self.same_data == "warn"
 
     @cached_property
@@ -203,7 +203,7 @@ class CommHook:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments that a copy of a wrapper carries besides the module, without ``comm_hook``: its state is not shared.
+    """Arguments carried by a copy of a wrapper besides the module, without ``comm_hook``: its state is not shared.
 
     Raises:
         TypeError, ValueError: an unusable value; the text names the argument.
@@ -277,7 +277,7 @@ _TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
-    """The names in ``ignore``, and the names that torch DDP would leave out of ``module``.
+    """The names in ``ignore``, and the names in torch DDP's list of ``module``.
 
     Raises:
         TypeError: as :func:`as_names`.

@@ -14,7 +14,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Gradient noise of one call. The unit is an item: of ``sample_size``, or in a plain call a rank's contribution.
+    """Gradient noise of a call. The unit is an item: of ``sample_size``, or in a plain call a rank's contribution.
 
     ``squared_norm``: estimate of |G|², for the gradient G of infinitely many items. ``noise``: estimate of tr(Σ), the
     trace of the covariance of one item's gradient. Both are unbiased and very noisy, and may be negative: average each
@@ -42,12 +42,12 @@ def estimate_noise(local_norms: Sequence[float], sizes: Sequence[int], reduced_n
 
 
 def comparable_norm(norm: float | None, finite: bool | None) -> float | None:
-    """``norm`` if it is finite and not zero, otherwise None: then equality means nothing."""
+    """``norm`` if finite and not zero, otherwise None: then equality means nothing."""
     return norm if finite and norm else None
 
 
 def equal_ranks(values: Sequence[Hashable | None]) -> Groups:
-    """Groups of two or more ranks with equal values; None equals no value."""
+    """Groups of two or more ranks with equal values; None is never equal."""
     ranks: dict[Hashable, list[int]] = {}
     for rank, value in enumerate(values):
         if value is not None:
@@ -56,7 +56,7 @@ def equal_ranks(values: Sequence[Hashable | None]) -> Groups:
 
 
 def find_straggler(seconds_waited: Sequence[float]) -> tuple[int, float] | None:
-    """The rank that waited least, and the difference to the median of the other ranks; None if no rank waited."""
+    """The rank with the shortest wait, and the difference to the median of the other ranks; None if no rank waited."""
     if len(seconds_waited) < 2 or not any(seconds_waited):
         return None
     rank = min(range(len(seconds_waited)), key=seconds_waited.__getitem__)
@@ -70,7 +70,7 @@ class SameDataDetector:
         self._calls: deque[Sequence[float | None]] = deque(maxlen=SUSPICIOUS_CALLS)
 
     def add(self, norms: Sequence[float | None]) -> Groups:
-        """Add the comparable norms of one call. Returns the groups of ranks found, if any."""
+        """Add the comparable norms of a call. Returns the groups of ranks found, if any."""
         if not equal_ranks(norms):
             self._calls.clear()
             return ()

@@ -1,4 +1,4 @@
-"""Arguments of torch DDP that are not supported, and the alternative to each. Pure."""
+"""Unsupported arguments of torch DDP, and the alternative to each. Pure."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -35,7 +35,7 @@ _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 def refuse_unknown(
     target: type, given: Iterable[str], *signatures: Callable[..., Any], instead: Mapping[str, str] = INSTEAD
 ) -> None:
-    """Refuse names in ``given`` that are in none of the ``signatures`` of ``target``.
+    """Refuse names in ``given`` without a parameter in the ``signatures`` of ``target``.
 
     Raises:
         TypeError: with all unknown names, and the alternative to each.

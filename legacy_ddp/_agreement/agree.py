@@ -27,7 +27,7 @@ _compared = itemgetter(*map(Header._fields.index, _COMPARED_FIELDS + _WORK_FIELD
 
 @dataclass(frozen=True)
 class Agreement:
-    """Headers of all ranks that matched. ``headers``: int64, shape (size, HEADER_WORDS). ``rows``: decoded."""
+    """Matching headers of all ranks. ``headers``: int64, shape (size, HEADER_WORDS). ``rows``: decoded."""
 
     headers: torch.Tensor
     rows: Sequence[Header]
@@ -40,7 +40,7 @@ class Agreement:
 
     @cached_property
     def participants(self) -> tuple[int, ...]:
-        """The ranks with gradients that count."""
+        """The ranks with counting gradients."""
         return tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
 
     @cached_property
@@ -74,7 +74,7 @@ class Agreement:
 
 @contextmanager
 def announcing_failures(call: Call) -> Iterator[None]:
-    """Run local work that may fail. A failure reaches the waiting ranks in a header before the exception leaves.
+    """Run local work. A failure reaches the waiting ranks in a header before the exception leaves.
 
     Raises:
         PeerError: some ranks failed, or all with different errors; the same text on every rank.
@@ -104,9 +104,9 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
 
     Raises:
         PeerError: a rank failed before the exchange.
-        DesyncError: another wrapper, operation or call; None against int sample_size; a skipped or an extra call; with
-            ``uneven="raise"`` different numbers of micro-batches; a split of micro-batches that a tree cannot add.
-        LayoutError: another inventory.
+        DesyncError: a different wrapper, operation or call; sample_size on some ranks only; a skipped or extra call;
+            with ``uneven="raise"`` different numbers of micro-batches; a split of micro-batches unsuitable for a tree.
+        LayoutError: a different inventory.
     """
     header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
     with call.phase("agree"):
@@ -120,7 +120,7 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
 
 
 def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> list[int]:
-    """The kind of every reduced gradient: absent if it is absent on every rank, dense if ranks hold different kinds.
+    """The kind of every reduced gradient: absent if absent on every rank, dense if ranks hold different kinds.
 
     ``kinds``: the kinds on this rank. Collective only if the headers show different kinds: 2 bytes a slot, whatever the
     number of ranks.

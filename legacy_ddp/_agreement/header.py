@@ -1,4 +1,4 @@
-"""The header of a call: 16 words that every rank sends before all other communication. Pure."""
+"""The header of a call: 16 words from every rank, before all other communication. Pure."""
 
 import struct
 from enum import IntEnum, IntFlag
@@ -21,12 +21,12 @@ class Participation(IntEnum):
 
 
 class Flag(IntFlag):
-    """Facts of one bit.
+    """Facts, a bit each.
 
     REPEAT: no backward since the last call, and gradients unchanged since then.
     STEPPED: weights changed between the first backward since the last call and this call.
-    JOINED: the rank has left a join(), so its replica may be old. COUNTED: its zeros count in a plain mean.
-    VALUES: the norm was taken; FINITE: and it is finite.
+    JOINED: the rank has left a join(); its replica may be old. COUNTED: the zeros of this rank count in a plain mean.
+    VALUES: the norm was taken. FINITE: the norm is finite.
     """
 
     FAILED = 1
@@ -45,11 +45,11 @@ FAILED_BIT, VALUES_BIT, FINITE_BIT, COUNTED_BIT = (
 
 
 class Header(NamedTuple):
-    """The row of one rank: signed 64-bit words, in the order in which they travel.
+    """The row of a rank: signed 64-bit words, in the order of transfer.
 
     ``wrapper_id``: number of the wrapper on the group. ``argument``: ``src`` of a broadcast. ``mask``: fingerprint of
-    the kinds of all gradients, in check_replicas() of the gradients themselves. ``state``: fingerprint of all state
-    that replicas share. ``random``: fingerprint of the random generators, which may differ. ``leaves``: number of
+    the kinds of all gradients, in check_replicas() of the gradients themselves. ``state``: fingerprint of the state
+    shared by replicas. ``random``: fingerprint of the random generators, which may differ. ``leaves``: number of
     micro-batches added in the order of a tree, 0 without a tree.
     """
 

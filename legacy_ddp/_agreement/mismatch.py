@@ -1,7 +1,7 @@
 """Comparison of the headers of all ranks: the error for the first mismatch.
 
-Every function reads the same rows on every rank, so the error is the same on every rank. Collective only where a
-function takes the call: details are exchanged after a mismatch.
+Every rank reads the same rows and therefore finds the same error. Functions with the argument ``call`` are collective
+after a mismatch: the ranks exchange details.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from legacy_ddp._transport.gather import Gatherer
 def find_mismatch(
     call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], uneven: str
 ) -> AgreedError | None:
-    """The first mismatch: a failed rank, another call, another layout, another meaning of the same all_reduce()."""
+    """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call."""
     return (
         find_failure(call, rows, "")
         or _find_other_call(rows)
@@ -73,7 +73,7 @@ def _find_other_layout(call: Gatherer, rows: Sequence[Header], inventory: Mappin
 
 
 def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | None:
-    """The error for ranks that are in the same all_reduce() but do not mean the same by it.
+    """The error for ranks in the same all_reduce() with different meanings.
 
     Facts, which are evidence against a rank, come before numbers, for which only a majority can name a rank.
     """
@@ -91,8 +91,8 @@ def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | Non
 
 
 def describe_uneven_work(rows: Sequence[Header]) -> Finding | None:
-    """The numbers of micro-batches, if the participants differ. A block of ``reproducible=True`` counts as one, also an
-    empty block."""
+    """The numbers of micro-batches, if the participants differ. A block of ``reproducible=True`` is a micro-batch, also
+    an empty block."""
     return _describe_counts(rows, [row.leaves or row.micro_batches for row in rows])
 
 
@@ -119,7 +119,7 @@ def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
 
 
 def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
-    """The error for a split of micro-batches that a tree cannot add. A rank without gradients counts as zeros."""
+    """The error for a split of micro-batches unsuitable for a tree. A rank without gradients counts as zeros."""
     ranks = _participants(rows)
     most = max((rows[rank].leaves for rank in ranks), default=0)
     if not most:
@@ -138,7 +138,7 @@ def _participants(rows: Sequence[Header]) -> list[int]:
 
 
 def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
-    """The participants with ``flag``; empty if all participants have it, for then it is how they train."""
+    """The participants with ``flag``; empty if all participants have the flag: then the loop works like this."""
     participants = _participants(rows)
     ranks = [rank for rank in participants if rows[rank].flags & flag]
     return ranks if len(ranks) < len(participants) else []
@@ -151,7 +151,7 @@ def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> Agre
 
 
 def _error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:
-    """An error made from the rows alone. It names no call if the ranks are in different calls."""
+    """An error made from the rows alone. Names no call if the ranks are in different calls."""
     names = {row.call_name for row in rows}
     shared = len(names) == 1
     text = f"{names.pop()}: {text}" if shared else text[0].upper() + text[1:]

@@ -1,4 +1,4 @@
-"""One collective call on this rank: number in the sequence, phases and their times, success or failure."""
+"""A collective call on this rank: number in the sequence, phases and their times, success or failure."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ _FIRST_WARNED_CALL = 3
 
 @dataclass
 class GroupState:
-    """State of one wrapper on one group. ``wrapper_id`` is given at the first success; ``calls`` completed so far."""
+    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls."""
 
     groups: Groups
     wrapper_id: int | None = None
@@ -36,12 +36,12 @@ class GroupState:
 
 
 class Call(Gatherer):
-    """Context of one call, counted on success. A group has one call at a time.
+    """Context of a call, counted on success. A group has a single call at a time.
 
-    After the first communication a call succeeds, ends in an error that all ranks raise, or leaves the group unusable.
+    After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
 
     Raises:
-        LegacyDDPError: another call on this group is under way in this process.
+        LegacyDDPError: a call on this group is under way in this process.
         LostPeerError: an earlier failure left the group unusable.
     """
 
@@ -102,7 +102,7 @@ class Call(Gatherer):
         return max(self.number, self.group_state.calls[Operation.ALL_REDUCE] + 1) >= _FIRST_WARNED_CALL
 
     def prepare_watchdog(self) -> None:
-        """Make the watchdog if this is the first call on the group and the checks want one.
+        """Make the watchdog in the first call on the group, unless checks are off.
 
         Raises:
             OSError: the report file or the socket cannot be opened.
@@ -121,7 +121,7 @@ class Call(Gatherer):
         self.groups.endpoints_exchanged = True
 
     def mark_finished(self) -> None:
-        """Record that the call ends here on every rank: no rank waits any more."""
+        """Record the end of the call on every rank: no rank waits any more."""
         self._peers_waiting = False
 
     @contextmanager
@@ -147,7 +147,7 @@ class Call(Gatherer):
         return internals.profiled("legacy_ddp", self.operation.label, self.phase_name, what)
 
     def await_notice(self, notice: Callable[[], Any]) -> None:
-        """Wait for the work that ``notice()`` starts on the user's own group. None: there is nothing to wait for."""
+        """Wait for the work of ``notice()`` on the user's own group, if any."""
         with self.phase("join"):
             if (work := notice()) is not None:
                 self.wait_until_deadline(work)

@@ -13,7 +13,7 @@ class Gatherer(Waiter):
     """Exchanges host tensors and JSON values."""
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Collective: ``row`` of every rank, host tensors of one shape s, as one tensor of shape (size, *s)."""
+        """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
         rows = torch.empty((self.groups.size, *row.shape), dtype=row.dtype, device="cpu")
         if self.groups.size == 1:
             return rows.copy_(row)

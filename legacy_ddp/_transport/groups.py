@@ -1,7 +1,7 @@
-"""Private process groups of a parent group, so that the user's collectives are never paired with headers or payloads.
+"""Private process groups of a parent group: the user's collectives are never paired with headers or payloads.
 
-Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: it is collective over
-the whole world, and its names depend on the number of groups that a rank already owns.
+Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: collective over the
+whole world, and with names that depend on the number of groups a rank already owns.
 """
 
 import atexit
@@ -32,7 +32,7 @@ _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
 
 
 class Groups:
-    """Control and payload group of one parent group, shared by all wrappers of the process on this parent."""
+    """Control and payload group of a parent group, shared by all wrappers of the process on this parent."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.rank = parent.rank()
@@ -49,7 +49,7 @@ class Groups:
         self._lost_ranks: tuple[int, ...] = ()
 
     def build(self, parent: dist.ProcessGroup, timeout: timedelta) -> None:
-        """Collective: connect the members. A group of one rank needs no connection."""
+        """Collective: connect the members. A single rank needs no connection."""
         if self.size == 1:
             return
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
@@ -63,10 +63,10 @@ class Groups:
         )
 
     def open_watchdog(self, checks: Checks) -> Watchdog | None:
-        """Make the watchdog, if ``checks`` want one and the endpoints were not exchanged without one.
+        """Make the watchdog, if ``checks`` are not off and the endpoints were not exchanged before.
 
         Returns:
-            The watchdog, if this call made it.
+            The new watchdog, None without a new watchdog.
 
         Raises:
             OSError: the report file or the socket cannot be opened.
@@ -120,14 +120,14 @@ class Groups:
             )
 
     def close(self) -> None:
-        """Drop the groups, so that their threads end here and not during the shutdown of the interpreter."""
+        """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
         if self._close_watchdog is not None:
             self._close_watchdog()  # first: a lost connection makes the others poll at once, for the exit reason
         self.control = self._payload = None
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
-    """The private groups of ``parent``. Collective if this process has none yet, and builds them.
+    """The private groups of ``parent``. Collective if this process has to build them.
 
     Raises:
         LostPeerError: a member did not arrive, or the store is gone; the groups then stay unusable.

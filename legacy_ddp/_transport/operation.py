@@ -1,10 +1,10 @@
-"""The operations that all ranks of a group call together."""
+"""The operations that the ranks of a group call together."""
 
 from enum import IntEnum
 
 
 class Operation(IntEnum):
-    """One operation per kind of call; the value travels in the header."""
+    """The kinds of calls; the value travels in the header."""
 
     label: str  # for error messages and reports, without a Python call
 

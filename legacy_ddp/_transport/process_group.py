@@ -11,7 +11,7 @@ _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
 
 
 class GroupHandle:
-    """The user's process group. Copies of a wrapper share the group; a pickle cannot carry it."""
+    """The user's process group. Copies of a wrapper share the group; a pickle loses the group."""
 
     def __init__(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, lost: bool = False) -> None:
         self._process_group = process_group
@@ -41,7 +41,7 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
 
     Raises:
         ValueError: no default group, a mesh of several dimensions, a destroyed group.
-        TypeError: another type, or the result of ``new_group`` on a process outside the group.
+        TypeError: a different type, or the result of ``new_group`` on a process outside the group.
     """
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:

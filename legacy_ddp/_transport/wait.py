@@ -1,4 +1,4 @@
-"""Waiting for the other ranks: in slices, with a deadline, and with an error that names the missing ranks."""
+"""Waiting for the other ranks: in slices, with a deadline, and with an error about the missing ranks."""
 
 import re
 import time
@@ -18,7 +18,7 @@ SLICE = timedelta(milliseconds=100)
 
 
 class Waiter:
-    """Starts asynchronous operations of one call and waits for them."""
+    """Starts asynchronous operations of a call and waits for them."""
 
     def __init__(self, groups: Groups, timeout: timedelta) -> None:
         self.groups = groups
@@ -68,7 +68,7 @@ class Waiter:
             self.check_deadline(time.perf_counter() - start)
 
     def check_deadline(self, waited_seconds: float, problem: str = "no answer") -> None:
-        """Call this regularly during a wait without a timeout. ``problem``: what the error says about the wait.
+        """Call this regularly during a wait without a timeout. ``problem``: for the text of the error.
 
         Raises:
             SyncTimeoutError: the wait took longer than the timeout of this call.
@@ -112,12 +112,12 @@ class Waiter:
 
 
 def _gloo_reason(error: RuntimeError) -> str:
-    """The reason in an error of gloo, without the place in gloo's source before it and the advice after it."""
+    """The reason in an error of gloo, without the place in gloo's source and without the advice."""
     return re.sub(r"^\[[^\]]*\] ?", "", first_line(error)).split(". ")[0]
 
 
 def _poll(work: Any) -> bool | RuntimeError | None:
-    """True if ``work`` succeeded, its error if it failed, None if it is still under way after a slice."""
+    """True after success, the error after a failure, None if ``work`` is still under way after a slice."""
     with suppress(RuntimeError):  # left at once: otherwise Ctrl-C would have the slice's error as its context
         work.wait(SLICE)
         return True
