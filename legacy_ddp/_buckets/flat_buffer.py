@@ -82,7 +82,7 @@ class FlatBuffer:
 
     def adopt(self, index: int, parameter: torch.Tensor) -> None:
         """Move the gradient that backward has just made to its slot, if nobody can tell; else it waits for the call."""
-        if not self.takes_gradients or not internals.only_in_grad(parameter):
+        if not self.takes_gradients or not internals.is_only_in_grad(parameter):
             return
         grad = parameter.grad
         if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):

@@ -29,9 +29,9 @@ class SlotViews(Sequence[torch.Tensor]):
         self._storages = [view.untyped_storage() for view in self._views]
         self._orphans: list[torch.UntypedStorage] = []  # of views that were replaced
         self._addresses = list(map(torch.Tensor.data_ptr, self._views))
-        self._likeness = internals.Likeness(self._views)
+        self._likeness = internals.TensorGuards(self._views)
         # With a second list holding them, as there is whenever they are counted.
-        self._alone = internals.holders(self._views[:], self._storages[:])
+        self._alone = internals.ref_counts(self._views[:], self._storages[:])
         (self._orphan_alone,) = _holders_of_each([internals.under_own_storage(self.flat).untyped_storage()])
         self._left_versions: list[int] = []  # when the last call left its result here
 
@@ -46,7 +46,7 @@ class SlotViews(Sequence[torch.Tensor]):
 
     def recognise(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """Which of the gradients, one per slot, are their slots."""
-        is_like = self._likeness.holds(self._views)
+        is_like = self._likeness.match(self._views)
         if not is_like or list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:
             self._mend()
         return [grad is view for grad, view in zip(grads, self._views, strict=True)]
@@ -54,7 +54,7 @@ class SlotViews(Sequence[torch.Tensor]):
     def resembles(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self) and self._likeness.holds(present)
+        return len(present) == len(self) and self._likeness.match(present)
 
     def shared(self, held: Sequence[bool]) -> bool:
         """Whether somebody holds memory of a slot, besides those gradients that are their slots (``held``)."""
@@ -83,7 +83,7 @@ class SlotViews(Sequence[torch.Tensor]):
         return self._left_versions != [view._version for view in self._views]
 
     def _are_alone(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
-        now = internals.holders(views, storages)
+        now = internals.ref_counts(views, storages)
         return all(counts <= alone for counts, alone in zip(now, self._alone, strict=True))
 
     def _make(self, slot: Slot) -> torch.Tensor:
@@ -101,7 +101,7 @@ class SlotViews(Sequence[torch.Tensor]):
                 self._orphans.append(self._storages[index])
                 self._views[index] = self._make(slot)
                 self._storages[index] = self._views[index].untyped_storage()
-        self._likeness = internals.Likeness(self._views)
+        self._likeness = internals.TensorGuards(self._views)
 
     def _is_intact(self, index: int) -> bool:
         view, slot = self._views[index], self._slots[index]
@@ -116,4 +116,4 @@ class SlotViews(Sequence[torch.Tensor]):
 
 
 def _holders_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
-    return [internals.holders([], [storage]) for storage in storages]
+    return [internals.ref_counts([], [storage]) for storage in storages]

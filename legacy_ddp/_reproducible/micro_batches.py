@@ -56,7 +56,7 @@ class Leaves:
             raise
         self._try(lambda: self._take(plan()))
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def drop_if_cleared(self) -> None:
         """Drop all leaves if the user cleared the gradients. Not asked inside a block: there that clears the block."""
         if self._bookmark is not None and self._bookmark.was_cleared(is_added_to=self._is_added_to):
@@ -133,7 +133,7 @@ class Leaves:
         self.drop()
         self._sums, self._buffers = [], ()
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def _try(self, act: Callable[[], None]) -> None:
         """What fails is raised by the call, where the other ranks hear of it; until then nothing more is done."""
         if self._problem is not None:

@@ -20,13 +20,13 @@ def guard_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Torch's hook. The optimizer's own pre-hooks come first: one of them may make the call."""
     return None if internals.call_last_before_step(optimizer, _judge) else _judge(optimizer, args, kwargs)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _judge(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """``args`` begin with the optimizer. With a closure, the gradients that count are those it makes."""
     if callable(kwargs.get("closure")):
@@ -47,7 +47,7 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
     return checked
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if a gradient that the step would use is this rank's alone."""
     names = [
