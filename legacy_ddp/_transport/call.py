@@ -21,7 +21,7 @@ from legacy_ddp._statistics import Lookalikes
 from legacy_ddp._text import encodable
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._watchdog import HERE, USER_CODE, Failure
+from legacy_ddp._watchdog import USER_CODE, Failure, process_activity
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run; one that ends early breaks nothing.
 SLICE = timedelta(milliseconds=100)
@@ -90,7 +90,7 @@ class Call:
         try:
             self._conclude(error)
         finally:
-            HERE.enter(USER_CODE)
+            process_activity.enter(USER_CODE)
             self.groups.busy.release()
 
     def _conclude(self, error: BaseException | None) -> None:
@@ -104,7 +104,7 @@ class Call:
         if error is not None and self._is_open and not isinstance(error, AgreedError):
             self.groups.lose(error)
             if watch is not None and not isinstance(error, LostPeerError):
-                watch.tell(error)
+                watch.notify_failure(error)
 
     def __str__(self) -> str:
         return f"{self.operation} call {self.number}"
@@ -128,9 +128,9 @@ class Call:
         if self.groups.has_met:
             return
         watch = self.groups.watch
-        cards = self.gather_bytes(b"" if watch is None else watch.card())
+        endpoints = self.gather_bytes(b"" if watch is None else watch.endpoint())
         if watch is not None:
-            watch.start(cards)
+            watch.start(endpoints)
         self.groups.has_met = True
 
     def settle(self) -> None:
@@ -150,7 +150,7 @@ class Call:
 
     def say(self, what: str) -> None:
         """Say what this rank does from now on, for the others' reports."""
-        HERE.enter(what, self._name)
+        process_activity.enter(what, self._name)
         if self.groups.watch is not None:
             self.groups.watch.enter(what, self._name)
 
@@ -246,7 +246,7 @@ class Call:
         return self._lost_error(self._failure(error, waited_seconds))
 
     def _heed_watch(self, waited_seconds: float) -> None:
-        if self.groups.watch is not None and (failure := self.groups.watch.look(waited_seconds)):
+        if self.groups.watch is not None and (failure := self.groups.watch.check_peers(waited_seconds)):
             raise self._lost_error(failure)
 
     def _failure(self, error: RuntimeError, waited_seconds: float) -> Failure:
@@ -261,9 +261,9 @@ class Call:
         if watch is None:
             text = f"{self}: {failure.reason}; missing ranks unknown: nobody looks after them with checks off"
             return _kind(failure.is_late)(text, call=self.number, phase=self.phase_name)
-        report = watch.conclude(failure)
+        report = watch.finalize(failure)
         text = f"{report.text}\n\n({watch.file.where('also in')})"
-        error = _kind(report.is_late)(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
+        error = _kind(report.is_late)(text, ranks=report.missing, call=self.number, phase=self.phase_name)
         error.report = report.text
         return error
 

@@ -1,4 +1,4 @@
-"""Does what a process says of itself agree with what it does?"""
+"""Samples of the activity of this process, and the report file."""
 
 import io
 import os
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks
-from legacy_ddp._watchdog import HERE
+from legacy_ddp._watchdog import process_activity
 from legacy_ddp._watchdog.activity import Activity, Sample
 from legacy_ddp._watchdog.report_file import ReportFile
 from tests.helpers.rank_faults import do_when
@@ -26,39 +26,39 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, step, wrap
 
 
-class _Looks(nn.Module):
-    """Samples what this process says, from another thread, wherever torch leads through it."""
+class _Sampler(nn.Module):
+    """Samples this process from another thread, in forward, backward and between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.seen: dict[str, Sample] = {}
 
-    def look(self, name: str) -> None:
-        thread = threading.Thread(target=lambda: self.seen.setdefault(name, HERE.sample()))
+    def take(self, name: str) -> None:
+        thread = threading.Thread(target=lambda: self.seen.setdefault(name, process_activity.sample()))
         thread.start()
         thread.join()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.look("forward")
+        self.take("forward")
         y = x * self.weight
-        y.register_hook(lambda _: self.look("backward"))
+        y.register_hook(lambda _: self.take("backward"))
         return y.sum()
 
 
 @pytest.mark.usefixtures("alone")
 def test_forward_backward_and_what_comes_between_are_told_apart() -> None:
     model = wrap(checks="off")
-    model.module = looks = _Looks()
+    model.module = sampler = _Sampler()
 
-    looks.look("before")
+    sampler.take("before")
     loss = model(torch.ones(2))
-    looks.look("after")
+    sampler.take("after")
     loss.backward()
     with torch.no_grad():
-        looks.look("evaluation")
+        sampler.take("evaluation")
 
-    phases = {name: sample.phase for name, sample in looks.seen.items()}
+    phases = {name: sample.phase for name, sample in sampler.seen.items()}
     assert phases == {
         "before": "user code",
         "forward": "forward",
@@ -66,9 +66,9 @@ def test_forward_backward_and_what_comes_between_are_told_apart() -> None:
         "backward": "backward",
         "evaluation": "user code",
     }
-    assert looks.seen["after"].changes > looks.seen["forward"].changes > looks.seen["before"].changes
-    for name in looks.seen:
-        assert any(frame.endswith(" in look") for frame in looks.seen[name].stack)
+    assert sampler.seen["after"].changes > sampler.seen["forward"].changes > sampler.seen["before"].changes
+    for name in sampler.seen:
+        assert any(frame.endswith(" in take") for frame in sampler.seen[name].stack)
 
 
 @pytest.mark.usefixtures("alone")
@@ -78,7 +78,7 @@ def test_an_exception_in_forward_ends_the_phase() -> None:
     with pytest.raises(RuntimeError):
         model(torch.ones(7))
 
-    assert HERE.sample().phase == "user code"
+    assert process_activity.sample().phase == "user code"
 
 
 @pytest.mark.usefixtures("alone")
@@ -103,33 +103,33 @@ def _phases_of_a_call(rank: int) -> tuple[list[str], str, str]:
     add_gradients(model, 1.0)
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is Activity.enter.__code__ and frame.f_locals["self"] is HERE:
+        if event == "call" and frame.f_code is Activity.enter.__code__ and frame.f_locals["self"] is process_activity:
             said.append(f"{frame.f_locals['call']}: {frame.f_locals['phase']}")
 
     sys.setprofile(note)
     model.all_reduce()
     sys.setprofile(None)
-    return said, HERE.sample().phase, HERE.sample().call
+    return said, process_activity.sample().phase, process_activity.sample().call
 
 
-def test_a_call_says_its_phases_and_that_it_is_over() -> None:
+def test_a_call_records_its_phases_and_its_end() -> None:
     call = "all_reduce() call 1"
     phases = [f"{call}: {phase}" for phase in ("plan", "pack", "agree", "payload", "alias")]
 
     assert run_ranks(_phases_of_a_call, 2) == [([*phases, ": user code"], "user code", "")] * 2
 
 
-def test_a_debugger_is_seen() -> None:
+def test_a_debugger_is_recognised() -> None:
     seen: list[Sample] = []
 
     class Input(io.StringIO):
         def readline(self, *_: Any) -> str:
-            thread = threading.Thread(target=lambda: seen.append(HERE.sample()))
+            thread = threading.Thread(target=lambda: seen.append(process_activity.sample()))
             thread.start()
             thread.join()
             return "continue\n"
 
-    HERE.enter("user code")
+    process_activity.enter("user code")
     pdb.Pdb(stdin=Input(), stdout=io.StringIO(), nosigint=True).set_trace()
 
     assert [sample.phase for sample in seen] == ["debugger"]
@@ -211,21 +211,21 @@ def _nothing() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("depth", [0, 30])
 def test_a_call_inside_an_optimizer_s_closure_shows_the_way_into_it_from_the_user_s_line(depth: int) -> None:
-    model, looks = wrap(), _Looks()
+    model, sampler = wrap(), _Sampler()
     call: Any = model.all_reduce
     for _ in range(depth):  # each is a frame of the standard library, as a framework's would be
         call = _nothing()(call)
 
     def closure() -> float:
         add_gradients(model, 1.0)
-        sys.setprofile(do_when("alias", partial(looks.look, "call")))
+        sys.setprofile(do_when("alias", partial(sampler.take, "call")))
         call()
         sys.setprofile(None)
         return 0.0
 
     torch.optim.SGD(model.parameters(), lr=1.0).step(closure)
 
-    sample = looks.seen["call"]
+    sample = sampler.seen["call"]
     assert sample.line.endswith("in closure")
     assert sample.line in sample.stack
     assert sample.stack[-1].endswith("in all_reduce")
