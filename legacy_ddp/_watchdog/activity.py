@@ -111,7 +111,7 @@ class _Frame(NamedTuple):
 def _frames(frame: FrameType | None) -> list[_Frame]:
     """All frames, outermost first.
 
-    The traceback module is avoided: it reads source files, perhaps from the disk that blocks all ranks.
+    Without the traceback module, which reads source files, perhaps from the disk that blocks all ranks.
     """
     frames: list[_Frame] = []
     while frame is not None:

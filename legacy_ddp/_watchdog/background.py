@@ -12,7 +12,7 @@ from legacy_ddp._watchdog.client import ANSWER_SECONDS
 
 
 class BackgroundTasks:
-    """One thread per task, and one reserve thread for tasks when no more threads can be started.
+    """A thread per task, and a reserve thread for tasks when no more threads can be started.
 
     An error in a task is logged for ``rank`` and ends nothing else: training continues without the watchdog.
 
@@ -34,7 +34,7 @@ class BackgroundTasks:
             self._pending.put(task)
 
     def sleep_and_run_pending(self, seconds: float) -> None:
-        """Sleep, then run one pending task: the calling thread may be waiting for its result."""
+        """Sleep, then run a pending task: the calling thread may be waiting for the result."""
         time.sleep(seconds)
         with suppress(Empty):
             if task := self._pending.get_nowait():

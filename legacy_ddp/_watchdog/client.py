@@ -1,8 +1,8 @@
 """Requests to the status servers of other ranks: one line of JSON each way over TCP.
 
-Direct requests instead of notes in a store: reading a store blocks while the store's owner is stopped, every rank would
-write all the time, and the end of one process would lose all notes. A request needs no third process, costs nothing
-until a rank waits, and a failed request is information: a closed port means that the process has ended.
+A store would be the usual place for the status of ranks. But reading a store blocks while the store's owner is stopped,
+every rank would write all the time, and everything would be lost with the owner. A request needs no third process, and
+there is none until a rank waits. A failed request is information, too: a closed port means an ended process.
 """
 
 import json
@@ -27,7 +27,7 @@ MAX_CONCURRENT_REQUESTS = 32
 
 
 class Outcome(StrEnum):
-    """The result of a request to a rank, or the reason for sending no request."""
+    """The result of a request to a rank."""
 
     ANSWERED = "answers"
     ENDED = "its process has ended"
@@ -39,7 +39,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The status server of a rank: process, addresses, and the token that every request must carry."""
+    """The status server of a rank: process, addresses, and the token for every request."""
 
     rank: int
     identity: Identity
@@ -47,12 +47,12 @@ class Endpoint:
     token: str
 
     def encode(self) -> bytes:
-        """Bytes for :func:`decode_endpoint` on another rank."""
+        """Bytes for :func:`decode_endpoint`."""
         return json.dumps([vars(self.identity), self.addresses, self.token]).encode()
 
 
 def decode_endpoint(rank: int, data: bytes) -> Endpoint | None:
-    """The endpoint of ``rank``; None if the bytes are empty because the rank has no status server."""
+    """The endpoint of ``rank``; None for empty bytes: the rank has no status server."""
     if not data:
         return None
     identity, addresses, token = json.loads(data)
@@ -62,10 +62,9 @@ def decode_endpoint(rank: int, data: bytes) -> Endpoint | None:
 def request(
     peer: Endpoint, message: Message, own: Identity, seconds: float = ANSWER_SECONDS
 ) -> tuple[Outcome, Message | None]:
-    """Send one request and return the answer.
+    """Send a request and return the answer. ``own``: the identity of this process.
 
-    Blocks for at most about ``seconds``; not at all if the kernel reports the process as dead or stopped. ``own``: the
-    identity of this process.
+    Blocks for at most about ``seconds``; not at all if the kernel reports the process as dead or stopped.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -96,10 +95,10 @@ def request(
 def request_all(
     peers: Sequence[Endpoint], message: Message, own: Identity
 ) -> dict[int, tuple[Outcome, Message | None]]:
-    """Send one request to each of many ranks, up to ``MAX_CONCURRENT_REQUESTS`` at a time.
+    """Send a request to each of many ranks, up to ``MAX_CONCURRENT_REQUESTS`` at a time.
 
-    This thread takes part, with as many other threads as can be started: none at a limit of processes, nor while the
-    interpreter is ending.
+    This thread sends requests, too: at a limit of processes, or while the interpreter is ending, no other thread can be
+    started.
     """
     answers: dict[int, tuple[Outcome, Message | None]] = dict.fromkeys(
         (p.rank for p in peers), (Outcome.NOT_ASKED, None)
@@ -122,7 +121,7 @@ def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
     """Connect to the first address that accepts.
 
     Raises:
-        ConnectionRefusedError: an address refused; of all errors the most informative.
+        ConnectionRefusedError: an address refused; the most informative error.
         OSError: timed out or unreachable.
     """
     errors: list[OSError] = []
@@ -152,7 +151,7 @@ def encode_message(peer: Endpoint, message: Message) -> bytes:
 
 
 def _read(connection: socket.socket) -> Message | None:
-    """Read one message; None for an incomplete or undecodable message."""
+    """Read a message; None if incomplete or undecodable."""
     data = bytearray()
     while not data.endswith(b"\n") and len(data) < MAX_BYTES:
         part = connection.recv(PART_BYTES)

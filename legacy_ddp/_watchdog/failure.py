@@ -1,4 +1,4 @@
-"""The failure that ended a call for good, and its decoding from JSON."""
+"""The failure that ended a call for good."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure that ended a call for good, as one rank found it.
+    """A failure that ended a call for good.
 
-    ``is_late``: nothing broke, a rank was silent for too long. ``ranks``: lost ranks, if known without a poll.
+    ``is_late``: nothing broke, a rank was silent for too long. ``ranks``: the lost ranks, if known without a poll.
     """
 
     reason: str
@@ -18,5 +18,5 @@ class Failure:
 
 
 def decode_failure(data: Mapping[str, Any] | None) -> Failure | None:
-    """The failure in decoded JSON, or None."""
+    """The failure in decoded JSON."""
     return Failure(**{**data, "ranks": tuple(data["ranks"])}) if data else None

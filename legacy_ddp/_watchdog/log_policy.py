@@ -8,7 +8,7 @@ _REPORTS = "reports of this rank:"
 
 
 class WarningPolicy:
-    """The warnings of one watchdog, call after call."""
+    """The warnings of a watchdog, call after call."""
 
     def __init__(self, rank: int, file: ReportFile, warn_after_seconds: float) -> None:
         self._rank = rank
@@ -34,11 +34,11 @@ class WarningPolicy:
         return True
 
     def end_check(self) -> None:
-        """End the check that began with :meth:`is_due`."""
+        """End the check begun by :meth:`is_due`."""
         self._is_checking = False
 
     def warn(self, report: Report) -> None:
-        """Log a report and write the file: in full if the report is new and bad, else one line in the log."""
+        """Log a report in full and write the file, if the report is new and bad; else log a line."""
         # A computing rank may be in an endless loop: one line the first time in each place, the full report afterwards.
         is_new_work = report.is_busy and not _is_same(report, self._last)
         if report.is_progressing or is_new_work:
@@ -66,7 +66,7 @@ class WarningPolicy:
             self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
 
     def _log(self, text: str, report: Report) -> None:
-        """Log on one rank per machine."""
+        """Log, on a single rank of each machine."""
         if self._rank in report.reporters:
             self._logger.warning("%s", text)
 

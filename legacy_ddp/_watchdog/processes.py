@@ -1,4 +1,4 @@
-"""State of processes on this machine, as the kernel reports it in /proc."""
+"""State of processes on this machine, from /proc."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ _STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
 
 @dataclass(frozen=True)
 class Identity:
-    """One process and its machine. ``machine`` is equal for processes that can see each other in /proc.
+    """A process. ``machine``: equal for processes that can see each other in /proc.
 
-    ``started`` distinguishes a process from a later process with the same pid.
+    ``started``: the start time; a later process may get the same pid.
     """
 
     host: str

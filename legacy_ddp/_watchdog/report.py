@@ -20,11 +20,11 @@ MAX_PARTS = 4
 
 @dataclass(frozen=True)
 class Report:
-    """One text for all ranks, with the ranks that the text names.
+    """A text for all ranks, and the missing ranks.
 
-    ``head``: the first lines of ``text`` as one line. ``summary``: the missing ranks and their activity; equal in two
+    ``head``: the first lines of ``text``, unwrapped. ``summary``: the missing ranks and their activity; equal in two
     reports if nothing has changed. ``is_progressing``: all missing ranks make progress. ``is_busy``: all missing ranks
-    make progress or compute, perhaps in a loop. ``reporters``: one waiting rank per machine, to log the report there.
+    make progress or compute, perhaps in a loop. ``reporters``: a waiting rank per machine, to log the report there.
     ``is_late``: nothing broke, the time limit was reached.
     """
 
@@ -69,9 +69,9 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
 
 
 def format_loss(row: Row, reason: str, missing: str = "") -> str:
-    """A short text on a loss and the position of the rank in ``row``, for a process that a launcher may end next.
+    """A short text on a loss, and the position of the rank in ``row``: a launcher may end this process next.
 
-    ``missing``: the ranks that may be lost, if ``reason`` names none.
+    ``missing``: the ranks that may be lost, if ``reason`` does not name the ranks.
     """
     position = _position(row) if row.in_call and row.sample else activity_text(row)
     line = (row.sample.line or row.sample.stack[-1]) if row.sample and row.sample.stack else ""
@@ -84,7 +84,7 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
 
 
 def process_text(row: Row) -> str:
-    """The state of the process, as far as it is known."""
+    """The state of the process, as far as known."""
     if row.has_ended:
         return DEAD
     process = row.process or ("answers" if row.outcome is Outcome.ANSWERED else "unknown")

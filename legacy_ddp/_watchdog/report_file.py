@@ -43,10 +43,10 @@ class ReportFile:
         _dump_stacks_into_newest()
 
     def append(self, text: str) -> bool:
-        """Append a report with one write, so that after a kill the file holds all of the report or nothing.
+        """Append a report with a single write: after a kill the file holds all of the report or nothing.
 
         Returns:
-            Whether the report is in the file. A full disk is no error, but then the text belongs into the log.
+            Whether the report is in the file. A full disk is no error; log the text then.
         """
         self._problem = self._no_file
         try:
@@ -122,7 +122,7 @@ def _dump_stacks_into_newest() -> None:
 
 
 def _stacks_note(rank: int) -> str:
-    """Register faulthandler, and describe for the head of the file what a SIGTERM leaves."""
+    """Register faulthandler; the line about stacks in the head of the file."""
     if _register_stacks():
         return "stacks without a date below were left by a SIGTERM that ended this process"
     note = "a SIGTERM leaves no stacks here: faulthandler was registered for it before, with a file of its own"

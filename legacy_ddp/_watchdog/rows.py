@@ -8,13 +8,13 @@ from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.processes import DEAD, RUNNING
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
-# The phases of a call in their order. A rank that has left the call is farther than any phase.
+# The phases of a call in their order. A rank that has left the call is beyond all phases.
 _PHASES = ("plan", "pack", "digest", "agree", "compare", HOOK, "payload", "alias")
 
 
 @dataclass(frozen=True)
 class Row:
-    """The known status of one rank.
+    """The known status of a rank.
 
     ``sample``: None without an answer. ``serial``: calls begun on the group. ``process``: the state of the process in
     the kernel, if a rank on the same machine could look. ``note``: the exit reason, or the error.
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def left_after_loss(self) -> bool:
-        """Whether the rank left because another rank was lost first."""
+        """Whether the rank left because of the loss of a rank."""
         return self.note.startswith(LEFT_AFTER_LOSS)
 
     @property
@@ -89,8 +89,8 @@ def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
 def missing_after_loss(rows: Sequence[Row], lost: Sequence[int], *, was_polled: bool) -> tuple[int, ...]:
     """The ranks in ``lost``; after a poll of all ranks also the missing ranks that did not answer.
 
-    Without a poll other ranks may have left because the loss reached them first. A rank that answers is at most late.
-    A silent rank whose process runs may be late, too: on a crowded machine an answer may take longer than a request
+    Without a poll other ranks may have left because the loss reached them first. An answering rank is at most late. A
+    silent rank with a running process may be late, too: on a crowded machine an answer may take longer than a request
     waits.
     """
     behind = [rows[rank] for rank in missing_ranks(rows) if not rows[rank].left_after_loss] if was_polled else []

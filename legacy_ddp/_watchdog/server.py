@@ -91,7 +91,7 @@ class StatusServer:
             self._monitor(self._neighbour)
         while self._wake_receiver in self._selector.get_map():
             self._handle_ready(self._next_timeout())
-        # Handle what has arrived: a neighbour that connected a moment ago must get the exit reason, too.
+        # Handle all input that has arrived: a neighbour that connected a moment ago must get the exit reason, too.
         while self._handle_ready(0):
             pass
         self._close_all()
@@ -118,7 +118,7 @@ class StatusServer:
                 self._evict(sock)
 
     def _next_timeout(self) -> float | None:
-        """Evict unauthenticated connections that are past their deadline or above the limit.
+        """Evict unauthenticated connections past the deadline or above the limit.
 
         Returns:
             Seconds until the next deadline or the end of a pause in accepting; None if there is neither.
@@ -161,7 +161,7 @@ class StatusServer:
         self._connections[sock] = _Connection(rank, time.monotonic() + ANSWER_SECONDS)
 
     def _receive(self, sock: socket.socket, connection: "_Connection") -> None:
-        """Read the part of a message that has arrived; handle the message once it is complete."""
+        """Read the available part of a message; handle a complete message."""
         try:
             part = sock.recv(PART_BYTES)
         except BlockingIOError:
@@ -218,7 +218,7 @@ class StatusServer:
 
 @dataclass
 class _Connection:
-    """One open connection. ``rank``: the neighbour of a monitor connection; None until ``deadline`` for a request."""
+    """An open connection. ``rank``: the neighbour, for a monitor connection; other connections end at ``deadline``."""
 
     rank: int | None
     deadline: float

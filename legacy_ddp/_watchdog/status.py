@@ -1,11 +1,12 @@
-"""Status of this rank, and poll of all ranks: one ``Row`` per rank."""
+"""Status of this rank, and polls of all ranks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from legacy_ddp._watchdog.activity import Activity, Sample, process_activity
 from legacy_ddp._watchdog.client import Endpoint, Message, Outcome, request_all
+from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.processes import DEAD, RUNNING, moved_bytes, state_of
 from legacy_ddp._watchdog.rows import Row
 
@@ -26,6 +27,25 @@ class RankStatus:
     in_call: bool = False
     activity: Activity = field(default_factory=Activity)  # of the call; other threads may be busy with other things
     exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
+
+
+@dataclass
+class GroupView:
+    """The ranks of a group, as known to this rank. ``peers``, by rank: None without a status server."""
+
+    own: Endpoint
+    peers: Sequence[Endpoint | None]
+    status: RankStatus = field(default_factory=RankStatus)
+
+    def others(self, ranks: Iterable[int]) -> list[Endpoint]:
+        """The known endpoints of ``ranks``, without this rank."""
+        return [peer for rank in ranks if rank != self.own.rank and (peer := self.peers[rank]) is not None]
+
+    def local_rows(self, failure: Failure | None) -> list[Row]:
+        """The rows of all ranks without a poll: the status of this rank, and the ranks lost by ``failure``."""
+        answers = {self.own.rank: (Outcome.ANSWERED, own_status(self.status, self.peers))}
+        lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.ENDED, None))
+        return build_rows(self.peers, {**lost, **answers})
 
 
 def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
@@ -61,8 +81,8 @@ def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) 
 def _unclear(rows: Sequence[Row]) -> set[int]:
     """The ranks whose second answer may change the report.
 
-    The neighbours of a rank that ended: its exit reason may have reached them after their first answer. A silent rank
-    whose process runs: on a crowded machine an answer may take longer than one request waits.
+    The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
+    running process: on a crowded machine an answer may take longer than a request waits.
     """
     ended = [row.rank for row in rows if row.has_ended and not row.note]
     neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
@@ -72,7 +92,7 @@ def _unclear(rows: Sequence[Row]) -> set[int]:
 
 
 def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
-    """One row per rank, from the answers of any ranks: an answer also holds the states of processes on its machine."""
+    """A row per rank. An answer also tells the states of the other processes on the machine."""
     answers = [answer for _, answer in results.values() if answer]
     states = {int(rank): state for answer in answers for rank, state in answer["process_states"].items()}
     exit_reasons = {int(rank): text for answer in answers for rank, text in answer["exit_reasons"].items()}
