@@ -17,7 +17,7 @@ class Row:
     """The known status of a rank.
 
     ``sample``: None without an answer. ``serial``: calls begun on the group. ``process``: the state of the process in
-    the kernel, if a rank on the same machine could look. ``note``: the exit reason, or the error.
+    the kernel, if a rank on the same machine answered. ``note``: the exit reason, or the error.
     """
 
     rank: int

@@ -5,7 +5,7 @@ import faulthandler
 import os
 import signal
 
-# signal.getsignal() does not suffice: it knows only handlers written in Python.
+# Not signal.getsignal(), which returns only handlers written in Python.
 _handler_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _NO_HANDLER = (None, int(signal.SIG_IGN))
 _CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)

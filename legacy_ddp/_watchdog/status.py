@@ -92,7 +92,7 @@ def _unclear(rows: Sequence[Row]) -> set[int]:
 
 
 def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
-    """A row per rank. An answer also tells the states of the other processes on the machine."""
+    """A row per rank. An answer also holds the states of the other processes on the machine."""
     answers = [answer for _, answer in results.values() if answer]
     states = {int(rank): state for answer in answers for rank, state in answer["process_states"].items()}
     exit_reasons = {int(rank): text for answer in answers for rank, text in answer["exit_reasons"].items()}

@@ -93,10 +93,7 @@ def _request(endpoint: Endpoint, own: Identity | None = None, **options: float) 
 def test_a_request_is_answered(pair: _Servers) -> None:
     pair.servers[0].start(None)
 
-    assert _request(pair.servers[0].endpoint) == (
-        Outcome.ANSWERED,
-        {"heard": "status"},
-    )
+    assert _request(pair.servers[0].endpoint) == (Outcome.ANSWERED, {"heard": "status"})
 
 
 def test_many_ranks_answer_concurrent_requests_each_for_itself(pair: _Servers) -> None:

@@ -72,7 +72,7 @@ def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answer
     assert [one.count for one in listeners] == [1, 1, 2]
 
 
-def test_nobody_is_asked_twice_where_all_answer(listeners: list[_Answers]) -> None:
+def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
     rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
