@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._errors import LegacyDDPError
-from legacy_ddp._watchdog import HERE, STANDING_IN, USER_CODE
+from legacy_ddp._watchdog import OUT_OF_DATA, USER_CODE, process_activity
 
 _OUTSIDE = internals.JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
@@ -72,9 +72,9 @@ class Joining(Joinable):
                 divide_by_initial_world_size=divide_by_initial_world_size,
             ):
                 yield
-                HERE.enter(STANDING_IN)
+                process_activity.enter(OUT_OF_DATA)
         finally:
-            HERE.enter(USER_CODE)
+            process_activity.enter(USER_CODE)
             self._join_config = before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -169,7 +169,7 @@ class _StandIn(JoinHook):
     def main_hook(self) -> None:
         """Another rank takes a step."""
         self._wrapper._stand_in(self._flags)
-        HERE.enter(STANDING_IN)
+        process_activity.enter(OUT_OF_DATA)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """All have left: the last ones' model is everybody's."""
