@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -138,22 +139,22 @@ class Checks:
         """All but the scaler: a copy of one would stay at its scale for ever and excuse everything."""
         return {**vars(self), "grad_scaler": None}
 
-    @property
+    @cached_property
     def guards_steps(self) -> bool:
         """Whether a step without the call is an error."""
         return self.level != "off" and self.unsynchronized_step == "raise"
 
-    @property
+    @cached_property
     def nonfinite_policy(self) -> str:
         """What to do about a gradient that is not finite."""
         return self.nonfinite if self.level != "off" else "ignore"
 
-    @property
+    @cached_property
     def warns_of_same_data(self) -> bool:
         """Whether to say that ranks look as if they read the same data."""
         return self.level != "off" and self.same_data == "warn"
 
-    @property
+    @cached_property
     def compares_replicas(self) -> bool:
         """Whether every call compares what replicas should share."""
         return self.level == "detail"

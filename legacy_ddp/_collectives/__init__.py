@@ -1,4 +1,4 @@
-"""The operations that a user calls: all_reduce, broadcast, construction and join, step by step.
+"""The operations of a wrapper: all_reduce, broadcast, construction and join.
 
-Imported by the wrapper and the tools. Imports every room below; nothing else communicates gradients.
+The wrapper and the tools import this folder. It imports every room above it in docs/design.md.
 """

@@ -17,7 +17,6 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._settings import Checks
-from legacy_ddp._statistics import Lookalikes
 from legacy_ddp._text import encodable
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
@@ -36,8 +35,6 @@ class Seat:
     member: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
     waited_seconds: float = 0.0
-    nonfinite_told: bool = False  # a streak of non-finite gradients is under way, and was warned of
-    lookalikes: Lookalikes = field(default_factory=Lookalikes)
 
 
 class Call:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._collectives.reduce import split_divisor
+from legacy_ddp._collectives.dense import split_divisor
 from tests.helpers.cases import (
     DTYPES,
     Case,

@@ -17,7 +17,7 @@ from legacy_ddp import (
     NonFiniteGradientError,
     all_reduce_gradients,
 )
-from legacy_ddp._collectives.nonfinite import Damage, describe_damage
+from legacy_ddp._collectives.nonfinite import NonFinite, describe_nonfinite
 from legacy_ddp._collectives.pack import norm_of
 from tests.helpers import logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
@@ -320,7 +320,7 @@ def test_warnings_come_on_every_rank_when_a_streak_begins_at_the_caller_s_line()
     ]
     assert first[0][3] == (
         f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n"
-        "every rank gets them now (said once until all are finite again); see\n"
+        "every rank gets them now (warned once until all are finite again); see\n"
         "  legacy_ddp.Checks(nonfinite=...) to stop here instead"
     )
 
@@ -491,16 +491,16 @@ def test_what_is_no_scaler_is_refused(scaler: Any) -> None:
 # The text
 
 
-def _damage(names: int, *, present: int = 100, weights: int = 0) -> Damage:
+def _damage(names: int, *, present: int = 100, weights: int = 0) -> NonFinite:
     counts = {f"blocks.{i}.attention.weight": (i + 1, 0, 64) for i in range(min(names, 5))}
-    return Damage(counts, names, present, [f"w{i}" for i in range(min(weights, 5))], weights)
+    return NonFinite(counts, names, present, [f"w{i}" for i in range(min(weights, 5))], weights)
 
 
 def test_the_text_is_capped_groups_ranks_that_say_the_same_and_fits_in_80_columns() -> None:
-    fine = Damage({})
-    damages = [fine, _damage(7), fine, _damage(7), _damage(100, weights=9), Damage({"a": (1, 2, 9)}, 1, 1)]
+    fine = NonFinite({})
+    damages = [fine, _damage(7), fine, _damage(7), _damage(100, weights=9), NonFinite({"a": (1, 2, 9)}, 1, 1)]
 
-    text = describe_damage("all_reduce() call 41", [1, 3, 4, 5], damages, stops=True)
+    text = describe_nonfinite("all_reduce() call 41", [1, 3, 4, 5], damages, stops=True)
 
     assert text == (
         "all_reduce() call 41: non-finite gradients, found before they were exchanged:\n"
@@ -537,9 +537,9 @@ def test_five_parameters_are_named_and_the_others_counted() -> None:
 
 
 def test_hundreds_of_ranks_that_all_say_something_else_are_cut_short() -> None:
-    damages = [Damage({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
+    damages = [NonFinite({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
 
-    lines = describe_damage("all_reduce() call 1", range(300), damages, stops=True).splitlines()
+    lines = describe_nonfinite("all_reduce() call 1", range(300), damages, stops=True).splitlines()
 
     assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 ranks more, each with others"]
     assert len(lines) < 20
