@@ -1,4 +1,4 @@
-"""How a process ends that leaves a collective of a communication hook behind."""
+"""Exit of a process with a pending collective of a communication hook."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Does the mean of any dtype, shape and strides come out right?"""
+"""The mean of gradients of any dtype, shape and strides."""
 
 from functools import partial
 from itertools import product

@@ -1,4 +1,4 @@
-"""In how many collectives does a bucket travel, and is every element divided once?"""
+"""Number of collectives per bucket; every element is divided once."""
 
 from functools import partial
 from typing import Any
