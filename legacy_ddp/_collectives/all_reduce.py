@@ -35,9 +35,9 @@ def all_reduce(
     flags: int = 0,
     notice: Callable[[], Any] | None = None,
 ) -> SyncRecord:
-    """Collective: reduce the gradients of ``named``, one step per line; docs/design.md says what each step promises.
+    """Collective: reduce the gradients of ``named``, a step per line; docs/design.md has the guarantees of each step.
 
-    ``flags``: further flags of the header. ``notice``: starts a collective of join() that comes before the header.
+    ``flags``: further flags of the header. ``notice``: starts the collective of join() before the header.
     """
     planner, leaves, trail = synchronizer.planner, synchronizer.leaves, synchronizer.trail
     observers, settings = synchronizer.observers, synchronizer.settings
@@ -101,12 +101,12 @@ def all_reduce_gradients(
     sample_size: int | None = None,
     skip: bool = False,
 ) -> SyncRecord:
-    """Do what :meth:`LegacyDistributedDataParallel.all_reduce` does, for a loop that wraps its model in something else.
+    """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, for a loop with another wrapper around its model.
 
     Collective. The state between calls (flat buffers, counts) lives as long as the module, or the first of the
     parameters. The ranks compare nothing before the first call. Parameters given without a module are named by their
     position. The checks are the default checks, except for ``unsynchronized_step="allow"``: non-finite gradients are
-    reduced unchanged, and ``record.rows`` names the ranks that brought non-finite gradients.
+    reduced unchanged, and ``record.rows`` names the ranks with non-finite gradients.
 
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.

@@ -1,4 +1,4 @@
-"""Broadcast of one rank's tensors to every rank. Collective."""
+"""Broadcast of the tensors of a source rank to every rank. Collective."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,14 +18,14 @@ CHUNK_BYTES = 32 * 2**20
 
 
 def broadcast_parameters(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
-    """Collective: give every rank the parameters of rank ``src``, also frozen parameters; not the ignored ones."""
+    """Collective: give every rank the parameters of rank ``src``, frozen ones too, except ignored parameters."""
     named = list(module.named_parameters(remove_duplicate=False))
     _broadcast_named(synchronizer, Operation.BROADCAST_PARAMETERS, group, named, kind="parameter", src=src)
     synchronizer.note_new_parameters(synchronizer.planner.plan(named))
 
 
 def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
-    """Collective: give every rank the buffers of rank ``src``; not the ignored ones."""
+    """Collective: give every rank the buffers of rank ``src``, except ignored buffers."""
     named = module.named_buffers(remove_duplicate=False)
     _broadcast_named(synchronizer, Operation.BROADCAST_BUFFERS, group, named, kind="buffer", src=src)
 
@@ -80,7 +80,7 @@ def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> Non
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one device and dtype, about CHUNK_BYTES at a time, in the same order on all ranks."""
+    """Tensors of equal device and dtype, about CHUNK_BYTES at a time, in the same order on all ranks."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -98,7 +98,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with one element per memory location: an expanded dimension is written once."""
+    """A view with a single element per memory location: an expanded dimension is written once."""
     tensor = tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:

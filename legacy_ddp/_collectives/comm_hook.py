@@ -1,7 +1,7 @@
-"""Communication hooks: the bucket that a hook gets, the run of the hook and the use of its result. Collective.
+"""Communication hooks: the argument of a hook, the run of the hook and the use of its result. Collective.
 
-torch DDP's hooks use only the six methods of a bucket, so they run here unchanged. A hook writes to a copy under a
-separate storage (hooks resize it, and write past the end). No gradient changes before the hook of every rank has
+torch DDP's hooks use only the six methods of a bucket, and run here unchanged. A hook writes to a copy under a separate
+storage (hooks resize the copy, and write past the end). No gradient changes before the hook of every rank has
 returned a usable result.
 """
 
@@ -32,7 +32,7 @@ _GLOO_ERROR = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
 class HookBucket:
     """Argument of a hook, with the methods of ``torch.distributed.GradBucket``, which Python cannot construct.
 
-    Complex gradients appear as real gradients with one more dimension, of size 2.
+    Complex gradients appear as real gradients with a further dimension, of size 2.
     """
 
     def __init__(self, index: int, buffer: FlatBuffer, parameters: Sequence[torch.Tensor], *, is_last: bool) -> None:
@@ -55,7 +55,7 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in the buffer's place."""
+        """Replace the buffer by ``tensor``."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"set_buffer() got {type(tensor).__name__}, expected a tensor in the buffer's place")
         self._buffer = tensor
@@ -67,12 +67,12 @@ class HookBucket:
         return [torch.view_as_real(view) if view.is_complex() else view for view in views]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that the gradients belong to, in the same order."""
+        """The parameters of the gradients, in the same order."""
         return list(self._parameters)
 
 
 class HookResult(NamedTuple):
-    """A buffer, the bucket that the hook got, and the result of the hook."""
+    """A buffer, the bucket given to the hook, and the result of the hook."""
 
     buffer: FlatBuffer
     bucket: HookBucket
@@ -97,7 +97,7 @@ def run_hook(call: Call, hook: CommHook, plan: Plan) -> list[HookResult]:
 
 
 def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divisor: int) -> int:
-    """Copy the hook's mean, times group size / ``divisor``, to the flat tensors, if it is usable on every rank.
+    """Copy the hook's mean, times group size / ``divisor``, to the flat tensors, if usable on every rank.
 
     Returns the bytes of all buckets.
 
@@ -115,7 +115,7 @@ def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divi
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
-    """Values of the Futures that the hook returns, or the results themselves where they are no Futures.
+    """Values of the Futures returned by the hook; a result other than a Future is its own value.
 
     The hook runs on every bucket before the first wait.
     """
@@ -133,7 +133,7 @@ def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]
 
 
 def _end_of(item: Any) -> threading.Event:
-    """An event that is set when a Future has ended, and at once for any other object."""
+    """An event, set at the end of a Future, and at once for any other object."""
     end = threading.Event()
     if isinstance(item, internals.Future):
         item.add_done_callback(lambda _: end.set())

@@ -25,8 +25,8 @@ def construct(
 ) -> None:
     """Check the arguments, plan, and compare the plan over the ranks.
 
-    ``problem``: an earlier error, raised here to announce the error to the other ranks. ``wrapper``: a class that must
-    not occur inside ``module``.
+    ``problem``: an earlier error, raised here to announce the error to the other ranks. ``wrapper``: a class
+    forbidden inside ``module``.
 
     Raises:
         TypeError, ValueError: an unusable argument, module or parameter.

@@ -50,7 +50,7 @@ def merged_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> list[Run]:
 def fill_missing(
     buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice, runs: Sequence[Run], flat: torch.Tensor
 ) -> None:
-    """Fill the slots that packing left out: zeros for absent gradients, and sparse gradients that become dense."""
+    """Fill the slots left out by packing: zeros for absent gradients, and sparse gradients converted to dense."""
     buffer.zero(packed.kinds[share], runs=runs, flat=flat)
     for index, grad in packed.sparse.items():
         if kinds[index] == DENSE and share.start <= index < share.stop:
@@ -63,7 +63,7 @@ def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, fl
 
     fp16 is divided by about the square root of ``size`` on either side of the sum (the split that PyTorch's FSDP2 uses,
     ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before the sum. The divisor
-    before the sum is a power of two, so that the division is exact unless it underflows.
+    before the sum is a power of two: an exact division, unless it underflows.
     """
     if wire != torch.float16 or size == 1:
         return 1.0, float(divisor)
@@ -73,8 +73,8 @@ def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, fl
 
 
 def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) -> list[Run]:
-    """The piece of each collective. On gloo a bucket is cut in halves, so that the first half is divided while the
-    second half is in flight."""
+    """The piece of each collective. On gloo a bucket is cut in halves: the first half is divided while the second
+    half is in flight."""
     piece = buffer_size
     if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
         half = (sum(stop - start for start, stop in runs) + 1) // 2

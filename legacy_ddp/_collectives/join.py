@@ -1,8 +1,8 @@
 """Uneven inputs: the interface to torch's Join.
 
-Every call of a rank that still has data begins with a notice on the user's own group. A rank without data answers the
-notice there and then takes part in one call without gradients. So the notice comes before the header, and all_reduce()
-must be the first communication of a step.
+Every call of a rank with data begins with a notice on the user's own group. A rank without data answers the notice
+there and then takes part in the call without gradients. So the notice comes before the header, and all_reduce() must be
+the first communication of a step.
 """
 
 from collections.abc import Iterator
@@ -44,31 +44,32 @@ class Joining(Joinable):
         """Let ranks have different numbers of steps. A rank at the end of the block takes part in the calls of the
         other ranks, without gradients, until every rank has left.
 
-        Collective, as torch DDP's context of the same name. Every step inside makes one :meth:`all_reduce`, which now
-        begins with one more small collective, on :attr:`process_group`. A rank without data contributes no gradients
+        Collective, as torch DDP's context of the same name. Every step inside makes an :meth:`all_reduce`, which now
+        begins with a further small collective, on :attr:`process_group`. A rank without data contributes no gradients
         and does not step. At the end every ``.grad`` is None (except of ``ignore=``), also gradients accumulated since
-        the last call, and every rank has the parameters and buffers of the highest rank among the ranks that left last.
-        Optimizer state is not synchronised: with momentum, for example, replicas diverge in the next epoch unless you
-        synchronise the optimizers.
+        the last call, and every rank has the parameters and buffers of the rank that left last (the highest of
+        several). Optimizer state is not synchronised: with momentum, for example, replicas diverge in the next epoch
+        unless you synchronise the optimizers.
 
         Simpler, without that collective and with equal optimizers: let every rank make the same number of steps, and
         pass ``sample_size=0`` on ranks without data.
 
-        Make no other collective in the block. Any error ends the join: leave the block then, on every rank. A rank that
-        has left waits inside torch's Join, under the timeout of the process group and not under ``timeout_seconds``; a
-        process that an error took out of the block can end only after that timeout. So give the group a short timeout.
+        Make no other collective in the block. Any error ends the join: leave the block then, on every rank. A rank at
+        the end of the block waits inside torch's Join, under the timeout of the process group and not under
+        ``timeout_seconds``. After an error a process can end only when this timeout has passed: give the group a short
+        timeout.
 
         Args:
             divide_by_initial_world_size: a plain mean counts the ranks that left as zeros; False: the mean is over the
-                ranks that still have data. ``sample_size`` divides by the number of items in both cases.
+                ranks with data. ``sample_size`` divides by the number of items in both cases.
             enable: False: do nothing.
-            throw_on_early_termination: raise a RuntimeError on all ranks as soon as one rank has left.
+            throw_on_early_termination: raise a RuntimeError on all ranks as soon as any rank has left.
 
         ``Join([model, zero_optimizer])`` combines the wrapper with other objects. The wrapper must be the first.
 
         Raises:
-            LegacyDDPError: a broadcast, a check of replicas or another process group inside: ranks that left would not
-                take part.
+            LegacyDDPError: a broadcast, a check of replicas or a new process group inside: ranks at the end of the
+                block would not take part.
             ValueError: the wrapper is not the first in ``Join([...])``.
         """
         before = self._join_config
@@ -86,18 +87,18 @@ class Joining(Joinable):
             self._join_config = before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The actions of a rank that has left; ``divide_by_initial_world_size`` as for :meth:`join`."""
+        """Actions of a rank at the end of the block; ``divide_by_initial_world_size`` as for :meth:`join`."""
         is_counted = bool(kwargs.get("divide_by_initial_world_size", True))
         return _StandIn(self, Flag.JOINED | Flag.COUNTED if is_counted else Flag.JOINED)
 
     @property
     def join_device(self) -> torch.device:
-        """The device of the tensors that torch's Join exchanges: the device of the parameters."""
+        """Device of the tensors exchanged by torch's Join: the device of the parameters."""
         return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
-        """The group on which torch's Join exchanges them."""
+        """Process group for the exchanges of torch's Join."""
         return self._group.resolve()
 
     @property
@@ -106,7 +107,7 @@ class Joining(Joinable):
 
     @_join_config.setter
     def _join_config(self, config: internals.JoinConfig) -> None:
-        """torch's constructor of Join sets the configuration on every rank: early enough to refuse what would hang."""
+        """torch's Join() sets the configuration on every rank: early enough to refuse what would hang."""
         if config.enable and not config.is_first_joinable:
             raise ValueError(
                 "Join([...]) has this wrapper behind another one, where ranks that left would wait elsewhere than in "
@@ -123,7 +124,7 @@ class Joining(Joinable):
         return work
 
     def _refuse_inside_join(self, operation: str) -> None:
-        """Refuse a collective in which ranks that left would not take part.
+        """Refuse a collective without the ranks at the end of the block.
 
         Raises:
             LegacyDDPError: inside a join.
@@ -136,7 +137,7 @@ class Joining(Joinable):
 
 
 class _StandIn(JoinHook):
-    """The actions of a rank that has left a join, in place of the calls that the other ranks still make."""
+    """Actions of a rank after its end of data, while the other ranks still make calls."""
 
     def __init__(self, wrapper: Joining, flags: Flag) -> None:
         self._wrapper = wrapper
@@ -144,7 +145,7 @@ class _StandIn(JoinHook):
         self._flags = flags
 
     def main_hook(self) -> None:
-        """Collective: make the call of another rank's step, without gradients."""
+        """Collective: take part in the call of a rank with data, without gradients."""
         synchronizer, wrapper = self._synchronizer, self._wrapper
         named = wrapper.module.named_parameters(remove_duplicate=False)
         part = (0, False) if synchronizer.settings.reproducible else (None, True)
@@ -158,7 +159,7 @@ class _StandIn(JoinHook):
         HERE.enter(STANDING_IN)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Collective: give every rank the model of the highest rank among the ranks that left last."""
+        """Collective: give every rank the model of the rank that left last (the highest of several)."""
         wrapper = self._wrapper
         wrapper._joining = None
         # A rank that left holds the mean of the others; where zero_grad() follows step(), the next epoch would add it.
@@ -171,7 +172,7 @@ class _StandIn(JoinHook):
             broadcast(self._synchronizer, wrapper.module, group, src=int(last.item()))
 
     def _drop_gradients(self) -> None:
-        """Make every reduced ``.grad`` None, but not of ignored parameters, and forget what was accumulated."""
+        """Delete the gradients of all parameters but ignored parameters, and forget accumulated micro-batches."""
         named = self._wrapper.module.named_parameters(remove_duplicate=False)
         for parameter in self._synchronizer.planner.plan(named).parameters:
             parameter.grad = None

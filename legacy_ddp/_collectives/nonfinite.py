@@ -1,6 +1,6 @@
 """Detection and report of gradients with NaN or infinity, before any gradient is exchanged.
 
-Runs only with ``Checks(nonfinite=...)``. While every gradient is finite, the cost is one look at the headers. Otherwise
+Runs only with ``Checks(nonfinite=...)``. While every gradient is finite, the cost is a look at the headers. Otherwise
 the ranks exchange details, a few hundred bytes per rank.
 """
 
@@ -29,7 +29,7 @@ _TIE = "\N{NO-BREAK SPACE}"
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Details of one rank, with at most ``_MAX_NAMES`` names of gradients and of weights.
+    """Details of a rank, with at most ``_MAX_NAMES`` names of gradients and of weights.
 
     ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter. ``bad_grads``: number of all non-finite
     gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite parameters.
@@ -49,11 +49,11 @@ class NonFinite:
 def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, warnings: Warnings) -> None:
     """Raise, or add a warning on every rank, if a participating rank has a non-finite gradient.
 
-    Collective only if a header shows such a gradient and no earlier call of the same streak has warned: facts that are
-    equal on all ranks. Writes no gradient.
+    Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned. All ranks
+    know both facts. Writes no gradient.
 
     Raises:
-        NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain it on all ranks.
+        NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
     """
     warned = warnings.nonfinite_groups
     if not agreement.participants:
@@ -88,7 +88,7 @@ def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[Non
             by_text.setdefault(_describe_rank(details), []).append(rank)
     lines = [f"{name_ranks(same)}: {text}" for text, same in list(by_text.items())[:MAX_LINES]]
     if len(by_text) > MAX_LINES:
-        lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} ranks more, each with others")
+        lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} more ranks, each with different details")
     lines = [_fill(line, indent="  ") for line in lines]
     lines += [_fill(line) for line in _next_steps([found[rank] for rank in ranks], found, stops=stops)]
     return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *lines])
@@ -121,7 +121,7 @@ def _may_overflow(scale: float | None) -> bool:
 
 def _describe_rank(details: NonFinite) -> str:
     if details.failure:
-        return f"looking failed: {details.failure}"
+        return f"inspection failed: {details.failure}"
     if details.bad_grads == details.present > 1:
         hint = "" if details.bad_weights else ": look at its loss and its input"
         parts = [f"every gradient ({details.bad_grads} of {details.present} parameters){hint}"]

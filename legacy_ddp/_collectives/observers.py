@@ -1,4 +1,4 @@
-"""Callbacks for the events of one wrapper or module."""
+"""Callbacks for the events of a wrapper or module."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
-    """Callbacks of one event, by the id of the handle."""
+    """Callbacks of an event, by the id of the handle."""
 
     def add(self, callback: Callable[P, object]) -> RemovableHandle:
         """Call ``callback`` at every event from now on, until the handle's ``remove()``.
@@ -34,7 +34,7 @@ class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
 
 
 class Observers:
-    """Events of one wrapper or module. An event without callbacks is false, so that a call path tests one attribute."""
+    """Events of a wrapper or module. An event without callbacks is false, so that a call path tests one attribute."""
 
     def __init__(self) -> None:
         # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).

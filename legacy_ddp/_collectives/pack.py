@@ -1,4 +1,4 @@
-"""Local gradients of an all_reduce, checked and packed into flat tensors, and the header that describes them."""
+"""Local gradients of an all_reduce, checked and packed into flat tensors, and their header."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +20,8 @@ from legacy_ddp._transport.call import Call, check_moment
 class Packed:
     """Packed gradients of a rank, and their header.
 
-    ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: one tensor per buffer
-    with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot.
+    ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
+    buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot.
     """
 
     kinds: Sequence[int]
@@ -83,7 +83,7 @@ def pack(
 
 
 def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
-    """Find the group of every buffer's device, and allocate the copies that travel."""
+    """Find the group of every buffer's device, and allocate the copies for the wire."""
     has_peers = call.groups.size > 1
     for buffer in plan.buffers:
         if has_peers:
@@ -124,7 +124,7 @@ def _require_sample_size(header: Header) -> None:
 
 
 def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
-    """Refuse gradients that an earlier call divided and no backward has reached since."""
+    """Refuse gradients divided by an earlier call and not reached by a backward since."""
     if is_repeat and not any(buffer.written for buffer in plan.buffers):
         raise GradientError(
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
@@ -164,7 +164,7 @@ def _with_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[i
 
 
 def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
-    """Add norm and finiteness of the local gradient; ``may_wait``: also for devices other than CPU, with one wait."""
+    """Add norm and finiteness of the local gradient; ``may_wait``: also for devices other than CPU, with a wait."""
     if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
         return packed
     pieces = [grad.values() for grad in packed.sparse.values()]
@@ -179,8 +179,8 @@ def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """2-norm of all pieces together, and whether every element is finite.
 
-    Computed in the precision of the pieces (at least fp32), and again in fp64 if that overflows although every element
-    is finite.
+    Computed in the precision of the pieces (at least fp32), and again in fp64 if the norm overflows although every
+    element is finite.
     """
     norm = math.hypot(*_norms(pieces, wide=False))
     if math.isfinite(norm):

@@ -1,4 +1,4 @@
-"""Pending collectives of a failed call: the process waits for them before it exits.
+"""Pending collectives of a failed call: the process waits for them before its exit.
 
 A started collective cannot be cancelled. When the collective ends, a thread of the process group runs its callbacks
 (``Future.then``), which need the interpreter. If the interpreter is finalizing at that time, the process aborts.

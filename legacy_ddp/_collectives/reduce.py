@@ -39,7 +39,7 @@ def reduce(
 
     Raises:
         CommHookError: the hook's result cannot be a gradient; no gradient changed.
-        LostPeerError: a rank was lost. The content of the buffers is then undefined, as after an interrupt, so every
+        LostPeerError: a rank was lost. The content of the buffers is then undefined, as after an interrupt, and every
             gradient is dropped.
     """
     divisor = agreement.divisor

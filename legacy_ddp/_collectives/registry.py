@@ -1,4 +1,4 @@
-"""Synchronizers of modules and parameters that have no wrapper."""
+"""Synchronizers of modules and parameters without a wrapper."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from functools import cache
@@ -16,7 +16,7 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
     """The synchronizer of a module or of parameters, and the names of the parameters.
 
     The synchronizer lives as long as the module, or the first of the parameters. A wrong argument raises its error when
-    the names are read: inside the call, so that the call announces the error to the other ranks. Without a process
+    the names are read: inside the call, which announces the error to the other ranks. Without a process
     group the error is raised at once.
     """
     try:
@@ -51,8 +51,8 @@ def _of_nothing() -> Synchronizer:
 
 
 class _SynchronizerHook:
-    """A hook without effect that keeps a synchronizer for as long as the parameter lives. A weak reference to the
-    parameter would not do: torch refuses to swap the contents of a tensor that has weak references."""
+    """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak reference to the
+    parameter would not do: torch refuses to swap the contents of a tensor with weak references."""
 
     def __init__(self) -> None:
         self.synchronizer = _new()

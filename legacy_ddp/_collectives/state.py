@@ -1,4 +1,4 @@
-"""State of one set of parameters from call to call."""
+"""State of a set of parameters between calls."""
 
 import weakref
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Synchronizer:
-    """Plan, counters per process group, observers and warnings of one set of parameters."""
+    """Plan, counters per process group, observers and warnings of a set of parameters."""
 
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self.settings = settings
@@ -81,7 +81,7 @@ class Synchronizer:
             self._is_notifying = False
 
     def note_new_parameters(self, plan: Plan) -> None:
-        """Note a broadcast of the parameters, so that the change does not count as a step."""
+        """Note a broadcast of the parameters, which does not count as a step."""
         self.planner.counter.note_written(plan.parameters)
         if self.trail is not None:
             self.trail.restart()

@@ -13,11 +13,11 @@ from legacy_ddp._transport.groups import Groups
 
 
 class Warnings:
-    """The warnings of one set of parameters.
+    """The warnings of a set of parameters.
 
     ``open``: the checks that have not warned yet. Each returns the text of a warning, or an empty text. A warning is
     given once per run and on rank 0, and its check goes. ``nonfinite_groups``: the process groups with a streak of
-    non-finite gradients that every rank was warned of.
+    non-finite gradients, after the warning on every rank.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -41,7 +41,7 @@ class Warnings:
                 self.pending.append((0, text))
 
     def emit(self) -> None:
-        """Show the pending warnings, at the line that called the caller of this method."""
+        """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
         while self.pending:
             warn(*self.pending.pop(0), stacklevel=3)
 
@@ -61,7 +61,7 @@ def _describe_uneven_work(call: Call, agreement: Agreement) -> str:
 
 
 def _describe_merged_micro_batches(call: Call, agreement: Agreement) -> str:
-    """Several backward passes were added as one leaf of the tree."""
+    """Several backward passes were added as a single leaf of the tree."""
     merged = {rank: row for rank, row in enumerate(agreement.rows) if 0 < row.leaves < row.micro_batches}
     if not merged:
         return ""
@@ -74,7 +74,7 @@ def _describe_merged_micro_batches(call: Call, agreement: Agreement) -> str:
 
 
 class _SameData:
-    """Check for ranks that read the same data: equal norms of local gradients, call after call."""
+    """Check for ranks with the same data: equal norms of local gradients, call after call."""
 
     def __init__(self) -> None:
         # By process group; only while norms are equal, so that an ordinary call costs one set.

@@ -451,8 +451,8 @@ def _other_scaler_on(odd: int, which: str, rank: int) -> Said:
         (2, "disabled", "no GradScaler is enabled on rank 2: not all ranks would skip this step"),
         (2, "at 1", "the GradScaler's scale is 1: to skip this step would not help"),
         (0, "at infinity", "the GradScaler's scale is inf: to skip this step would not help"),
-        (1, "broken", "rank 1: looking failed: LookupError: no scale here\nnothing changed"),
-        (2, "broken", "rank 1: 'weight': 2 inf of 2\n  rank 2: looking failed: LookupError: no scale here\nnothing"),
+        (1, "broken", "rank 1: inspection failed: LookupError: no scale here\nnothing changed"),
+        (2, "broken", "rank 1: 'weight': 2 inf of 2\n  rank 2: inspection failed: LookupError: no scale here\nnothing"),
     ],
 )
 def test_one_rank_without_a_scaler_overflow_makes_it_an_error_on_all(odd: int, which: str, words: str) -> None:
@@ -541,7 +541,7 @@ def test_the_text_of_hundreds_of_ranks_with_different_details_is_capped() -> Non
 
     lines = describe_nonfinite("all_reduce() call 1", range(300), found, stops=True).splitlines()
 
-    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 ranks more, each with others"]
+    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 more ranks, each with different details"]
     assert len(lines) < 20
 
 
