@@ -24,7 +24,7 @@ from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, re
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_unknown
-from legacy_ddp._watchdog import HERE
+from legacy_ddp._watchdog import process_activity
 
 
 class LegacyDistributedDataParallel(nn.Module, Joining):
@@ -112,7 +112,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         """Call the module. Never communicates, so evaluating on one rank is safe."""
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
-        with HERE.forward():
+        with process_activity.forward():
             if self._synchronizer.leaves is not None and self._synchronizer.policy.sync_enabled:
                 self._synchronizer.leaves.drop_if_cleared()
             if self._synchronizer.observers.forward:

@@ -21,7 +21,7 @@ from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_param
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.process_group import GroupHandle
-from legacy_ddp._watchdog import HERE, STANDING_IN, USER_CODE
+from legacy_ddp._watchdog import OUT_OF_DATA, USER_CODE, process_activity
 
 _OUTSIDE = internals.JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
@@ -81,9 +81,9 @@ class Joining(Joinable):
                 divide_by_initial_world_size=divide_by_initial_world_size,
             ):
                 yield
-                HERE.enter(STANDING_IN)
+                process_activity.enter(OUT_OF_DATA)
         finally:
-            HERE.enter(USER_CODE)
+            process_activity.enter(USER_CODE)
             self._join_config = before
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -156,7 +156,7 @@ class _StandIn(JoinHook):
             raise
         if synchronizer.warnings.pending:
             synchronizer.warnings.emit()
-        HERE.enter(STANDING_IN)
+        process_activity.enter(OUT_OF_DATA)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Collective: give every rank the model of the rank that left last (the highest of several)."""

@@ -17,7 +17,7 @@ from legacy_ddp._settings import Checks
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._watchdog import HERE, USER_CODE
+from legacy_ddp._watchdog import USER_CODE, process_activity
 
 _FIRST_WARNED_CALL = 3
 
@@ -75,7 +75,7 @@ class Call(Gatherer):
         try:
             self._end_call(error)
         finally:
-            HERE.enter(USER_CODE)
+            process_activity.enter(USER_CODE)
             self.groups.busy.release()
 
     def _end_call(self, error: BaseException | None) -> None:
@@ -89,7 +89,7 @@ class Call(Gatherer):
         if error is not None and self._peers_waiting and not isinstance(error, AgreedError):
             self.groups.mark_failed(error)
             if watchdog is not None and not isinstance(error, LostPeerError):
-                watchdog.tell(error)
+                watchdog.notify_failure(error)
 
     def __str__(self) -> str:
         return self.name
@@ -112,9 +112,9 @@ class Call(Gatherer):
         if self.groups.endpoints_exchanged:
             return
         watchdog = self.groups.watchdog
-        cards = self.gather_objects("" if watchdog is None else watchdog.card().decode())
+        endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
         if watchdog is not None:
-            watchdog.start([card.encode() for card in cards])
+            watchdog.start([endpoint.encode() for endpoint in endpoints])
         self.groups.endpoints_exchanged = True
 
     def mark_finished(self) -> None:
@@ -135,7 +135,7 @@ class Call(Gatherer):
 
     def set_phase(self, text: str) -> None:
         """Show ``text`` in the watchdog's reports as the present activity of this rank."""
-        HERE.enter(text, self.name)
+        process_activity.enter(text, self.name)
         if self.groups.watchdog is not None:
             self.groups.watchdog.enter(text, self.name)
 

@@ -94,7 +94,7 @@ class Waiter:
         return outcome is True
 
     def _check_watchdog(self, waited_seconds: float) -> None:
-        if self.groups.watchdog is not None and (failure := self.groups.watchdog.look(waited_seconds)):
+        if self.groups.watchdog is not None and (failure := self.groups.watchdog.check_peers(waited_seconds)):
             raise self._peer_error(failure)
 
     def _peer_error(self, failure: Failure) -> LostPeerError:
@@ -103,10 +103,10 @@ class Waiter:
         if watchdog is None:
             text = f'{self.name}: {failure.reason}; missing ranks unknown, because checks="off" starts no watchdog'
             return kind(text, call=self.number, phase=self.phase_name)
-        report = watchdog.conclude(failure)
+        report = watchdog.finalize(failure)
         kind = SyncTimeoutError if report.is_late else PeerLostError
         text = f"{report.text}\n\n({watchdog.file.where('also in')})"
-        error = kind(text, ranks=report.awaited, call=self.number, phase=self.phase_name)
+        error = kind(text, ranks=report.missing, call=self.number, phase=self.phase_name)
         error.report = report.text
         return error
 

@@ -75,7 +75,7 @@ def test_death_in_the_first_collective_blames_no_living_rank(victim: int) -> Non
     seen = run_ranks(_dies_in_construction, 3, victim, lost=(victim,))
     for kind, ranks, text, seconds in filter(None, seen):
         assert (kind, ranks) == ("PeerLostError", ())
-        assert "who is missing is not known" in " ".join(text.split())
+        assert "the missing rank is not known" in " ".join(text.split())
         assert seconds < AT_ONCE_SECONDS
 
 
