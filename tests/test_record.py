@@ -1,4 +1,4 @@
-"""Is what a call says about itself true, and does it speak up about uneven work?"""
+"""Records of calls, and the warning about uneven work."""
 
 import warnings
 from functools import partial

@@ -1,4 +1,4 @@
-"""Are the figures that the rows give together right: gradient noise, straggler, ranks that read the same data?"""
+"""Gradient noise, straggler, and ranks with the same data."""
 
 import math
 import time
