@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from legacy_ddp._text import format_bytes
 
-_logger = logging.getLogger("legacy_ddp")
+LOGGER = logging.getLogger("legacy_ddp")
 
 
 def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
     """The logger of one rank, counted inside its group."""
-    return logging.LoggerAdapter(_logger, {"rank": rank})
+    return logging.LoggerAdapter(LOGGER, {"rank": rank})
 
 
 def warn(rank: int, text: str, *, stacklevel: int) -> None:
@@ -27,12 +27,11 @@ def warn(rank: int, text: str, *, stacklevel: int) -> None:
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:
     """Log a new wrapper, level INFO."""
-    if _logger.isEnabledFor(logging.INFO):
+    if LOGGER.isEnabledFor(logging.INFO):
         logger_of(rank).info("rank %d, new wrapper: %s", rank, describe().replace("\n", "; "))
 
 
 def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
-    """Log a completed call, level DEBUG."""
-    if _logger.isEnabledFor(logging.DEBUG):
-        phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
-        logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, format_bytes(payload_bytes), phases)
+    """Log a completed call. The caller has tested for level DEBUG."""
+    phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
+    logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, format_bytes(payload_bytes), phases)

@@ -11,15 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._agreement.header import Flag
-from legacy_ddp._buckets.layout import distinct
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.all_reduce import all_reduce
-from legacy_ddp._collectives.broadcast import broadcast
+from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
-from legacy_ddp._collectives.observers import show_forward
-from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
@@ -118,7 +115,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         with process_activity.forward():
             if self._synchronizer.leaves is not None and self._synchronizer.policy.sync_enabled:
                 self._synchronizer.leaves.drop_if_cleared()
-            show_forward(self._synchronizer.observers, args, kwargs)
+            if self._synchronizer.observers.forward:
+                self._synchronizer.observers.forward.notify(args, kwargs)
             return self.module(*args, **kwargs)
 
     def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:
@@ -163,13 +161,20 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
         After all errors but LostPeerError every ``.grad`` is unchanged on every rank, and the next call may succeed.
         """
-        if not self._synchronizer.policy.sync_enabled:
+        synchronizer = self._synchronizer
+        if not synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
         named, group = self._named_parameters(), self._group.resolve()
-        with self._ending_join():
-            record = all_reduce(self._synchronizer, named, group, sample_size, skip, notice=self._notice)
-        self._synchronizer.emit_warning()
-        self._synchronizer.tell(record)
+        notice = None if self._joining is None else self._notify
+        try:
+            record = all_reduce(synchronizer, named, group, sample_size, skip, notice=notice)
+        except BaseException:
+            self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
+            raise
+        if synchronizer.warnings.pending:
+            synchronizer.warnings.emit()
+        if synchronizer.observers.returned:
+            synchronizer.notify_returned(record)
         return record
 
     def broadcast_parameters(self, src: int = 0) -> None:
@@ -178,7 +183,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         Raises:
             As :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
-        self._broadcast(Operation.BROADCAST_PARAMETERS, self._named_parameters(), "parameter", src)
+        self._refuse_inside_join("broadcast_parameters()")
+        broadcast_parameters(self._synchronizer, self.module, self._group.resolve(), src=src)
 
     def broadcast_buffers(self, src: int = 0) -> None:
         """Collective: copy the buffers of rank ``src`` of the group to every rank, for instance before evaluation.
@@ -188,8 +194,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         Raises:
             As :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
-        named = self.module.named_buffers(remove_duplicate=False)
-        self._broadcast(Operation.BROADCAST_BUFFERS, named, "buffer", src)
+        self._refuse_inside_join("broadcast_buffers()")
+        broadcast_buffers(self._synchronizer, self.module, self._group.resolve(), src=src)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,7 +256,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         Raises:
             TypeError: ``callback`` is not callable.
         """
-        return self._synchronizer.listen(callback)
+        return self._synchronizer.observers.returned.add(callback)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -282,22 +288,3 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(remove_duplicate=False)
-
-    def _stand_in(self, flags: Flag) -> None:
-        """Collective: takes part in an :meth:`all_reduce` of other ranks, after this rank left :meth:`join`."""
-        part = (0, False) if self._settings.reproducible else (None, True)
-        with self._ending_join():
-            all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), *part, flags=flags)
-        self._synchronizer.emit_warning()
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._plan().parameters:  # without ignored parameters
-            parameter.grad = None
-        self._synchronizer.forget_step()
-
-    def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
-        self._refuse_inside_join(str(operation))
-        with torch.no_grad(), self._synchronizer.call(operation, self._group.resolve()) as call:
-            broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
-        if operation is Operation.BROADCAST_PARAMETERS:
-            self._synchronizer.note_new_parameters(self._plan())

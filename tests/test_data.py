@@ -1,4 +1,4 @@
-"""Does the content of a step depend on seed and epoch alone, whoever reads it?"""
+"""The content of a step depends on seed and epoch alone, on every split over ranks."""
 
 from contextlib import suppress
 from itertools import chain

@@ -1,4 +1,4 @@
-"""Are the figures that the rows give together right: gradient noise, straggler, ranks that read the same data?"""
+"""Gradient noise, straggler, and ranks with the same data."""
 
 import math
 import time
@@ -248,7 +248,7 @@ def _train(schedule: Sequence[Sequence[int]], dropout: float, checks: Checks, ra
 def _text(call: int, ranks: str) -> str:
     return (
         f"all_reduce() call {call}: {ranks} hold identical local gradients for 10 calls (norms equal to the last bit; "
-        "said once):\nthey probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
+        "warned once):\nthey probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
         "see legacy_ddp.Checks(same_data=...)"
     )
 

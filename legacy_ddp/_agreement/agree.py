@@ -62,11 +62,6 @@ class Agreement:
         counted = sum([bool(row.flags & COUNTED_BIT) for row in self.rows])
         return len(self.participants) + counted if self.participants else 0
 
-    @cached_property
-    def has_equal_norms(self) -> bool:
-        """Whether two ranks have local gradients of equal norm, or without a known norm."""
-        return len({row.norm_bits for row in self.rows}) < len(self.rows)
-
     def uneven_work(self) -> Finding | None:
         """Different numbers of micro-batches, if the participants differ."""
         return None if self.is_uniform else describe_uneven_work(self.rows)

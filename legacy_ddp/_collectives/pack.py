@@ -1,4 +1,4 @@
-"""What this rank brings to an all_reduce: its gradients, checked and packed, and the header that describes them."""
+"""Local gradients of an all_reduce, checked and packed into flat tensors, and their header."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,10 +18,10 @@ from legacy_ddp._transport.call import Call, check_can_communicate
 
 @dataclass(frozen=True)
 class Packed:
-    """What a rank brings, and the header that describes it.
+    """Packed gradients of a rank, and their header.
 
-    ``kinds``: of every slot's gradient, all absent on a rank that takes no part. ``flats``: one tensor per buffer that
-    holds the dense ones. ``sparse``: the others, coalesced, by slot.
+    ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
+    buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot.
     """
 
     kinds: Sequence[int]
@@ -41,18 +41,18 @@ class Packed:
 def pack(
     call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, sample_size: int | None, skip: bool
 ) -> Packed:
-    """Check what the user asks and holds, and copy the gradients into flat tensors. Writes nothing a user can see.
+    """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see.
 
     Raises:
         TypeError, ValueError: an unusable ``sample_size`` or ``skip``.
-        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; a leaf
-            that is not whole.
+        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; an
+            incomplete micro-batch.
         LegacyDDPError: called from inside backward or while a CUDA graph is captured.
-        ValueError: the group carries nothing for a device.
+        ValueError: the group has no backend for a device.
     """
     with call.phase("pack"):
         check_can_communicate(call)
-        header = _describe_part(sample_size, skip)
+        header = _header_of(sample_size, skip)
         if leaves is not None:
             _require_sample_size(header)
         if leaves is None or not header.takes_part:
@@ -61,34 +61,42 @@ def pack(
         else:
             grads = leaves.bring(plan)
         has_peers = call.groups.size > 1
-        for buffer in plan.buffers:  # what else it needs to travel
-            if has_peers:
-                call.groups.payload(buffer.bucket.device)
-            if leaves is None:
-                buffer.make_wire(has_peers=has_peers)
+        _allocate(call, plan, has_wire=leaves is None)
         if not header.takes_part:
             kinds = [ABSENT] * len(grads)
-            flats = (
-                [buffer.flat for buffer in plan.buffers] if leaves is None else leaves.zeros(plan, has_peers=has_peers)
-            )
-            return Packed(kinds, flats, {}, _complete(call, plan, header, kinds))
-        header = header._replace(micro_batches=counter.micro_batches, flags=_history(counter, plan, grads))
+            flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
+            return Packed(kinds, flats, {}, _with_fingerprints(call, plan, header, kinds))
+        header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
         if header.participation == Participation.SAMPLES:
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-        kinds, flats = kinds_of(grads), [buffer.flat for buffer in plan.buffers]
+        kinds, flats = kinds_of(grads), _flats(plan)
         if leaves is not None:
             count, kinds, flats = leaves.total(plan, kinds, has_peers=has_peers)
             header = header._replace(leaves=count)
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }
-        packed = Packed(kinds, flats, sparse, header)
-        if call.checks.level != "off":
-            packed = _add_values(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
-        return replace(packed, header=_complete(call, plan, packed.header, kinds))
+        packed = Packed(kinds, flats, sparse, _with_fingerprints(call, plan, header, kinds))
+        if call.checks.level == "off":
+            return packed
+        return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
 
 
-def _describe_part(sample_size: int | None, skip: bool) -> Header:
+def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
+    """Find the group of every buffer's device, and allocate the copies for the wire."""
+    has_peers = call.groups.size > 1
+    for buffer in plan.buffers:
+        if has_peers:
+            call.groups.payload(buffer.bucket.device)
+        if has_wire:
+            buffer.make_wire(has_peers=has_peers)
+
+
+def _flats(plan: Plan) -> list[torch.Tensor]:
+    return [buffer.flat for buffer in plan.buffers]
+
+
+def _header_of(sample_size: int | None, skip: bool) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
@@ -118,7 +126,7 @@ def _require_sample_size(header: Header) -> None:
 
 
 def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
-    """Refuse gradients that an earlier call divided, and that no backward has reached since."""
+    """Refuse gradients divided by an earlier call and not reached by a backward since."""
     if is_repeat and not any(buffer.written for buffer in plan.buffers):
         raise GradientError(
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
@@ -136,22 +144,22 @@ def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -
             )
 
 
-def _history(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
-    """Flags about what happened to gradients and weights since the last call."""
+def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
+    """Header flags about changes of gradients and weights since the last call."""
     flags = 0
     if counter.stepped(plan.parameters):
         flags |= Flag.STEPPED
     if (
         counter.micro_batches == 0
         and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
-        # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
+        # Gradients cleared in place count as cleared: a rank without a batch is not a rank that calls twice.
         and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
     ):
         flags |= Flag.REPEAT
     return flags
 
 
-def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
+def _with_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
     return header._replace(
         layout=plan.layout.fingerprint,
         mask=fingerprint(bytes(kinds)),
@@ -159,8 +167,8 @@ def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> H
     )
 
 
-def _add_values(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
-    """Norm and finiteness of the local gradient; on other devices than CPU only if it may wait for the device."""
+def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
+    """Add norm and finiteness of the local gradient; ``may_wait``: also for devices other than CPU, with a wait."""
     if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
         return packed
     pieces = [grad.values() for grad in packed.sparse.values()]
@@ -175,8 +183,8 @@ def _add_values(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """2-norm of all pieces together, and whether every element is finite.
 
-    Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are
-    finite.
+    Computed in the precision of the pieces (at least fp32), and again in fp64 if the norm overflows although every
+    element is finite.
     """
     norm = math.hypot(*_norms(pieces, wide=False))
     if math.isfinite(norm):
@@ -189,7 +197,7 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     norms = [_norm(piece, wide=wide) for piece in pieces]
     read = [float(norm) for norm in norms if norm.device.type == "cpu"]
     away = [norm for norm in norms if norm.device.type != "cpu"]
-    if away:  # one wait for the device, however many they are
+    if away:  # one wait for the device, whatever the number of pieces
         read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
     return read
 

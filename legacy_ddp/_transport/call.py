@@ -14,7 +14,6 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError
 from legacy_ddp._settings import Checks
-from legacy_ddp._statistics import SameDataDetector
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
@@ -31,8 +30,6 @@ class GroupState:
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last call
-    nonfinite_warned: bool = False  # the present streak of non-finite gradients was reported
-    same_data: SameDataDetector | None = None  # only during a streak of equal norms
 
 
 class Call(Gatherer):

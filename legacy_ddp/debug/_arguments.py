@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from legacy_ddp._collectives.remember import remember
+from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
 from legacy_ddp._transport.process_group import resolve_group
@@ -39,7 +39,7 @@ def subject_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh |
     if isinstance(model, LegacyDistributedDataParallel):
         group = model.process_group if process_group is None else resolve_group(process_group)
         return Subject(model.module, model._synchronizer, group)
-    return Subject(model, remember(model)[0], resolve_group(process_group))
+    return Subject(model, synchronizer_of(model)[0], resolve_group(process_group))
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:

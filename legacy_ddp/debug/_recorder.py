@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import error_text
@@ -78,6 +79,7 @@ class Recorder:
         self._every = _count("every", every)
         self._first_step = _count("first_step", first_step)
         self._writer: Writer | None = None
+        self._handles: list[RemovableHandle] = []
         self._rank = 0
         self._was_used = False
         self._step = first_step - 1  # the last one
@@ -106,14 +108,20 @@ class Recorder:
         except BaseException:
             self._writer.discard()
             raise
-        self._subject.synchronizer.observers.append(self)
+        observers = self._subject.synchronizer.observers
+        self._handles = [
+            observers.forward.add(self.see_forward),
+            observers.local.add(self.see_local),
+            observers.reduced.add(self.see_reduced),
+        ]
         self._steps.watch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._subject.synchronizer.observers.remove(self)
+        for handle in self._handles:
+            handle.remove()
         self._steps.release()
         if kind is None and not self._optimizers:  # else the last step was left out, or never came to its end
             self._try(lambda writer: self._take_left(writer, with_buffers=self._sees_forwards))

@@ -1,4 +1,4 @@
-"""What happens when ranks disagree? The same clear error on every rank, gradients untouched, training goes on."""
+"""Disagreement of ranks: the same clear error on every rank, gradients untouched, training continues."""
 
 from functools import partial
 from typing import Any

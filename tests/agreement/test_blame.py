@@ -1,4 +1,4 @@
-"""Is the right rank blamed, by all and with one text, when several things happen at once?"""
+"""Attribution when several faults happen at once: the right rank, with the same text on all ranks."""
 
 import logging
 import os

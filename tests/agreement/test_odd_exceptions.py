@@ -1,4 +1,4 @@
-"""Exceptions that say anything at all, on one rank: what the others get to know of them."""
+"""Exceptions with unusual texts on a single rank, and the report of them on the other ranks."""
 
 import ast
 import sys

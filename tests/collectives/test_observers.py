@@ -1,4 +1,4 @@
-"""What can be seen of a wrapper and its calls: print(model), on_sync(), log records, the profiler's ranges?"""
+"""Observation of a wrapper and its calls: print(model), on_sync(), log records, profiler ranges."""
 
 import contextlib
 import io
@@ -229,6 +229,6 @@ def _printed_in_the_page(rank: int) -> str:
     return repr(LegacyDistributedDataParallel(nn.Linear(10, 1)))
 
 
-def test_the_page_shows_what_print_says() -> None:
+def test_the_page_shows_the_output_of_print() -> None:
     shown = run_ranks(_printed_in_the_page, 2)[0]
     assert "".join(f"    {line}\n" for line in shown.splitlines()) in PAGE

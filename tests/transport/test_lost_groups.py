@@ -1,4 +1,4 @@
-"""What becomes of a group, of a call and of a model when a rank is lost early, late, or by Ctrl-C?"""
+"""State of group, call and model after a rank is lost early, late, or by Ctrl-C."""
 
 import gc
 import os

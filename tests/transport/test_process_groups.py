@@ -1,4 +1,4 @@
-"""In which group do ranks meet, and do several wrappers leave each other alone?"""
+"""Choice of the process group, and independence of several wrappers."""
 
 from pathlib import Path
 from typing import Any
