@@ -1,4 +1,4 @@
-"""Does every test that the documentation points to exist, and does every row of a table that shows tests have one?"""
+"""The pointers of the documentation to tests: every test exists, and every row of a feature table has one."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Does the README's example run as it is printed, and does the command answer what it shows?"""
+"""The example and the commands of the README."""
 
 import re
 import subprocess
