@@ -1,7 +1,7 @@
 """Which figures does the documentation quote? Tables made from benchmarks/results/, so that no figure drifts.
 
     python benchmarks/tables.py            # print all tables
-    python benchmarks/tables.py --write    # put them between their markers in the pages
+    python benchmarks/tables.py --write    # put them between their markers in benchmarks/README.md
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in _quoted.py and put the
 markers where it belongs. After a new measurement: write, and read what the prose around the tables says about them.
@@ -21,7 +21,7 @@ from _table import Column, Place, Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "reproducible.md")
+PAGES = (ROOT / "benchmarks" / "README.md",)
 MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
