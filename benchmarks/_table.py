@@ -1,4 +1,4 @@
-"""What is a table of figures taken from results?"""
+"""A table of figures taken from results: columns, rows, and the places of the numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which figures does the documentation quote? Tables made from benchmarks/results/, so that no figure drifts.
+"""The figures quoted by the documentation: tables made from benchmarks/results/, to avoid stale figures.
 
     python benchmarks/tables.py            # print all tables
     python benchmarks/tables.py --write    # put them between their markers in benchmarks/README.md

@@ -77,7 +77,7 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
 
 
 def test_the_drawings_are_those_that_the_script_makes() -> None:
-    pictures = runpy.run_path(str(DOCS / "pictures.py"))
+    drawings = runpy.run_path(str(DOCS / "drawings.py"))
 
     for name in ("step", "rooms"):
-        assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == pictures[name](), "run: python docs/pictures.py"
+        assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == drawings[name](), "run: python docs/drawings.py"

@@ -1,4 +1,4 @@
-"""Drawings of the documentation: `python docs/pictures.py` writes docs/step.svg and docs/rooms.svg.
+"""Drawings of the documentation: `python docs/drawings.py` writes docs/step.svg and docs/rooms.svg.
 
 The drawings have a light panel of their own, so the text is readable on light and on dark pages.
 """
