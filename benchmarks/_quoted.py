@@ -1,4 +1,4 @@
-"""Tables of the figures quoted by the documentation, and their results files; tables.py writes them."""
+"""Which figures does the documentation quote, and from which results? One Table each; tables.py writes them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Tables of the quoted figures about growth: with tensors, bytes and ranks."""
+"""Which figures does the documentation quote about growth: with tensors, bytes and ranks?"""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""A table of figures taken from results: columns, rows, and the places of the numbers."""
+"""What is a table of figures taken from results?"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

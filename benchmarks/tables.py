@@ -1,7 +1,7 @@
-"""The figures quoted by the documentation: tables made from benchmarks/results/, to avoid stale figures.
+"""Which figures does the documentation quote? Tables made from benchmarks/results/, so that no figure drifts.
 
     python benchmarks/tables.py            # print all tables
-    python benchmarks/tables.py --write    # put them between their markers in benchmarks/README.md
+    python benchmarks/tables.py --write    # put them between their markers in the pages
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in _quoted.py and put the
 markers where it belongs. After a new measurement: write, and read what the prose around the tables says about them.
