@@ -21,7 +21,7 @@ from _table import Column, Place, Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "reproducible.md")
+PAGES = (ROOT / "benchmarks" / "README.md",)
 MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 

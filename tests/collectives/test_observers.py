@@ -156,9 +156,9 @@ def test_the_profiler_shows_phases_and_buckets_by_name(hooked: bool, ranges: set
         assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
 
 
-# --- docs/seeing.md ---------------------------------------------------------------------------------------------------
+# --- docs/logging.md --------------------------------------------------------------------------------------------------
 
-PAGE = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
 TENSORBOARD, WANDB, LOG, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 

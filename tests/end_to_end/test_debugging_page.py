@@ -1,4 +1,4 @@
-"""Do the hunts find what docs/hunting.md says they find?"""
+"""The commands and printed results of docs/debugging.md."""
 
 import re
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks, fork_script
 
-PAGE = (ROOT / "docs" / "hunting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"\b[0-9a-f]{16}\b|-?\d+(\.\d+)?(e-?\d+)?")
 
 
