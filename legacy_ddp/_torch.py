@@ -22,7 +22,7 @@ import torch.distributed.nn.functional
 from torch._C import Future  # then() returns one that is no torch.futures.Future
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo.guards import TensorGuards as TorchTensorGuards
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
@@ -75,7 +75,7 @@ def grad_dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype | None]:
         return list(map(attrgetter("grad_dtype"), tensors))
 
 
-class Likeness:
+class TensorGuards:
     """Remembers what tensors are like: type, dtype, device, requires_grad, shape, strides, conjugation and sign.
 
     It holds none of them. Asking each for all that takes 0.7 µs a tensor, this 0.15. Under other autocast or inference
@@ -85,20 +85,20 @@ class Likeness:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         sizes: list[list[int]] = [list(tensor.shape) for tensor in tensors]
         strides: list[list[int]] = [list(tensor.stride()) for tensor in tensors]
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
+        self._guards = TorchTensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
 
-    def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def match(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these, as many as there were, are all like those."""
         return bool(self._guards.check(*tensors))
 
 
-def only_in_grad(parameter: torch.Tensor) -> bool:
+def is_grad_unshared(parameter: torch.Tensor) -> bool:
     """Whether there is a ``parameter.grad``, in memory of torch's own, and nothing else holds it or that memory."""
-    found = _grad_holders(parameter)
-    return found is not None and found == _fresh_grad_holders()
+    found = _grad_ref_counts(parameter)
+    return found is not None and found == _fresh_grad_ref_counts()
 
 
-def _grad_holders(parameter: torch.Tensor) -> tuple[int, ...] | None:
+def _grad_ref_counts(parameter: torch.Tensor) -> tuple[int, ...] | None:
     grad = parameter.grad
     if grad is None or type(grad) is not torch.Tensor or grad.layout is not torch.strided:
         return None
@@ -109,11 +109,11 @@ def _grad_holders(parameter: torch.Tensor) -> tuple[int, ...] | None:
 
 
 @cache
-def _fresh_grad_holders() -> tuple[int, ...] | None:
+def _fresh_grad_ref_counts() -> tuple[int, ...] | None:
     parameter = torch.empty(1, device="cpu", requires_grad=True)
     with torch.no_grad():
         parameter.grad = parameter.clone()
-    return _grad_holders(parameter)
+    return _grad_ref_counts(parameter)
 
 
 def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return from_dlpack(torch._C._to_dlpack(tensor))
 
 
-def holders(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> tuple[set[int], ...]:
+def ref_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> tuple[set[int], ...]:
     """By how many each tensor, and each storage, is held: in C++ and in Python; which numbers occur.
 
     A variable or a list is a holder in Python, a ``.grad`` one in C++, which torch 2.13 counts in Python, too.

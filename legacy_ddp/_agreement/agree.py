@@ -17,7 +17,7 @@ from legacy_ddp._buckets.gradient import ABSENT, DENSE
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
-from legacy_ddp._reproducible.splits import is_aligned, say_splits
+from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
 
 
@@ -228,7 +228,7 @@ def _describe_bad_split(rows: Sequence[Header]) -> tuple[str, tuple[int, ...]]:
     total = len(rows) * most
     found = str(finding) if finding else f"  {most} on each of {len(rows)} ranks, which is no power of two"
     return (
-        f"micro-batches are not shared out as a tree needs it:\n{found}\n{say_splits(total)}",
+        f"micro-batches are not shared out as a tree needs it:\n{found}\n{format_splits(total)}",
         finding.ranks,
     )
 

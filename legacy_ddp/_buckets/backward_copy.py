@@ -13,13 +13,13 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._step_guard.backward_counter import remove_hooks, watchers
+from legacy_ddp._step_guard.backward_counter import count_backward_hooks, remove_hooks
 
 # Smaller ones are cheaper copied all together. Other devices copy all together at any size: nothing was measured there.
 SMALLEST_BYTES = 64 * 1024
 
 
-class Adoption:
+class BackwardCopy:
     """The hooks on the parameters of one plan. Keeps no parameter alive."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Adoption:
         self._thread = _BackwardThread()
         weakref.finalize(self, remove_hooks, self._handles)
 
-    def watch(self, shares: Iterable[tuple[FlatBuffer, Sequence[torch.Tensor]]]) -> None:
+    def attach(self, shares: Iterable[tuple[FlatBuffer, Sequence[torch.Tensor]]]) -> None:
         """From now on, move the gradients of these parameters to those buffers, and no others."""
         remove_hooks(self._handles)
         for buffer, parameters in shares:
@@ -71,8 +71,8 @@ class _Hook:
     def __call__(self, parameter: torch.Tensor) -> None:
         # Compiled autograd traces hooks. Where several wrappers count on a parameter, each has its own place for the
         # gradient, and those that look after it moved would not see that it is a new one.
-        if torch.compiler.is_compiling() or watchers(parameter) != 1:
+        if torch.compiler.is_compiling() or count_backward_hooks(parameter) != 1:
             return
         with self.thread.moving:
             if self.thread.is_alone:
-                self.buffer.adopt(self.index, parameter)
+                self.buffer.move_to_slot(self.index, parameter)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_usual
+from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_plain
 from legacy_ddp._buckets.layout import Bucket, Run
 from legacy_ddp._buckets.views import SlotViews
 from legacy_ddp._settings import Settings
@@ -27,44 +27,46 @@ class FlatBuffer:
         self.wire: torch.Tensor | None = None
         self._is_for_hook = settings.comm_hook is not None
         self._wire_dtype = bucket.dtype if self._is_for_hook else wire_dtype(bucket.dtype, settings.reduce_dtype)
-        self._memory: SlotViews | None = None  # made by the first backward or call
+        self._views: SlotViews | None = None  # made by the first backward or call
         self._spare: SlotViews | None = None  # the memory before, while somebody keeps a gradient of every call
         self._making = threading.Lock()  # backward passes may run in several threads
-        self.takes_gradients = True  # in backward; not while the flat tensor holds what is still needed
-        self._held = [False] * len(bucket.slots)  # whose gradient is its slot already
-        self._left_apart: list[object] = []  # identity of what the last call left in each slot, where not all are views
+        self.moves_enabled = True  # in backward; not while the flat tensor holds what is still needed
+        self._is_view = [False] * len(bucket.slots)  # whose gradient is its slot already
+        self._result_identities: list[
+            object
+        ] = []  # identity of what the last call left in each slot, where not all are views
 
     @property
     def views(self) -> SlotViews:
         """The slots as tensors, and the flat tensor that they lie in; made if there is none."""
         with self._making:
-            if self._memory is None:
+            if self._views is None:
                 with torch.inference_mode(False):  # a backward inside that mode may be the first
-                    self._memory = SlotViews(self.bucket)
-            return self._memory
+                    self._views = SlotViews(self.bucket)
+            return self._views
 
     @property
     def flat(self) -> torch.Tensor:
         return self.views.flat
 
     @property
-    def travelling(self) -> torch.Tensor:
+    def payload(self) -> torch.Tensor:
         """What collectives carry: the flat tensor's memory, or its copy in another dtype."""
-        return self.views.carried if self.wire is None else self.wire
+        return self.views.transport_view if self.wire is None else self.wire
 
-    def recognise(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def match_views(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Note which gradients (one per slot) are their slots already."""
-        self._held = self._memory.recognise(grads) if self._memory is not None else [False] * len(self._held)
+        self._is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self._is_view)
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Refuse what cannot be reduced, before anything is written; for gradients that :meth:`recognise` has seen.
+        """Refuse what cannot be reduced, before anything is written; for gradients that :meth:`match_views` has seen.
 
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if self._memory is not None and self._memory.resembles(grads):
+        if self._views is not None and self._views.matches_slots(grads):
             return
-        for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True):
+        for slot, grad, held in zip(self.bucket.slots, grads, self._is_view, strict=True):
             if grad is not None and not held:
                 check_gradient(self.bucket, slot, grad)
 
@@ -73,25 +75,25 @@ class FlatBuffer:
 
         Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
         """
-        if self.views.shared(self._held):
+        if self.views.has_external_refs(self._is_view):
             self._change_memory()
         else:
             self._spare = None
-        if copy and not all(self._held):
+        if copy and not all(self._is_view):
             self._copy_in(grads)
 
-    def adopt(self, index: int, parameter: torch.Tensor) -> None:
+    def move_to_slot(self, index: int, parameter: torch.Tensor) -> None:
         """Move the gradient that backward has just made to its slot, if nobody can tell; else it waits for the call."""
-        if not self.takes_gradients or not internals.only_in_grad(parameter):
+        if not self.moves_enabled or not internals.is_grad_unshared(parameter):
             return
         grad = parameter.grad
-        if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):
+        if grad is None or not is_plain(self.bucket, self.bucket.slots[index], grad):
             return
         try:
             views = self.views
         except (RuntimeError, MemoryError):  # no room: the call will say so, on all ranks
             return
-        if views.is_free(index):
+        if views.is_slot_unreferenced(index):
             parameter.grad = views[index].copy_(grad)
 
     def make_wire(self, *, has_peers: bool) -> None:
@@ -101,33 +103,33 @@ class FlatBuffer:
         if is_copy and (self.wire is None or self.wire.untyped_storage().nbytes() < size):  # a hook may have freed it
             self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
 
-    def forget(self) -> None:
+    def release_memory(self) -> None:
         """Start from no memory at all."""
-        self._memory = self._spare = self.wire = None
-        self._held = [False] * len(self._held)
+        self._views = self._spare = self.wire = None
+        self._is_view = [False] * len(self._is_view)
 
-    def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
+    def holds_only_views(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether every packed gradient was the view that the last call left, whatever was written into it since."""
         return all(
             held or grad is None or slot.numel == 0
-            for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True)
+            for slot, grad, held in zip(self.bucket.slots, grads, self._is_view, strict=True)
         )
 
     @property
-    def is_kept_by_others(self) -> bool:
+    def has_external_refs(self) -> bool:
         """Whether somebody holds memory of a slot, where no ``.grad`` lies in one."""
-        return self.views.shared([False] * len(self.bucket.slots))
+        return self.views.has_external_refs([False] * len(self.bucket.slots))
 
-    def is_left(self, index: int, grad: torch.Tensor) -> bool:
+    def is_last_result(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is the object that the last call left for the slot, whatever was written into it since."""
-        if self._left_apart:
-            return internals.identity(grad) is self._left_apart[index]
-        return self._memory is not None and grad is self._memory[index]
+        if self._result_identities:
+            return internals.identity(grad) is self._result_identities[index]
+        return self._views is not None and grad is self._views[index]
 
     @property
-    def written(self) -> bool:
+    def was_written(self) -> bool:
         """Whether a gradient was written to since the last call left its result."""
-        return self.views.written
+        return self.views.was_written
 
     def zero(self, kinds: Sequence[int], *, runs: Sequence[Run], flat: torch.Tensor | None = None) -> None:
         """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank, in the flat
@@ -140,31 +142,31 @@ class FlatBuffer:
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""
         written: set[int] = set()
-        for view, parameter, kind, held in zip(self.views, parameters, kinds, self._held, strict=True):
+        for view, parameter, kind, held in zip(self.views, parameters, kinds, self._is_view, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self.as_views:
                 parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not held:
                 parameter.grad = view
-        self.views.note_left()
-        self._left_apart = []
+        self.views.note_result()
+        self._result_identities = []
         if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
             grads = (parameter.grad for parameter in parameters)
-            self._left_apart = [None if grad is None else internals.identity(grad) for grad in grads]
+            self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
 
     def _change_memory(self) -> None:
         """Leave the memory to its holders. In a loop that keeps a gradient of every call, such as a loop variable, the
         holders of the memory before have gone: writing to it again costs half of what fresh memory does."""
         free = self._spare
-        if free is None or not free.is_free_again():
+        if free is None or not free.is_reusable():
             free = SlotViews(self.bucket)
-        self._memory, self._spare, self._held = free, self._memory, [False] * len(self._held)
+        self._views, self._spare, self._is_view = free, self._views, [False] * len(self._is_view)
 
     def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:
         slots: list[torch.Tensor] = []
         loose: list[torch.Tensor] = []
-        for view, grad, held in zip(self.views, grads, self._held, strict=True):
+        for view, grad, held in zip(self.views, grads, self._is_view, strict=True):
             if not held and grad is not None and grad.layout is torch.strided:
                 slots.append(view)
                 loose.append(grad)

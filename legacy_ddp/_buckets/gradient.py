@@ -25,7 +25,7 @@ def has_nonzero(grad: torch.Tensor) -> bool:
     return bool(torch.linalg.vector_norm(values)) or bool(values.any())
 
 
-def is_usual(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
+def is_plain(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
     """Whether this is a plain dense gradient exactly as planned."""
     return (
         grad.layout is torch.strided

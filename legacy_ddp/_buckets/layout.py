@@ -86,7 +86,7 @@ class Layout:
     @cached_property
     def fingerprint(self) -> int:
         """64 bits that are equal on two ranks if the inventories are."""
-        return inventory_word(self.inventory)
+        return inventory_digest(self.inventory)
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ def plan_layout(parameters: Sequence[Named], settings: Settings) -> Layout:
     for item in trainable:
         groups.setdefault((item.tensor.device, gradient_dtype(item.tensor)), []).append(item)
     buckets = tuple(_plan_bucket(device, dtype, group) for (device, dtype), group in groups.items())
-    inventory = describe(parameters, kind="parameter")
+    inventory = build_inventory(parameters, kind="parameter")
     inventory.update({f"setting {name!r}": value for name, value in settings.shared.items()})
     return Layout(buckets, inventory, settings.buffer_size)
 
 
-def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
+def build_inventory(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
     """Say what each tensor is, in words that are equal on ranks whose tensors are alike.
 
     Devices are numbered in order of appearance: rank 1's ``cuda:1`` is the same place as rank 0's ``cuda:0``.
@@ -166,7 +166,7 @@ def describe(tensors: Sequence[Named], *, kind: str) -> dict[str, str]:
     return inventory
 
 
-def inventory_word(inventory: Mapping[str, str]) -> int:
+def inventory_digest(inventory: Mapping[str, str]) -> int:
     """The fingerprint of an inventory, whatever its order."""
     return fingerprint(json.dumps(sorted(inventory.items())).encode())
 

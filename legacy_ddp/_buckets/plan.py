@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from legacy_ddp._buckets.backward_copy import Adoption
+from legacy_ddp._buckets.backward_copy import BackwardCopy
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.layout import Bucket, Layout, distinct, plan_layout
 from legacy_ddp._buckets.signature import Signature
@@ -33,13 +33,13 @@ class Plan:
         return [parameter.grad for parameter in self.parameters]
 
     @cached_property
-    def shares(self) -> list[tuple[FlatBuffer, slice]]:
+    def slot_ranges(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, and which of the slots are its."""
-        return shares(self.buffers)
+        return slot_ranges(self.buffers)
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of slot ``index``."""
-        return next(buffer.bucket for buffer, share in self.shares if share.start <= index < share.stop)
+        return next(buffer.bucket for buffer, share in self.slot_ranges if share.start <= index < share.stop)
 
     def collect(self, grads: Sequence[torch.Tensor | None], *, are_used: bool = True) -> None:
         """Copy the dense ones among ``grads``, one per slot, to their slots; writes nothing that a ``.grad`` can see.
@@ -48,26 +48,26 @@ class Plan:
         Raises:
             GradientError: as :func:`check_gradient`, before anything is copied.
         """
-        for buffer, share in self.shares:
-            buffer.recognise(grads[share])
+        for buffer, share in self.slot_ranges:
+            buffer.match_views(grads[share])
             if are_used:
                 buffer.check(grads[share])
-        for buffer, share in self.shares:
+        for buffer, share in self.slot_ranges:
             buffer.pack(grads[share], copy=are_used)
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse ones, by slot."""
         for index, grad in sparse.items():
             self.parameters[index].grad = grad
-        for buffer, share in self.shares:
+        for buffer, share in self.slot_ranges:
             buffer.alias(self.parameters[share], kinds[share])
 
-    def abandon(self) -> None:
+    def discard_gradients(self) -> None:
         """Leave no gradient to step with, and no memory that a broken-off collective may still write to."""
         for parameter in self.parameters:
             parameter.grad = None
         for buffer in self.buffers:
-            buffer.forget()
+            buffer.release_memory()
 
 
 class Planner:
@@ -76,13 +76,13 @@ class Planner:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
-        self._adoption = Adoption()
+        self._backward_copy = BackwardCopy()
         self.layout: Layout | None = None  # the last one
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # of each slot's parameter: its position among the named ones
         self._signature: Signature | None = None
 
-    def use(self, settings: Settings) -> None:
+    def change_settings(self, settings: Settings) -> None:
         """Plan anew, with these settings, when next asked."""
         self.settings, self._signature = settings, None
 
@@ -93,8 +93,8 @@ class Planner:
         try:
             yield
         except BaseException:
-            self.counter.watch((), (), ())
-            self._adoption.watch(())
+            self.counter.attach((), (), ())
+            self._backward_copy.attach(())
             self._signature = None
             raise
 
@@ -107,7 +107,7 @@ class Planner:
         names, tensors = _columns(named)
         known = self._signature is not None and self._signature.fits(names, tensors)
         parameters = [tensors[index] for index in self._order] if known else []
-        if self.layout is None or not known or not self.counter.watches(parameters):
+        if self.layout is None or not known or not self.counter.is_attached_to(parameters):
             self.layout = self._replan(names, tensors)
             self._signature = Signature(names, tensors)
             parameters = [tensors[index] for index in self._order]
@@ -119,9 +119,11 @@ class Planner:
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
         parameters = [tensors[index] for index in order]
-        are_left = [partial(buffer.is_left, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
-        self.counter.watch([slot.name for slot in layout.slots], parameters, are_left)
-        self._adoption.watch((buffer, parameters[share]) for buffer, share in shares(buffers))
+        are_last_results = [
+            partial(buffer.is_last_result, index) for buffer in buffers for index in range(len(buffer.bucket.slots))
+        ]
+        self.counter.attach([slot.name for slot in layout.slots], parameters, are_last_results)
+        self._backward_copy.attach((buffer, parameters[share]) for buffer, share in slot_ranges(buffers))
         self._order, self._buffers = order, buffers
         return layout
 
@@ -136,7 +138,7 @@ def _columns(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list
     return names, tensors
 
 
-def shares(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:
+def slot_ranges(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:
     """Each buffer, and which of the slots of all buffers are its."""
     bounds = accumulate((len(buffer.bucket.slots) for buffer in buffers), initial=0)
     return [(buffer, slice(start, stop)) for buffer, (start, stop) in zip(buffers, pairwise(bounds), strict=True)]

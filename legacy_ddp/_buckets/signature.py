@@ -21,18 +21,18 @@ class Signature:
         self._first = sorted(first.values())  # where each tensor stands under the first of its names
         shaped = self._shaped(tensors)
         self._facts = _facts(shaped)
-        self._likeness = internals.Likeness(shaped)
+        self._guards = internals.TensorGuards(shaped)
 
     def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a plan for these would be the same."""
         if _identities(names, tensors) != self._identities:
             return False
         shaped = self._shaped(tensors)
-        if self._likeness.holds(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
+        if self._guards.match(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
             return True
         if _facts(shaped) != self._facts:
             return False
-        self._likeness = internals.Likeness(shaped)  # called under other settings than the last time
+        self._guards = internals.TensorGuards(shaped)  # called under other settings than the last time
         return True
 
     def _shaped(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -23,17 +23,17 @@ class SlotViews(Sequence[torch.Tensor]):
 
     def __init__(self, bucket: Bucket) -> None:
         self.flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        self.carried = internals.under_own_storage(self.flat)
+        self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
         self._views = [self._make(slot) for slot in self._slots]
         self._storages = [view.untyped_storage() for view in self._views]
-        self._orphans: list[torch.UntypedStorage] = []  # of views that were replaced
+        self._replaced_storages: list[torch.UntypedStorage] = []  # of views that were replaced
         self._addresses = list(map(torch.Tensor.data_ptr, self._views))
-        self._likeness = internals.Likeness(self._views)
+        self._guards = internals.TensorGuards(self._views)
         # With a second list holding them, as there is whenever they are counted.
-        self._alone = internals.holders(self._views[:], self._storages[:])
-        (self._orphan_alone,) = _holders_of_each([internals.under_own_storage(self.flat).untyped_storage()])
-        self._left_versions: list[int] = []  # when the last call left its result here
+        self._expected_refs = internals.ref_counts(self._views[:], self._storages[:])
+        (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
+        self._result_versions: list[int] = []  # when the last call left its result here
 
     def __getitem__(self, index: Any) -> Any:
         return self._views[index]
@@ -44,64 +44,64 @@ class SlotViews(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
-    def recognise(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
+    def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """Which of the gradients, one per slot, are their slots."""
-        is_like = self._likeness.holds(self._views)
+        is_like = self._guards.match(self._views)
         if not is_like or list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:
-            self._mend()
+            self._rebuild()
         return [grad is view for grad, view in zip(grads, self._views, strict=True)]
 
-    def resembles(self, grads: Sequence[torch.Tensor | None]) -> bool:
+    def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self) and self._likeness.holds(present)
+        return len(present) == len(self) and self._guards.match(present)
 
-    def shared(self, held: Sequence[bool]) -> bool:
+    def has_external_refs(self, held: Sequence[bool]) -> bool:
         """Whether somebody holds memory of a slot, besides those gradients that are their slots (``held``)."""
-        if any(holders != self._orphan_alone for holders in _holders_of_each(self._orphans)):
+        if any(holders != self._expected_storage_refs for holders in _ref_counts_of_each(self._replaced_storages)):
             return True
-        self._orphans = []
+        self._replaced_storages = []
         idle = [view for view, is_held in zip(self._views, held, strict=True) if not is_held]
-        return not self._are_alone(idle, self._storages[:])
+        return not self._has_expected_refs(idle, self._storages[:])
 
-    def is_free_again(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether nobody holds memory of any slot. What is no view of its slot any more is made anew."""
-        return not self.shared(self.recognise([None] * len(self)))
+        return not self.has_external_refs(self.match_views([None] * len(self)))
 
-    def is_free(self, index: int) -> bool:
+    def is_slot_unreferenced(self, index: int) -> bool:
         """Whether nobody at all would see what is written to the slot."""
         one = slice(index, index + 1)
-        return self._are_alone(self._views[one], self._storages[one]) and self._is_intact(index)
+        return self._has_expected_refs(self._views[one], self._storages[one]) and self._is_intact(index)
 
-    def note_left(self) -> None:
+    def note_result(self) -> None:
         """A call has left its result here."""
-        self._left_versions = [view._version for view in self._views]
+        self._result_versions = [view._version for view in self._views]
 
     @property
-    def written(self) -> bool:
+    def was_written(self) -> bool:
         """Whether a view was written to since then."""
-        return self._left_versions != [view._version for view in self._views]
+        return self._result_versions != [view._version for view in self._views]
 
-    def _are_alone(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
-        now = internals.holders(views, storages)
-        return all(counts <= alone for counts, alone in zip(now, self._alone, strict=True))
+    def _has_expected_refs(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
+        now = internals.ref_counts(views, storages)
+        return all(counts <= alone for counts, alone in zip(now, self._expected_refs, strict=True))
 
     def _make(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:
             return self.flat.new_empty_strided(slot.shape, slot.stride)
         return internals.under_own_storage(self.flat.as_strided(slot.shape, slot.stride, slot.offset))
 
-    def _mend(self) -> None:
+    def _rebuild(self) -> None:
         """Make anew what is no view of its slot any more: it belongs to whoever changed it.
 
         Its old storage may have holders, a detached gradient or a row of one: they still lie in the slot.
         """
         for index, slot in enumerate(self._slots):
             if not self._is_intact(index):
-                self._orphans.append(self._storages[index])
+                self._replaced_storages.append(self._storages[index])
                 self._views[index] = self._make(slot)
                 self._storages[index] = self._views[index].untyped_storage()
-        self._likeness = internals.Likeness(self._views)
+        self._guards = internals.TensorGuards(self._views)
 
     def _is_intact(self, index: int) -> bool:
         view, slot = self._views[index], self._slots[index]
@@ -115,5 +115,5 @@ class SlotViews(Sequence[torch.Tensor]):
         )
 
 
-def _holders_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
-    return [internals.holders([], [storage]) for storage in storages]
+def _ref_counts_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
+    return [internals.ref_counts([], [storage]) for storage in storages]

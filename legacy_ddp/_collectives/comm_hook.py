@@ -40,7 +40,7 @@ class HookBucket:
         self._is_last = is_last
         self._bucket = buffer.bucket
         self._parameters = parameters
-        self._buffer = as_real(buffer.travelling).view(-1)  # a tensor of its own: a hook may resize it
+        self._buffer = as_real(buffer.payload).view(-1)  # a tensor of its own: a hook may resize it
 
     def index(self) -> int:
         """Number of the bucket in this call, from 0."""
@@ -87,7 +87,7 @@ def show_to_hook(call: Call, hook: CommHook, plan: Plan) -> list[Shown]:
         Exception: whatever the hook raised. The other ranks hear of it, but they may be inside its collectives, so that
             the group is lost.
     """
-    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.shares if buffer.bucket.numel]
+    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.slot_ranges if buffer.bucket.numel]
     buckets = [
         HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
         for index, (buffer, parameters) in enumerate(filled)
@@ -111,7 +111,7 @@ def accept_results(call: Call, hook: CommHook, shown: Sequence[Shown], divisor: 
         as_real(buffer.flat).copy_(result)
         if divisor != call.groups.size:
             buffer.flat.div_(divisor / call.groups.size)
-    return sum(buffer.travelling.nbytes for buffer, _, _ in shown)
+    return sum(buffer.payload.nbytes for buffer, _, _ in shown)
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:

@@ -19,7 +19,7 @@ from legacy_ddp._collectives.comm_hook import Shown, accept_results, show_to_hoo
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._reproducible.tree_reduce import Trunk, reduce_trunks
+from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
 from legacy_ddp._settings import CommHook
 from legacy_ddp._transport.call import Call
 
@@ -56,9 +56,9 @@ def reduce(
         shown = _show_to_hook(call, hook, plan, packed, kinds) if hook is not None else []
         with call.phase("payload"):
             if leaves is not None:
-                inboxes = leaves.inboxes(packed.flats) if call.groups.size > 1 else packed.flats
+                inboxes = leaves.recv_buffers(packed.flats) if call.groups.size > 1 else packed.flats
                 trunks = list(_trunks(plan, inboxes, packed, kinds))
-                return Reduced(kinds, {}, reduce_trunks(call, trunks, agreement.divisor))
+                return Reduced(kinds, {}, tree_reduce(call, trunks, agreement.divisor))
             if hook is not None:
                 dense_bytes = accept_results(call, hook, shown, agreement.divisor)
             else:
@@ -67,9 +67,9 @@ def reduce(
     except AgreedError:
         raise
     except BaseException:
-        plan.abandon()
+        plan.discard_gradients()
         if leaves is not None:
-            leaves.forget()
+            leaves.release_memory()
         raise
     return Reduced(kinds, sparse, dense_bytes + sparse_bytes)
 
@@ -102,7 +102,7 @@ def reduce_dense(call: Call, buffers: Sequence[tuple[FlatBuffer, list[Run]]], di
         with call.profiled(f"finish {buffer.bucket.label}"):
             if work is not None:
                 call.wait(call.groups.payload(buffer.bucket.device), work)
-                size_bytes += (stop - start) * buffer.travelling.itemsize
+                size_bytes += (stop - start) * buffer.payload.itemsize
             _finish(call, buffer, (start, stop), divisor)
     return size_bytes
 
@@ -135,23 +135,26 @@ def reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], diviso
     return reduced, indices.nbytes + values.nbytes
 
 
-def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: Sequence[int]) -> Iterator[Trunk]:
-    for (buffer, share), own, inbox in zip(plan.shares, packed.flats, inboxes, strict=True):
+def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: Sequence[int]) -> Iterator[TreeInput]:
+    for (buffer, share), own, inbox in zip(plan.slot_ranges, packed.flats, inboxes, strict=True):
         joined = _joined_runs(buffer, kinds[share])
-        yield Trunk(own, inbox, buffer.flat, cut_runs(joined, max_numel=plan.layout.buffer_size))
+        yield TreeInput(own, inbox, buffer.flat, cut_runs(joined, max_numel=plan.layout.buffer_size))
 
 
 def _show_to_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> list[Shown]:
     with call.phase("hook"):
-        for buffer, share in plan.shares:  # into the copy: a hook may fail in a way that leaves every .grad as it was
-            buffer.travelling.copy_(buffer.flat)
-            _fill(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.travelling)
+        for (
+            buffer,
+            share,
+        ) in plan.slot_ranges:  # the copy: a hook that fails may leave every .grad as it was
+            buffer.payload.copy_(buffer.flat)
+            _fill(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.payload)
         return show_to_hook(call, hook, plan)
 
 
 def _reduce_all_dense(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int) -> int:
     runs = []
-    for buffer, share in plan.shares:
+    for buffer, share in plan.slot_ranges:
         joined = _joined_runs(buffer, kinds[share])
         _fill(buffer, packed, kinds, share, joined, buffer.flat)
         runs.append((buffer, _cut(call, buffer, joined, plan.layout.buffer_size)))
@@ -179,7 +182,7 @@ def _cut(call: Call, buffer: FlatBuffer, joined: Sequence[Run], buffer_size: int
     piece = buffer_size
     if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
         half = (sum(stop - start for start, stop in joined) + 1) // 2
-        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.travelling.itemsize))
+        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.payload.itemsize))
     return cut_runs(joined, max_numel=piece)
 
 
@@ -206,7 +209,7 @@ def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
     if call.groups.size == 1:
         return None
     start, stop = run
-    flat, wire = buffer.flat[start:stop], buffer.travelling[start:stop]
+    flat, wire = buffer.flat[start:stop], buffer.payload[start:stop]
     before, _ = split_divisor(divisor, call.groups.size, wire.dtype)
     if before != 1.0:
         torch.div(flat, before, out=wire)
@@ -223,7 +226,7 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
     if call.groups.size == 1:
         after = float(divisor)
     else:
-        wire = buffer.travelling[start:stop]
+        wire = buffer.payload[start:stop]
         _, after = split_divisor(divisor, call.groups.size, wire.dtype)
         if buffer.wire is not None:
             # A sum may need the wider range of the two, its quotient not.

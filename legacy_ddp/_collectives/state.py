@@ -62,7 +62,7 @@ class Synchronizer:
     def use(self, settings: Settings) -> None:
         """Go on with these, from the next call on."""
         self.settings = settings
-        self.planner.use(settings)
+        self.planner.change_settings(settings)
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
         """The next call on ``group``. Collective if this process makes its first one there.
@@ -84,7 +84,7 @@ class Synchronizer:
 
     def note_new_parameters(self, plan: Plan) -> None:
         """A call gave this rank other parameters: that is no step."""
-        self.planner.counter.note_written(plan.parameters)
+        self.planner.counter.ignore_earlier_writes(plan.parameters)
         if self.trail is not None:
             self.trail.restart()
 

@@ -2,7 +2,7 @@
 
 A leaf is what one outermost no_sync() block accumulates, or what is there behind the last block when the call comes.
 When a block ends its gradients wait in the flat tensors, until the next begins and they are added to the tree. Every
-``.grad`` is None again but the smallest: that becomes zeros, a bookmark which shows if ``zero_grad()`` was called, for
+``.grad`` is None again but the smallest: that becomes zeros, a sentinel which shows if ``zero_grad()`` was called, for
 then the leaves are dropped as gradients would be.
 """
 
@@ -18,8 +18,8 @@ from legacy_ddp._buckets.gradient import ABSENT, SPARSE, has_nonzero, kinds_of
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import GradientError, LegacyDDPError
-from legacy_ddp._reproducible.partial_sums import Sums
-from legacy_ddp._reproducible.sentinel import Bookmark, place_bookmark, without
+from legacy_ddp._reproducible.partial_sums import PartialSums
+from legacy_ddp._reproducible.sentinel import ZeroGradSentinel, place_sentinel, without_sentinel
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
 
 
@@ -32,9 +32,9 @@ class Leaves:
         self._accumulations = 0  # of backward into any .grad, that they are made of
         self._kinds: list[int] = []  # of each slot's gradient, over all of them
         self._buffers: Sequence[FlatBuffer] = ()
-        self._sums: list[Sums] = []  # one per buffer
+        self._sums: list[PartialSums] = []  # one per buffer
         self._is_waiting = False  # the last one lies in the buffers' flat tensors, and in no sum yet
-        self._bookmark: Bookmark | None = None
+        self._sentinel: ZeroGradSentinel | None = None
         self._problem: Exception | None = None
 
     @contextmanager
@@ -48,21 +48,21 @@ class Leaves:
             self._check_thread()
             yield
             return
-        self._try(lambda: self._begin(plan))
+        self._run_or_defer(lambda: self._begin_block(plan))
         try:
             yield
         except BaseException as error:
             self._problem = self._problem or self._incomplete(error)
             raise
-        self._try(lambda: self._take(plan()))
+        self._run_or_defer(lambda: self._end_block(plan()))
 
     @internals.leaves_compiled_code
     def drop_if_cleared(self) -> None:
         """Drop all leaves if the user cleared the gradients. Not asked inside a block: there that clears the block."""
-        if self._bookmark is not None and self._bookmark.was_cleared(is_added_to=self._is_added_to):
+        if self._sentinel is not None and self._sentinel.was_cleared(is_added_to=self._is_added_to):
             self.drop()
 
-    def bring(self, plan: Plan) -> list[torch.Tensor | None]:
+    def collect_last(self, plan: Plan) -> list[torch.Tensor | None]:
         """A call begins: see to it that the last leaf lies in the flat tensors. The gradients behind the last block.
 
         Raises:
@@ -77,9 +77,9 @@ class Leaves:
         if not self._fits(plan):
             self.drop()
             raise _changed_parameters()
-        grads = without(plan.grads, self._bookmark, is_added_to=self._is_added_to)
-        if any(grad is not None for grad in grads) or any(buffer.is_kept_by_others for buffer in plan.buffers):
-            self._settle()
+        grads = without_sentinel(plan.grads, self._sentinel, is_added_to=self._is_added_to)
+        if any(grad is not None for grad in grads) or any(buffer.has_external_refs for buffer in plan.buffers):
+            self._add_waiting_leaf()
         plan.collect(grads)
         if not self._is_waiting:
             _fill_gaps(plan, kinds_of(grads))
@@ -108,9 +108,9 @@ class Leaves:
         self._reserve(flats, has_peers=has_peers)
         return flats
 
-    def inboxes(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def recv_buffers(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Memory for what peers send, as large as ``flats``, the result of :meth:`total`; of leaves, which end here."""
-        return [sums.inbox(flat) for sums, flat in zip(self._sums, flats, strict=True)]
+        return [sums.recv_buffer(flat) for sums, flat in zip(self._sums, flats, strict=True)]
 
     def end_step(self) -> None:
         """The call succeeded."""
@@ -119,22 +119,22 @@ class Leaves:
 
     def drop(self) -> None:
         """Begin a step anew. What went wrong before is still to be told."""
-        if self._bookmark is not None:
-            self._bookmark.remove()
+        if self._sentinel is not None:
+            self._sentinel.remove()
         for sums in self._sums:
             sums.clear()
-        self._wait(is_waiting=False)
-        self._count, self._accumulations, self._kinds, self._bookmark = 0, 0, [], None
+        self._set_waiting(is_waiting=False)
+        self._count, self._accumulations, self._kinds, self._sentinel = 0, 0, [], None
         self._counter.policy.has_leaves = False
-        self._counter.expect_more(are_kept=False)
+        self._counter.note_gradients_removed(are_kept=False)
 
-    def forget(self) -> None:
+    def release_memory(self) -> None:
         """Drop them with their memory: a broken-off collective may still write to it."""
         self.drop()
         self._sums, self._buffers = [], ()
 
     @internals.leaves_compiled_code
-    def _try(self, act: Callable[[], None]) -> None:
+    def _run_or_defer(self, act: Callable[[], None]) -> None:
         """What fails is raised by the call, where the other ranks hear of it; until then nothing more is done."""
         if self._problem is not None:
             return
@@ -147,9 +147,9 @@ class Leaves:
             self._problem = self._incomplete(error)
             raise
 
-    def _begin(self, plan: Callable[[], Plan]) -> None:
+    def _begin_block(self, plan: Callable[[], Plan]) -> None:
         self.drop_if_cleared()
-        self._settle()
+        self._add_waiting_leaf()
         is_first = not self._count
         if not (self._is_added_to or is_first) or not any(map(_is_there, plan().grads)):
             return
@@ -186,45 +186,45 @@ class Leaves:
         """Whether backward reached any parameter since the last block ended."""
         return self._counter.accumulations != self._accumulations
 
-    def _take(self, plan: Plan) -> None:
+    def _end_block(self, plan: Plan) -> None:
         """What ``.grad`` holds is one more leaf."""
         if not self._fits(plan):
             raise _changed_parameters()
-        grads = without(plan.grads, self._bookmark, is_added_to=self._is_added_to)
+        grads = without_sentinel(plan.grads, self._sentinel, is_added_to=self._is_added_to)
         kinds = kinds_of(grads)
         plan.collect(grads)
         _fill_gaps(plan, kinds)
-        self._wait(is_waiting=True)
+        self._set_waiting(is_waiting=True)
         for parameter in plan.parameters:
             parameter.grad = None
         self._kinds = self._joined(kinds)
         self._count += 1
         self._accumulations = self._counter.accumulations
         self._counter.policy.has_leaves = True
-        self._counter.expect_more(are_kept=True)
-        self._bookmark = place_bookmark(plan)
+        self._counter.note_gradients_removed(are_kept=True)
+        self._sentinel = place_sentinel(plan)
         del grads  # the last names for what lies in the buffers
-        if any(buffer.is_kept_by_others for buffer in plan.buffers):
-            self._settle()  # before whoever keeps a gradient writes to it
+        if any(buffer.has_external_refs for buffer in plan.buffers):
+            self._add_waiting_leaf()  # before whoever keeps a gradient writes to it
 
-    def _settle(self) -> None:
+    def _add_waiting_leaf(self) -> None:
         """Add the leaf that waits to the sums: another one comes, or somebody kept a part of it."""
         if not self._is_waiting:
             return
-        self._wait(is_waiting=False)
+        self._set_waiting(is_waiting=False)
         for sums, buffer in zip(self._sums, self._buffers, strict=True):
             sums.add(buffer.flat)
 
-    def _wait(self, *, is_waiting: bool) -> None:
+    def _set_waiting(self, *, is_waiting: bool) -> None:
         self._is_waiting = is_waiting
         for buffer in self._buffers:
-            buffer.takes_gradients = not is_waiting
+            buffer.moves_enabled = not is_waiting
 
     def _fits(self, plan: Plan) -> bool:
         """Whether the sums are of the plan's buffers; made for them if there are no leaves."""
         if self._buffers is not plan.buffers and not self._count:
             self._buffers = plan.buffers
-            self._sums = [Sums(buffer.bucket) for buffer in plan.buffers]
+            self._sums = [PartialSums(buffer.bucket) for buffer in plan.buffers]
         return self._buffers is plan.buffers
 
     def _joined(self, kinds: Sequence[int]) -> list[int]:
@@ -255,5 +255,5 @@ def _fill_gaps(plan: Plan, kinds: Sequence[int]) -> None:
                 "construct the layer with sparse=False, or convert the gradient",
                 parameter=slot.name,
             )
-    for buffer, share in plan.shares:
+    for buffer, share in plan.slot_ranges:
         buffer.zero(kinds[share], runs=[(0, buffer.bucket.numel)])

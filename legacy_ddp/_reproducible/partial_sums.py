@@ -10,7 +10,7 @@ from legacy_ddp._buckets.flat_buffer import wire_dtype
 from legacy_ddp._buckets.layout import Bucket
 
 
-class Sums:
+class PartialSums:
     """The sums, flat tensors of shape (bucket.numel,): fp16 leaves are added in fp32, others as they are.
 
     Memory is kept from step to step. 2^k leaves need k + 1 tensors besides the last leaf.
@@ -58,11 +58,11 @@ class Sums:
         return self._total.zero_()
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Make sure of an :meth:`inbox`."""
+        """Make sure of an :meth:`recv_buffer`."""
         if self._idle(total) is None:
             self._spare.append(self._new())
 
-    def inbox(self, total: torch.Tensor) -> torch.Tensor:
+    def recv_buffer(self, total: torch.Tensor) -> torch.Tensor:
         """Memory that nothing needs any more but ``total``, which is what :meth:`total` gave."""
         idle = self._idle(total)
         return self._new() if idle is None else idle

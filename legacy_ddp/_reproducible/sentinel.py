@@ -9,7 +9,7 @@ from legacy_ddp._buckets.plan import Plan
 
 
 @dataclass(frozen=True)
-class Bookmark:
+class ZeroGradSentinel:
     """``zeros`` were put in place of ``parameter.grad``, the gradient of slot ``index``.
 
     They are -0.0, which whatever scales or clips gradients leaves as it is, ``zero_grad()`` makes 0.0 or None, and
@@ -51,7 +51,7 @@ class Bookmark:
         return bool((torch.signbit(real) & (real == 0)).all())
 
 
-def place_bookmark(plan: Plan) -> Bookmark | None:
+def place_sentinel(plan: Plan) -> ZeroGradSentinel | None:
     """In place of the smallest gradient; None if no parameter has elements."""
     slots = plan.layout.slots
     index = min((i for i, slot in enumerate(slots) if slot.numel), key=lambda i: slots[i].numel, default=None)
@@ -60,13 +60,13 @@ def place_bookmark(plan: Plan) -> Bookmark | None:
     parameter, dtype = plan.parameters[index], plan.bucket_of(index).dtype
     zeros = -torch.zeros(slots[index].shape, dtype=dtype, device=parameter.device)
     parameter.grad = zeros
-    return Bookmark(index, parameter, zeros, zeros._version)
+    return ZeroGradSentinel(index, parameter, zeros, zeros._version)
 
 
-def without(
-    grads: Sequence[torch.Tensor | None], bookmark: Bookmark | None, *, is_added_to: bool
+def without_sentinel(
+    grads: Sequence[torch.Tensor | None], sentinel: ZeroGradSentinel | None, *, is_added_to: bool
 ) -> list[torch.Tensor | None]:
-    """``grads``, one per slot, and None where there is only the bookmark."""
-    if bookmark is None or not bookmark.is_alone(is_added_to=is_added_to):
+    """``grads``, one per slot, and None where there is only the sentinel."""
+    if sentinel is None or not sentinel.is_alone(is_added_to=is_added_to):
         return list(grads)
-    return [None if index == bookmark.index else grad for index, grad in enumerate(grads)]
+    return [None if index == sentinel.index else grad for index, grad in enumerate(grads)]

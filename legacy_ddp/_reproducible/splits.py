@@ -16,7 +16,7 @@ def aligned_splits(total: int) -> list[tuple[int, int]]:
     return sorted({(1, total), *((total // each, each) for each in powers if total % each == 0)})
 
 
-def say_splits(total: int) -> str:
+def format_splits(total: int) -> str:
     """The splits that do, in words."""
     splits = ", ".join(f"{ranks} x {each}" for ranks, each in aligned_splits(total))
     return f"splits of {total} that add in one order (ranks x each): {splits}"

@@ -55,13 +55,13 @@ class StepPolicy:
 
 
 @dataclass(slots=True, eq=False)
-class Watch:
+class BackwardHook:
     """The hook on one parameter: counts there, and tells who finds it there. Refers to no counter and no parameter.
 
-    ``is_left``: whether a gradient is the object that the last call left. ``left_before``: the identity of the gradient
+    ``is_last_result``: whether a gradient is the object that the last call left. ``earlier_result``: the identity of the gradient
     that a call with other parameters left, before these took their place. What was written into it does not matter: a
     gradient that was scaled or clipped was divided all the same.
-    ``is_spent``: a local step has used what was counted, so the next backward begins anew.
+    ``is_consumed``: a local step has used what was counted, so the next backward begins anew.
     """
 
     name: str
@@ -69,16 +69,16 @@ class Watch:
     counts: list[int]
     versions: list[int]
     policy: StepPolicy
-    is_left: Callable[[torch.Tensor], bool]
-    left_before: dict[str, Any] | None = None
+    is_last_result: Callable[[torch.Tensor], bool]
+    earlier_result: dict[str, Any] | None = None
     grad_version: int = -1
     thread: int = 0
-    is_spent: bool = False
+    is_consumed: bool = False
 
     def __call__(self, parameter: torch.Tensor) -> None:
         index, counts, grad = self.index, self.counts, parameter.grad
-        if self.is_spent:
-            counts[index], self.is_spent = 0, False
+        if self.is_consumed:
+            counts[index], self.is_consumed = 0, False
         if grad is not None:
             # Adding in place counts a tensor's version up. An equal version is a new gradient, too, but not where two
             # threads add first and look afterwards. If no step used the previous gradient, it was dropped: restart the
@@ -93,12 +93,12 @@ class Watch:
             self.versions[index] = parameter._version
         counts[index] += 1
 
-    def was_reduced(self, grad: torch.Tensor | None, *, by_others_than: "Watch | None" = None) -> bool:
+    def was_reduced(self, grad: torch.Tensor | None, *, excluding: "BackwardHook | None" = None) -> bool:
         """Whether a call left ``grad``, and no backward has reached it since; a call with other parameters at least, if
-        this is the watch ``by_others_than``."""
+        this is the watch ``excluding``."""
         if grad is None or self.counts[self.index]:
             return False
-        return internals.identity(grad) is self.left_before or (self is not by_others_than and self.is_left(grad))
+        return internals.identity(grad) is self.earlier_result or (self is not excluding and self.is_last_result(grad))
 
 
 class BackwardCounter:
@@ -110,11 +110,11 @@ class BackwardCounter:
         self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
         self._identities: list[dict[str, Any]] = []
-        self._watches: list[Watch] = []
-        self._is_after_others = False  # a call with other parameters left some gradients of these
+        self._hooks: list[BackwardHook] = []
+        self._has_earlier_results = False  # a call with other parameters left some gradients of these
         weakref.finalize(self, remove_hooks, self._handles)
 
-    def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def is_attached_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether these are the parameters counted on, in this order: our hooks tell, where weak references would
         forbid torch to swap a parameter's contents."""
         if len(parameters) != len(self._identities):
@@ -124,21 +124,21 @@ class BackwardCounter:
             for hooks, handle in zip(internals.accumulate_hooks(parameters), self._handles, strict=True)
         )
 
-    def watch(
+    def attach(
         self,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
-        are_left: Sequence[Callable[[torch.Tensor], bool]],
+        are_last_results: Sequence[Callable[[torch.Tensor], bool]],
     ) -> None:
         """Count on these from now on, in place of the ones before; what was counted on both stays counted."""
         # Shorter than the handles only after an interrupt in here.
-        known: dict[int, tuple[Watch, dict[str, Any]]] = {
-            handle.id: (watch, identity)
-            for handle, watch, identity in zip(self._handles, self._watches, self._identities, strict=False)
+        known: dict[int, tuple[BackwardHook, dict[str, Any]]] = {
+            handle.id: (hook, identity)
+            for handle, hook, identity in zip(self._handles, self._hooks, self._identities, strict=False)
         }
         before = [_find(hooks, known) for hooks in internals.accumulate_hooks(parameters)]
         counts = [0 if found is None else found[0].counts[found[0].index] for found in before]
-        lefts = [
+        earlier_results = [
             internals.identity(grad)
             if found is not None and (grad := parameter.grad) is not None and found[0].was_reduced(grad)
             else None
@@ -149,28 +149,30 @@ class BackwardCounter:
         for found, parameter in zip(before, parameters, strict=True):
             if found is not None and internals.identity(parameter) is not found[1]:
                 internals.attach_hooks(parameter)
-        self._is_after_others = any(left is not None for left in lefts)
+        self._has_earlier_results = any(left is not None for left in earlier_results)
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
-        self._watches = [
-            Watch(name, index, self._counts, self._versions, self.policy, is_left, left)
-            for index, (name, is_left, left) in enumerate(zip(names, are_left, lefts, strict=True))
+        self._hooks = [
+            BackwardHook(name, index, self._counts, self._versions, self.policy, is_last_result, left)
+            for index, (name, is_last_result, left) in enumerate(
+                zip(names, are_last_results, earlier_results, strict=True)
+            )
         ]
-        for watch, parameter in zip(self._watches, parameters, strict=True):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(watch))  # type: ignore[no-untyped-call]
+        for hook, parameter in zip(self._hooks, parameters, strict=True):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._identities = list(map(internals.identity, parameters))
 
-    def reduced_before(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+    def already_reduced(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Positions of the parameters whose gradient a call left, of another counter or with other parameters, and that
         no backward has reached since."""
         return [
             index
             for index, (own, parameter, hooks) in enumerate(
-                zip(self._watches, parameters, internals.accumulate_hooks(parameters), strict=True)
+                zip(self._hooks, parameters, internals.accumulate_hooks(parameters), strict=True)
             )
-            if (len(hooks) > 1 or own.left_before is not None)
+            if (len(hooks) > 1 or own.earlier_result is not None)
             and any(
-                hook.was_reduced(parameter.grad, by_others_than=own) for hook in hooks.values() if type(hook) is Watch
+                hook.was_reduced(parameter.grad, excluding=own) for hook in hooks.values() if type(hook) is BackwardHook
             )
         ]
 
@@ -184,7 +186,7 @@ class BackwardCounter:
         """How often backward reached any of them since then: grows with every pass that reaches one."""
         return sum(self._counts)
 
-    def stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
+    def was_stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether every parameter that backward reached since the last reset was written to in place since then.
 
         An optimizer does that; a layer that renormalises its weight in forward does it to its own alone. Says so once:
@@ -193,25 +195,25 @@ class BackwardCounter:
         reached = [index for index, count in enumerate(self._counts) if count]
         if not reached or any(parameters[index]._version == self._versions[index] for index in reached):
             return False
-        self.note_written(parameters)
+        self.ignore_earlier_writes(parameters)
         return True
 
-    def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
+    def ignore_earlier_writes(self, parameters: Sequence[torch.Tensor]) -> None:
         """What was written to them so far is known, and no step."""
         self._versions[:] = [parameter._version for parameter in parameters]
 
-    def expect_more(self, *, are_kept: bool) -> None:
+    def note_gradients_removed(self, *, are_kept: bool) -> None:
         """All gradients were taken away: new ones are counted on top of those that are kept, or from 1."""
-        for watch in self._watches:
-            watch.grad_version = -1 if are_kept else sys.maxsize
-            watch.is_spent = False
+        for hook in self._hooks:
+            hook.grad_version = -1 if are_kept else sys.maxsize
+            hook.is_consumed = False
 
     def reset(self) -> None:
         """Start counting anew."""
         self._counts[:] = [0] * len(self._counts)
-        for watch in self._watches if self._is_after_others else ():
-            watch.left_before = None
-        self._is_after_others = False
+        for hook in self._hooks if self._has_earlier_results else ():
+            hook.earlier_result = None
+        self._has_earlier_results = False
 
 
 def _find(hooks: Iterable[int], known: Mapping[int, T]) -> T | None:
@@ -223,7 +225,7 @@ def _version(grad: torch.Tensor) -> int:
     return 0 if grad.is_inference() else grad._version  # inference tensors have none
 
 
-def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Watch]]:
+def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, BackwardHook]]:
     """The parameters that no step may follow, each with the watch that says so: one that was asked to guard.
 
     Those that backward reached after the last call of every wrapper or function that counts there: where several share
@@ -233,12 +235,12 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
     for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
         guard = None
         for hook in hooks.values():
-            if type(hook) is not Watch:  # somebody else's
+            if type(hook) is not BackwardHook:  # somebody else's
                 continue
             if not hook.counts[hook.index]:
                 break
             if not hook.policy.sync_enabled:
-                hook.is_spent = not hook.policy.has_leaves
+                hook.is_consumed = not hook.policy.has_leaves
                 break
             if hook.policy.guarded and guard is None:
                 guard = hook
@@ -247,10 +249,10 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
                 yield parameter, guard
 
 
-def watchers(parameter: torch.Tensor) -> int:
+def count_backward_hooks(parameter: torch.Tensor) -> int:
     """How many count on this parameter."""
     (hooks,) = internals.accumulate_hooks([parameter])
-    return sum(type(hook) is Watch for hook in hooks.values())
+    return sum(type(hook) is BackwardHook for hook in hooks.values())
 
 
 def remove_hooks(handles: list[RemovableHandle]) -> None:

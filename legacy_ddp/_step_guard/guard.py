@@ -51,10 +51,10 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if a gradient that the step would use is this rank's alone."""
     names = [
-        watch.name
+        hook.name
         for group in optimizer.param_groups
-        for parameter, watch in unsynchronized(group["params"])
-        if watch.policy.has_leaves or _moves(parameter.grad)
+        for parameter, hook in unsynchronized(group["params"])
+        if hook.policy.has_leaves or _moves(parameter.grad)
     ]
     if names:
         raise UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])

@@ -11,7 +11,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._buckets import backward_copy
-from legacy_ddp._reproducible.partial_sums import Sums
+from legacy_ddp._reproducible.partial_sums import PartialSums
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, wrap_reproducible
@@ -209,22 +209,22 @@ def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
     both = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     with model.no_sync():
         bring(model.module, both)
-    added: list[Sums] = []
-    add = Sums.add
+    added: list[PartialSums] = []
+    add = PartialSums.add
 
-    def interrupted(sums: Sums, leaf: torch.Tensor) -> None:
+    def interrupted(sums: PartialSums, leaf: torch.Tensor) -> None:
         added.append(sums)
         if len(added) == 2:
             raise KeyboardInterrupt
         add(sums, leaf)
 
-    Sums.add = interrupted
+    PartialSums.add = interrupted
     try:
         with model.no_sync():
             pass
     except KeyboardInterrupt:
         stopped = ("KeyboardInterrupt", "")
-    Sums.add = add
+    PartialSums.add = add
     told = error_of(model.all_reduce, sample_size=1)
     model.zero_grad()
     with model.no_sync():
@@ -269,13 +269,13 @@ def test_a_parameter_replaced_behind_the_blocks_is_told_once() -> None:
 def _tensors_made(rank: int) -> list[int]:
     """By the sums, step by step."""
     made: list[int] = []
-    new = Sums._new
+    new = PartialSums._new
 
-    def counted(sums: Sums) -> torch.Tensor:
+    def counted(sums: PartialSums) -> torch.Tensor:
         made.append(1)
         return new(sums)
 
-    Sums._new = counted
+    PartialSums._new = counted
     model = _model()
     found = []
     for _ in range(3):
