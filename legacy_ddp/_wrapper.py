@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._agreement.header import Flag
-from legacy_ddp._buckets.layout import distinct
+from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast

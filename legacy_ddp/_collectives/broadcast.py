@@ -7,7 +7,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import Named, build_inventory, check_dense, inventory_digest
+from legacy_ddp._buckets.inventory import Named, build_inventory, check_dense, inventory_digest
 from legacy_ddp._transport.call import Call, check_moment
 
 CHUNK_BYTES = 32 * 2**20

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.flat_buffer import FlatBuffer, as_real
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.wire import as_real
 from legacy_ddp._collectives.pending import end_before_exit
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text

@@ -8,7 +8,7 @@ import torch
 
 from legacy_ddp._agreement.header import Flag, Header, Part, norm_word
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
@@ -77,7 +77,7 @@ def pack(
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
         kinds, flats = kinds_of(grads), [buffer.flat for buffer in plan.buffers]
         if leaves is not None:
-            count, kinds, flats = leaves.total(plan, kinds, has_peers=has_peers)
+            count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
             header = header._replace(leaves=count)
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE

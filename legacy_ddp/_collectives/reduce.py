@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._agreement.agree import Agreement, agree_on_kinds
-from legacy_ddp._buckets.flat_buffer import FlatBuffer, as_real
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE
-from legacy_ddp._buckets.layout import Run, cut_runs, gradient_dtype
+from legacy_ddp._buckets.inventory import gradient_dtype
+from legacy_ddp._buckets.layout import Run, cut_runs
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.wire import as_real
 from legacy_ddp._collectives.comm_hook import Shown, accept_results, show_to_hook
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._errors import AgreedError
@@ -56,7 +58,7 @@ def reduce(
         shown = _show_to_hook(call, hook, plan, packed, kinds) if hook is not None else []
         with call.phase("payload"):
             if leaves is not None:
-                inboxes = leaves.recv_buffers(packed.flats) if call.groups.size > 1 else packed.flats
+                inboxes = leaves.sums.recv_buffers(packed.flats) if call.groups.size > 1 else packed.flats
                 trunks = list(_trunks(plan, inboxes, packed, kinds))
                 return Reduced(kinds, {}, tree_reduce(call, trunks, agreement.divisor))
             if hook is not None:

@@ -22,8 +22,8 @@ from legacy_ddp._replicas.history import Trail
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, comparable_norm
-from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._step_guard.guard import guard_steps
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._transport.call import Call, Seat
 from legacy_ddp._transport.groups import groups_of
 from legacy_ddp._transport.operation import Operation

@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import distinct, fingerprint
+from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._replicas.membership import describe_members
 from legacy_ddp._replicas.phases import Phases
 from legacy_ddp._replicas.state_trail import StateTrail
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.policy import StepPolicy
 
 
 class Trail:
