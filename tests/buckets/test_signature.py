@@ -1,4 +1,4 @@
-"""Is every change of the parameters noticed that a plan depends on, and nothing else taken for one?"""
+"""Signatures: every change of the parameters that a plan depends on is noticed, and no other change."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Do a step's micro-batches survive what is done to gradients between them, and errors that are none of theirs?"""
+"""Micro-batches of a step: changes of gradients between them, and unrelated errors."""
 
 import warnings
 from collections.abc import Callable
@@ -192,7 +192,7 @@ def _failing_block(model: Model, rank: int) -> None:
             raise MemoryError("no room")
 
 
-def test_a_failed_micro_batch_is_told_by_the_first_call_that_would_use_it() -> None:
+def test_a_failed_micro_batch_is_an_error_of_the_first_call_that_would_use_it() -> None:
     for first, second in run_ranks(_void_beside_another_error, 2):
         assert "rank 0: ValueError: sample_size is missing" in first
         assert "rank 1: GradientError" in second
@@ -233,7 +233,7 @@ def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
     return stopped, told, _left(model)
 
 
-def test_ctrl_c_between_two_micro_batches_is_told_by_the_call() -> None:
+def test_ctrl_c_between_two_micro_batches_is_an_error_of_the_call() -> None:
     ((stopped, told, left),) = run_ranks(_interrupted, 1)
 
     assert stopped == ("KeyboardInterrupt", "")
@@ -254,7 +254,7 @@ def _replaced(rank: int) -> tuple[Said, list[Any]]:
     return said, _left(model)
 
 
-def test_a_parameter_replaced_behind_the_blocks_is_told_once() -> None:
+def test_a_parameter_replaced_after_the_blocks_is_an_error_once() -> None:
     ((said, left),) = run_ranks(_replaced, 1)
 
     assert said is not None
