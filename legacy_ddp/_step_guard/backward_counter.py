@@ -7,9 +7,9 @@ part of the model, and with ``create_graph=True``. The number is for warnings an
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -18,7 +18,12 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_hook import BackwardHook, remove_hooks
 from legacy_ddp._step_guard.policy import StepPolicy
 
-T = TypeVar("T")
+
+class _Attached(NamedTuple):
+    """A hook, and the identity of its parameter when the hook was attached."""
+
+    hook: BackwardHook
+    identity: dict[str, Any]
 
 
 class BackwardCounter:
@@ -56,23 +61,16 @@ class BackwardCounter:
 
         ``last_results``: for each parameter, whether a gradient is the object left by the last call.
         """
-        # Shorter than the handles only after an interrupt in here.
-        known: dict[int, tuple[BackwardHook, dict[str, Any]]] = {
-            handle.id: (hook, identity)
-            for handle, hook, identity in zip(self._handles, self._hooks, self._identities, strict=False)
-        }
-        before = [_find(hooks, known) for hooks in internals.accumulate_hooks(parameters)]
-        counts = [0 if found is None else found[0].counts[found[0].index] for found in before]
+        before = self._hooks_on(parameters)
+        counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
         earlier_results = [
-            internals.identity(grad)
-            if found is not None and (grad := parameter.grad) is not None and found[0].was_reduced(grad)
-            else None
+            None if found is None else _earlier_result(found.hook, parameter.grad)
             for found, parameter in zip(before, parameters, strict=True)
         ]
         self._identities = []  # until all hooks are attached
         remove_hooks(self._handles)
         for found, parameter in zip(before, parameters, strict=True):
-            if found is not None and internals.identity(parameter) is not found[1]:
+            if found is not None and internals.identity(parameter) is not found.identity:
                 internals.attach_hooks(parameter)
         self._has_earlier_results = any(result is not None for result in earlier_results)
         self._counts[:] = counts
@@ -142,7 +140,18 @@ class BackwardCounter:
             hook.earlier_result = None
         self._has_earlier_results = False
 
+    def _hooks_on(self, parameters: Sequence[torch.Tensor]) -> list[_Attached | None]:
+        """For each parameter: the hook of this counter, None without a hook."""
+        # After an interrupt in attach() there are fewer identities than handles.
+        known = {
+            handle.id: _Attached(hook, identity)
+            for handle, hook, identity in zip(self._handles, self._hooks, self._identities, strict=False)
+        }
+        return [
+            next((known[handle] for handle in handles if handle in known), None)
+            for handles in internals.accumulate_hooks(parameters)
+        ]
 
-def _find(hooks: Iterable[int], known: Mapping[int, T]) -> T | None:
-    """The value in ``known`` of the first known hook; hooks are given by the ids of their handles."""
-    return next((known[hook] for hook in hooks if hook in known), None)
+
+def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:
+    return internals.identity(grad) if grad is not None and hook.was_reduced(grad) else None
