@@ -39,7 +39,7 @@ from legacy_ddp._agreement.agree import agree
 from legacy_ddp._agreement.header import Header, encode_row
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport.call import Call, Seat
+from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
 
@@ -233,9 +233,9 @@ def reading_seconds(size: int) -> float:
     """Median time of one agree() of ``size`` rows that match, without the exchange."""
     seconds = []
     groups = Groups(dist.group.WORLD)  # never connected
-    groups.has_met = True
+    groups.endpoints_exchanged = True
     for _ in range(READINGS):
-        with _Imagined(Seat(groups), Operation.ALL_REDUCE, timedelta(seconds=1), Checks("off")) as call:
+        with _Imagined(GroupState(groups), Operation.ALL_REDUCE, timedelta(seconds=1), Checks("off")) as call:
             call.size = size
             start = time.perf_counter()
             agreement = agree(call, Header(), {})

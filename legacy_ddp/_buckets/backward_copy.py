@@ -53,7 +53,7 @@ class _BackwardThread:
         self.moving = threading.Lock()
         self._ident: int | None = None
 
-    @internals.runs_as_it_is  # traced, the hook would return at once and notice no thread
+    @internals.skip_tracing  # traced, the hook would return at once and notice no thread
     @unserializable_hook  # type: ignore[untyped-decorator]  # torch.save() warns of the hooks of a tensor otherwise
     def before_accumulation(self, _: torch.Tensor) -> None:
         """A tensor hook: the calling thread is about to add to a gradient."""

@@ -87,7 +87,7 @@ class FlatBuffer:
 
         Otherwise the gradient keeps its memory until the call packs the bucket.
         """
-        if not self.moves_enabled or not internals.is_grad_unshared(parameter):
+        if not self.moves_enabled or not internals.is_only_in_grad(parameter):
             return
         grad = parameter.grad
         if grad is None or not is_plain(self.bucket, self.bucket.slots[index], grad):

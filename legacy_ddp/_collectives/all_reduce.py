@@ -24,7 +24,7 @@ from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def all_reduce(
     synchronizer: Synchronizer,
     named: NamedTensors,

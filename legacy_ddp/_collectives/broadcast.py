@@ -8,12 +8,12 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.inventory import Named, build_inventory, check_dense, inventory_digest
-from legacy_ddp._transport.call import Call, check_moment
+from legacy_ddp._transport.call import Call, check_can_communicate
 
 CHUNK_BYTES = 32 * 2**20
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> None:
     """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
 
@@ -22,7 +22,7 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
         LayoutError: ranks hold other tensors. DesyncError: another call or ``src``. Nothing is written in either case.
     """
     with announcing_failures(call):
-        check_moment(call)
+        check_can_communicate(call)
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < call.groups.size:
             raise ValueError(f"src is no rank of the group: got {src!r}, expected 0 to {call.groups.size - 1}")
         for item in tensors:
@@ -42,7 +42,7 @@ def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> Non
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = src, 0
-    call.carry(call.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
+    call.run(call.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
     # The source writes its own values back: a write that only some ranks make would look like a lone weight update.
     for tensor, piece in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(piece.view(tensor.shape))

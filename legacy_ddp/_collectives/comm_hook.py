@@ -24,7 +24,8 @@ from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import CommHookError, LegacyDDPError
 from legacy_ddp._settings import CommHook
-from legacy_ddp._transport.call import SLICE, Call
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.wait import SLICE
 
 # gloo raises RuntimeError and nothing else, but begins with a place in its own source.
 _SAID_BY_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
@@ -142,7 +143,7 @@ def _end_of(item: Any) -> threading.Event:
 
 def _wait(call: Call, hook: CommHook, item: Any, end: threading.Event, start: float) -> Any:
     while not end.wait(SLICE.total_seconds()):
-        call.heed(time.perf_counter() - start, f"the communication hook {hook} did not finish")
+        call.check_deadline(time.perf_counter() - start, f"the communication hook {hook} did not finish")
     if not isinstance(item, internals.Future):
         return item
     with _blaming(call, hook):
@@ -189,11 +190,11 @@ def _describe(tensor: torch.Tensor) -> str:
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
     if problem:  # should the others not come, because their hooks wait for this rank's, that is why
-        call.say(f"its hook returned what cannot be a gradient: {problem}")
+        call.set_phase(f"its hook returned what cannot be a gradient: {problem}")
     bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
     if not any(bad):
         return
-    texts = call.gather_texts(problem)
+    texts = call.gather_objects(problem)
     ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
     said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in ranks)
     raise CommHookError(

@@ -3,9 +3,7 @@
 While all is finite this costs a look at the rows. Otherwise the ranks exchange details, a few hundred bytes each.
 """
 
-import json
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -18,11 +16,10 @@ from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._settings import LossScaler
+from legacy_ddp._text import TIE, wrap
 from legacy_ddp._transport.call import Call
 
 _MAX_NAMES = 5
-_WIDTH = 80
-_TIE = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,16 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -
     Raises:
         NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers excuse it on all ranks.
     """
-    policy, seat = call.checks.nonfinite_policy, call.seat
+    policy, state = call.checks.nonfinite_policy, call.group_state
     if policy == "ignore" or not agreement.participants:
         return ""
     ranks = [rank for rank in agreement.participants if agreement.rows[rank].finite is False]
-    if not ranks or seat.nonfinite_told:
-        seat.nonfinite_told = bool(ranks)
+    if not ranks or state.nonfinite_warned:
+        state.nonfinite_warned = bool(ranks)
         return ""
     with call.phase("agree"):
         own = _look(plan, packed, call.checks.grad_scaler, scan=call.groups.rank in ranks)
-        damages = [Damage(**json.loads(data)) for data in call.gather_bytes(json.dumps(asdict(own)).encode())]
+        damages = [Damage(**of_rank) for of_rank in call.gather_objects(asdict(own))]
     if all(_may_overflow(damage.scale) for damage in damages):
         return ""
     text = describe_damage(str(call), ranks, damages, stops=policy == "raise")
@@ -68,7 +65,7 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -
         names = [name for rank in ranks for name in damages[rank].counts]
         parameter = names[0] if names else None
         raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-    seat.nonfinite_told = True
+    state.nonfinite_warned = True
     return text
 
 
@@ -81,9 +78,10 @@ def describe_damage(call_name: str, ranks: Sequence[int], damages: Sequence[Dama
     lines = [f"{name_ranks(which)}: {words}" for words, which in list(said.items())[:MAX_LINES]]
     if len(said) > MAX_LINES:
         lines.append(f"... {sum(map(len, list(said.values())[MAX_LINES:]))} ranks more, each with others")
-    lines = [_fill(line, indent="  ") for line in lines]
-    lines += [_fill(line) for line in _next_steps([damages[rank] for rank in ranks], damages, stops=stops)]
-    return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *lines])
+    steps = _next_steps([damages[rank] for rank in ranks], damages, stops=stops)
+    wrapped = [line for text in lines for line in wrap(text, "  ", break_words=False, ties=True)]
+    wrapped += [line for text in steps for line in wrap(text, break_words=False)]
+    return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *wrapped])
 
 
 def _next_steps(concerned: Sequence[Damage], damages: Sequence[Damage], *, stops: bool) -> Iterator[str]:
@@ -131,19 +129,7 @@ def _more(count: int) -> list[str]:
 
 def _count_words(nan: int, inf: int, numel: int) -> str:
     counts = [f"{count} {what}" for count, what in ((nan, "NaN"), (inf, "inf")) if count]
-    return f"{' and '.join(counts)} of {numel}".replace(" ", _TIE)
-
-
-def _fill(line: str, indent: str = "") -> str:
-    filled = textwrap.fill(
-        line,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return filled.replace(_TIE, " ")
+    return f"{' and '.join(counts)} of {numel}".replace(" ", TIE)
 
 
 def _look(plan: Plan, packed: Packed, scaler: LossScaler | None, *, scan: bool) -> Damage:

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from legacy_ddp._agreement.header import Flag, Header, Part, norm_word
+from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._transport.call import Call, check_moment
+from legacy_ddp._transport.call import Call, check_can_communicate
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def pack(
         ValueError: the group carries nothing for a device.
     """
     with call.phase("pack"):
-        check_moment(call)
+        check_can_communicate(call)
         header = _describe_part(sample_size, skip)
         if leaves is not None:
             _require_sample_size(header)
@@ -73,7 +73,7 @@ def pack(
             )
             return Packed(kinds, flats, {}, _complete(call, plan, header, kinds))
         header = header._replace(micro_batches=counter.micro_batches, flags=_history(counter, plan, grads))
-        if header.part == Part.SAMPLES:
+        if header.participation == Participation.SAMPLES:
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
         kinds, flats = kinds_of(grads), [buffer.flat for buffer in plan.buffers]
         if leaves is not None:
@@ -92,7 +92,7 @@ def _describe_part(sample_size: int | None, skip: bool) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
-        return Header(part=Part.SKIP)
+        return Header(participation=Participation.SKIP)
     if sample_size is not None and (isinstance(sample_size, bool) or not isinstance(sample_size, int)):
         hint = "; use .item() on a tensor" if hasattr(sample_size, "item") else ""
         raise TypeError(
@@ -100,15 +100,17 @@ def _describe_part(sample_size: int | None, skip: bool) -> Header:
         )
     if sample_size is not None and not 0 <= sample_size < 2**62:
         raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 to 2**62; 0 leaves this rank out")
-    return Header(part=Part.PLAIN) if sample_size is None else Header(part=Part.SAMPLES, sample_size=sample_size)
+    if sample_size is None:
+        return Header(participation=Participation.PLAIN)
+    return Header(participation=Participation.SAMPLES, sample_size=sample_size)
 
 
 def _require_sample_size(header: Header) -> None:
-    if header.part == Part.SKIP:
+    if header.participation == Participation.SKIP:
         raise ValueError(
             "skip is not usable with reproducible=True: got True; pass sample_size=0 to leave this rank out"
         )
-    if header.part == Part.PLAIN:
+    if header.participation == Participation.PLAIN:
         raise ValueError(
             "sample_size is missing: got None, expected a number of items, as reproducible=True needs it; sum the loss "
             "over a micro-batch's items, and pass how many items this rank's micro-batches have together"
@@ -151,7 +153,9 @@ def _history(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor 
 
 def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
     return header._replace(
-        layout=plan.layout.fingerprint, mask=fingerprint(bytes(kinds)), waited_us=int(call.seat.waited_seconds * 1e6)
+        layout=plan.layout.fingerprint,
+        mask=fingerprint(bytes(kinds)),
+        waited_us=int(call.group_state.waited_seconds * 1e6),
     )
 
 
@@ -165,7 +169,7 @@ def _add_values(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
         pieces.extend(flat[start:stop] for start, stop in runs)
     norm, finite = norm_of(pieces)
     flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
-    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=norm_word(norm)))
+    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=encode_norm(norm)))
 
 
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:

@@ -250,5 +250,5 @@ def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     parts = [torch.empty_like(real) for _ in range(call.groups.size)]
     options = call.options("Allgather")
-    call.carry(group, lambda carrier: carrier.allgather([parts], [real.contiguous()], options))
+    call.run(group, lambda carrier: carrier.allgather([parts], [real.contiguous()], options))
     return [torch.view_as_complex(part) for part in parts] if tensor.is_complex() else parts

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import Agreement, describe_uneven_work
+from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._collectives.observers import Observer
 from legacy_ddp._compare import name_ranks
@@ -21,10 +21,10 @@ from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.history import Trail
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
-from legacy_ddp._statistics import SUSPICIOUS_CALLS, comparable_norm
+from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.policy import StepPolicy
-from legacy_ddp._transport.call import Call, Seat
+from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of
 from legacy_ddp._transport.operation import Operation
 
@@ -48,7 +48,7 @@ class Synchronizer:
         if settings.checks.guards_steps:
             guard_steps()
         # By the user's group, so that coming back to one finds the seat there again.
-        self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, Seat] = weakref.WeakKeyDictionary()
+        self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
         self._warned_uneven = False
         self._warned_same_data = False
         self._warned_joined = False
@@ -79,7 +79,7 @@ class Synchronizer:
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         groups = groups_of(group, timeout)
         if group not in self._seats:
-            self._seats[group] = Seat(groups)
+            self._seats[group] = GroupState(groups)
         return Call(self._seats[group], operation, timeout, self.settings.checks)
 
     def note_new_parameters(self, plan: Plan) -> None:
@@ -120,7 +120,7 @@ class Synchronizer:
         mean. With ``sample_size`` every item counts the same, however a rank cuts its items into micro-batches."""
         if self._warned_uneven or self.settings.checks.uneven != "warn" or agreement.sample_size is not None:
             return
-        if finding := describe_uneven_work(agreement.rows):
+        if finding := agreement.uneven_work():
             self._warned_uneven = True
             if call.groups.rank == 0:
                 self.note(
@@ -133,9 +133,13 @@ class Synchronizer:
         """Prepare the warning, once per run and on rank 0, if ranks look as if they read the same data."""
         if self._warned_same_data or call.groups.rank != 0 or not self.settings.checks.warns_of_same_data:
             return
+        if not agreement.has_equal_norms:
+            call.group_state.same_data = None
+            return
+        detector = call.group_state.same_data = call.group_state.same_data or SameDataDetector()
         # Without a backward since the last call gradients are what that one left, equal everywhere.
         norms = [comparable_norm(row.local_norm, row.finite) if row.micro_batches else None for row in agreement.rows]
-        if groups := call.seat.lookalikes.note(norms):
+        if groups := detector.add(norms):
             self._warned_same_data = True
             who = ", and ".join(f"{name_ranks(ranks)} hold identical local gradients" for ranks in groups)
             self.note(

@@ -111,13 +111,13 @@ def _exchange(call: Call, holdings: Sequence[Holding]) -> tuple[list[Rows], dict
 def _show(call: Call, holdings: Sequence[Holding], words: Mapping[str, str]) -> list[Rows]:
     """Collective: by rank and kind, the name of each thing and what it is."""
     own = {kind: {item.name: words[item.name] for item in holdings if item.kind == kind} for kind in KINDS}
-    return [json.loads(text) for text in call.gather_bytes(json.dumps(own).encode())]
+    return call.gather_objects(own)
 
 
 def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
     """Kind by kind, but settings that differ first: a learning rate says more than a thousand weights."""
     found = [
-        ReplicaDifference(kind, item.what, item.holders)
+        ReplicaDifference(kind, item.name, item.holders)
         for kind in KINDS
         for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
     ]
@@ -135,7 +135,7 @@ def _judge(
     phases = [] if recall is None else _exchange_phases(call, recall())
     found = _blame_all(differences, phases)
     if phases and (call.operation is Operation.ALL_REDUCE or "parameters" in kinds):
-        verdict = judge_phases(phases, call.seat.calls[Operation.ALL_REDUCE])
+        verdict = judge_phases(phases, call.group_state.calls[Operation.ALL_REDUCE])
         if verdict.phase:
             return accuse(verdict, found.implicated, STATE_ALONE)
     return judge_kinds(kinds, [kind for kind in KINDS if compared[kind]], found)
@@ -143,7 +143,7 @@ def _judge(
 
 def _exchange_phases(call: Call, own: Phases) -> list[Phases]:
     """Collective: the phases of all ranks."""
-    return [Phases(**json.loads(text)) for text in call.gather_bytes(json.dumps(asdict(own)).encode())]
+    return [Phases(**of_rank) for of_rank in call.gather_objects(asdict(own))]
 
 
 def _blame_all(differences: Sequence[ReplicaDifference], phases: Sequence[Phases]) -> Blame:
@@ -183,10 +183,10 @@ def _compare_elements(call: Call, own: torch.Tensor, most: Sequence[int]) -> dic
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = most[0], 0
     flat = reference.view(-1).view(torch.uint8)
-    call.carry(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
+    call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
     found = None if call.groups.rank in most else _compared(own, reference)
-    told = call.gather_bytes(json.dumps(found and found.to_json()).encode())
-    return {rank: ElementDifference.from_json(json.loads(text)) for rank, text in enumerate(told) if text != b"null"}
+    told = call.gather_objects(found and found.to_json())
+    return {rank: ElementDifference.from_json(item) for rank, item in enumerate(told) if item is not None}
 
 
 def _can_look_into(tensor: torch.Tensor) -> bool:

@@ -199,13 +199,13 @@ def _follow_steps() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not internals.call_last_before_step(optimizer, _begin_step):  # an own pre-hook may make the call
         _begin_step(optimizer, args, kwargs)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _begin_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))
     with torch.no_grad():
@@ -214,7 +214,7 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
                 trail.begin_step(optimizer, has_closure=has_closure)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with torch.no_grad():
         for trail in list(_trails):

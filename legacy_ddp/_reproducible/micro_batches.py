@@ -51,7 +51,7 @@ class Leaves:
             raise
         self._run_or_defer(lambda: self._end_block(plan()))
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def drop_if_cleared(self) -> None:
         """Drop all leaves if the user cleared the gradients. Not for use inside a block, where the block is cleared."""
         if self._sentinel is not None and self._sentinel.was_cleared(is_added_to=self._is_added_to):
@@ -106,7 +106,7 @@ class Leaves:
         self.drop()
         self.sums.release_memory()
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def _run_or_defer(self, act: Callable[[], None]) -> None:
         """Run ``act``; keep a failure for the call, where all ranks raise together. After a failure do nothing."""
         if self._problem is not None:

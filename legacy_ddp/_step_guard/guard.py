@@ -20,13 +20,13 @@ def guard_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Torch's hook. The optimizer's own pre-hooks run first: one of them may make the call."""
     return None if internals.call_last_before_step(optimizer, _check_step) else _check_step(optimizer, args, kwargs)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Check now, or after the closure if there is a closure, because the closure makes the gradients.
 
@@ -50,7 +50,7 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
     return checked
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if the step would use a gradient of this rank alone."""
     names = [

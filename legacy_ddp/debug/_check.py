@@ -17,7 +17,7 @@ from legacy_ddp._replicas.compare import DETAILS, Own, compare
 from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._settings import as_names
-from legacy_ddp._transport.call import check_moment
+from legacy_ddp._transport.call import check_can_communicate
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Optimizers, Subject, as_optimizers, subject_of
@@ -25,7 +25,7 @@ from legacy_ddp.debug._arguments import Optimizers, Subject, as_optimizers, subj
 EVERYTHING = (*hold.KINDS, "rng")
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def check_replicas(
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -71,7 +71,7 @@ def check_replicas(
     synchronizer = subject.synchronizer
     with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, subject.group) as call:
         with announcing_failures(call):
-            check_moment(call)
+            check_can_communicate(call)
             wanted = frozenset(as_names(what, "what"))
             several = as_optimizers(optimizer)
             checks = synchronizer.settings.checks

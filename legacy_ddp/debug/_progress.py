@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from legacy_ddp._text import say_bytes
+from legacy_ddp._text import format_bytes
 
 # About what is read in a fraction of a second.
 SILENT_BYTES = 20_000_000
@@ -21,7 +21,7 @@ def reading(size_bytes: int) -> Iterator[Callable[[int], object]]:
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types; not needed, only nicer
     except ModuleNotFoundError:
-        print(f"reading {say_bytes(size_bytes)} ...", file=sys.stderr)
+        print(f"reading {format_bytes(size_bytes)} ...", file=sys.stderr)
         yield lambda _: None
         return
     with tqdm(total=size_bytes, unit="B", unit_scale=True, desc="reading", ncols=_COLUMNS, leave=False) as bar:

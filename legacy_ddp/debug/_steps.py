@@ -45,7 +45,7 @@ class Steps:
         """The settings of its step since the last call; none if it has not stepped."""
         return self._settings.get(id(optimizer), [])
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         depth = self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1
         if depth == 1:
@@ -54,7 +54,7 @@ class Steps:
                 (name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in facts
             ]
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         depth = self._depths[id(optimizer)] = max(0, self._depths.get(id(optimizer), 0) - 1)
         if depth == 0:

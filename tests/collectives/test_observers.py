@@ -42,7 +42,7 @@ def test_print_shows_layout_bytes_group_and_checks() -> None:
             "  buffer_size=5, checks=Checks(uneven='allow')",
             "  (module): ParameterList(",
         ]
-        assert "group: none to be had" in afterwards
+        assert "group: none available" in afterwards
 
 
 @pytest.mark.usefixtures("alone")

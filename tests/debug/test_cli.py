@@ -19,6 +19,7 @@ from legacy_ddp.debug._cli import main
 from legacy_ddp.debug._progress import SILENT_BYTES, reading
 from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import fork_script
 from tests.helpers.traces import end_after, environment, lines_of, sealed, write_trace
 
 _WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
@@ -28,6 +29,8 @@ DIFFERENT = {(1, 3, "parameters", "parameter 'a'"): ("ab" * 8, 2.0)}
 
 def run(*arguments: object, start: tuple[str, ...] = ("-m", "legacy_ddp"), **options: Any) -> Any:
     """The command in a process of its own."""
+    if start[0] == "-m" and not options:
+        return fork_script(*start, *map(str, arguments))
     return subprocess.run(
         [sys.executable, *start, *map(str, arguments)],
         cwd=ROOT,

@@ -60,7 +60,7 @@ def test_the_end_of_the_store_ends_the_construction_of_all_others() -> None:
 
 def _dies_in_construction(rank: int, victim: int) -> tuple[str, tuple[int, ...], str, float] | None:
     if rank == victim:
-        sys.setprofile(do_when("meet", partial(os.kill, os.getpid(), signal.SIGKILL)))
+        sys.setprofile(do_when("exchange_endpoints", partial(os.kill, os.getpid(), signal.SIGKILL)))
     start = time.monotonic()
     try:
         wrap(timeout_seconds=30.0)

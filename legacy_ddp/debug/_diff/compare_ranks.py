@@ -137,6 +137,6 @@ def _causes(run: Run) -> list[Cause]:
         for environment in run.environments
     ]
     return [
-        Cause(item.what, tuple((name_ranks(ranks), value) for value, ranks in item.holders[:MAX_SIDES]))
+        Cause(item.name, tuple((name_ranks(ranks), value) for value, ranks in item.holders[:MAX_SIDES]))
         for item in compare_rows(rows).differences
     ]

@@ -197,5 +197,5 @@ def _facts(run: Run) -> tuple[dict[str, str], tuple[tuple[str, tuple[tuple[str, 
         {fact: value for fact, value in environment.facts.items() if fact not in _OF_A_RANK}
         for environment in run.environments
     ]
-    own = {item.what: item.holders for item in compare_rows(rows).differences}
+    own = {item.name: item.holders for item in compare_rows(rows).differences}
     return {fact: value for fact, value in rows[0].items() if fact not in own}, tuple(own.items())

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from legacy_ddp._compare import MAX_SIDES, name_ranks
-from legacy_ddp._text import say_bytes, wrap
+from legacy_ddp._text import format_bytes, wrap
 from legacy_ddp.debug._trace.coverage import span
 from legacy_ddp.debug._trace.line_format import SAYS
 from legacy_ddp.debug._trace.summary import Summary
@@ -44,10 +44,10 @@ def _ends(found: Summary) -> Iterator[str]:
 
 
 def _size(found: Summary) -> str:
-    total = say_bytes(found.size_bytes)
+    total = format_bytes(found.size_bytes)
     if not found.recorded:
         return total
-    return f"{total}, {say_bytes(found.size_bytes / found.recorded / found.world_size)} a step and rank"
+    return f"{total}, {format_bytes(found.size_bytes / found.recorded / found.world_size)} a step and rank"
 
 
 def _phases(found: Summary) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from legacy_ddp.debug._trace.line_format import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.summary import NonFinite, Summary, Waiting, summarise
-from legacy_ddp.debug._trace.summary_text import lines, say_bytes
+from legacy_ddp.debug._trace.summary_text import format_bytes, lines
 from tests.helpers.traces import call_facts, environment, without, write_trace
 
 
@@ -157,7 +157,7 @@ def test_machines_get_the_format_and_its_version(tmp_path: Path) -> None:
     [(0, "0 bytes"), (999, "999 bytes"), (1340, "1.34 kB"), (138_500_000, "138 MB"), (2_500_000_000, "2.5 GB")],
 )
 def test_sizes_are_said_in_powers_of_ten(number: float, text: str) -> None:
-    assert say_bytes(number) == text
+    assert format_bytes(number) == text
 
 
 _TEXT = st.text(max_size=200)
