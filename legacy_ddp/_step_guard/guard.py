@@ -5,7 +5,6 @@ from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import UnsynchronizedStepError
@@ -17,13 +16,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @cache
 def guard_steps() -> None:
     """Check every step of every optimizer in this process from now on. Later calls do nothing."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-@internals.disable_dynamo
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Torch's hook. The optimizer's own pre-hooks run first: one of them may make the call."""
-    return None if internals.call_last_before_step(optimizer, _check_step) else _check_step(optimizer, args, kwargs)
+    internals.before_every_step(_check_step)  # after the optimizer's own pre-hooks: one of them may make the call
 
 
 @internals.disable_dynamo
