@@ -36,7 +36,8 @@ class Plan:
     @cached_property
     def slot_ranges(self) -> list[tuple[FlatBuffer, slice]]:
         """Each buffer, with the range of its slots among all slots."""
-        return slot_ranges(self.buffers)
+        bounds = accumulate((len(buffer.bucket.slots) for buffer in self.buffers), initial=0)
+        return [(buffer, slice(*bound)) for buffer, bound in zip(self.buffers, pairwise(bounds), strict=True)]
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of slot ``index``."""
@@ -111,25 +112,26 @@ class Planner:
         names, tensors = _columns(named)
         known = self._signature is not None and self._signature.matches(names, tensors)
         parameters = [tensors[index] for index in self._order] if known else []
-        if self.layout is None or not known or not self.counter.is_attached_to(parameters):
-            self.layout = self._replan(names, tensors)
-            self._signature = Signature(names, tensors)
-            parameters = [tensors[index] for index in self._order]
-        return Plan(self.layout, parameters, self._buffers)
+        if self.layout is not None and known and self.counter.is_attached_to(parameters):
+            return Plan(self.layout, parameters, self._buffers)
+        plan = self._replan(names, tensors)
+        self.layout = plan.layout
+        self._signature = Signature(names, tensors)
+        return plan
 
-    def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Layout:
+    def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Plan:
         layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
-        parameters = [tensors[index] for index in order]
+        plan = Plan(layout, [tensors[index] for index in order], buffers)
         last_results = [
             partial(buffer.is_last_result, index) for buffer in buffers for index in range(len(buffer.bucket.slots))
         ]
-        self.counter.attach([slot.name for slot in layout.slots], parameters, last_results)
-        self._backward_copy.attach((buffer, parameters[slots]) for buffer, slots in slot_ranges(buffers))
+        self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
+        self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
         self._order, self._buffers = order, buffers
-        return layout
+        return plan
 
 
 def _columns(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[torch.Tensor]]:
@@ -140,9 +142,3 @@ def _columns(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list
         names.append(name)
         tensors.append(tensor)
     return names, tensors
-
-
-def slot_ranges(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:
-    """Each buffer, with the range of its slots among the slots of all buffers."""
-    bounds = accumulate((len(buffer.bucket.slots) for buffer in buffers), initial=0)
-    return [(buffer, slice(start, stop)) for buffer, (start, stop) in zip(buffers, pairwise(bounds), strict=True)]
