@@ -122,7 +122,7 @@ def copies(module: nn.Module) -> list[Variant]:
 
 @torch.no_grad()
 def _pack(buffer: FlatBuffer, gradients: Sequence[torch.Tensor]) -> None:
-    buffer.recognise(gradients)
+    buffer.match_views(gradients)
     buffer.pack(gradients)
 
 

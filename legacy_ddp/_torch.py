@@ -27,6 +27,7 @@ from torch._C._dynamo.guards import TensorGuards as DynamoGuards
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
@@ -175,20 +176,23 @@ def attach_hooks(tensor: torch.Tensor) -> None:
 _NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
 
 
-def call_last_before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> bool:
-    """Make torch call ``hook`` after the optimizer's own pre-hooks. False if the optimizer has none.
+def before_every_step(hook: Callable[..., Any]) -> None:
+    """Make torch call ``hook`` before every step of every optimizer, after the optimizer's own pre-hooks."""
 
-    For use in a global pre-hook: torch calls global pre-hooks first, and looks up the optimizer's pre-hooks after them.
-    """
-    hooks = optimizer._optimizer_step_pre_hooks
-    if not hooks:
-        return False
-    place = next((key for key, known in hooks.items() if known is hook), None)
-    if place is None:
-        optimizer.register_step_pre_hook(hook)
-    elif place != next(reversed(hooks)):
-        hooks[place] = hooks.pop(place)
-    return True
+    # Torch calls global pre-hooks first, and looks up the optimizer's pre-hooks after them.
+    @disable_dynamo
+    def first(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks = optimizer._optimizer_step_pre_hooks
+        if not hooks:
+            return hook(optimizer, args, kwargs)
+        place = next((key for key, known in hooks.items() if known is hook), None)
+        if place is None:
+            optimizer.register_step_pre_hook(hook)
+        elif place != next(reversed(hooks)):
+            hooks[place] = hooks.pop(place)
+        return None
+
+    register_optimizer_step_pre_hook(first)
 
 
 def inside_backward() -> bool:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._reproducible.splits import aligned_splits, is_aligned, say_splits
+from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._reproducible.splits import aligned_splits, format_splits, is_aligned
 
 __all__ = ["GlobalBatchSampler", "aligned_splits", "micro_batch_rng"]
 
@@ -71,7 +71,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if rest or not is_aligned(self.world_size, self._each):
             raise ValueError(
                 f"micro_batches_per_step does not suit the world size: got {micro_batches_per_step} on "
-                f"{self.world_size} ranks; {say_splits(micro_batches_per_step)}"
+                f"{self.world_size} ranks; {format_splits(micro_batches_per_step)}"
             )
         self._length = dataset_length
         self._size = micro_batch_size

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
-from legacy_ddp._reproducible.splits import is_aligned, say_splits
+from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.gather import Gatherer
 
 
@@ -128,7 +128,7 @@ def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
     if not finding and is_aligned(len(rows), most):
         return None
     found = str(finding) if finding else f"  {most} on each of {len(rows)} ranks, which is no power of two"
-    splits = say_splits(len(rows) * most)
+    splits = format_splits(len(rows) * most)
     text = f"micro-batches are not split over the ranks as reproducible=True needs it:\n{found}\n{splits}"
     return _error(DesyncError, rows, text, finding.ranks)
 

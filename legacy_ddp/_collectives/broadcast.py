@@ -9,7 +9,7 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import Named, check_dense, describe, distinct, inventory_word
+from legacy_ddp._buckets.inventory import Named, build_inventory, check_dense, distinct, inventory_digest
 from legacy_ddp._collectives.state import NamedTensors, Synchronizer
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
@@ -59,8 +59,8 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
         for item in tensors:
             check_dense(item, kind=kind)
             call.groups.payload(item.tensor.device)
-        inventory = describe(tensors, kind=kind)
-    agree(call, Header(layout=inventory_word(inventory), argument=src), inventory)
+        inventory = build_inventory(tensors, kind=kind)
+    agree(call, Header(layout=inventory_digest(inventory), argument=src), inventory)
     if call.groups.size == 1:
         return
     with call.phase("payload"):

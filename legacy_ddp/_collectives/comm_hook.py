@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.flat_buffer import FlatBuffer, as_real
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.wire import as_real
 from legacy_ddp._collectives.pending import wait_before_exit
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
@@ -41,7 +42,7 @@ class HookBucket:
         self._is_last = is_last
         self._bucket = buffer.bucket
         self._parameters = parameters
-        self._buffer = as_real(buffer.travelling).view(-1)  # a separate tensor: a hook may resize it
+        self._buffer = as_real(buffer.payload).view(-1)  # a separate tensor: a hook may resize it
 
     def index(self) -> int:
         """Number of the bucket in this call, from 0."""
@@ -88,7 +89,7 @@ def run_hook(call: Call, hook: CommHook, plan: Plan) -> list[HookResult]:
         Exception: any error of the hook. The other ranks may be inside collectives of the hook, so the group is lost.
             Their watchdogs report the error.
     """
-    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.shares if buffer.bucket.numel]
+    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.slot_ranges if buffer.bucket.numel]
     buckets = [
         HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
         for index, (buffer, parameters) in enumerate(filled)
@@ -112,7 +113,7 @@ def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divi
         as_real(buffer.flat).copy_(result)
         if divisor != call.groups.size:
             buffer.flat.div_(divisor / call.groups.size)
-    return sum(buffer.travelling.nbytes for buffer, _, _ in results)
+    return sum(buffer.payload.nbytes for buffer, _, _ in results)
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:

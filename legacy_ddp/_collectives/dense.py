@@ -9,10 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._buckets.flat_buffer import FlatBuffer, as_real
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.gradient import DENSE
 from legacy_ddp._buckets.layout import Run, cut_runs
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.wire import as_real
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._transport.call import Call
 
@@ -26,7 +27,7 @@ def reduce_dense(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], d
     All collectives are started before the first wait.
     """
     started = []
-    for buffer, share in plan.shares:
+    for buffer, share in plan.slot_ranges:
         runs = merged_runs(buffer, kinds[share])
         fill_missing(buffer, packed, kinds, share, runs, buffer.flat)
         with call.profiled(f"start {buffer.bucket.label}"):
@@ -37,7 +38,7 @@ def reduce_dense(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], d
         with call.profiled(f"finish {buffer.bucket.label}"):
             if work is not None:
                 call.wait(call.groups.payload(buffer.bucket.device), work)
-                size_bytes += (stop - start) * buffer.travelling.itemsize
+                size_bytes += (stop - start) * buffer.payload.itemsize
             _finish(call, buffer, (start, stop), divisor)
     return size_bytes
 
@@ -78,7 +79,7 @@ def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) 
     piece = buffer_size
     if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
         half = (sum(stop - start for start, stop in runs) + 1) // 2
-        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.travelling.itemsize))
+        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.payload.itemsize))
     return cut_runs(runs, max_numel=piece)
 
 
@@ -86,7 +87,7 @@ def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
     if call.groups.size == 1:
         return None
     start, stop = run
-    flat, wire = buffer.flat[start:stop], buffer.travelling[start:stop]
+    flat, wire = buffer.flat[start:stop], buffer.payload[start:stop]
     before, _ = split_divisor(divisor, call.groups.size, wire.dtype)
     if before != 1.0:
         torch.div(flat, before, out=wire)
@@ -103,7 +104,7 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
     if call.groups.size == 1:
         after = float(divisor)
     else:
-        wire = buffer.travelling[start:stop]
+        wire = buffer.payload[start:stop]
         _, after = split_divisor(divisor, call.groups.size, wire.dtype)
         if buffer.wire is not None:
             # The sum may need the wider range of the two dtypes, the quotient does not.

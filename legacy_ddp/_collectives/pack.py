@@ -8,7 +8,7 @@ import torch
 
 from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
@@ -31,7 +31,7 @@ class Packed:
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
-        for (buffer, share), flat in zip(plan.shares, self.flats, strict=True):
+        for (buffer, share), flat in zip(plan.slot_ranges, self.flats, strict=True):
             for index, slot in enumerate(buffer.bucket.slots, share.start):
                 kind = self.kinds[index]
                 dense = flat.as_strided(slot.shape, slot.stride, slot.offset) if kind == DENSE else None
@@ -59,7 +59,7 @@ def pack(
             grads = plan.grads
             plan.collect(grads, are_used=header.takes_part)
         else:
-            grads = leaves.bring(plan)
+            grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
         _allocate(call, plan, has_wire=leaves is None)
         if not header.takes_part:
@@ -71,7 +71,7 @@ def pack(
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
         kinds, flats = kinds_of(grads), _flats(plan)
         if leaves is not None:
-            count, kinds, flats = leaves.total(plan, kinds, has_peers=has_peers)
+            count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
             header = header._replace(leaves=count)
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
@@ -127,12 +127,12 @@ def _require_sample_size(header: Header) -> None:
 
 def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
     """Refuse gradients divided by an earlier call and not reached by a backward since."""
-    if is_repeat and not any(buffer.written for buffer in plan.buffers):
+    if is_repeat and not any(buffer.was_written for buffer in plan.buffers):
         raise GradientError(
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
             "them a second time; call all_reduce() once per step"
         )
-    for index in counter.reduced_before(plan.parameters):
+    for index in counter.already_reduced(plan.parameters):
         grad, name = plan.parameters[index].grad, plan.layout.slots[index].name
         if grad is not None and has_nonzero(grad):
             raise GradientError(
@@ -147,11 +147,11 @@ def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -
 def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
     """Header flags about changes of gradients and weights since the last call."""
     flags = 0
-    if counter.stepped(plan.parameters):
+    if counter.was_stepped(plan.parameters):
         flags |= Flag.STEPPED
     if (
         counter.micro_batches == 0
-        and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
+        and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
         # Gradients cleared in place count as cleared: a rank without a batch is not a rank that calls twice.
         and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
     ):
@@ -172,7 +172,7 @@ def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
     if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
         return packed
     pieces = [grad.values() for grad in packed.sparse.values()]
-    for (buffer, share), flat in zip(plan.shares, packed.flats, strict=True):
+    for (buffer, share), flat in zip(plan.slot_ranges, packed.flats, strict=True):
         runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
         pieces.extend(flat[start:stop] for start, stop in runs)
     norm, finite = norm_of(pieces)

@@ -15,7 +15,7 @@ from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._collectives.sparse import reduce_sparse
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._reproducible.tree_reduce import Trunk, reduce_trunks
+from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
 from legacy_ddp._settings import CommHook
 from legacy_ddp._transport.call import Call
 
@@ -50,9 +50,9 @@ def reduce(
         results = _run_hook(call, hook, plan, packed, kinds) if hook is not None else []
         with call.phase("payload"):
             if leaves is not None:
-                inboxes = leaves.inboxes(packed.flats) if call.groups.size > 1 else packed.flats
-                trunks = list(_trunks(plan, inboxes, packed, kinds))
-                return Reduced(kinds, {}, reduce_trunks(call, trunks, divisor))
+                recv_buffers = leaves.sums.recv_buffers(packed.flats) if call.groups.size > 1 else packed.flats
+                inputs = list(_tree_inputs(plan, recv_buffers, packed, kinds))
+                return Reduced(kinds, {}, tree_reduce(call, inputs, divisor))
             if hook is not None:
                 size_bytes = copy_results(call, hook, results, divisor)
             else:
@@ -64,22 +64,24 @@ def reduce(
     except AgreedError:
         raise
     except BaseException:
-        plan.abandon()
+        plan.discard_gradients()
         if leaves is not None:
-            leaves.forget()
+            leaves.release_memory()
         raise
 
 
-def _trunks(plan: Plan, inboxes: Sequence[torch.Tensor], packed: Packed, kinds: Sequence[int]) -> Iterator[Trunk]:
-    for (buffer, share), own, inbox in zip(plan.shares, packed.flats, inboxes, strict=True):
+def _tree_inputs(
+    plan: Plan, recv_buffers: Sequence[torch.Tensor], packed: Packed, kinds: Sequence[int]
+) -> Iterator[TreeInput]:
+    for (buffer, share), own, recv_buffer in zip(plan.slot_ranges, packed.flats, recv_buffers, strict=True):
         runs = merged_runs(buffer, kinds[share])
-        yield Trunk(own, inbox, buffer.flat, cut_runs(runs, max_numel=plan.layout.buffer_size))
+        yield TreeInput(own, recv_buffer, buffer.flat, cut_runs(runs, max_numel=plan.layout.buffer_size))
 
 
 def _run_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> list[HookResult]:
     """Give the hook copies of the flat tensors: if the hook fails, every ``.grad`` is unchanged."""
     with call.phase("hook"):
-        for buffer, share in plan.shares:
-            buffer.travelling.copy_(buffer.flat)
-            fill_missing(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.travelling)
+        for buffer, share in plan.slot_ranges:
+            buffer.payload.copy_(buffer.flat)
+            fill_missing(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.payload)
         return run_hook(call, hook, plan)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from legacy_ddp._buckets.gradient import SPARSE
-from legacy_ddp._buckets.layout import gradient_dtype
+from legacy_ddp._buckets.inventory import gradient_dtype
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._transport.call import Call

@@ -17,8 +17,8 @@ from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.history import Trail
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._step_guard.guard import guard_steps
+from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of
 from legacy_ddp._transport.operation import Operation
@@ -52,7 +52,7 @@ class Synchronizer:
     def use(self, settings: Settings) -> None:
         """Use other settings from the next call on."""
         self.settings = settings
-        self.planner.use(settings)
+        self.planner.change_settings(settings)
 
     def call(self, operation: Operation, group: dist.ProcessGroup) -> Call:
         """The next call on ``group``. Collective in the first call of this process on ``group``.
@@ -82,7 +82,7 @@ class Synchronizer:
 
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters, which does not count as a step."""
-        self.planner.counter.note_written(plan.parameters)
+        self.planner.counter.ignore_earlier_writes(plan.parameters)
         if self.trail is not None:
             self.trail.restart()
 

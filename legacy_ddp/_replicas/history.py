@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import distinct, fingerprint
+from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._replicas.membership import describe_members
 from legacy_ddp._replicas.phases import Phases
 from legacy_ddp._replicas.state_trail import StateTrail
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.policy import StepPolicy
 
 
 class Trail:
@@ -195,14 +195,8 @@ _trails: "weakref.WeakSet[Trail]" = weakref.WeakSet()
 
 @cache
 def _follow_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    internals.before_every_step(_begin_step)  # after the optimizer's own pre-hooks: one of them may make the call
     register_optimizer_step_post_hook(_after_step)
-
-
-@internals.disable_dynamo
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not internals.call_last_before_step(optimizer, _begin_step):  # an own pre-hook may make the call
-        _begin_step(optimizer, args, kwargs)
 
 
 @internals.disable_dynamo

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import inventory_word
+from legacy_ddp._buckets.inventory import inventory_digest
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.check import divergence
 from legacy_ddp._replicas.compare import DETAILS, Own, compare
@@ -80,7 +80,7 @@ def check_replicas(
             with call.phase("sign"):
                 own = _look(subject, several, wanted, local)
                 header = own.sign(Header(micro_batches=synchronizer.planner.counter.micro_batches))
-        agreement = agree(call, header._replace(layout=inventory_word(request)), request)
+        agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
         report = compare(call, agreement.rows, own, details=details)
         if raises and not report.identical:
             raise divergence(call, report)

@@ -19,7 +19,8 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp._agreement.header import HEADER_WORDS, Header, decode_rows, encode_norm, encode_row
 from legacy_ddp._buckets import backward_copy
-from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
+from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.layout import Bucket, cut_runs, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
 from tests.helpers.ranks import run_ranks

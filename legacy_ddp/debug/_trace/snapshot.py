@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._replicas import state as hold
 from legacy_ddp.debug._trace.measure import measure
 from legacy_ddp.debug._trace.records import MAX_INPUTS, Names, Section, Values
