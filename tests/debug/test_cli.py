@@ -131,7 +131,7 @@ def _junk(folder: Path) -> Path:
 
 
 def _other_version(folder: Path) -> Path:
-    (folder / _RANK_0).write_bytes(encode({**environment(0, 1).members(), "version": 9}, 1))
+    (folder / _RANK_0).write_bytes(encode({**environment(0, 1).to_json(), "version": 9}, 1))
     return folder
 
 
@@ -345,7 +345,7 @@ def test_a_norm_that_is_no_number_is_one_line_of_error(
         assert main([*map(str, command)]) == 2
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
-        assert "says what no recorder writes: member 'norms'" in captured.err
+        assert "has contents that no recorder writes: key 'norms'" in captured.err
     assert not (tmp_path / "page.html").exists()
     assert main(["diff", str(a), str(b)]) == 0
 

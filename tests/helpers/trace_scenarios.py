@@ -130,14 +130,14 @@ def held_by(trace: RankTrace) -> Held:
     for step in trace.steps:
         for phase in PHASES:
             if (section := trace.section(step, phase)) is not None:
-                assert trace.word(step, phase) is not None
+                assert trace.digest(step, phase) is not None
                 assert phase in trace.phases
                 assert (section.words.keys(), section.norms.keys()) == (section.kinds.keys(),) * 2
                 assert section.nonfinite.keys() <= section.words.keys()
                 assert trace.words(step, phase) == [*section.values.words]
                 found[step, phase] = section
             else:
-                assert trace.word(step, phase) is None
+                assert trace.digest(step, phase) is None
         if (call := trace.call(step)) is not None:
             found[step, "call"] = call
     return found

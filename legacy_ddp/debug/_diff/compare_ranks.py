@@ -13,7 +13,7 @@ from legacy_ddp.debug._diff.rank_details import mark_places, read_first
 from legacy_ddp.debug._diff.rank_digests import RankWords
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side, Verdict
 from legacy_ddp.debug._diff.sections import Keep, keep_shared
-from legacy_ddp.debug._trace.line_format import SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 from legacy_ddp.debug._trace.read import Progress
 from legacy_ddp.debug._trace.run import Run
 
@@ -107,7 +107,9 @@ def _different(run: Run, words: RankWords, keys: list[Key], keep: Keep) -> Compa
     when = f"at the start (step {first.step})" if is_start else f"at step {first.step}"
     who = _sides(first.sides)
     return replace(
-        _told(run, words, "different", f"different: ranks part {when} in {SAYS[first.phase]}: {who}: {first.name}"),
+        _told(
+            run, words, "different", f"different: ranks part {when} in {PHASE_LABELS[first.phase]}: {who}: {first.name}"
+        ),
         first=first,
         others=tuple(others[:MAX_OTHERS]),
         meaning=f"{_majority(first, run.world_size)} {meaning(evidence)}",

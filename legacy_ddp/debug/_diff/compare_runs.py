@@ -16,8 +16,8 @@ from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Place, Verdict
 from legacy_ddp.debug._diff.same_model import check_same_model
 from legacy_ddp.debug._diff.sections import SHARED, keep_shared, unequal, whole_norm
-from legacy_ddp.debug._trace.coverage import Extent
-from legacy_ddp.debug._trace.line_format import PHASES, SAYS
+from legacy_ddp.debug._trace.coverage import RunCoverage
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.run import Run
 
@@ -45,7 +45,7 @@ class _RunComparison:
         self._places = Places()
         self._settings = Places()  # which judge only where they part anything else
         self._calls = Calls()
-        self._extents = Extent("A"), Extent("B")
+        self._extents = RunCoverage("A"), RunCoverage("B")
         self._coverage = Coverage()
         self._doubts: list[str] = []
 
@@ -122,7 +122,7 @@ class _RunComparison:
     def _take(self, rank: int, pair: Pair) -> None:
         """Compare one rank's files."""
         for extent, trace in zip(self._extents, (pair.a, pair.b), strict=True):
-            extent.take(rank, trace)
+            extent.add(rank, trace)
         check_same_model(pair, self._a.folder, self._b.folder)
         self._coverage.take(rank, pair.steps, pair.amounts())
         for step, phase in pair.suspects():
@@ -173,7 +173,7 @@ class _RunComparison:
     def _parting(self, first: Divergence) -> str:
         where = f" of {name_ranks(first.ranks)}" if self._equal_sizes else ""
         when = f"at the start (step {first.step})" if self._is_start(first.step) else f"at step {first.step}"
-        return f"different: runs part {when} in {SAYS[first.phase]}{where}: {first.name}"
+        return f"different: runs part {when} in {PHASE_LABELS[first.phase]}{where}: {first.name}"
 
     def _is_start(self, step: int) -> bool:
         return step in (self._a.environments[0].first_step - 1, self._b.environments[0].first_step - 1)

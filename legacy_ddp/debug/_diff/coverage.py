@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp.debug._trace.coverage import Extent, span
-from legacy_ddp.debug._trace.line_format import PHASES, SAYS
+from legacy_ddp.debug._trace.coverage import RunCoverage, span
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 
 
 class Coverage:
@@ -60,14 +60,14 @@ class Coverage:
         lacking: dict[tuple[int, ...], list[str]] = {}
         for phase in PHASES:
             if 0 < len(ranks := self._phases.get(phase, [])) < self.ranks:
-                lacking.setdefault(tuple(sorted({*range(self.ranks)} - {*ranks})), []).append(SAYS[phase])
+                lacking.setdefault(tuple(sorted({*range(self.ranks)} - {*ranks})), []).append(PHASE_LABELS[phase])
         return [
             f"not compared on {name_ranks(ranks)}, where not both runs recorded it: {', '.join(phases)}"
             for ranks, phases in lacking.items()
         ]
 
 
-def shortfall(extents: Sequence[Extent], steps: Sequence[int]) -> str:
+def shortfall(extents: Sequence[RunCoverage], steps: Sequence[int]) -> str:
     """Which steps were recorded in every run, but not compared on every rank, and why; empty if all were.
 
     ``steps``: those that were compared on every rank, and in which nothing differs. The last step of a run need not be

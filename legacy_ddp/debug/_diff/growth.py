@@ -32,7 +32,7 @@ def follow(pair: Pair, after: int) -> Growth:
 
 
 def _parted(pair: Pair, step: int, phase: str) -> str:
-    if pair.a.word(step, phase) == pair.b.word(step, phase):
+    if pair.a.digest(step, phase) == pair.b.digest(step, phase):
         return ""
     a, b = pair.a.section(step, phase), pair.b.section(step, phase)
     if a is None or b is None:

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Sequence
 
 from legacy_ddp.debug._diff import environment_diff
 from legacy_ddp.debug._diff.result import Cause
-from legacy_ddp.debug._trace.coverage import Extent
-from legacy_ddp.debug._trace.line_format import PHASES, SAYS
+from legacy_ddp.debug._trace.coverage import RunCoverage
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.run import Run
 
 # A model may have no buffers, an optimizer no state; but one without settings was not given to the recorder.
 NO_OPTIMIZER = "not compared: settings and state of the optimizer, for no recorder was given it (optimizer=)"
 
 
-def of_steps(runs: tuple[Run, Run], extents: tuple[Extent, Extent], steps: Sequence[int]) -> list[str]:
+def of_steps(runs: tuple[Run, Run], extents: tuple[RunCoverage, RunCoverage], steps: Sequence[int]) -> list[str]:
     """Steps that only one run recorded."""
     notes = []
     every = [run.environments[0].every for run in runs]
@@ -26,7 +26,7 @@ def of_steps(runs: tuple[Run, Run], extents: tuple[Extent, Extent], steps: Seque
     return notes + [note for extent in extents for note in extent.notes()]
 
 
-def of_phases(extents: tuple[Extent, Extent], phases: Sequence[str] = PHASES) -> list[str]:
+def of_phases(extents: tuple[RunCoverage, RunCoverage], phases: Sequence[str] = PHASES) -> list[str]:
     """Phases that were not recorded by both; of neither is only what a recorder was not given."""
     a, b = (set(extent.phases) & set(phases) for extent in extents)
     notes = [
@@ -60,4 +60,4 @@ def of_causes(causes: Sequence[Cause]) -> list[str]:
 
 def say_phases(phases: Iterable[str]) -> list[str]:
     """Phases in words, in their order."""
-    return [SAYS[phase] for phase in PHASES if phase in set(phases)]
+    return [PHASE_LABELS[phase] for phase in PHASES if phase in set(phases)]

@@ -46,7 +46,7 @@ class Pair:
         for phase in self.recorded:
             if starts and phase in _OF_A_CALL:
                 continue
-            missing = [trace for trace in (self.a, self.b) if trace.word(step, phase) is None]
+            missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
             if not missing or (len(missing) == 1 and phase != "buffers" and cut_short(missing[0]) != step):
                 yield phase
 
@@ -57,7 +57,7 @@ class Pair:
         """
         for step in self.steps:
             for phase in self.compared(step):
-                if self.a.word(step, phase) != self.b.word(step, phase):
+                if self.a.digest(step, phase) != self.b.digest(step, phase):
                     yield step, phase
 
     def differing(self, step: int, phase: str) -> tuple[list[str], tuple[str, ...]]:

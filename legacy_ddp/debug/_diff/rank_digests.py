@@ -8,7 +8,7 @@ from hashlib import blake2b
 from legacy_ddp.debug._diff.locations import Key
 from legacy_ddp.debug._diff.pair import cut_short
 from legacy_ddp.debug._diff.sections import SHARED, Keep, entries, keep_all
-from legacy_ddp.debug._trace.coverage import Extent
+from legacy_ddp.debug._trace.coverage import RunCoverage
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import Names
@@ -27,7 +27,7 @@ class RankWords:
     """
 
     def __init__(self, run: Run, keep: Keep, progress: Progress, *, by_content: bool = False) -> None:
-        self.extent = Extent("")
+        self.extent = RunCoverage("")
         self._tensors: Counter[Key] = Counter()
         self.names_agree = True
         self.steps: list[int] = []
@@ -82,7 +82,7 @@ class RankWords:
         return key in self._left_out or (key[0], _WHOLE_STEP) in self._left_out
 
     def _take(self, rank: int, trace: RankTrace) -> None:
-        self.extent.take(rank, trace)
+        self.extent.add(rank, trace)
         if rank == 0:
             self.steps = list(trace.steps)
         recorded = set(trace.steps)
@@ -95,7 +95,7 @@ class RankWords:
         self._names = declared
 
     def _word(self, trace: RankTrace, step: int, phase: str, seen: dict[int, tuple[Names, int]]) -> int:
-        word, names = trace.word(step, phase), trace.names(step, phase)
+        word, names = trace.digest(step, phase), trace.names(step, phase)
         if word is None or names is None:
             if cut_short(trace) == step:
                 self._left_out.add((step, PHASES.index(phase)))

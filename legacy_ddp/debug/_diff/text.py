@@ -9,7 +9,7 @@ from legacy_ddp._text import table, wrap
 from legacy_ddp.debug._diff.growth import ROUNDING
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side
 from legacy_ddp.debug._diff.sections import relative
-from legacy_ddp.debug._trace.line_format import SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 
 JSON_FORMAT = "legacy_ddp diff"
 JSON_VERSION = 1
@@ -48,7 +48,7 @@ def _cause(cause: Cause) -> str:
 
 def _first(found: Comparison, first: Divergence) -> Iterator[str]:
     kind = f", {first.kind}" if first.kind else ""
-    yield from wrap(f"step {first.step}, {SAYS[first.phase]}, {name_ranks(first.ranks)}: {first.name}{kind}")
+    yield from wrap(f"step {first.step}, {PHASE_LABELS[first.phase]}, {name_ranks(first.ranks)}: {first.name}{kind}")
     for side in first.sides[:MAX_SIDES]:
         yield from wrap(f"{side.label}: {_held(side)}", "  ")
     yield from _more(len(first.sides) - MAX_SIDES, " groups")
@@ -87,7 +87,7 @@ def _places(found: Comparison) -> list[str]:
     rows = [("step", "phase", "differ", "")]
     for place in found.places[:MAX_LINES]:
         steps = str(place.step) if place.last_step is None else f"{place.step}-{place.last_step}"
-        rows.append((steps, SAYS[place.phase], f"{place.differing} of {place.total}", name_ranks(place.ranks)))
+        rows.append((steps, PHASE_LABELS[place.phase], f"{place.differing} of {place.total}", name_ranks(place.ranks)))
     return [
         f"{total:,} place{'s' * (total != 1)} that differ{'s' * (total == 1)}, in the order of training:",
         *table(rows),

@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._trace.coverage import Extent, span
+from legacy_ddp.debug._trace.coverage import RunCoverage, span
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import environment, write_trace
 
 
-def extent(label: str, *runs: Path) -> Extent:
+def extent(label: str, *runs: Path) -> RunCoverage:
     """Of ranks that are each the rank 0 of a run."""
-    seen = Extent(label)
+    seen = RunCoverage(label)
     for rank, folder in enumerate(runs):
         with open_run(folder).open(0) as trace:
-            seen.take(rank, trace)
+            seen.add(rank, trace)
     return seen
 
 

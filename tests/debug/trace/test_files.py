@@ -38,7 +38,7 @@ def _words(sections: list[Section]) -> list[int | None]:
             writer.section(step, given_section)
         writer.close(len(sections), "closed")
         with RankTrace(writer.path) as trace:
-            return [trace.word(step, "buffers") for step in range(len(sections))]
+            return [trace.digest(step, "buffers") for step in range(len(sections))]
 
 
 @given(sections("buffers"), sections("buffers"), sections("buffers"))
@@ -155,11 +155,11 @@ def _assert_honest(written: bytes, found: bytes) -> None:
             pass
         return
     with reading(written) as trace:
-        everything, words = held_by(trace), {key: trace.word(*key) for key in held_by(trace) if key[1] != "call"}
+        everything, words = held_by(trace), {key: trace.digest(*key) for key in held_by(trace) if key[1] != "call"}
     with reading(found) as trace:
         left = held_by(trace)
         assert left.items() <= everything.items()
-        assert all(trace.word(*key) == word for key, word in words.items() if key in left)
+        assert all(trace.digest(*key) == word for key, word in words.items() if key in left)
         if first is None or first > len(after):  # the same, or the rest is gone line by line
             assert (trace.damage, trace.torn) == ("", False)
         elif after[first - 1].endswith(b"\n"):
@@ -270,8 +270,8 @@ def test_a_huge_file_of_one_line_is_refused_without_reading_it(tmp_path: Path) -
 def test_what_is_not_in_a_trace_is_none(whole: bytes) -> None:
     with reading(whole) as trace:
         assert trace.phases == PHASES
-        assert (trace.section(9, "buffers"), trace.word(9, "buffers"), trace.call(9)) == (None, None, None)
-        assert (trace.section(0, "optimizer"), trace.word(0, "optimizer"), trace.call(0)) == (None, None, None)
+        assert (trace.section(9, "buffers"), trace.digest(9, "buffers"), trace.call(9)) == (None, None, None)
+        assert (trace.section(0, "optimizer"), trace.digest(0, "optimizer"), trace.call(0)) == (None, None, None)
 
 
 def test_phases_are_those_that_any_step_has(tmp_path: Path) -> None:

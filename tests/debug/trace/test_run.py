@@ -160,7 +160,7 @@ def test_ranks_of_a_whole_and_of_a_resumed_run_are_refused_together(tmp_path: Pa
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-00000.jsonl")
 
-    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save what comes out of it")
+    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save its output to a file")
 
 
 def test_ranks_of_two_jobs_are_refused_together(tmp_path: Path) -> None:

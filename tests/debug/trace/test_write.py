@@ -64,7 +64,7 @@ def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
 
-    with pytest.raises(TraceError, match=f"^{file} is no folder; name another one"):
+    with pytest.raises(TraceError, match=f"^{file} is no folder; name another folder"):
         Writer(file, environment(0, 1))
     with pytest.raises(TraceError, match=f"^{file}/below/rank-00000.jsonl cannot be written: Not a directory; name"):
         Writer(file / "below", environment(0, 1))
