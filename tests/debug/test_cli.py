@@ -16,7 +16,7 @@ import pytest
 
 import legacy_ddp
 from legacy_ddp.debug._cli import main
-from legacy_ddp.debug._progress import SILENT_BYTES, reading
+from legacy_ddp.debug._progress import SILENT_BYTES, progress_bar
 from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
 from tests.helpers.paths import ROOT
 from tests.helpers.traces import end_after, environment, lines_of, sealed, write_trace
@@ -290,7 +290,7 @@ def _read(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> str:
     """What a long read writes to a terminal."""
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with reading(size_bytes) as progress:
+    with progress_bar(size_bytes) as progress:
         for _ in range(100):
             progress(size_bytes // 100)
     return terminal.getvalue()
@@ -317,7 +317,7 @@ def test_a_short_read_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    with reading(10**9) as progress:
+    with progress_bar(10**9) as progress:
         progress(10**9)
 
     assert capsys.readouterr().err == ""

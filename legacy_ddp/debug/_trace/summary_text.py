@@ -65,8 +65,8 @@ def _nonfinite(found: Summary) -> str:
     if first is None:
         return "NaN or infinity: none"
     return (
-        f"NaN or infinity: first at step {first.step} in {PHASE_LABELS[first.phase]} of rank {first.rank}: {first.name}, "
-        f"{_count(first.count, 'element')}"
+        f"NaN or infinity: first at step {first.step} in {PHASE_LABELS[first.phase]} of rank {first.rank}: "
+        f"{first.name}, {_count(first.count, 'element')}"
     )
 
 
