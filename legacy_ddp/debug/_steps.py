@@ -21,7 +21,7 @@ class OptimizerSteps:
         self._on_all_stepped = on_all_stepped
         self._hooks: list[RemovableHandle] = []
         self._stepped: set[int] = set()
-        # As of the beginning of each step: a scheduler changes them afterwards, and a resumed training starts from these.
+        # As of the beginning of each step: a scheduler changes the settings afterwards.
         self._settings: dict[int, list[hold.Fact]] = {}
         # Nesting depth of a running step: a step that calls super().step() runs the hooks twice.
         self._depths: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Does the command say what it found by exit status, stdout and one line of error, whatever it is given?"""
+"""Exit status, stdout and error line of the command, for any input."""
 
 import configparser
 import io
@@ -70,7 +70,7 @@ def test_the_exit_status_says_same_different_or_cannot_tell(
     ]
 
 
-def test_a_rank_whose_file_ends_early_is_told_by_status_text_json_and_page(
+def test_a_rank_whose_file_ends_early_is_reported_by_status_text_json_and_page(
     traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("bokeh")
@@ -365,7 +365,7 @@ def test_a_home_directory_is_found_in_every_path(
     assert capsys.readouterr().err == f"wrote {tmp_path / 'page.html'}\n"
 
 
-def test_a_home_directory_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_directory_that_is_not_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["show", "~nobody-of-that-name/a"])
 

@@ -1,4 +1,4 @@
-"""What does a recorder write, and what does it leave alone?"""
+"""The contents of recorded traces, and the state that a recorder leaves alone."""
 
 import copy
 import io
@@ -256,7 +256,7 @@ def test_two_runs_of_the_same_training_write_the_same_values(tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("alone")
-def test_gradients_that_are_not_there_and_elements_that_are_not_finite_are_told_apart(tmp_path: Path) -> None:
+def test_gradients_that_are_not_there_and_elements_that_are_not_finite_are_distinguished(tmp_path: Path) -> None:
     model = LegacyDistributedDataParallel(nn.ParameterDict({name: torch.zeros(3) for name in "abc"}))
     with Recorder(model, tmp_path):
         model.module["a"].grad = torch.tensor([3.0, math.nan, 4.0])

@@ -1,4 +1,4 @@
-"""Does a line of a trace say what was written, or that it does not?"""
+"""Lines of a trace: round trips, and the refusal of damaged or foreign lines."""
 
 import json
 import zlib
@@ -14,16 +14,16 @@ from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
 from tests.helpers.trace_scenarios import (
     JSON,
-    Story,
+    Scenario,
     calls,
+    contents_of,
     environments,
     held,
-    held_by,
-    room,
+    scenarios,
     sections,
-    stories,
+    temporary_folder,
     texts,
-    told,
+    write_scenario,
 )
 from tests.helpers.traces import call_facts, environment, sealed
 
@@ -127,15 +127,15 @@ def test_names_and_values_come_back(section: Section, step: int, number: int) ->
     assert Values.from_json(values, len(section.names.names)) == section.values
 
 
-@given(stories())
-def test_a_rank_reads_as_it_was_written(story: Story) -> None:
-    with room() as folder:
-        path, sizes = told(story, folder)
+@given(scenarios())
+def test_a_rank_reads_as_it_was_written(scenario: Scenario) -> None:
+    with temporary_folder() as folder:
+        path, sizes = write_scenario(scenario, folder)
         with RankTrace(path) as trace:
-            assert trace.environment == story.environment
-            assert held_by(trace) == held(story.events)
-            assert list(trace.steps) == sorted({step for step, _ in story.events})
-            assert (trace.damage, trace.torn, trace.end) == ("", False, story.end or "")
+            assert trace.environment == scenario.environment
+            assert contents_of(trace) == held(scenario.events)
+            assert list(trace.steps) == sorted({step for step, _ in scenario.events})
+            assert (trace.damage, trace.torn, trace.end) == ("", False, scenario.end or "")
             assert trace.size_bytes == sizes[-1]
 
 
@@ -226,7 +226,7 @@ def test_names_that_are_not_declared_properly_are_refused(changes: dict[str, Any
         Names.from_json({**members, **changes})
 
 
-def test_another_version_is_said() -> None:
+def test_another_version_is_reported() -> None:
     members = {**environment(0, 1).to_json(), "version": 2}
 
     with pytest.raises(TraceError, match="is of another version: got 2, expected 1; read it with the legacy_ddp that"):

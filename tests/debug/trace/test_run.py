@@ -1,4 +1,4 @@
-"""Is a folder's trace that of one whole run, and what is said if it is not?"""
+"""Folders of traces: one whole run is accepted, anything else is refused with a reason."""
 
 import os
 import resource
@@ -47,7 +47,7 @@ def test_ranks_of_more_digits_are_found(tmp_path: Path) -> None:
     assert _refused(tmp_path).startswith(f"{tmp_path} lacks ranks 0-123455 of 123457; ")
 
 
-def test_no_folder_is_said(tmp_path: Path) -> None:
+def test_no_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     assert _refused(tmp_path / "none") == (

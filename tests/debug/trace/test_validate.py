@@ -1,4 +1,4 @@
-"""Is a line with the right checksum and the wrong content refused, and never believed?"""
+"""Lines with a right checksum and wrong contents are refused."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import PHASES, encode
 from legacy_ddp.debug._trace.records import Names
-from tests.helpers.trace_scenarios import JSON, held_by, reading
+from tests.helpers.trace_scenarios import JSON, contents_of, trace_of
 from tests.helpers.traces import call_facts, environment, lines_of, sealed, write_trace
 
 
@@ -23,8 +23,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def _tried(data: bytes) -> str:
     """What was wrong with it, having asked for all that it says."""
     try:
-        with reading(data) as trace:
-            held_by(trace)
+        with trace_of(data) as trace:
+            contents_of(trace)
             return trace.damage
     except TraceError as error:
         return str(error)
@@ -105,7 +105,7 @@ CALL = json.dumps(call_facts(1, 0).to_json(1), separators=(",", ":")).encode()[:
         (b'{"line":"call","step":1,"x":0', "key 'call' is missing or of the wrong type"),
     ],
 )
-def test_a_sealed_line_that_no_recorder_writes_is_said(body: bytes, what: str) -> None:
+def test_a_sealed_line_that_no_recorder_writes_is_reported(body: bytes, what: str) -> None:
     before = [environment(0, 1).to_json(), Names("buffers", ("x",), ("",)).to_json(0)]
     found = _tried(b"".join(encode(members, at) for at, members in enumerate(before, start=1)) + sealed(body, 3))
 
@@ -117,7 +117,7 @@ def test_a_sealed_line_that_no_recorder_writes_is_said(body: bytes, what: str) -
 def test_words_that_no_recorder_writes_are_refused_without_the_rest_of_their_line(words: bytes) -> None:
     before = [environment(0, 1).to_json(), Names("buffers", ("x",), ("",)).to_json(0)]
     lines = [encode(members, at) for at, members in enumerate(before, start=1)]
-    with reading(b"".join([*lines, sealed(VALUES.replace(b'["a"]', words), 3)])) as trace:
+    with trace_of(b"".join([*lines, sealed(VALUES.replace(b'["a"]', words), 3)])) as trace:
         with pytest.raises(
             TraceError, match=r"rank-00000\.jsonl: a line of step 1 has contents that no recorder writes: key 'words'"
         ):
