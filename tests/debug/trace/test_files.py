@@ -164,10 +164,8 @@ def _assert_honest(written: bytes, found: bytes) -> None:
             pass
         return
     with trace_of(written) as trace:
-        everything, words = (
-            contents_of(trace),
-            {key: trace.digest(*key) for key in contents_of(trace) if key[1] != "call"},
-        )
+        everything = contents_of(trace)
+        digests = {key: trace.digest(*key) for key in everything if key[1] != "call"}
     with trace_of(found) as trace:
         left = contents_of(trace)
         assert left.items() <= everything.items()
