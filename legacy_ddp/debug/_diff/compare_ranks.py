@@ -9,12 +9,12 @@ from legacy_ddp.debug._diff.environment_diff import EXCLUDED, by_likelihood
 from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.locations import MAX_OTHERS, Key, merge
-from legacy_ddp.debug._diff.notes import NO_OPTIMIZER, local_buffer_notes, phase_titles
+from legacy_ddp.debug._diff.notes import NO_OPTIMIZER, local_buffer_notes, phase_labels
 from legacy_ddp.debug._diff.rank_details import read_divergences, read_masks
 from legacy_ddp.debug._diff.rank_digests import RankDigests
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side, Verdict
 from legacy_ddp.debug._diff.sections import Keep, keep_shared
-from legacy_ddp.debug._trace.line_format import SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 from legacy_ddp.debug._trace.read import Progress
 from legacy_ddp.debug._trace.run import Run
 
@@ -50,16 +50,16 @@ def compare_ranks(run: Run, progress: Progress = lambda _: None) -> Comparison:
 
 def _verdict_without_difference(run: Run, digests: RankDigests) -> tuple[Verdict, str]:
     steps = digests.compared_steps
-    if digests.extent.damage:
+    if digests.run_coverage.damage:
         agreed = "nothing differs in what can be compared" if steps else "nothing before it to compare"
-        return "unknown", f"cannot tell: {run.folder / digests.extent.damage[0][1]}; {agreed}"
-    if uncompared := uncompared_steps([digests.extent], steps):
+        return "unknown", f"cannot tell: {run.folder / digests.run_coverage.damage[0][1]}; {agreed}"
+    if uncompared := uncompared_steps([digests.run_coverage], steps):
         return "unknown", f"cannot tell: {uncompared}"
     if not steps:
         return "unknown", "cannot tell: no step was recorded by all ranks"
     if not digests.phases:
         return "unknown", "cannot tell: no phase that ranks share was recorded by all of them"
-    if _DIVERGENCE_ERROR in digests.extent.reasons:
+    if _DIVERGENCE_ERROR in digests.run_coverage.reasons:
         return "unknown", (
             f"cannot tell: the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; up to there ranks hold the "
             "same, and what parted them came after it (see the error)"
@@ -78,10 +78,10 @@ def _verdict_without_difference(run: Run, digests: RankDigests) -> tuple[Verdict
 
 def _result(run: Run, digests: RankDigests, verdict: Verdict, headline: str) -> Comparison:
     steps = digests.compared_steps
-    notes = digests.extent.notes()
+    notes = digests.run_coverage.notes()
     if digests.missing:
-        notes.append(f"not compared, for not all ranks recorded it: {', '.join(phase_titles(digests.missing))}")
-    if "settings" not in digests.extent.phases:
+        notes.append(f"not compared, for not all ranks recorded it: {', '.join(phase_labels(digests.missing))}")
+    if "settings" not in digests.run_coverage.phases:
         notes.append(NO_OPTIMIZER)
     notes += local_buffer_notes(run.environments[0].local_buffers)
     if verdict == "same":
@@ -106,7 +106,9 @@ def _different(run: Run, digests: RankDigests, keys: list[Key], keep: Keep) -> C
         causes=frozenset(cause.what for cause in causes),
     )
     when = f"at the start (step {first.step})" if is_start else f"at step {first.step}"
-    headline = f"different: ranks part {when} in {SAYS[first.phase]}: {_format_sides(first.sides)}: {first.name}"
+    headline = (
+        f"different: ranks part {when} in {PHASE_LABELS[first.phase]}: {_format_sides(first.sides)}: {first.name}"
+    )
     return replace(
         _result(run, digests, "different", headline),
         first=first,

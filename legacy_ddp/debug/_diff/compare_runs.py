@@ -12,7 +12,7 @@ from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT, Growth, find_growth
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Verdict
 from legacy_ddp.debug._diff.run_differences import RunDifferences
 from legacy_ddp.debug._diff.sections import SHARED_PHASES
-from legacy_ddp.debug._trace.line_format import PHASES, SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.read import Progress
 from legacy_ddp.debug._trace.run import Run
 
@@ -56,17 +56,19 @@ class _RunComparison:
                     self._rank_problems.append(f"inside {label}: {found.headline}")
 
     def _verdict_without_difference(self) -> tuple[Verdict, str]:
-        steps, extents = self._coverage.steps, self._found.extents
-        for run, extent in zip((self._a, self._b), extents, strict=True):
-            if extent.damage:
+        steps, run_coverages = self._coverage.steps, self._found.run_coverages
+        for run, run_coverage in zip((self._a, self._b), run_coverages, strict=True):
+            if run_coverage.damage:
                 agreed = "nothing differs in what can be compared" if steps else "nothing before it to compare"
-                return "unknown", f"cannot tell: {run.folder / extent.damage[0][1]}; {agreed}"
+                return "unknown", f"cannot tell: {run.folder / run_coverage.damage[0][1]}; {agreed}"
         if not self._coverage.any_steps:
-            spans = " and ".join(f"{label} has {extent.span()}" for label, extent in zip("AB", extents, strict=True))
+            spans = " and ".join(
+                f"{label} has {run_coverage.span()}" for label, run_coverage in zip("AB", run_coverages, strict=True)
+            )
             return "unknown", f"cannot tell: no step in common ({spans})"
         if self._rank_problems:
             return "unknown", f"cannot tell: rank 0 of each run holds the same, but {self._rank_problems[0]}"
-        if uncompared := uncompared_steps(extents, steps):
+        if uncompared := uncompared_steps(run_coverages, steps):
             return "unknown", f"cannot tell: {uncompared}"
         if not steps:
             return "unknown", "cannot tell: no step was compared on every rank"
@@ -108,7 +110,7 @@ class _RunComparison:
     def _headline(self, first: Divergence) -> str:
         where = f" of {name_ranks(first.ranks)}" if self._found.equal_sizes else ""
         when = f"at the start (step {first.step})" if self._is_start(first.step) else f"at step {first.step}"
-        return f"different: runs part {when} in {SAYS[first.phase]}{where}: {first.name}"
+        return f"different: runs part {when} in {PHASE_LABELS[first.phase]}{where}: {first.name}"
 
     def _is_start(self, step: int) -> bool:
         return bool(self._starting_runs(step))
@@ -147,11 +149,11 @@ class _RunComparison:
 
     def _notes(self, verdict: Verdict) -> list[str]:
         found, steps = self._found, self._coverage.any_steps
-        texts = notes.step_notes(found.runs, found.extents, steps) + self._coverage.notes()
+        texts = notes.step_notes(found.runs, found.run_coverages, steps) + self._coverage.notes()
         if not found.equal_sizes:
             texts += notes.world_size_notes(*found.runs, found.local_buffers, inputs_compared=found.reproducible)
         if steps:
-            texts += notes.phase_notes(found.extents, PHASES if found.equal_sizes else SHARED_PHASES)
+            texts += notes.phase_notes(found.run_coverages, PHASES if found.equal_sizes else SHARED_PHASES)
         if self._a.folder.resolve() == self._b.folder.resolve():
             texts.append("A and B are the same folder")
         texts += self._rank_problems

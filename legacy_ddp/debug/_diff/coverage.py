@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp.debug._trace.coverage import Extent, span
-from legacy_ddp.debug._trace.line_format import PHASES, SAYS
+from legacy_ddp.debug._trace.coverage import RunCoverage, span
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 
 
-class Coverage:
+class ComparisonCoverage:
     """Steps, phases and tensors compared so far. ``ranks``: number of ranks added."""
 
     def __init__(self) -> None:
@@ -60,27 +60,27 @@ class Coverage:
         missing: dict[tuple[int, ...], list[str]] = {}
         for phase in PHASES:
             if 0 < len(ranks := self._phases.get(phase, [])) < self.ranks:
-                missing.setdefault(tuple(sorted({*range(self.ranks)} - {*ranks})), []).append(SAYS[phase])
+                missing.setdefault(tuple(sorted({*range(self.ranks)} - {*ranks})), []).append(PHASE_LABELS[phase])
         return [
             f"not compared on {name_ranks(ranks)}, where not both runs recorded it: {', '.join(phases)}"
             for ranks, phases in missing.items()
         ]
 
 
-def uncompared_steps(extents: Sequence[Extent], steps: Sequence[int]) -> str:
+def uncompared_steps(run_coverages: Sequence[RunCoverage], steps: Sequence[int]) -> str:
     """Text about steps which every run recorded, but which were not compared on every rank; empty without any.
 
     ``steps``: the steps compared on every rank, without a difference. The last step of a run may be missing on some
     ranks without a text here: a killed job may leave it on the other ranks only.
     """
-    missing = set.intersection(*(extent.recorded for extent in extents)) - {*steps}
-    if not missing - {extent.steps[1] for extent in extents if extent.steps}:
+    missing = set.intersection(*(run_coverage.recorded for run_coverage in run_coverages)) - {*steps}
+    if not missing - {run_coverage.steps[1] for run_coverage in run_coverages if run_coverage.steps}:
         return ""
     first = min(missing)
     ended = [
-        f"{name_ranks(ranks)}{f' of {extent.label}' if extent.label else ''}"
-        for extent in extents
-        if (ranks := extent.ended_before(first))
+        f"{name_ranks(ranks)}{f' of {run_coverage.label}' if run_coverage.label else ''}"
+        for run_coverage in run_coverages
+        if (ranks := run_coverage.ended_before(first))
     ]
     reason = f", for {' and '.join(ended)} ended before" if ended else ""
     were = "were" if len(missing) > 1 else "was"

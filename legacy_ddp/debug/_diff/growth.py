@@ -30,7 +30,7 @@ def find_growth(pair: Pair, first: int) -> Growth:
 
 
 def _grown_name(pair: Pair, step: int, phase: str) -> str:
-    if pair.a.word(step, phase) == pair.b.word(step, phase):
+    if pair.a.digest(step, phase) == pair.b.digest(step, phase):
         return ""
     a, b = pair.a.section(step, phase), pair.b.section(step, phase)
     if a is None or b is None:

@@ -4,33 +4,35 @@ from collections.abc import Iterable, Sequence
 
 from legacy_ddp.debug._diff import environment_diff
 from legacy_ddp.debug._diff.result import Cause
-from legacy_ddp.debug._trace.coverage import Extent
-from legacy_ddp.debug._trace.line_format import PHASES, SAYS
+from legacy_ddp.debug._trace.coverage import RunCoverage
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.run import Run
 
 # A model may lack buffers and an optimizer may lack state. Missing settings mean a recorder without an optimizer.
 NO_OPTIMIZER = "not compared: settings and state of the optimizer, for no recorder was given it (optimizer=)"
 
 
-def step_notes(runs: tuple[Run, Run], extents: tuple[Extent, Extent], steps: Sequence[int]) -> list[str]:
+def step_notes(
+    runs: tuple[Run, Run], run_coverages: tuple[RunCoverage, RunCoverage], steps: Sequence[int]
+) -> list[str]:
     """Steps which only one run recorded."""
     notes = []
     every = [run.environments[0].every for run in runs]
     if every[0] != every[1]:
         notes.append(f"A recorded every {every[0]} steps, B every {every[1]}: {len(steps)} in common")
-    for extent in extents if steps else ():
-        if extent.steps and extent.steps[1] > max(steps):
-            notes.append(f"{extent.label} goes on to step {extent.steps[1]}")
-        if extent.steps and extent.steps[0] < min(steps):
-            notes.append(f"{extent.label} begins with step {extent.steps[0]}")
-    return notes + [note for extent in extents for note in extent.notes()]
+    for run_coverage in run_coverages if steps else ():
+        if run_coverage.steps and run_coverage.steps[1] > max(steps):
+            notes.append(f"{run_coverage.label} goes on to step {run_coverage.steps[1]}")
+        if run_coverage.steps and run_coverage.steps[0] < min(steps):
+            notes.append(f"{run_coverage.label} begins with step {run_coverage.steps[0]}")
+    return notes + [note for run_coverage in run_coverages for note in run_coverage.notes()]
 
 
-def phase_notes(extents: tuple[Extent, Extent], phases: Sequence[str] = PHASES) -> list[str]:
+def phase_notes(run_coverages: tuple[RunCoverage, RunCoverage], phases: Sequence[str] = PHASES) -> list[str]:
     """Phases which only one run recorded, and optimizer phases which neither run recorded."""
-    a, b = (set(extent.phases) & set(phases) for extent in extents)
+    a, b = (set(run_coverage.phases) & set(phases) for run_coverage in run_coverages)
     notes = [
-        f"not compared: {text} {' and no '.join(phase_titles(only))}"
+        f"not compared: {text} {' and no '.join(phase_labels(only))}"
         for only, text in ((b - a, "A has no"), (a - b, "B has no"))
         if only
     ]
@@ -61,6 +63,6 @@ def cause_notes(causes: Sequence[Cause]) -> list[str]:
     return notes
 
 
-def phase_titles(phases: Iterable[str]) -> list[str]:
-    """Titles of the phases, in the order of ``PHASES``."""
-    return [SAYS[phase] for phase in PHASES if phase in set(phases)]
+def phase_labels(phases: Iterable[str]) -> list[str]:
+    """Labels of the phases, in the order of ``PHASES``."""
+    return [PHASE_LABELS[phase] for phase in PHASES if phase in set(phases)]

@@ -48,7 +48,7 @@ class Pair:
         for phase in self.recorded_phases:
             if starts and phase in _PHASES_OF_A_CALL:
                 continue
-            missing = [trace for trace in (self.a, self.b) if trace.word(step, phase) is None]
+            missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
             if not missing or (len(missing) == 1 and phase != "buffers" and unfinished_step(missing[0]) != step):
                 yield phase
 
@@ -60,7 +60,7 @@ class Pair:
         """
         for step in self.steps:
             for phase in self.compared_phases(step):
-                if self.a.word(step, phase) != self.b.word(step, phase):
+                if self.a.digest(step, phase) != self.b.digest(step, phase):
                     yield step, phase
 
     def differing_names(self, step: int, phase: str) -> tuple[list[str], tuple[str, ...]]:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from legacy_ddp.debug._diff.locations import Key
 from legacy_ddp.debug._diff.pair import unfinished_step
 from legacy_ddp.debug._diff.sections import SHARED_PHASES, Keep, entries, keep_all
-from legacy_ddp.debug._trace.coverage import Extent
+from legacy_ddp.debug._trace.coverage import RunCoverage
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import Names
@@ -27,7 +27,7 @@ class RankDigests:
     """
 
     def __init__(self, run: Run, keep: Keep, progress: Progress, *, by_content: bool = False) -> None:
-        self.extent = Extent("")
+        self.run_coverage = RunCoverage("")
         self._tensors: Counter[Key] = Counter()
         self.names_agree = True
         self.steps: list[int] = []
@@ -40,7 +40,7 @@ class RankDigests:
         for rank in range(run.world_size):
             with run.open(rank, progress) as trace:
                 self._add_rank(rank, trace)
-        recorded = self.extent.phases
+        recorded = self.run_coverage.phases
         self.missing = tuple(phase for phase in SHARED_PHASES if 0 < len(recorded.get(phase, ())) < run.world_size)
         self.phases = tuple(phase for phase in SHARED_PHASES if phase in self._counted and phase not in self.missing)
 
@@ -82,7 +82,7 @@ class RankDigests:
         return key in self._excluded or (key[0], _WHOLE_STEP) in self._excluded
 
     def _add_rank(self, rank: int, trace: RankTrace) -> None:
-        self.extent.take(rank, trace)
+        self.run_coverage.add(rank, trace)
         if rank == 0:
             self.steps = list(trace.steps)
         recorded = set(trace.steps)
@@ -96,7 +96,7 @@ class RankDigests:
 
     def _digest(self, trace: RankTrace, step: int, phase: str, known: dict[int, tuple[Names, int]]) -> int:
         """The digest of a section. ``known``: names, and the number of compared names, by the id of the names."""
-        digest, names = trace.word(step, phase), trace.names(step, phase)
+        digest, names = trace.digest(step, phase), trace.names(step, phase)
         if digest is None or names is None:
             if unfinished_step(trace) == step:
                 self._excluded.add((step, PHASES.index(phase)))

@@ -6,13 +6,13 @@ from itertools import chain
 
 from legacy_ddp.debug._diff import call_diff, environment_diff
 from legacy_ddp.debug._diff.call_diff import CallDifferences
-from legacy_ddp.debug._diff.coverage import Coverage
+from legacy_ddp.debug._diff.coverage import ComparisonCoverage
 from legacy_ddp.debug._diff.locations import Key, Locations, merge
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Cause, Divergence, Location
 from legacy_ddp.debug._diff.same_model import check_same_model
 from legacy_ddp.debug._diff.sections import SHARED_PHASES, entry_differences, keep_shared, total_norm
-from legacy_ddp.debug._trace.coverage import Extent
+from legacy_ddp.debug._trace.coverage import RunCoverage
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.run import Run
@@ -29,8 +29,8 @@ class RunDifferences:
         self.runs = a, b
         self.equal_sizes = a.world_size == b.world_size
         self.calls = CallDifferences()
-        self.extents = Extent("A"), Extent("B")
-        self.coverage = Coverage()
+        self.run_coverages = RunCoverage("A"), RunCoverage("B")
+        self.coverage = ComparisonCoverage()
         self._tensors = Locations()
         self._settings = Locations()
         for rank in range(a.world_size) if self.equal_sizes else (0,):
@@ -103,8 +103,8 @@ class RunDifferences:
         return [*around, *call_diff.total_causes(*totals, reproducible=self.reproducible)]
 
     def _add_rank(self, rank: int, pair: Pair) -> None:
-        for extent, trace in zip(self.extents, (pair.a, pair.b), strict=True):
-            extent.take(rank, trace)
+        for run_coverage, trace in zip(self.run_coverages, (pair.a, pair.b), strict=True):
+            run_coverage.add(rank, trace)
         check_same_model(pair, *(run.folder for run in self.runs))
         self.coverage.add_rank(rank, pair.steps, pair.entry_counts())
         for step, phase in pair.candidates():

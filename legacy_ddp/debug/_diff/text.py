@@ -9,7 +9,7 @@ from legacy_ddp._text import table, wrap
 from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side
 from legacy_ddp.debug._diff.sections import relative_difference
-from legacy_ddp.debug._trace.line_format import SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 
 JSON_FORMAT = "legacy_ddp diff"
 JSON_VERSION = 1
@@ -54,7 +54,7 @@ def _cause(cause: Cause) -> str:
 
 def _first(comparison: Comparison, first: Divergence) -> Iterator[str]:
     kind = f", {first.kind}" if first.kind else ""
-    yield from wrap(f"step {first.step}, {SAYS[first.phase]}, {name_ranks(first.ranks)}: {first.name}{kind}")
+    yield from wrap(f"step {first.step}, {PHASE_LABELS[first.phase]}, {name_ranks(first.ranks)}: {first.name}{kind}")
     for side in first.sides[:MAX_SIDES]:
         yield from wrap(f"{side.label}: {_value(side)}", "  ")
     yield from _more(len(first.sides) - MAX_SIDES, " groups")
@@ -94,7 +94,7 @@ def _locations(comparison: Comparison) -> list[str]:
     rows = [("step", "phase", "differ", "")]
     for item in comparison.locations[:MAX_LINES]:
         steps = str(item.step) if item.last_step is None else f"{item.step}-{item.last_step}"
-        rows.append((steps, SAYS[item.phase], f"{item.differing} of {item.total}", name_ranks(item.ranks)))
+        rows.append((steps, PHASE_LABELS[item.phase], f"{item.differing} of {item.total}", name_ranks(item.ranks)))
     return [
         f"{total:,} place{'s' * (total != 1)} that differ{'s' * (total == 1)}, in the order of training:",
         *table(rows),

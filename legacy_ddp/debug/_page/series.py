@@ -161,7 +161,7 @@ def _common(a: RankTrace, b: RankTrace) -> Iterator[tuple[int, str]]:
     """The steps and phases that both have."""
     for step in a.steps:
         for phase in SHOWN:
-            if a.word(step, phase) is not None and b.word(step, phase) is not None:
+            if a.digest(step, phase) is not None and b.digest(step, phase) is not None:
                 yield step, phase
 
 
@@ -170,8 +170,8 @@ def _different(
 ) -> Iterator[tuple[int, Section, Section]]:
     """The sections that differ, of those that both have."""
     for step, phase in _common(a, b):
-        words = a.word(step, phase), b.word(step, phase)
-        if words[0] == words[1] or (known and words == tuple(trace.word(step, phase) for trace in known)):
+        words = a.digest(step, phase), b.digest(step, phase)
+        if words[0] == words[1] or (known and words == tuple(trace.digest(step, phase) for trace in known)):
             continue
         one, two = a.section(step, phase), b.section(step, phase)
         if one is not None and two is not None:
