@@ -137,7 +137,7 @@ class _RunComparison:
         )
 
     def _growth(self, first: Divergence) -> Growth:
-        """Growth of the difference on one rank, whose files are read again."""
+        """Growth of the difference on one rank. Reads the files of the rank again."""
         with self._found.open(first.ranks[0]) as pair:
             return find_growth(pair, first.step)
 

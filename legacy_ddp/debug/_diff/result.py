@@ -24,7 +24,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Divergence:
-    """A name whose value differs in one step and phase.
+    """A name with differing values in one step and phase.
 
     ``step``: the step before ``first_step`` (usually 0) is the start. ``phase``: an item of ``PHASES``. ``name``: for
     example ``gradient of 'fc.weight'``. ``kind``: dtype and shape. ``ranks``: for two runs, the ranks on which A and B

@@ -1,4 +1,4 @@
-"""Two real trainings that differ in one thing: is it found at the right step, phase and parameter, and explained?"""
+"""Comparison of two real trainings with one difference: step, phase, parameter and explanation."""
 
 import os
 import signal

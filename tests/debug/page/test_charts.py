@@ -130,8 +130,6 @@ def test_a_column_names_the_rank_that_was_waited_for_most_often_in_it() -> None:
         grid = Grid.of(range(1, 5), max_columns=max_columns)
         labels: list[str] = _hover(wait_chart(AXIS, table, grid, ""), "$x")["columns"]
         return labels
-        wait_chart(AXIS, table, Grid.of(range(1, 5), max_columns=max_columns), ""), "$x"
-    )["columns"]  # noqa: E731
 
     assert columns(2) == ["1 to 2, waiting for rank 0 in 1 of 2 steps", "3 to 4, waiting for rank 1 in 1 of 2 steps"]
     assert columns(1) == ["1 to 4, waiting for rank 1 in 2 of 4 steps"]
