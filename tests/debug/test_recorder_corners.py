@@ -1,4 +1,4 @@
-"""Does a recorder tell the truth, and keep quiet, where a training does something unusual?"""
+"""The recorder in unusual trainings: correct contents, no needless warnings."""
 
 import copy
 import warnings
