@@ -63,7 +63,7 @@ def show_accuracy(train_set: Digits, test_set: Digits, epochs: int, update_freq:
 
 
 def show_parity(train_set: Digits, update_freq: int) -> None:
-    """Collective: train in float64 on all ranks and on a single rank, and exit unless the weights are equal.
+    """Collective: train in float64 on all ranks and on a single rank; exit on every rank if the weights differ.
 
     Why float64: each order of summation rounds differently, AdamW magnifies the difference, and in float32 the
     difference would hide a bug.
