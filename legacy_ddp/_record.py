@@ -40,7 +40,7 @@ class SyncRecord:
     false for that no-op. ``skipped``: nobody took part, every ``.grad`` is None. ``sample_size``: the sum over the
     ranks, None for a plain call. ``divisor``: what the summed gradients were divided by. ``payload_bytes``: bytes of
     gradients that this rank handed to collectives. ``seconds``: own wall time per phase (plan, pack, agree, payload,
-    alias; with ``checks="detail"`` also sign, with a communication hook hook, inside :meth:`join` join, under a
+    alias; with ``checks="detail"`` also digest, with a communication hook hook, inside :meth:`join` join, under a
     recorder observe). ``rank``: its own number, and row.
     """
 

@@ -1,35 +1,49 @@
-"""How is text laid out on a page of 80 columns? Pure."""
+"""Layout of text on a page of 80 columns. Pure."""
 
 import textwrap
 from collections.abc import Iterable
 
 WIDTH = 80
+TIE = "\N{NO-BREAK SPACE}"
 
 
 def printable(text: str) -> str:
-    """The text with escapes for what moves a cursor or cannot be printed: a trace may hold anything."""
+    """The text with escapes for control characters and all else that cannot be printed."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 def encodable(text: str) -> str:
-    """The text with escapes for what UTF-8 cannot hold: lone surrogates, as file names that are no UTF-8 have them."""
+    """The text with escapes for lone surrogates, which UTF-8 cannot hold: from file names that are no UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
-def wrap(text: str, indent: str = "", deeper: str = "  ") -> list[str]:
-    """Lines of at most ``WIDTH`` columns; what does not fit is continued deeper, and only broken if it must be."""
-    return textwrap.wrap(
-        printable(text),
-        WIDTH,
+def wrap(
+    text: str,
+    indent: str = "",
+    deeper: str = "  ",
+    *,
+    columns: int = WIDTH,
+    break_words: bool = True,
+    ties: bool = False,
+) -> list[str]:
+    """Lines of at most ``columns`` columns. ``deeper``: additional indent of all lines but the first.
+
+    ``break_words``: break a word that is longer than a line; without, its line is too long. ``ties``: every ``TIE`` in
+    the text becomes a space at which no line ends.
+    """
+    lines = textwrap.wrap(
+        TIE.join(map(printable, text.split(TIE))) if ties else printable(text),
+        columns,
         initial_indent=indent,
         subsequent_indent=indent + deeper,
-        break_long_words=True,
+        break_long_words=break_words,
         break_on_hyphens=False,
     )
+    return [line.replace(TIE, " ") for line in lines]
 
 
 def shorten(text: str, columns: int) -> str:
-    """The text, or its beginning and end if it is longer."""
+    """The text; its beginning and end if it is longer than ``columns``."""
     text = printable(text)
     if len(text) <= columns:
         return text
@@ -38,7 +52,7 @@ def shorten(text: str, columns: int) -> str:
 
 
 def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
-    """Columns as wide as their widest cell, the last one cut where the page ends."""
+    """Columns as wide as their widest cell; the last column is cut at the end of the page."""
     rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]) - 1)]
     lines = []
@@ -49,7 +63,7 @@ def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
 
 
 def say_bytes(number: float) -> str:
-    """``380 MB``; in powers of ten."""
+    """For example ``380 MB``, in powers of ten."""
     for unit in ("bytes", "kB", "MB"):
         if number < 1000:
             return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.3g} {unit}"

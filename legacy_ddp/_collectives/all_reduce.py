@@ -18,7 +18,7 @@ from legacy_ddp._collectives.remember import remember
 from legacy_ddp._collectives.state import NamedTensors, Synchronizer
 from legacy_ddp._log import log_call
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.check import sign, verify
+from legacy_ddp._replicas.check import add_digest, check
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
@@ -39,7 +39,7 @@ def all_reduce(
 
     ``flags``: more of them for the header. ``notice``: starts what has to come before it, if anything.
     """
-    planner, leaves, trail = synchronizer.planner, synchronizer.leaves, synchronizer.trail
+    planner, leaves, history = synchronizer.planner, synchronizer.leaves, synchronizer.history
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
@@ -48,9 +48,9 @@ def all_reduce(
                 plan = planner.plan(named)
             packed = pack(call, planner.counter, leaves, plan, sample_size, skip)
             show_local(synchronizer.observers, call, plan, packed)
-            header = sign(call, trail, packed.header._replace(flags=packed.header.flags | flags))
+            header = add_digest(call, history, packed.header._replace(flags=packed.header.flags | flags))
         agreement = agree(call, header, plan.layout.inventory, uneven=synchronizer.settings.checks.uneven)
-        verify(call, trail, agreement.rows)
+        check(call, history, agreement.rows)
         synchronizer.note(call, check_finite(call, plan, packed, agreement))
         reduced = reduce(call, leaves, synchronizer.settings.comm_hook, plan, packed, agreement)
         with call.phase("alias"):
@@ -58,8 +58,8 @@ def all_reduce(
         if leaves is not None:
             leaves.end_step()
         planner.counter.reset()
-        if trail is not None:
-            trail.note_reduced()
+        if history is not None:
+            history.end_call()
     synchronizer.note_uneven(call, agreement)
     synchronizer.note_same_data(call, agreement)
     synchronizer.note_joined(call, agreement)

@@ -18,7 +18,7 @@ from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.history import Trail
+from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, comparable_norm
@@ -42,9 +42,9 @@ class Synchronizer:
         self.observers: list[Observer] = []
         self._listeners: OrderedDict[int, Listener] = OrderedDict()  # as RemovableHandle wants it
         self._is_telling = False
-        self.trail: Trail | None = None
+        self.history: StepHistory | None = None
         if settings.checks.compares_replicas and wrapper is not None:
-            self.trail = Trail(wrapper, settings, self.policy)
+            self.history = StepHistory(wrapper, settings, self.policy)
         if settings.checks.guards_steps:
             guard_steps()
         # By the user's group, so that coming back to one finds the seat there again.
@@ -85,8 +85,8 @@ class Synchronizer:
     def note_new_parameters(self, plan: Plan) -> None:
         """A call gave this rank other parameters: that is no step."""
         self.planner.counter.note_written(plan.parameters)
-        if self.trail is not None:
-            self.trail.restart()
+        if self.history is not None:
+            self.history.restart()
 
     def forget_step(self) -> None:
         """What was accumulated since the last call is gone."""

@@ -13,7 +13,7 @@ from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._replicas.hash_lanes import (
     MIN_LANES,
     count_words,
-    lanes_at_work,
+    max_lanes,
     sum_of_states,
     sum_of_words,
     sums_of_states,
@@ -33,11 +33,11 @@ def digest(tensor: torch.Tensor) -> int:
     Raises:
         TypeError: a quantized or meta tensor, or one of another layout.
     """
-    return digest_words([tensor])[0]
+    return digest_each([tensor])[0]
 
 
 @torch.no_grad()
-def digest_words(tensors: Iterable[torch.Tensor]) -> list[int]:
+def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The digest of each tensor. The host waits once per device, and for sparse tensors to coalesce."""
     sizes: list[int] = []
     places: dict[torch.device, list[int]] = {}
@@ -59,12 +59,12 @@ def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
     Small tensors are joined first: cheap enough for every step.
     """
     sizes, groups = _group(tensors)
-    words = digest_words(joined for group in groups for joined in _join(group))
+    words = digest_each(joined for group in groups for joined in _join(group))
     return fingerprint(repr((sizes, words)).encode())
 
 
 @torch.no_grad()
-def sum_all(tensors: Sequence[torch.Tensor]) -> int:
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
     """One number that shows a change of these tensors to the process that takes it again.
 
     The sum of their bytes as 64-bit words: several times cheaper than :func:`digest_all`. Every change of one element
@@ -148,7 +148,7 @@ def _chunks(tensors: Iterable[torch.Tensor], sizes: list[int]) -> Iterator[dict[
         if words > MIN_LANES:
             yield {index: data}
             continue
-        if lanes.get(device, 0) + words > lanes_at_work(device):
+        if lanes.get(device, 0) + words > max_lanes(device):
             yield waiting.pop(device)
             lanes[device] = 0
         lanes[device] = lanes.get(device, 0) + words

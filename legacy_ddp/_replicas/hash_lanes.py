@@ -39,7 +39,7 @@ def sum_of_states(data: torch.Tensor) -> torch.Tensor:
     whole = data.numel() - data.numel() % (8 * lanes)
     body, tail = data[:whole].view(-1, 8 * lanes), data[whole:]
     total = zero = torch.zeros(1, dtype=torch.int64, device=data.device)
-    step = lanes_at_work(data.device)
+    step = max_lanes(data.device)
     for start in range(0, lanes, step):
         stop = min(start + step, lanes)
         state = torch.arange(start, stop, device=data.device).mul_(GAMMA)
@@ -106,6 +106,6 @@ def count_words(data: torch.Tensor) -> int:
     return -(-data.numel() // 8)
 
 
-def lanes_at_work(device: torch.device) -> int:
+def max_lanes(device: torch.device) -> int:
     """How many lanes advance together there."""
     return CPU_LANES if device.type == "cpu" else GPU_LANES

@@ -16,7 +16,7 @@ MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
 # Where in one call a rank stands; the later, the farther. A rank that has left the call is the farthest.
-_PHASES = ("plan", "pack", "sign", "agree", "examine", HOOK, "payload", "alias")
+_PHASES = ("plan", "pack", "digest", "agree", "compare", HOOK, "payload", "alias")
 
 
 @dataclass(frozen=True)

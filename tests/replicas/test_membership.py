@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from legacy_ddp._buckets.layout import distinct
-from legacy_ddp._replicas.membership import describe_members, parameter_groups
+from legacy_ddp._replicas.membership import describe_membership, parameter_groups
 
 Tensors = list[nn.Parameter]
 
@@ -70,7 +70,7 @@ def test_what_an_optimizer_holds_is_said_and_a_parameter_that_got_lost_noticed(
     net = _net()
     optimizer = torch.optim.SGD(_hold(net, case), lr=0.5)
 
-    assert describe_members([optimizer], distinct(net.named_parameters())) == (words, is_lost)
+    assert describe_membership([optimizer], distinct(net.named_parameters())) == (words, is_lost)
 
 
 def test_the_group_of_each_parameter_is_told() -> None:

@@ -112,7 +112,7 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
         ([_waits(0, phase="payload"), _waits(1, phase="agree")], (1,)),
         ([_waits(0), _works(1, phase="join, out of data"), _works(2)], (2,)),  # waits for the others, too
         ([_waits(0, phase="hook"), _waits(1, phase="its hook returned what cannot be a gradient: got str")], (1,)),
-        ([_waits(0, phase="hook"), _waits(1, phase="examine")], (1,)),
+        ([_waits(0, phase="hook"), _waits(1, phase="compare")], (1,)),
         ([_waits(0, phase="payload"), _waits(1, phase="hook")], (1,)),
         ([_works(0), _works(1)], ()),  # nobody waits any more
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _works(2)], (2,)),  # somebody is known to be behind

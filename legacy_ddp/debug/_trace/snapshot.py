@@ -13,10 +13,10 @@ from legacy_ddp._replicas import state as hold
 from legacy_ddp.debug._trace.measure import measure
 from legacy_ddp.debug._trace.records import MAX_INPUTS, Names, Section, Values
 
-Held = tuple[str, Sequence[hold.Holding]]
+Held = tuple[str, Sequence[hold.StateItem]]
 
 
-def gradients(phase: str, held: Sequence[hold.Holding]) -> list[Section]:
+def gradients(phase: str, held: Sequence[hold.StateItem]) -> list[Section]:
     """These gradients, called those of ``phase``."""
     return _sections([(phase, held)])
 
@@ -93,7 +93,7 @@ def _word(value: object) -> str:
 
 
 def _kind(value: object) -> str:
-    return hold.what_it_is(value) if isinstance(value, torch.Tensor) else type(value).__name__
+    return hold.format_type(value) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _sections(held: Sequence[Held]) -> list[Section]:
@@ -104,9 +104,9 @@ def _sections(held: Sequence[Held]) -> list[Section]:
 
 
 def _section(
-    phase: str, holdings: Sequence[hold.Holding], measured: Sequence[tuple[str | None, float | None, int]]
+    phase: str, holdings: Sequence[hold.StateItem], measured: Sequence[tuple[str | None, float | None, int]]
 ) -> Section:
-    kinds = ["" if isinstance(holding.value, str) else hold.what_it_is(holding.value) for holding in holdings]
+    kinds = ["" if isinstance(holding.value, str) else hold.format_type(holding.value) for holding in holdings]
     words, norms, counts = zip(*measured, strict=True) if measured else ((), (), ())
     return Section(
         Names(phase, _distinct([holding.name for holding in holdings]), tuple(kinds)),
