@@ -193,7 +193,7 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
         phase = "step"
         cause = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
     elif "optimizer" in differing:
-        phase, cause = "step", "parameters agree, the optimizer does not: the next step() will part the replicas"
+        phase, cause = "step", "parameters agree, the optimizer does not: the next step() will make the replicas differ"
     elif parameters and "optimizer" in compared:
         phase = "unknown"
         cause = (
@@ -201,7 +201,7 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
             "hyperparameters that differed for a while"
         )
     elif parameters:
-        phase, cause = "unknown", "parameters differ; pass optimizer= to tell a step() from a write"
+        phase, cause = "unknown", "parameters differ; pass optimizer= to distinguish a step() from a write"
     elif "buffers" in differing:
         phase, cause = "buffers", _BUFFERS
     else:

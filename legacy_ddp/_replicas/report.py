@@ -144,14 +144,14 @@ class ReplicaReport:
             return f"{self.call}: replicas are identical: {ranks}, {counts or 'nothing to compare'}"
         differing = {kind: sum(item.kind == kind for item in self.differences) for kind in self.compared}
         counts = ", ".join(f"{n} of {_count(self.compared[kind], kind)}" for kind, n in differing.items() if n)
-        return f"{self.call}: replicas differ in {counts or 'what they did since the last call'}"
+        return f"{self.call}: replicas differ in {counts or 'the history since the last call'}"
 
     def _notes(self) -> list[str]:
         if not self.generators or self.size == 1:
             return list(self.notes)
-        alike = [group for group in self.generators if len(group) > 1]
-        where = f"stand alike on {' and on '.join(map(name_ranks, alike))}" if alike else "differ on all ranks"
-        return [*self.notes, f"random generators {where}, as they may"]
+        equal = [group for group in self.generators if len(group) > 1]
+        where = f"are equal on {' and on '.join(map(name_ranks, equal))}" if equal else "differ on all ranks"
+        return [*self.notes, f"random generators {where}; they need not agree"]
 
 
 _ONE = {"parameters": "parameter", "buffers": "buffer", "gradients": "gradient", "optimizer": "optimizer entry"}
