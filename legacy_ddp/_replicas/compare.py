@@ -1,6 +1,7 @@
 """Exchange after a difference between replicas: descriptions, digests and tensors of the items that differ."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -56,7 +57,7 @@ def compare_headers(call: Call, rows: Sequence[Header], own: LocalState, *, deta
     local = [] if own.gradients is None else [rank for rank, row in enumerate(rows) if row.micro_batches]
     items = [*own.shared, *(() if local else own.gradients or ())]
     if len({(row.state, 0 if local else row.mask) for row in rows}) == 1:
-        report = ReplicaReport(str(call), call.groups.size, count_kinds(items))
+        report = ReplicaReport(str(call), call.groups.size, _count_kinds(items))
     else:
         report = compare_items(call, items, own.snapshot, details=details)
     note = f"gradients not compared: those of {name_ranks(local)} are from a backward since the last all_reduce()"
@@ -88,12 +89,10 @@ def compare_items(
     return ReplicaReport(str(call), call.groups.size, compared, tuple(differences), verdict)
 
 
-def count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
+def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
     """The number of items of each kind."""
-    counts = dict.fromkeys(KINDS, 0)
-    for item in items:
-        counts[item.kind] += 1
-    return counts
+    counts = Counter(item.kind for item in items)
+    return {kind: counts[kind] for kind in KINDS}
 
 
 def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], dict[str, int]]:
@@ -111,7 +110,7 @@ def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], 
     fingerprints = _gather_fingerprints(call, descriptions.values())
     differs = (fingerprints != fingerprints[0]).any(dim=0).tolist()
     differing = [item for item, is_differing in zip(items, differs, strict=True) if is_differing]
-    return _gather_rows(call, differing, descriptions), count_kinds(items)
+    return _gather_rows(call, differing, descriptions), _count_kinds(items)
 
 
 def _gather_fingerprints(call: Call, values: Iterable[object]) -> torch.Tensor:
@@ -179,7 +178,7 @@ def _add_elements(
     """Compare the first ``details`` tensors by element. All ranks choose the same tensors."""
     detailed = []
     for item in differences:
-        if details > 0 and item.tensor is not None and _is_comparable(tensors[item.name]):
+        if details > 0 and item.tensor is not None and _can_compare_elements(tensors[item.name]):
             details -= 1
             found = _compare_elements(call, tensors[item.name], item.holders[0][1])
             elements = {rank: difference for rank, difference in found.items() if rank in ranks}
@@ -201,7 +200,7 @@ def _compare_elements(call: Call, own: torch.Tensor, majority: Sequence[int]) ->
     return {rank: ElementDifference.from_json(json.loads(text)) for rank, text in enumerate(texts) if text != b"null"}
 
 
-def _is_comparable(tensor: torch.Tensor) -> bool:
+def _can_compare_elements(tensor: torch.Tensor) -> bool:
     """Whether elements are compared; depends only on facts that are equal on all ranks."""
     return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize <= LARGE_BYTES
 

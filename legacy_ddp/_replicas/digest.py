@@ -78,6 +78,11 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
     return hash((tuple(sizes), sum(int(torch.stack(found).sum()) for found in sums.values())))
 
 
+def is_digestible(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is strided or sparse COO, and neither quantized nor meta."""
+    return not (tensor.is_quantized or tensor.is_meta) and tensor.layout in (torch.strided, torch.sparse_coo)
+
+
 def _group(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], list[list[torch.Tensor]]]:
     """For each tensor the number of its group and its size, or -1 for None; and the groups by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[int, list[torch.Tensor]]] = {}
@@ -127,7 +132,7 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, otherwise a copy."""
-    if tensor.is_quantized or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
+    if not is_digestible(tensor):
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise TypeError(f"tensor cannot be digested: got a {kind} one, expected a strided or sparse COO tensor")
     if tensor.layout is torch.sparse_coo:

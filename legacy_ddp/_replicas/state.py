@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from legacy_ddp._buckets.layout import check_dense, distinct, fingerprint
-from legacy_ddp._replicas.digest import digest_all, digest_each
+from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 
 Fact = tuple[str, torch.Tensor | str]
 NONE = "none"  # in place of a gradient
@@ -175,27 +175,19 @@ def flatten(name: str, value: object) -> Iterator[Fact]:
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
     """The tensor, or its type as text if its bits cannot be digested."""
-    if tensor.is_quantized or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
-        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
-    return tensor
+    if is_digestible(tensor):
+        return tensor
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
 
 
 def describe_value(value: torch.Tensor | str) -> str:
     """The text of a setting; of a tensor, its type and its device unless that is the CPU."""
     if isinstance(value, str):
         return value
-    device = "" if value.device.type == "cpu" else f" on {value.device.type}"
-    return f"{_dtype_and_shape(value)}{device}{_layout(value)}"
+    return format_type(value, "" if value.device.type == "cpu" else f" on {value.device.type}")
 
 
-def format_type(tensor: torch.Tensor) -> str:
-    """Dtype, shape and layout, without the device."""
-    return _dtype_and_shape(tensor) + _layout(tensor)
-
-
-def _dtype_and_shape(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    return " sparse" if tensor.is_sparse else ""
+def format_type(tensor: torch.Tensor, device: str = "") -> str:
+    """Dtype, shape and layout, with the text ``device`` before the layout."""
+    layout = " sparse" if tensor.is_sparse else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{device}{layout}"

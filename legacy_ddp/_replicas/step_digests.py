@@ -42,15 +42,7 @@ class StepDigests:
     @property
     def digest(self) -> int:
         """One digest of everything that replicas share."""
-        digests = (
-            self.parameters_at_call,
-            self.gradients_at_call,
-            self.steps,
-            self.membership,
-            self.parameters_at_step,
-            self.gradients_at_step,
-            self.parameters_after_step,
-            self.parameters,
-            self.buffers,
-        )
-        return fingerprint(repr(digests).encode())
+        at_call = (self.parameters_at_call, self.gradients_at_call)
+        of_steps = (self.steps, self.membership, self.parameters_at_step, self.gradients_at_step)
+        after_steps = (self.parameters_after_step, self.parameters, self.buffers)
+        return fingerprint(repr((*at_call, *of_steps, *after_steps)).encode())

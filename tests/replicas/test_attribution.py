@@ -93,13 +93,13 @@ def test_the_first_thing_that_differs_is_the_phase(
     assert of_two.cause.partition(": rank")[0] == of_three.cause.partition(": rank")[0] != ""
 
 
-def test_numbers_of_steps_are_told_by_rank() -> None:
+def test_the_cause_has_the_number_of_steps_of_each_rank() -> None:
     twice = _but(CLEAN, steps=2, parameters_after_step=3, parameters=3)
 
     assert "steps: rank 2 has 2; rank 1 has 0; rank 0 has 1" in attribute_digests([CLEAN, MISSED_STEP, twice], 4).cause
 
 
-def test_a_rank_whose_optimizer_holds_nothing_of_the_model_is_told_to_have_stepped_it() -> None:
+def test_the_cause_counts_steps_of_an_optimizer_without_the_model() -> None:
     cause = attribute_digests([CLEAN, _but(MISSED_STEP, other_steps=1)], 4).cause
 
     assert "rank 1 has 0, and 1 of an optimizer that holds no parameter of the model; rank 0 has 1" in cause
@@ -112,7 +112,7 @@ def test_a_rank_whose_optimizer_holds_nothing_of_the_model_is_told_to_have_stepp
         ("1 of 2", "1 of 2", "; in optimizers: the same number on every rank, but different parameters"),
     ],
 )
-def test_what_optimizers_hold_is_told_where_that_is_the_difference(first: str, second: str, words: str) -> None:
+def test_the_cause_describes_optimizers_that_differ(first: str, second: str, words: str) -> None:
     cause = attribute_digests([_but(CLEAN, membership_text=first), _but(OTHER_LIST, membership_text=second)], 4).cause
 
     assert cause.endswith(words)
@@ -138,29 +138,27 @@ def test_before_the_first_call_there_is_no_number() -> None:
         ([EDITED, _but(EDITED, gradients_at_step=12)], "gradients", ()),
     ],
 )
-def test_a_rank_with_a_deed_of_its_own_is_at_fault_too(
-    phases: list[StepDigests], phase: str, ranks: tuple[int, ...]
-) -> None:
+def test_a_rank_with_evidence_is_at_fault_too(phases: list[StepDigests], phase: str, ranks: tuple[int, ...]) -> None:
     verdict = attribute_digests(phases, 4)
 
     assert (verdict.phase, verdict.ranks) == (phase, ranks)
 
 
-def test_a_later_deed_is_told_once() -> None:
+def test_later_evidence_is_listed_once() -> None:
     who = attribute_digests([OTHER_RATE, CLEAN, FLIPPED], 4).who
 
     assert who == "rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: parameters changed outside of a step"
 
 
-def test_a_deed_of_the_majority_outranks_the_count() -> None:
+def test_evidence_against_the_majority_outranks_the_count() -> None:
     verdict = attribute_digests([FLIPPED, FLIPPED, CLEAN], 4)
 
     assert (verdict.ranks, verdict.minority, verdict.implicated) == ((), (2,), (0, 1))
-    deed = "ranks 0-1: parameters changed outside of a step"
-    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {deed}; count and evidence disagree"
+    evidence = "ranks 0-1: parameters changed outside of a step"
+    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {evidence}; count and evidence disagree"
 
 
-def test_what_count_and_evidence_leave_open_stays_open_after_a_later_deed() -> None:
+def test_a_contradiction_stays_open_after_later_evidence() -> None:
     both = _but(FLIPPED_BEFORE_STEP, parameters=7)
     verdict = attribute_digests([both, both, _but(CLEAN, parameters=8, changed_after=True)], 4)
 
@@ -168,7 +166,7 @@ def test_what_count_and_evidence_leave_open_stays_open_after_a_later_deed() -> N
     assert verdict.who.endswith("; rank 2: parameters changed outside of a step")
 
 
-def test_two_later_deeds_are_added_to_the_minority() -> None:
+def test_later_evidence_is_added_to_the_minority() -> None:
     steps = [OTHER_RATE, CLEAN, _but(CLEAN, parameters=7, changed_after=True), CLEAN]
     verdict = add_evidence(attribute_digests(steps, 4), (1,), "wrote alone")
 
@@ -351,7 +349,7 @@ _ALL = ("parameters", "buffers", "gradients", "optimizer")
         (["buffers"], _ALL, "buffers", "broadcast_buffers()"),
     ],
 )
-def test_what_differs_now_tells_what_it_can(
+def test_the_verdict_follows_from_the_kinds_that_differ_now(
     differing: list[str], compared: tuple[str, ...], phase: str, word: str
 ) -> None:
     verdict = attribute_kinds(differing, compared, _FOUND)

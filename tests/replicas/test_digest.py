@@ -1,4 +1,4 @@
-"""Does a digest change with any bit and any order of the bits, and with nothing else?"""
+"""A digest changes with any bit and any order of the bits, and with nothing else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -352,7 +352,7 @@ def test_a_gpu_and_a_cpu_are_digested_in_one_go() -> None:
 # --- many tensors ----------------------------------------------------------------------------------------------------
 
 
-def test_digest_words_are_the_digests() -> None:
+def test_digest_each_is_the_digest_of_each() -> None:
     tensors = [_random(5), _random(0), _random(9000, dtype=torch.float64)]
 
     assert digest_each(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
@@ -380,7 +380,7 @@ FORMS: dict[str, Edit] = {
 
 
 @given(st.lists(st.tuples(byte_counts, st.sampled_from(sorted(FORMS))), max_size=40))
-def test_digest_words_of_any_tensors_are_the_digests(drawn: list[tuple[int, str]]) -> None:
+def test_digest_each_of_any_tensors_are_the_digests(drawn: list[tuple[int, str]]) -> None:
     tensors = [form for count, name in drawn if (form := FORMS[name](_random_bytes(count))) is not None]
 
     assert digest_each(tensors) == [digest(tensor) for tensor in tensors]
@@ -389,7 +389,7 @@ def test_digest_words_of_any_tensors_are_the_digests(drawn: list[tuple[int, str]
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 17, 40])  # 8 tensors of a whole row work together on a CPU
 @pytest.mark.parametrize("size_bytes", [0, 1, 8, 13, 9216, 8 * 4096 - 1, 8 * 4096, 8 * 4096 + 1])
-def test_digest_words_of_many_tensors_are_what_their_definition_says(size_bytes: int, count: int) -> None:
+def test_digest_each_of_many_tensors_are_what_their_definition_says(size_bytes: int, count: int) -> None:
     tensors = [_random_bytes(size_bytes).add(index) for index in range(count)]
     known = {0: tensors[0], count // 2: tensors[count // 2], count - 1: tensors[-1]}
     words = digest_each(tensors)
@@ -426,7 +426,7 @@ def test_one_more_small_tensor_takes_few_more_calls(size_bytes: int) -> None:
     assert counts[1] - counts[0] < 6 * 500  # alone it takes some thirty
 
 
-def test_digest_words_in_inference_mode_are_the_same() -> None:
+def test_digest_each_in_inference_mode_are_the_same() -> None:
     tensors = [_random(5), _random(7), _random(5000)]
     before = digest_each(tensors)
     with torch.inference_mode():

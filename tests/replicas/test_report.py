@@ -1,4 +1,4 @@
-"""How a comparison of replicas reads, and what its findings say of themselves. Pure."""
+"""Text and properties of a report of replicas. Pure."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_differences_beyond_ten_are_counted() -> None:
     assert "13 of 20 parameters" in lines[0]
 
 
-def test_ten_differences_are_all_told() -> None:
+def test_ten_differences_are_all_listed() -> None:
     assert "more" not in str(_report(*(_difference(f"parameter 'p{index:02d}'") for index in range(10))))
 
 

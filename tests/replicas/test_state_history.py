@@ -1,4 +1,4 @@
-"""Whether a change of optimizer state outside of steps is found, and what is none. One process."""
+"""Changes of optimizer state outside of steps are found; changes by steps are ignored. One process."""
 
 from collections.abc import Callable
 
