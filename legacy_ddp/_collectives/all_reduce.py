@@ -18,7 +18,7 @@ from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import NamedTensors, Synchronizer
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.check import sign, verify
+from legacy_ddp._replicas.check import add_digest, check
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
@@ -39,7 +39,7 @@ def all_reduce(
 
     ``flags``: further flags of the header. ``notice``: starts the collective of join() before the header.
     """
-    planner, leaves, trail = synchronizer.planner, synchronizer.leaves, synchronizer.trail
+    planner, leaves, history = synchronizer.planner, synchronizer.leaves, synchronizer.history
     observers, settings = synchronizer.observers, synchronizer.settings
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
@@ -52,11 +52,11 @@ def all_reduce(
                 with call.phase("observe"):
                     observers.local.notify(dict(packed.grads(plan)))
             header = packed.header._replace(flags=packed.header.flags | flags)
-            if trail is not None:
-                header = sign(call, trail, header)
+            if history is not None:
+                header = add_digest(call, history, header)
         agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
-        if trail is not None:
-            verify(call, trail, agreement.rows)
+        if history is not None:
+            check(call, history, agreement.rows)
         if settings.checks.nonfinite_policy != "ignore":
             check_finite(call, plan, packed, agreement, synchronizer.warnings)
         reduced = reduce(call, leaves, settings.comm_hook, plan, packed, agreement)
@@ -65,8 +65,8 @@ def all_reduce(
         if leaves is not None:
             leaves.end_step()
         planner.counter.reset()
-        if trail is not None:
-            trail.note_reduced()
+        if history is not None:
+            history.end_call()
     return _finish(synchronizer, call, agreement, reduced)
 
 

@@ -14,7 +14,7 @@ from legacy_ddp._collectives.observers import Observers
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.history import Trail
+from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.guard import guard_steps
@@ -35,9 +35,9 @@ class Synchronizer:
         self.leaves = Leaves(self.planner.counter) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings(settings)
-        self.trail: Trail | None = None
+        self.history: StepHistory | None = None
         if settings.checks.compares_replicas and wrapper is not None:
-            self.trail = Trail(wrapper, settings, self.policy)
+            self.history = StepHistory(wrapper, settings, self.policy)
         if settings.checks.guards_steps:
             guard_steps()
         # By the user's group: a wrapper that comes back to a group finds its counters there.
@@ -83,8 +83,8 @@ class Synchronizer:
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters, which does not count as a step."""
         self.planner.counter.ignore_earlier_writes(plan.parameters)
-        if self.trail is not None:
-            self.trail.restart()
+        if self.history is not None:
+            self.history.restart()
 
     def forget_step(self) -> None:
         """Forget the counts and the micro-batches since the last call."""

@@ -1,4 +1,4 @@
-"""Comparison of what the ranks hold: digests, their history over the phases of a step, and evidence about a difference.
+"""Comparison of replicas: digests of parameters, buffers, gradients and optimizers, their history, and evidence.
 
-Imported by the collectives and the tools. Imports the agreement, the transport and the step guard.
+Imported by the collectives and the tools. Imports the agreement, the transport, the buckets and the step guard.
 """

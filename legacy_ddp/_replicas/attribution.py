@@ -1,17 +1,18 @@
-"""Since when do replicas differ, through whom, and why? Phases of all ranks, or what differs now -> a Verdict. Pure."""
+"""Attribution of a difference between replicas: phase, cause and implicated ranks. Pure."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from legacy_ddp._compare import compare_rows, name_ranks
-from legacy_ddp._replicas.phases import Phases
+from legacy_ddp._replicas.step_digests import StepDigests
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: in words.
+    """``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: text for a reader.
 
-    ``ranks``: at fault. ``minority``, ``implicated``: as in :class:`Blame`; of ``implicated`` all phases.
+    ``ranks``: the ranks at fault. ``minority``, ``implicated``: as in :class:`Attribution`, but ``implicated``
+    includes evidence from all phases.
     """
 
     phase: str = ""
@@ -27,38 +28,38 @@ NOTHING = Verdict()
 
 
 @dataclass(frozen=True)
-class Blame:
-    """What counting and evidence say of one difference; ``words``: the same for a reader.
+class Attribution:
+    """The result of counting and evidence for a single difference; ``text``: the result for a reader.
 
-    ``minority``: the ranks outside the strict majority; empty if there is none. ``implicated``: the ranks with evidence
-    against them; empty if there is evidence against all.
+    ``minority``: the ranks outside the strict majority; empty without a strict majority. ``implicated``: the ranks with
+    evidence against them; empty if there is evidence against all ranks.
     """
 
     minority: tuple[int, ...]
     implicated: tuple[int, ...]
-    words: str
+    text: str
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault. Evidence against a rank of the majority outranks the count: then nothing tells."""
-        return () if _disagree(self.minority, self.implicated) else self.minority or self.implicated
+        """The ranks at fault. Empty if there is evidence against a rank of the majority: the minority may be good."""
+        return () if _contradict(self.minority, self.implicated) else self.minority or self.implicated
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """What it means if ranks differ in one of the words.
+class _Rule:
+    """The meaning of a difference in ``digest``.
 
-    ``told``: what it is called, and how to say it of one rank, for ``{told}`` in ``cause``. ``deed``: what a rank did
-    of which ``did`` is true, although nothing should have done it.
+    ``has_evidence``: whether a rank proves a fault of its own; ``evidence``: the text of this fault. ``detail``: a
+    label and the value of each rank, inserted for ``{detail}`` in ``cause``.
     """
 
     phase: str
-    word: Callable[[Phases], int]
+    digest: Callable[[StepDigests], int]
     since: str
     cause: str
-    did: Callable[[Phases], bool] = lambda _: False
-    deed: str = ""
-    told: tuple[str, Callable[[Phases], str]] = ("", lambda _: "")
+    has_evidence: Callable[[StepDigests], bool] = lambda _: False
+    evidence: str = ""
+    detail: tuple[str, Callable[[StepDigests], str]] = ("", lambda _: "")
 
 
 _BUFFERS = (
@@ -70,120 +71,121 @@ _WRITTEN = (
     "parameters changed outside of a step(): a write to them, a checkpoint, memory that does not keep its bits, or a "
     "step() inside no_sync()"
 )
-_ALONE = "parameters changed outside of a step"
-_LOST = "its optimizer holds a tensor that is not in the model, in place of a parameter"
-STATE_ALONE = "optimizer state changed outside of a step"
+_PARAMETERS_CHANGED = "parameters changed outside of a step"
+_STALE_PARAMETER = "its optimizer holds a tensor that is not in the model, in place of a parameter"
+STATE_CHANGED = "optimizer state changed outside of a step"
 
 
-def _say_steps(phases: Phases) -> str:
-    is_elsewhere = phases.other_steps and not phases.steps
-    other = f", and {phases.other_steps} of an optimizer that holds no parameter of the model" if is_elsewhere else ""
-    return f"{phases.steps}{other}"
+def _format_steps(digests: StepDigests) -> str:
+    is_elsewhere = digests.other_steps and not digests.steps
+    other = f", and {digests.other_steps} of an optimizer that holds no parameter of the model" if is_elsewhere else ""
+    return f"{digests.steps}{other}"
 
 
-# In the order in which things come about: the first that differs is the cause of those after it.
-_READINGS = (
-    _Reading(
+# In the order of the phases: the first difference causes the later differences.
+_RULES = (
+    _Rule(
         "all_reduce",
-        lambda p: p.reduced,
+        lambda d: d.gradients_at_call,
         "the reduction in {last}",
         "ranks left the call with other gradients: the transport, or memory that does not keep its bits",
     ),
-    _Reading(
+    _Rule(
         "step",
-        lambda p: p.steps,
+        lambda d: d.steps,
         "after {last}",
-        "ranks made different numbers of {told}",
-        told=("steps", _say_steps),
+        "ranks made different numbers of {detail}",
+        detail=("steps", _format_steps),
     ),
-    _Reading(
+    _Rule(
         "step",
-        lambda p: p.held,
+        lambda d: d.membership,
         "the step() after {last}",
         "optimizers do not hold the same parameters: left out of a list, or replaced in the model after the optimizer "
-        "was made; {told}",
-        lambda p: p.lost_parameter,
-        _LOST,
-        ("in optimizers", lambda p: p.holds),
+        "was made; {detail}",
+        lambda d: d.has_stale_parameter,
+        _STALE_PARAMETER,
+        ("in optimizers", lambda d: d.membership_text),
     ),
-    _Reading(
+    _Rule(
         "outside",
-        lambda p: p.found,
+        lambda d: d.parameters_at_step,
         "between {last} and the step() after it",
         _WRITTEN,
-        lambda p: p.changed_before,
-        _ALONE,
+        lambda d: d.changed_before,
+        _PARAMETERS_CHANGED,
     ),
-    _Reading(
+    _Rule(
         "gradients",
-        lambda p: p.used,
+        lambda d: d.gradients_at_step,
         "between {last} and the step() after it",
         "the call left equal gradients, step() found others: edited, clipped or dropped on some ranks alone, or left "
         "on a frozen parameter",
     ),
-    _Reading(
+    _Rule(
         "step",
-        lambda p: p.stepped,
+        lambda d: d.parameters_after_step,
         "the step() after {last}",
         "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state",
-        lambda p: p.state_changed_before,
-        STATE_ALONE,
+        lambda d: d.state_changed_before,
+        STATE_CHANGED,
     ),
-    _Reading(
+    _Rule(
         "start",
-        lambda p: 0 if p.before else p.parameters,
+        lambda d: 0 if d.parameters_at_call else d.parameters,
         "the start (construction, or the last broadcast or report of this kind)",
         "other seeds with init_sync=False, a checkpoint loaded by some ranks only, or a write before the first call",
     ),
-    _Reading(
+    _Rule(
         "outside",
-        lambda p: p.parameters,
+        lambda d: d.parameters,
         "between {latest} and this call",
         _WRITTEN,
-        lambda p: p.changed_after,
-        _ALONE,
+        lambda d: d.changed_after,
+        _PARAMETERS_CHANGED,
     ),
-    _Reading("buffers", lambda p: p.buffers, "after {last}", _BUFFERS),
+    _Rule("buffers", lambda d: d.buffers, "after {last}", _BUFFERS),
 )
 
 
-def judge_phases(phases: Sequence[Phases], last: int) -> Verdict:
-    """The first thing in which ranks differ, and every rank with a deed of its own.
+def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
+    """The first phase in which ranks differ, and every rank with evidence from any phase.
 
-    ``last`` is the number of the last all_reduce(), 0 for none.
+    ``last`` is the number of the last all_reduce(), 0 before the first.
     """
     verdict = NOTHING
-    for reading in _READINGS:
-        values = [reading.word(of_rank) for of_rank in phases]
+    for rule in _RULES:
+        values = [rule.digest(of_rank) for of_rank in digests]
         if len(set(values)) == 1:
             continue
-        found = blame(values, [reading.did(of_rank) for of_rank in phases], reading.deed)
+        found = attribute_values(values, [rule.has_evidence(of_rank) for of_rank in digests], rule.evidence)
         if not verdict.phase:
             call = f"call {last}" if last else "the start"
-            latest = f"the step() after {call}" if any(of_rank.steps for of_rank in phases) else call
-            since = reading.since.format(last=call, latest=latest)
-            verdict = _conclude(reading.phase, since, _say_cause(reading, phases), found)
+            latest = f"the step() after {call}" if any(of_rank.steps for of_rank in digests) else call
+            since = rule.since.format(last=call, latest=latest)
+            verdict = _verdict(rule.phase, since, _format_cause(rule, digests), found)
         else:
-            verdict = accuse(verdict, found.implicated, reading.deed)
-    # Where a parameter was replaced after the call, the step left it as it was: that is why it changed.
-    return accuse(verdict, [rank for rank in verdict.implicated if phases[rank].lost_parameter], _LOST)
+            verdict = add_evidence(verdict, found.implicated, rule.evidence)
+    # A step does not change a parameter that was replaced after the call: this explains an implicated rank.
+    stale = [rank for rank in verdict.implicated if digests[rank].has_stale_parameter]
+    return add_evidence(verdict, stale, _STALE_PARAMETER)
 
 
-def accuse(verdict: Verdict, ranks: Sequence[int], deed: str) -> Verdict:
-    """``verdict`` with evidence of something else against ``ranks``; what counting and evidence leave open stays so."""
-    if not ranks or f"{name_ranks(ranks)}: {deed}" in verdict.who:
+def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdict:
+    """``verdict`` with more evidence against ``ranks``; contradicting evidence keeps ``Verdict.ranks`` empty."""
+    if not ranks or f"{name_ranks(ranks)}: {evidence}" in verdict.who:
         return verdict
     is_open = verdict.minority and not verdict.ranks
     return replace(
         verdict,
-        who=f"{verdict.who}; {name_ranks(ranks)}: {deed}",
+        who=f"{verdict.who}; {name_ranks(ranks)}: {evidence}",
         ranks=() if is_open else tuple(sorted({*verdict.ranks, *ranks})),
         implicated=tuple(sorted({*verdict.implicated, *ranks})),
     )
 
 
-def judge_kinds(differing: Collection[str], compared: Collection[str], found: Blame) -> Verdict:
-    """The reading of a moment: which kinds of things differ, where nothing is known of the phases before."""
+def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Attribution) -> Verdict:
+    """The verdict from the kinds of items that differ now, where the earlier phases are unknown."""
     parameters = "parameters" in differing
     if "gradients" in differing and not parameters:
         phase, cause = "gradients", "parameters agree, gradients do not: edited on some ranks, or never reduced"
@@ -191,7 +193,7 @@ def judge_kinds(differing: Collection[str], compared: Collection[str], found: Bl
         phase = "step"
         cause = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
     elif "optimizer" in differing:
-        phase, cause = "step", "parameters agree, the optimizer does not: the next step() will part the replicas"
+        phase, cause = "step", "parameters agree, the optimizer does not: the next step() will make the replicas differ"
     elif parameters and "optimizer" in compared:
         phase = "unknown"
         cause = (
@@ -199,45 +201,46 @@ def judge_kinds(differing: Collection[str], compared: Collection[str], found: Bl
             "hyperparameters that differed for a while"
         )
     elif parameters:
-        phase, cause = "unknown", "parameters differ; pass optimizer= to tell a step() from a write"
+        phase, cause = "unknown", "parameters differ; pass optimizer= to distinguish a step() from a write"
     elif "buffers" in differing:
         phase, cause = "buffers", _BUFFERS
     else:
         return NOTHING
-    return _conclude(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause, found)
+    return _verdict(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause, found)
 
 
-def blame(values: Sequence[object], did: Sequence[bool] = (), deed: str = "") -> Blame:
-    """Who of the ranks that hold ``values`` is at fault, as far as anything tells; see :func:`weigh`."""
+def attribute_values(values: Sequence[object], has_evidence: Sequence[bool] = (), evidence: str = "") -> Attribution:
+    """The ranks at fault, given the value of each rank; see :func:`attribute`."""
     (difference,) = compare_rows([{"": repr(value)} for value in values]).differences
     count = f" ({len(difference.holders[0][1])} of {len(values)} ranks agree)" if difference.suspects else ""
-    return weigh(f"{difference.sides}{count}", difference.suspects, did, deed)
+    return attribute(f"{difference.sides}{count}", difference.suspects, has_evidence, evidence)
 
 
-def weigh(sides: str, minority: Sequence[int], did: Sequence[bool], deed: str) -> Blame:
-    """Counting and evidence together. ``sides``: who stands against whom, in words.
+def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool], evidence: str) -> Attribution:
+    """Counting and evidence together. ``sides``: the groups of ranks with equal values, as text.
 
-    A strict majority speaks against the others; it may be at fault, so no words call it right. A rank that ``did`` what
-    nothing should have done (``deed``, in words) has evidence against it, unless all ranks did.
+    The text shows a strict majority without assuming that the majority is right. ``evidence`` counts against each rank
+    in ``has_evidence``, unless all ranks have the evidence.
     """
-    implicated = () if all(did) else tuple(rank for rank, is_doer in enumerate(did) if is_doer)
+    implicated = () if all(has_evidence) else tuple(rank for rank, is_proven in enumerate(has_evidence) if is_proven)
     if not minority and not implicated:
-        return Blame((), (), f"cannot attribute: {sides}, no majority")
-    evidence = [f"{name_ranks(implicated)}: {deed}"] if implicated else []
-    doubt = ["count and evidence disagree"] if _disagree(minority, implicated) else []
-    return Blame(tuple(minority), implicated, "; ".join([sides, *evidence, *doubt]))
+        return Attribution((), (), f"cannot attribute: {sides}, no majority")
+    proof = [f"{name_ranks(implicated)}: {evidence}"] if implicated else []
+    doubt = ["count and evidence disagree"] if _contradict(minority, implicated) else []
+    return Attribution(tuple(minority), implicated, "; ".join([sides, *proof, *doubt]))
 
 
-def _disagree(minority: Collection[int], implicated: Collection[int]) -> bool:
+def _contradict(minority: Collection[int], implicated: Collection[int]) -> bool:
     """Whether there is evidence against a rank of the majority."""
     return bool(minority) and not set(implicated) <= set(minority)
 
 
-def _conclude(phase: str, since: str, cause: str, found: Blame) -> Verdict:
-    return Verdict(phase, since, found.words, cause, found.ranks, found.minority, found.implicated)
+def _verdict(phase: str, since: str, cause: str, found: Attribution) -> Verdict:
+    return Verdict(phase, since, found.text, cause, found.ranks, found.minority, found.implicated)
 
 
-def _say_cause(reading: _Reading, phases: Sequence[Phases]) -> str:
-    what, say = reading.told
-    told = compare_rows([{what: say(of_rank)} for of_rank in phases]).differences
-    return reading.cause.format(told=told[0] if told else f"{what}: as many on every rank, but others")
+def _format_cause(rule: _Rule, digests: Sequence[StepDigests]) -> str:
+    label, describe = rule.detail
+    differences = compare_rows([{label: describe(of_rank)} for of_rank in digests]).differences
+    detail = differences[0] if differences else f"{label}: the same number on every rank, but different parameters"
+    return rule.cause.format(detail=detail)

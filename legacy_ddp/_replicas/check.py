@@ -1,38 +1,38 @@
-"""What a call does about replicas: it signs what this rank holds, and does not go on if another signed otherwise."""
+"""Comparison of replicas inside a call: the digest in the header, and the error if digests differ."""
 
 from collections.abc import Sequence
 
 from legacy_ddp._agreement.header import Flag, Header
 from legacy_ddp._errors import ReplicaDivergenceError
-from legacy_ddp._replicas.compare import examine
-from legacy_ddp._replicas.history import Trail
+from legacy_ddp._replicas.compare import compare_items
+from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._transport.call import Call
 
 
-def sign(call: Call, trail: Trail | None, header: Header) -> Header:
-    """``header`` with the number that stands for the bits of this rank, if anybody follows them."""
-    if trail is None:
+def add_digest(call: Call, history: StepHistory | None, header: Header) -> Header:
+    """``header`` with the digest of this rank, if the wrapper keeps a history."""
+    if history is None:
         return header
-    with call.phase("sign"):
-        return header._replace(state=trail.sign())
+    with call.phase("digest"):
+        return header._replace(state=history.update_digest())
 
 
-def verify(call: Call, trail: Trail | None, rows: Sequence[Header]) -> None:
-    """Collective only if the numbers differ.
+def check(call: Call, history: StepHistory | None, rows: Sequence[Header]) -> None:
+    """Collective only if the digests differ.
 
     Raises:
-        ReplicaDivergenceError: they differ; on every rank, before any gradient moved.
+        ReplicaDivergenceError: digests differ. Raised on every rank, before any gradient moves.
     """
-    left = {rank for rank, row in enumerate(rows) if row.flags & Flag.JOINED}  # they do not step any more
-    if trail is not None and len({row.state for rank, row in enumerate(rows) if rank not in left}) > 1:
-        error = divergence(call, examine(call, trail.holdings(), trail.recall, left_out=left))
-        trail.restart()  # told; what is not mended differs in the next call, too
+    left = {rank for rank, row in enumerate(rows) if row.flags & Flag.JOINED}  # ranks that make no more steps
+    if history is not None and len({row.state for rank, row in enumerate(rows) if rank not in left}) > 1:
+        error = divergence_error(call, compare_items(call, history.items(), history.snapshot, left_out=left))
+        history.restart()  # the difference is reported; an unrepaired difference shows again in the next call
         raise error
 
 
-def divergence(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
-    """The error that tells ``report``."""
+def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
+    """The error that carries ``report``, with the next step for the user."""
     parameters = {item.parameter for item in report.differences if item.kind == "parameters"}
     step = (
         "  next: mend the cause, then give every rank the parameters of a good one (of a\n"

@@ -1,6 +1,6 @@
-"""Which 64 bits stand for all bits of a tensor, in order? Equal bits, equal number, on every device and rank.
+"""Digests of tensors: 64 bits for all bits of a tensor, in order. Equal bits give equal digests on every device.
 
-They are the sum mod 2**64 of the states (see :mod:`legacy_ddp._replicas.hash_lanes`) that its bytes leave behind, xor
+A digest is the sum mod 2**64 of the lane states of the tensor's bytes (see :mod:`legacy_ddp._replicas.hash_lanes`), xor
 the number of bytes.
 """
 
@@ -13,62 +13,62 @@ from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._replicas.hash_lanes import (
     MIN_LANES,
     count_words,
-    lanes_at_work,
+    max_lanes,
     sum_of_states,
     sum_of_words,
     sums_of_states,
 )
 
-# digest_all() joins tensors up to the first size into copies up to the second.
+# digest_all() joins tensors of at most SMALL_BYTES into copies of at most CHUNK_BYTES.
 SMALL_BYTES = 2**19
 CHUNK_BYTES = 2**22
 
 
 def digest(tensor: torch.Tensor) -> int:
-    """A signed 64-bit number for the tensor's bits in row-major order, whatever its strides.
+    """The digest of the tensor's bits in row-major order, for any strides, as a signed 64-bit number.
 
-    Shape and dtype are not in it; payloads of NaN and the sign of zero are. A sparse tensor is its coalesced indices
-    and values.
+    Includes payloads of NaN and the sign of zero, but neither shape nor dtype. A sparse tensor is digested as its
+    coalesced indices and values.
 
     Raises:
-        TypeError: a quantized or meta tensor, or one of another layout.
+        TypeError: the tensor is quantized or meta, or neither strided nor sparse COO.
     """
-    return digest_words([tensor])[0]
+    return digest_each([tensor])[0]
 
 
 @torch.no_grad()
-def digest_words(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The digest of each tensor. The host waits once per device, and for sparse tensors to coalesce."""
+def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The digest of each tensor. The host waits once per device, and for each sparse tensor to coalesce."""
     sizes: list[int] = []
-    places: dict[torch.device, list[int]] = {}
+    indices: dict[torch.device, list[int]] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for chunk in _chunks(map(_as_bytes, tensors), sizes):
         data = list(chunk.values())
         device = data[0].device
-        places.setdefault(device, []).extend(chunk)
+        indices.setdefault(device, []).extend(chunk)
         sums.setdefault(device, []).append(sum_of_states(*data) if len(data) == 1 else sums_of_states(data))
-    words: dict[int, int] = {}
+    totals: dict[int, int] = {}
     for device, found in sums.items():
-        words.update(zip(places[device], torch.cat(found).tolist(), strict=True))
-    return [words[index] ^ size for index, size in enumerate(sizes)]
+        totals.update(zip(indices[device], torch.cat(found).tolist(), strict=True))
+    return [totals[index] ^ size for index, size in enumerate(sizes)]
 
 
 def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
-    """One number for the bits of all tensors in order, their sizes, and which of them are None.
+    """One digest for all tensors in order: their bits, their sizes, and the positions of None.
 
-    Small tensors are joined first: cheap enough for every step.
+    Small tensors are joined first, which makes the digest cheap enough for every step.
     """
     sizes, groups = _group(tensors)
-    words = digest_words(joined for group in groups for joined in _join(group))
-    return fingerprint(repr((sizes, words)).encode())
+    digests = digest_each(joined for group in groups for joined in _join(group))
+    return fingerprint(repr((sizes, digests)).encode())
 
 
 @torch.no_grad()
-def sum_all(tensors: Sequence[torch.Tensor]) -> int:
-    """One number that shows a change of these tensors to the process that takes it again.
+def checksum(tensors: Sequence[torch.Tensor]) -> int:
+    """A number that changes with the tensors; comparable only inside this process.
 
-    The sum of their bytes as 64-bit words: several times cheaper than :func:`digest_all`. Every change of one element
-    shows; changes that cancel, two values that change places for instance, do not.
+    The sum of the bytes as 64-bit words: several times cheaper than :func:`digest_all`. A change of a single element
+    always changes the sum. Changes that cancel do not, for example two swapped values.
     """
     sizes, groups = _group(tensors)
     sums: dict[torch.device, list[torch.Tensor]] = {}
@@ -78,8 +78,13 @@ def sum_all(tensors: Sequence[torch.Tensor]) -> int:
     return hash((tuple(sizes), sum(int(torch.stack(found).sum()) for found in sums.values())))
 
 
+def is_digestible(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is strided or sparse COO, and neither quantized nor meta."""
+    return not (tensor.is_quantized or tensor.is_meta) and tensor.layout in (torch.strided, torch.sparse_coo)
+
+
 def _group(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], list[list[torch.Tensor]]]:
-    """The tensors by device and dtype; and for each of all its group and its size, or -1 for None."""
+    """For each tensor the number of its group and its size, or -1 for None; and the groups by device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], tuple[int, list[torch.Tensor]]] = {}
     sizes: list[int] = []
     for tensor in tensors:
@@ -93,7 +98,7 @@ def _group(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], list[list
 
 
 def _join(group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same elements in fewer tensors; how they are joined depends on sizes alone."""
+    """The same elements in fewer tensors. Only the sizes decide which tensors are joined."""
     waiting: list[torch.Tensor] = []
     waiting_bytes = 0
     for tensor in group:
@@ -101,17 +106,17 @@ def _join(group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield tensor
             continue
         if waiting_bytes + size_bytes > CHUNK_BYTES:
-            yield _end_to_end(waiting)
+            yield _concatenate(waiting)
             waiting, waiting_bytes = [], 0
         if size_bytes:
             waiting.append(tensor)
             waiting_bytes += size_bytes
     if waiting:
-        yield _end_to_end(waiting)
+        yield _concatenate(waiting)
 
 
-def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in one dimension: a view if they lie like that already, as reduced gradients do, else a copy."""
+def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All elements in one dimension: a view of neighbours in memory, as reduced gradients are, otherwise a copy."""
     first = tensors[0]
     start = end = first.data_ptr()
     for tensor in tensors:
@@ -120,26 +125,26 @@ def _end_to_end(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         end += tensor.nbytes
     else:
         numel, storage = (end - start) // first.itemsize, first.untyped_storage()
-        if end <= storage.data_ptr() + storage.nbytes():  # else it is chance that they are neighbours
+        if end <= storage.data_ptr() + storage.nbytes():  # otherwise they are neighbours by chance
             return first.as_strided((numel,), (1,))
     return internals.flattened(tensors)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, a copy of another."""
-    if tensor.is_quantized or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
+    """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, otherwise a copy."""
+    if not is_digestible(tensor):
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise TypeError(f"tensor cannot be digested: got a {kind} one, expected a strided or sparse COO tensor")
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
         return torch.cat([_as_bytes(tensor.indices()), _as_bytes(tensor.values())])
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # Not view(-1): it keeps the stride of a single element, whatever that is.
+    # Not view(-1), which keeps any stride of a tensor with a single element.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _chunks(tensors: Iterable[torch.Tensor], sizes: list[int]) -> Iterator[dict[int, torch.Tensor]]:
-    """Tensors by their places: one, or several of one row of lanes each. Appends the bytes of each to ``sizes``."""
+    """Tensors by index: large tensors alone, tensors of a single row together. Appends their bytes to ``sizes``."""
     waiting: dict[torch.device, dict[int, torch.Tensor]] = {}
     lanes: dict[torch.device, int] = {}
     for index, data in enumerate(tensors):
@@ -148,7 +153,7 @@ def _chunks(tensors: Iterable[torch.Tensor], sizes: list[int]) -> Iterator[dict[
         if words > MIN_LANES:
             yield {index: data}
             continue
-        if lanes.get(device, 0) + words > lanes_at_work(device):
+        if lanes.get(device, 0) + words > max_lanes(device):
             yield waiting.pop(device)
             lanes[device] = 0
         lanes[device] = lanes.get(device, 0) + words

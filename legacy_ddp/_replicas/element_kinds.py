@@ -1,20 +1,21 @@
-"""Which class does the difference between two tensors fall into?
+"""Classification of the difference between two tensors.
 
-``CLASSES`` are tried in their order, and the first that fits is the kind. A narrow claim comes before a wide one, and
-where two are true at once the one that explains more comes first:
+The first matching entry of ``CLASSES`` is the kind. Narrow kinds come before wide kinds; if two kinds match, the kind
+that explains more comes first:
 
-one bit      one bit of one element, even where rounding can do the same (the words say so then)
+one bit      a single bit of a single element, even if rounding can cause the same (the text then says this)
 same values  every differing pair is equal as numbers: 0.0 and -0.0, or two NaNs
-permutation  the same elements, bit by bit, in other places
-scaled       99 % of what is not zero is one factor times the reference, within rounding. Before ``same bit``: a changed
-             sign of everything is both
-same bit     the same bit of several elements; of fewer than 20 only if rounding cannot do the same, for half of all
-             steps by one ulp change the lowest bit alone
-rounding     all are finite and a few ulp apart, by their own ulp or, where terms of a sum cancel, by the greatest's
-non-finite   NaN or inf on one side where the other has something else
+permutation  the same elements, bit by bit, at different indices
+scaled       99 % of the nonzero elements are a common factor times the reference, within rounding. Before ``same bit``:
+             a changed sign of every element matches both
+same bit     the same bit of several elements. Of fewer than 20 elements only if rounding cannot cause the same: half of
+             all steps by 1 ulp change the lowest bit alone
+rounding     all elements are finite and a few ulp apart: by their own ulp or, where terms of a sum cancel, by the ulp
+             of the greatest element
+non-finite   NaN or inf on a single side
 rows         at least half of the elements in less than half of the rows (dimension 0)
 everything   at least 90 % of the elements
-some         what is left
+some         any other difference
 """
 
 from collections.abc import Callable
@@ -24,14 +25,14 @@ import torch
 from torch import Tensor
 
 from legacy_ddp._replicas.element_pair import Pair, by_blocks, tolerance, ulp_apart
-from legacy_ddp._replicas.element_words import MANTISSA_BITS, position, say_bit, say_rows
+from legacy_ddp._replicas.element_text import MANTISSA_BITS, format_bit, format_rows, unravel_index
 
-SAMPLE = 2**16  # elements whose median gives a factor
+SAMPLE = 2**16  # the median of this many quotients gives the factor
 
 
 def classify(pair: Pair) -> tuple[str, str]:
-    """The kind and its words."""
-    return next((kind, words) for kind, say in CLASSES.items() if (words := say(pair)))
+    """The kind and its text."""
+    return next((kind, text) for kind, describe in CLASSES.items() if (text := describe(pair)))
 
 
 def _one_bit(pair: Pair) -> str | None:
@@ -53,29 +54,29 @@ def _same_values(pair: Pair) -> str | None:
     if not torch.equal(zeros | nans, differs):
         return None
     named = {"-0.0 against 0.0": zeros, "NaN on both sides with other bits": nans}
-    return f"equal as numbers: {' and '.join(words for words, mask in named.items() if mask.any())}"
+    return f"equal as numbers: {' and '.join(text for text, mask in named.items() if mask.any())}"
 
 
 def _permutation(pair: Pair) -> str | None:
-    # Sums wrap alike in any order: where they differ, as nearly always, nothing need be sorted.
+    # The sum does not depend on the order: sums that differ, the usual case, save the sort.
     if pair.own.sum(dtype=torch.int64) != pair.reference.sum(dtype=torch.int64):
         return None
     if not torch.equal(_in_order(pair.own), _in_order(pair.reference)):
         return None
     if pair.count == 2:
-        first, second = (position(place, pair.shape) for place in pair.where.tolist())
+        first, second = (unravel_index(flat_index, pair.shape) for flat_index in pair.where.tolist())
         return f"permutation: {first} and {second} swapped"
     if not _moves_whole_rows(pair):
         return "permutation: the same elements in other places"
     if len(pair.rows) == 2:
         return "permutation: rows {} and {} swapped".format(*pair.rows.tolist())
-    return f"permutation: {say_rows(pair.rows, pair.shape[0])} in another order"
+    return f"permutation: {format_rows(pair.rows, pair.shape[0])} in another order"
 
 
 def _scaled(pair: Pair) -> str | None:
     own, reference = pair.own_numbers, pair.reference_numbers
     nonzero = (own != 0) | (reference != 0)
-    # One number gives the factor, the others confirm it.
+    # A single number gives the factor; at least two more numbers confirm the factor.
     needed = max(3, 0.99 * (int(nonzero.sum()) + pair.unchanged_nonzero))
     if int(nonzero.sum()) < needed:
         return None
@@ -92,8 +93,8 @@ def _scaled(pair: Pair) -> str | None:
     if int((fits & nonzero).sum()) < needed or not (fits | pair.finite).all():
         return None
     cause = "a clip, a rate, a decay or a write of its own"
-    told = {-1.0: "every sign changed", 0.0: "all zero here"}.get(factor, cause)
-    return f"{factor + 0.0:.6g} times the reference: {told}"
+    cause = {-1.0: "every sign changed", 0.0: "all zero here"}.get(factor, cause)
+    return f"{factor + 0.0:.6g} times the reference: {cause}"
 
 
 def _same_bit(pair: Pair) -> str | None:
@@ -108,11 +109,11 @@ def _rounding(pair: Pair) -> str | None:
         return None
     mantissa = MANTISSA_BITS[pair.dtype]
     ulp = by_blocks(ulp_apart, pair.own, pair.reference)
-    # A distance below zero did not fit into its 64 bits.
+    # A negative distance is an overflow of 64 bits.
     if ((ulp >= 0) & (ulp <= (4 if mantissa >= 7 else 1))).all():
         return f"at most {int(ulp.max())} ulp apart: of rounding size"
-    # Sums of 3 to 64 terms in two orders, and matmuls in two ways, were measured: next to zero, elements are thousands
-    # of ulp apart, but none more than 4.3 ulp of the greatest; at least 83 % are within 16 ulp of their own.
+    # Measured for sums of 3 to 64 terms in two orders, and for matmuls computed in two ways: elements next to zero are
+    # thousands of ulp apart, but at most 4.3 ulp of the greatest element; at least 83 % are within 16 of their own ulp.
     own, reference = pair.own_numbers, pair.reference_numbers
     greatest = max(float(own.abs().max()), float(reference.abs().max()))
     apart = float((own - reference).abs_().max()) / max(ldexp(1.0, frexp(greatest)[1] - 1 - mantissa), 5e-324)
@@ -124,10 +125,9 @@ def _rounding(pair: Pair) -> str | None:
 def _non_finite(pair: Pair) -> str | None:
     own, reference = pair.own_numbers, pair.reference_numbers
     changed = (own != reference) & ~(own.isnan() & reference.isnan())
-    said = [
-        f"{held} {side}" for side, held in (("here", _held(own, changed)), ("there", _held(reference, changed))) if held
-    ]
-    return f"not finite: {'; '.join(said)}" if said else None
+    sides = {"here": _count_non_finite(own, changed), "there": _count_non_finite(reference, changed)}
+    found = [f"{counts} {side}" for side, counts in sides.items() if counts]
+    return f"not finite: {'; '.join(found)}" if found else None
 
 
 def _rows(pair: Pair) -> str | None:
@@ -164,14 +164,14 @@ KINDS = tuple(CLASSES)
 
 
 def _common_bit(pair: Pair) -> str | None:
-    """The bit that is all that differs in each element, in words."""
+    """The text of the bit, if each element differs in this bit alone."""
     flips = pair.own ^ pair.reference
     masks = [(part, mask % 2 ** (8 * flips.dtype.itemsize)) for part, mask in enumerate(flips[0].tolist()) if mask]
     part, mask = masks[0]
     if len(masks) > 1 or mask & (mask - 1) or not (flips == flips[0]).all():
         return None
     of_part = f" of the {('real', 'imaginary')[part]} part" if flips.shape[1] == 2 else ""
-    return say_bit(mask.bit_length() - 1, pair.dtype) + of_part
+    return format_bit(mask.bit_length() - 1, pair.dtype) + of_part
 
 
 def _in_order(bits: Tensor) -> Tensor:
@@ -189,15 +189,15 @@ def _moves_whole_rows(pair: Pair) -> bool:
     return torch.equal(own, reference) and torch.equal(own_times, times)
 
 
-def _held(numbers: Tensor, changed: Tensor) -> str:
-    """``3 NaN and 1 inf``; a complex number counts once for each that one of its parts is."""
+def _count_non_finite(numbers: Tensor, changed: Tensor) -> str:
+    """``3 NaN and 1 inf``. A complex number counts once for each kind among its parts."""
     kinds = {"NaN": numbers.isnan(), "inf": numbers.isposinf(), "-inf": numbers.isneginf()}
     counts = {name: int((mask & changed).any(dim=1).sum()) for name, mask in kinds.items()}
     return " and ".join(f"{count} {name}" for name, count in counts.items() if count)
 
 
 def _few_rows(pair: Pair) -> str | None:
-    """The rows that differ, in words, if there are rows and most are the same."""
+    """The text of the rows that differ, if the tensor has rows and most rows are equal."""
     if len(pair.shape) < 2 or 2 * len(pair.rows) >= pair.shape[0]:
         return None
-    return say_rows(pair.rows, pair.shape[0])
+    return format_rows(pair.rows, pair.shape[0])

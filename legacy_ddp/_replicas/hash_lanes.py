@@ -1,17 +1,17 @@
-"""What do the bytes of a tensor leave behind? A state for every column of their words, and the sum of all states.
+"""Hash of the bytes of a tensor in lanes: a state for every column of 64-bit words, and the sum of all states.
 
-The bytes, padded with zeros to 64-bit words, are rows of lanes. Every lane runs down its column, from a key of its own
-and on over two words of zero::
+The bytes, padded with zeros to 64-bit words, form rows; a lane is a column of words. The state of every lane begins
+with the key of the lane and takes in the words of the column, then two words of zero::
 
     state = fold(word + MULTIPLIER * state)        fold(x) = x ^ (x >> 32), a logical shift
 
-Without the fold a column would be a polynomial mod 2**64, where two flips of bit 63 cancel: a negated float64 tensor
-would go unseen. The product carries low bits up, the fold brings high bits down, and each step can be undone, so that a
-single changed word always changes its state.
+Without the fold a column would be a polynomial mod 2**64, where two flips of bit 63 cancel: the digest would miss a
+negated float64 tensor. The product carries low bits up, and the fold brings high bits down. Each step is invertible, so
+a single changed word always changes the state.
 
-``MULTIPLIER`` is that of Knuth's MMIX generator (The Art of Computer Programming 2, 3.3.4). Keys are the states of
-splitmix64 from 0 on, and to shift, xor and multiply in turn is how it finishes them (Steele, Lea, Flood 2014, "Fast
-splittable pseudorandom number generators", OOPSLA).
+``MULTIPLIER`` is the multiplier of Knuth's MMIX generator (The Art of Computer Programming 2, 3.3.4). Keys are the
+states of splitmix64 from 0 on. The finish by shift, xor and multiplication in turn is also from splitmix64 (Steele,
+Lea, Flood 2014, "Fast splittable pseudorandom number generators", OOPSLA).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,24 +22,26 @@ import torch
 MULTIPLIER = 6364136223846793005
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
 
-# Part of what a digest is: how words become rows. More rows: fewer states to finish; more lanes: fewer calls of torch.
+# Part of the definition of a digest: the number of rows and lanes. More rows: fewer states to finish. More lanes: fewer
+# calls of torch.
 MAX_ROWS = 2**6
 MIN_LANES = 2**12
 
-# How it is computed: lanes at work together. On a CPU they stay in the cache, and below the size from which torch
-# uses more threads: those of many ranks on one host would wait for each other. A GPU wants few launches.
+# Not part of the definition: the number of lanes that advance together. On a CPU these lanes fit in the cache, and stay
+# below the size from which torch uses more threads: the threads of many ranks on a host would wait for each other. On a
+# GPU the number of launches should be small.
 CPU_LANES = 2**15
 GPU_LANES = 2**20
 
 
 def sum_of_states(data: torch.Tensor) -> torch.Tensor:
-    """The sum over all lanes (one int64), at most ``CPU_LANES`` or ``GPU_LANES`` of them at a time."""
+    """The sum over all lanes, one int64, computed for at most :func:`max_lanes` lanes at a time."""
     words = count_words(data)
     lanes = max(1, min(words, max(MIN_LANES, 1 << ((words - 1) // MAX_ROWS).bit_length())))
     whole = data.numel() - data.numel() % (8 * lanes)
     body, tail = data[:whole].view(-1, 8 * lanes), data[whole:]
     total = zero = torch.zeros(1, dtype=torch.int64, device=data.device)
-    step = lanes_at_work(data.device)
+    step = max_lanes(data.device)
     for start in range(0, lanes, step):
         stop = min(start + step, lanes)
         state = torch.arange(start, stop, device=data.device).mul_(GAMMA)
@@ -54,7 +56,7 @@ def sum_of_states(data: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over all lanes of each of these tensors of one row: their lanes lie end to end, and advance together."""
+    """The sum over all lanes of each tensor, for tensors of a single row. The lanes of all tensors advance together."""
     device = tensors[0].device
     lanes = [count_words(data) for data in tensors]
     keys = torch.arange(max(lanes), device=device).mul_(GAMMA)
@@ -62,15 +64,15 @@ def sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     state = torch.cat([keys_of[count] for count in lanes])
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     _advance(state, [_padded(tensors), zero, zero])
-    # The sums of all lanes so far wrap around, and so do their differences: exact mod 2**64.
-    so_far = torch.cat([zero, state]).cumsum(0)
-    # On the host whatever the default device is; pinned, or else the host waits for the copy.
+    # Cumulative sums and their differences wrap around: the results are exact mod 2**64.
+    cumulative = torch.cat([zero, state]).cumsum(0)
+    # On the host for any default device. Pinned, because the host would wait for the copy of pageable memory.
     ends = torch.tensor([0, *accumulate(lanes)], device="cpu", pin_memory=device.type == "cuda")
-    return so_far[ends.to(device, non_blocking=True)].diff()
+    return cumulative[ends.to(device, non_blocking=True)].diff()
 
 
 def sum_of_words(data: torch.Tensor) -> torch.Tensor:
-    """The plain sum of the words, where no state is needed; the bytes of an incomplete word count by themselves."""
+    """The plain sum of the words, without states. The bytes of an incomplete word are added byte by byte."""
     whole = data.numel() - data.numel() % 8
     body = data[:whole]
     words = body if (body.storage_offset() | body.data_ptr()) % 8 == 0 else body.clone()
@@ -85,14 +87,14 @@ def _advance(state: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
 
 
 def _rows(body: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows as words: views, or where the words are not aligned one copy after the other."""
+    """The rows as words: views, or a copy of each row if the words are not aligned."""
     if (body.storage_offset() | body.data_ptr()) % 8 == 0:
         return body.view(torch.int64).unbind()
     return (row.clone().view(torch.int64) for row in body.unbind())
 
 
 def _padded(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The words of all of them end to end."""
+    """The concatenated words of all tensors, each padded to whole words."""
     padding = tensors[0].new_zeros(7)
     parts = []
     for data in tensors:
@@ -106,6 +108,6 @@ def count_words(data: torch.Tensor) -> int:
     return -(-data.numel() // 8)
 
 
-def lanes_at_work(device: torch.device) -> int:
-    """How many lanes advance together there."""
+def max_lanes(device: torch.device) -> int:
+    """The number of lanes that advance together on the device."""
     return CPU_LANES if device.type == "cpu" else GPU_LANES

@@ -1,4 +1,4 @@
-"""What does this rank hold that replicas should share? Parameters, buffers, gradients, optimizers."""
+"""Items that replicas should share, as this rank holds them: parameters, buffers, gradients, optimizers."""
 
 import json
 import random
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from legacy_ddp._buckets.inventory import check_dense, distinct, fingerprint
-from legacy_ddp._replicas.digest import digest_all, digest_words
+from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 
 Fact = tuple[str, torch.Tensor | str]
 NONE = "none"  # in place of a gradient
@@ -19,133 +19,133 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer")
 
 
 @dataclass(frozen=True)
-class Holding:
-    """One thing: a tensor, or a setting in words. ``kind`` is one of ``KINDS``; ``name`` is what the user calls it."""
+class StateItem:
+    """A tensor, or a setting as text. ``kind`` is in ``KINDS``; ``name`` is the name for the user."""
 
     kind: str
     name: str
     value: torch.Tensor | str
 
 
-def parameters(module: nn.Module, ignore: Iterable[str]) -> list[Holding]:
-    """Every parameter but those to ``ignore``, frozen ones, too, sorted by name.
+def parameters(module: nn.Module, ignore: Iterable[str]) -> list[StateItem]:
+    """Every parameter except the names in ``ignore``, including frozen parameters, sorted by name.
 
     Raises:
-        ValueError: one that has no plain values (see :func:`check_dense`).
+        ValueError: a parameter has no plain values (see :func:`check_dense`).
     """
     found = distinct(module.named_parameters(remove_duplicate=False), frozenset(ignore))
     for item in found:
         check_dense(item, kind="parameter")
-    return [Holding("parameters", f"parameter {item.name!r}", item.tensor) for item in found]
+    return [StateItem("parameters", f"parameter {item.name!r}", item.tensor) for item in found]
 
 
-def buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]) -> list[Holding]:
-    """Every buffer but those to ``ignore`` and those that ``local``, a list of names and patterns, matches."""
+def buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]) -> list[StateItem]:
+    """Every buffer except the names in ``ignore`` and the names that a name or pattern in ``local`` matches."""
     found = distinct(module.named_buffers(remove_duplicate=False), frozenset(ignore))
     return [
-        Holding("buffers", f"buffer {item.name!r}", comparable(item.tensor))
+        StateItem("buffers", f"buffer {item.name!r}", comparable(item.tensor))
         for item in found
         if not any(fnmatchcase(name, pattern) for name in item.names for pattern in local)
     ]
 
 
-def gradients(named: Mapping[str, torch.Tensor | None]) -> list[Holding]:
-    """These gradients of parameters, sorted by name; ``NONE`` for a parameter without."""
+def gradients(named: Mapping[str, torch.Tensor | None]) -> list[StateItem]:
+    """The given gradients by parameter name, sorted; the value is ``NONE`` for a parameter without a gradient."""
     return [
-        Holding("gradients", f"gradient of {name!r}", NONE if grad is None else grad)
+        StateItem("gradients", f"gradient of {name!r}", NONE if grad is None else grad)
         for name, grad in sorted(named.items())
     ]
 
 
-def gradients_in(module: nn.Module, ignore: Iterable[str]) -> list[Holding]:
+def gradients_in(module: nn.Module, ignore: Iterable[str]) -> list[StateItem]:
     """The gradient of every trainable parameter."""
     found = distinct(module.named_parameters(remove_duplicate=False), frozenset(ignore))
     return gradients({item.name: item.tensor.grad for item in found if item.tensor.requires_grad})
 
 
-def optimizers(
-    several: Sequence[torch.optim.Optimizer],
+def optimizer_items(
+    optimizers: Sequence[torch.optim.Optimizer],
     module: nn.Module,
     settings_of: Callable[[torch.optim.Optimizer], Iterable[Fact]] | None = None,
-) -> list[Holding]:
-    """Hyperparameters and state: all of :func:`optimizer_settings` and :func:`optimizer_states`."""
+) -> list[StateItem]:
+    """Hyperparameters and state: all items of :func:`optimizer_settings` and :func:`optimizer_states`."""
     # Registration order does not matter.
-    found = [*optimizer_settings(several, settings_of), *optimizer_states(several, module)]
-    return sorted(found, key=lambda holding: holding.name)
+    found = [*optimizer_settings(optimizers, settings_of), *optimizer_states(optimizers, module)]
+    return sorted(found, key=lambda item: item.name)
 
 
 def optimizer_settings(
-    several: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[torch.optim.Optimizer],
     settings_of: Callable[[torch.optim.Optimizer], Iterable[Fact]] | None = None,
-) -> list[Holding]:
-    """Hyperparameters of every group. ``settings_of``: where to take them from; None: as they are now."""
-    return _of_each(several, settings_of or settings)
+) -> list[StateItem]:
+    """Hyperparameters of every group, from ``settings_of``, by default the present hyperparameters."""
+    return _items_of(optimizers, settings_of or settings)
 
 
-def optimizer_states(several: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[Holding]:
-    """The state of every parameter, and the parameters that are not the module's."""
+def optimizer_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[StateItem]:
+    """The state of every parameter, and the parameters in the optimizers that are not in the module."""
     names = {id(item.tensor): item.name for item in distinct(module.named_parameters(remove_duplicate=False))}
-    return _of_each(several, lambda optimizer: _states(optimizer, names))
+    return _items_of(optimizers, lambda optimizer: _states(optimizer, names))
 
 
 def settings(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
     """The hyperparameters of every parameter group."""
     for index, group in enumerate(optimizer.param_groups):
-        for key in sorted(set(group) - {"params", "param_names"}):  # which say nothing but an order
+        for key in sorted(set(group) - {"params", "param_names"}):  # these two hold only an order
             yield from flatten(f"{key} of parameter group {index}", group[key])
 
 
 def check_local_buffers(module: nn.Module, local: Sequence[str]) -> None:
-    """Refuse a name that no buffer of ``module`` has; a pattern may match none, so that models can share it.
+    """Refuse a name that is not a buffer of ``module``. A pattern may match no buffer, so models can share patterns.
 
     Raises:
-        ValueError: with the unknown names.
+        ValueError: lists the unknown names.
     """
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
     if unknown := [name for name in local if name not in names and not set(name) & set("*?[")]:
         raise ValueError(f"local_buffers names what the module does not have: got {unknown}, expected some of {names}")
 
 
-def word_of(holdings: Sequence[Holding]) -> int:
-    """One 64-bit number that is equal on two ranks if they hold the same; as cheap as that gets."""
-    bits = digest_all([holding.value for holding in holdings if isinstance(holding.value, torch.Tensor)])
-    return fingerprint(json.dumps([bits, [(holding.name, in_words(holding.value)) for holding in holdings]]).encode())
+def digest_items(items: Sequence[StateItem]) -> int:
+    """A 64-bit digest of all items, as cheap as possible: equal on two ranks that hold equal items."""
+    bits = digest_all([item.value for item in items if isinstance(item.value, torch.Tensor)])
+    return fingerprint(json.dumps([bits, [(item.name, describe_value(item.value)) for item in items]]).encode())
 
 
-def rows_of(holdings: Sequence[Holding]) -> dict[str, str]:
-    """Each thing and its value in words, for a tensor: what it is, and its digest."""
-    tensors = {index: item.value for index, item in enumerate(holdings) if isinstance(item.value, torch.Tensor)}
-    digests = dict(zip(tensors, digest_words(list(tensors.values())), strict=True))
+def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
+    """The text of each item by name; of a tensor, its type and its digest."""
+    tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
+    digests = dict(zip(tensors, digest_each(list(tensors.values())), strict=True))
     return {
-        item.name: f"{in_words(item.value)} {digests[index] % 2**64:016x}" if index in digests else str(item.value)
-        for index, item in enumerate(holdings)
+        item.name: describe_value(item.value) + (f" {digests[index] % 2**64:016x}" if index in digests else "")
+        for index, item in enumerate(items)
     }
 
 
-def word_of_generators(module: nn.Module) -> int:
-    """One number for the random generators that this process draws from: torch's, Python's and NumPy's global one."""
-    states: list[object] = [word_of_torch_generators(module), random.getstate()]
+def digest_generators(module: nn.Module) -> int:
+    """A digest of the random generators of this process: the generators of torch, of Python, and NumPy's global."""
+    states: list[object] = [digest_torch_generators(module), random.getstate()]
     if numpy := sys.modules.get("numpy"):
         _, key, *rest = numpy.random.get_state()
         states.append((key.tobytes(), rest))
     return fingerprint(repr(states).encode())
 
 
-def word_of_torch_generators(module: nn.Module) -> int:
-    """One number for torch's own, of the CPU and of the devices of ``module``: what dropout draws from."""
+def digest_torch_generators(module: nn.Module) -> int:
+    """A digest of torch's generators, of the CPU and of the devices of ``module``. Dropout uses these generators."""
     devices = sorted({parameter.device for parameter in module.parameters() if parameter.is_cuda}, key=str)
     states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
-    return fingerprint(repr(digest_words(states)).encode())
+    return fingerprint(repr(digest_each(states)).encode())
 
 
-def _of_each(
-    several: Sequence[torch.optim.Optimizer], facts_of: Callable[[torch.optim.Optimizer], Iterable[Fact]]
-) -> list[Holding]:
+def _items_of(
+    optimizers: Sequence[torch.optim.Optimizer], facts_of: Callable[[torch.optim.Optimizer], Iterable[Fact]]
+) -> list[StateItem]:
     found = []
-    for index, optimizer in enumerate(several):
-        prefix = f"optimizer {index}: " if len(several) > 1 else ""
-        found += [Holding("optimizer", prefix + name, value) for name, value in facts_of(optimizer)]
-    return sorted(found, key=lambda holding: holding.name)
+    for index, optimizer in enumerate(optimizers):
+        prefix = f"optimizer {index}: " if len(optimizers) > 1 else ""
+        found += [StateItem("optimizer", prefix + name, value) for name, value in facts_of(optimizer)]
+    return sorted(found, key=lambda item: item.name)
 
 
 def _states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[Fact]:
@@ -160,7 +160,7 @@ def _states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Itera
 
 
 def flatten(name: str, value: object) -> Iterator[Fact]:
-    """What can be compared inside ``value``; functions and other objects cannot."""
+    """The comparable values inside ``value``. Functions and other objects are left out."""
     if isinstance(value, torch.Tensor):
         yield name, comparable(value)
     elif isinstance(value, Mapping):
@@ -174,27 +174,20 @@ def flatten(name: str, value: object) -> Iterator[Fact]:
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
-    """The tensor, or if its bits cannot be digested what it is."""
-    if tensor.is_quantized or tensor.is_meta or tensor.layout not in (torch.strided, torch.sparse_coo):
-        return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
-    return tensor
+    """The tensor, or its type as text if its bits cannot be digested."""
+    if is_digestible(tensor):
+        return tensor
+    return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
 
 
-def in_words(value: torch.Tensor | str) -> str:
+def describe_value(value: torch.Tensor | str) -> str:
+    """The text of a setting; of a tensor, its type and its device unless that is the CPU."""
     if isinstance(value, str):
         return value
-    place = "" if value.device.type == "cpu" else f" on {value.device.type}"
-    return f"{_dtype_and_shape(value)}{place}{_layout(value)}"
+    return format_type(value, "" if value.device.type == "cpu" else f" on {value.device.type}")
 
 
-def what_it_is(tensor: torch.Tensor) -> str:
-    """Dtype, shape and layout, wherever it lies."""
-    return _dtype_and_shape(tensor) + _layout(tensor)
-
-
-def _dtype_and_shape(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    return " sparse" if tensor.is_sparse else ""
+def format_type(tensor: torch.Tensor, device: str = "") -> str:
+    """Dtype, shape and layout, with the text ``device`` before the layout."""
+    layout = " sparse" if tensor.is_sparse else ""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{device}{layout}"

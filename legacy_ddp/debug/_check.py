@@ -12,8 +12,8 @@ from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.inventory import inventory_digest
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._replicas.check import divergence
-from legacy_ddp._replicas.compare import DETAILS, Own, compare
+from legacy_ddp._replicas.check import divergence_error
+from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
 from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._settings import as_names
@@ -79,11 +79,11 @@ def check_replicas(
             request = _describe(wanted, several, local, details, raises)
             with call.phase("digest"):
                 own = _local_state(target, several, wanted, local)
-                header = own.sign(Header(micro_batches=synchronizer.planner.counter.micro_batches))
+                header = own.add_digest(Header(micro_batches=synchronizer.planner.counter.micro_batches))
         agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
-        report = compare(call, agreement.rows, own, details=details)
+        report = compare_headers(call, agreement.rows, own, details=details)
         if raises and not report.identical:
-            raise divergence(call, report)
+            raise divergence_error(call, report)
     return report
 
 
@@ -120,24 +120,24 @@ def _describe(
 
 def _local_state(
     target: Target, optimizers: Sequence[torch.optim.Optimizer], what: Collection[str], local: Sequence[str]
-) -> Own:
+) -> LocalState:
     """The state of this rank, restricted to the kinds in ``what``."""
     module = target.module
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     hold.check_local_buffers(module, local)
     ignore = target.ignore
-    trail = target.synchronizer.trail
-    if trail is not None:
-        trail.sign()
-    return Own(
+    history = target.synchronizer.history
+    if history is not None:
+        history.update_digest()
+    return LocalState(
         shared=[
             *(hold.parameters(module, ignore) if "parameters" in what else ()),
             *(hold.buffers(module, ignore, local) if "buffers" in what else ()),
-            *(hold.optimizers(optimizers, module) if "optimizer" in what else ()),
+            *(hold.optimizer_items(optimizers, module) if "optimizer" in what else ()),
             *(parameter_groups(optimizers, module, ignore) if "optimizer" in what else ()),
         ],
         gradients=hold.gradients_in(module, ignore) if "gradients" in what else None,
-        generators=hold.word_of_generators(module) if "rng" in what else None,
-        recall=None if trail is None else trail.recall,
+        generators=hold.digest_generators(module) if "rng" in what else None,
+        snapshot=None if history is None else history.snapshot,
     )

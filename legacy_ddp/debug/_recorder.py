@@ -167,7 +167,7 @@ class Recorder:
         return (self._step + 1) % self._every == 0
 
     def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        self._generators = f"{hold.word_of_torch_generators(self._target.module) % 2**64:016x}"
+        self._generators = f"{hold.digest_torch_generators(self._target.module) % 2**64:016x}"
         self._local = snapshot.gradients("local_gradients", hold.gradients(grads))
 
     def _write_call(self, writer: Writer, record: SyncRecord) -> None:

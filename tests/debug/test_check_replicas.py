@@ -324,8 +324,8 @@ SEEDED = {source: partial(_seeded, source=source) for source in ("torch", "pytho
 @pytest.mark.parametrize(
     "deviating, groups, words",
     [
-        ((), ((0, 1, 2),), "random generators stand alike on ranks 0-2"),
-        ((1,), ((0, 2), (1,)), "random generators stand alike on ranks 0, 2"),
+        ((), ((0, 1, 2),), "random generators are equal on ranks 0-2"),
+        ((1,), ((0, 2), (1,)), "random generators are equal on ranks 0, 2"),
         ((1, 2), ((0,), (1,), (2,)), "random generators differ on all ranks"),
     ],
 )

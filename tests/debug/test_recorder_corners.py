@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._replicas.digest import digest_words
+from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp.debug import Recorder
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
@@ -150,7 +150,7 @@ def test_a_step_that_calls_the_step_of_its_base_class_is_recorded_at_its_end(tmp
     with open_run(tmp_path).open(0) as trace:
         held = trace.section(1, "parameters")
     assert held is not None
-    expected = digest_words([dict(model.named_parameters())["0.weight"]])
+    expected = digest_each([dict(model.named_parameters())["0.weight"]])
     assert held.words["parameter '0.weight'"] == f"{expected[0] % 2**64:016x}"
     assert model[0].weight.abs().max() <= 0.3
 
@@ -177,7 +177,7 @@ def test_a_step_that_raised_does_not_hide_the_next_one(tmp_path: Path) -> None:
     with open_run(tmp_path).open(0) as trace:
         held = trace.section(2, "parameters")
     assert held is not None
-    expected = digest_words([model.module.weight.detach() - 1])
+    expected = digest_each([model.module.weight.detach() - 1])
     assert held.words == {"parameter 'weight'": f"{expected[0] % 2**64:016x}"}
 
 
@@ -198,7 +198,7 @@ def test_settings_that_are_tensors_are_those_of_the_step_although_they_change_be
     with open_run(tmp_path).open(0) as trace:
         held = trace.section(1, "settings")
     assert held is not None
-    assert held.words["optimizer 0: lr of parameter group 0"] == f"{digest_words([rate / 2])[0] % 2**64:016x}"
+    assert held.words["optimizer 0: lr of parameter group 0"] == f"{digest_each([rate / 2])[0] % 2**64:016x}"
 
 
 class _Takes(nn.Module):
@@ -393,9 +393,9 @@ def test_entering_that_fails_leaves_no_file(tmp_path: Path, where: str) -> None:
 
 def test_digests_do_not_depend_on_the_default_device() -> None:
     tensors = [torch.arange(5, device="cpu"), torch.arange(3, device="cpu")]
-    expected = digest_words(copy.deepcopy(tensors))
+    expected = digest_each(copy.deepcopy(tensors))
     with torch.device("meta"):
-        assert digest_words(tensors) == expected
+        assert digest_each(tensors) == expected
 
 
 def _share_a_buffer(rank: int, folder: Path) -> None:

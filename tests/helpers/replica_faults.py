@@ -1,4 +1,4 @@
-"""What some ranks may do to their replica in a scene."""
+"""Actions of single ranks on their replica in a scene."""
 
 import copy
 

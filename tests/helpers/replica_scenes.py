@@ -1,4 +1,4 @@
-"""A short training in which some ranks do what replicas must not do, and what every rank sees of it."""
+"""Scenarios: short trainings in which some ranks deviate, and the outcome on every rank."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ LAST_STEP = 3  # one more call follows it
 
 
 def training_net(seed: int = 1) -> nn.Sequential:
-    """Two layers of one shape, statistics, and a frozen layer: 0, 1, 2, 3, in a net without randomness of its own."""
+    """Two layers of equal shape (0, 2), statistics (1) and a frozen layer (3); no randomness in the forward pass."""
     torch.manual_seed(seed)
     frozen = nn.Linear(4, 2, bias=False).requires_grad_(False)
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), frozen)
@@ -27,7 +27,7 @@ def training_net(seed: int = 1) -> nn.Sequential:
 
 @dataclass
 class Scene:
-    """One rank's part in a training; a deed changes what it likes. ``steps``: how many the next call is followed by."""
+    """The training of a single rank, which an action may change. ``steps``: the number of steps after the next call."""
 
     rank: int
     module: nn.Sequential
@@ -37,23 +37,23 @@ class Scene:
     steps: int = 1
 
 
-Deed = Callable[[Scene], object]
+Action = Callable[[Scene], object]
 
 
 @dataclass(frozen=True)
-class Story:
-    """``deeds``: moment, step and what ranks in the group of that number (``doers[number]``) do there.
+class Scenario:
+    """``actions``: moment, step, action, and the number of the group of ranks (``faulty[number]``) that acts.
 
     Moments in their order: "built" (before there is a wrapper) and "wrapped", both of step 0; then in each step
     "forwarded", "backward", "reduced", "between" (the steps, if there are several) and "stepped".
     """
 
-    deeds: Sequence[tuple[str, int, Deed, int]]
+    actions: Sequence[tuple[str, int, Action, int]]
     options: dict[str, Any] = field(default_factory=dict)
 
 
 class Element(NamedTuple):
-    """How one rank's tensor differs from that of most."""
+    """The difference of a rank's tensor from the tensor of the largest group."""
 
     thing: str
     rank: int
@@ -63,8 +63,8 @@ class Element(NamedTuple):
     bit: int | None
 
 
-class Sight(NamedTuple):
-    """What a rank saw: the error, and whether it harmed anything. ``error`` is empty if nothing was raised."""
+class CallOutcome(NamedTuple):
+    """The error on a rank, and whether it did harm. ``error`` is empty if no error was raised."""
 
     error: str = ""
     ranks: tuple[int, ...] = ()
@@ -85,9 +85,9 @@ class Sight(NamedTuple):
         return " ".join(self.text.split())
 
 
-def story(*deeds: tuple[str, int, Deed], options: dict[str, Any] | None = None) -> Story:
-    """All deeds are done by the same ranks."""
-    return Story([(*deed, 0) for deed in deeds], options or {})
+def scenario(*actions: tuple[str, int, Action], options: dict[str, Any] | None = None) -> Scenario:
+    """A scenario in which the same ranks do all actions."""
+    return Scenario([(*action, 0) for action in actions], options or {})
 
 
 def elements_of(report: ReplicaReport) -> tuple[Element, ...]:
@@ -100,23 +100,23 @@ def elements_of(report: ReplicaReport) -> tuple[Element, ...]:
     return tuple(found)
 
 
-def check_whole(sight: Sight) -> None:
-    """The error harmed nothing, and calls nobody right."""
-    assert sight.untouched
-    assert sight.recovered
-    assert not re.search(r"\b(right|correct|wrong)\b", sight.text), sight.text
+def check_harmless(outcome: CallOutcome) -> None:
+    """Check that the error did no harm, and that its text calls no rank right."""
+    assert outcome.untouched
+    assert outcome.recovered
+    assert not re.search(r"\b(right|correct|wrong)\b", outcome.text), outcome.text
 
 
-class _Said(Protocol):
+class _HasText(Protocol):
     @property
     def text(self) -> str: ...
 
 
-T = TypeVar("T", bound=_Said)
+T = TypeVar("T", bound=_HasText)
 
 
 class Sights(Generic[T]):
-    """What all ranks saw, by name: one sight, for they must see the same, on a page of 80 columns."""
+    """The outcomes of all ranks, by name; checks that they are equal and have at most 80 columns."""
 
     def __init__(self, of_ranks: Sequence[Mapping[str, T]]) -> None:
         self._of_ranks = of_ranks
@@ -130,21 +130,21 @@ class Sights(Generic[T]):
         return first
 
 
-def played(stories: Mapping[str, Story], world_size: int, *doers: tuple[int, ...]) -> Sights[Sight]:
-    """Every story on its own wrapper, one after the other, on the same ranks: a process start for all of them."""
-    return Sights(run_ranks(partial(_play_all, stories, doers), world_size, timeout_seconds=240))
+def run_scenarios(scenarios: Mapping[str, Scenario], world_size: int, *faulty: tuple[int, ...]) -> Sights[CallOutcome]:
+    """Run every scenario on its own wrapper, one after the other, in one start of the ranks."""
+    return Sights(run_ranks(partial(_run_all, scenarios, faulty), world_size, timeout_seconds=240))
 
 
-def _play_all(stories: Mapping[str, Story], doers: Sequence[tuple[int, ...]], rank: int) -> dict[str, Sight]:
-    return {name: _play(one, doers, rank) for name, one in stories.items()}
+def _run_all(scenarios: Mapping[str, Scenario], faulty: Sequence[tuple[int, ...]], rank: int) -> dict[str, CallOutcome]:
+    return {name: _run(one, faulty, rank) for name, one in scenarios.items()}
 
 
-def _play(one: Story, doers: Sequence[tuple[int, ...]], rank: int) -> Sight:
+def _run(one: Scenario, faulty: Sequence[tuple[int, ...]], rank: int) -> CallOutcome:
     scene = Scene(rank, training_net())
 
     def at(moment: str, step: int) -> None:
-        for when, which, do, group in one.deeds:
-            if (when, which) == (moment, step) and rank in doers[group]:
+        for when, which, do, group in one.actions:
+            if (when, which) == (moment, step) and rank in faulty[group]:
                 do(scene)
 
     at("built", 0)
@@ -167,10 +167,10 @@ def _play(one: Story, doers: Sequence[tuple[int, ...]], rank: int) -> Sight:
         scene.optimizer.zero_grad()
         scene.steps = 1
         at("stepped", step)
-    return Sight(recovered=next_call_is_right(scene.model, rank))
+    return CallOutcome(recovered=next_call_is_right(scene.model, rank))
 
 
-def _error_of_call(model: LegacyDistributedDataParallel) -> Sight | None:
+def _error_of_call(model: LegacyDistributedDataParallel) -> CallOutcome | None:
     before = all_bits(get_gradients(model))
     error = attempt(model.all_reduce)
     if error is None:
@@ -193,11 +193,11 @@ def _error_of_call(model: LegacyDistributedDataParallel) -> Sight | None:
     assert (report.minority, report.implicated) == (error.minority, error.implicated)
     assert str(report) in str(error)
     assert not report.identical
-    return Sight(type(error).__name__, *facts, before == all_bits(get_gradients(model)))
+    return CallOutcome(type(error).__name__, *facts, before == all_bits(get_gradients(model)))
 
 
 def _recovers(scene: Scene) -> bool:
-    """Whether training goes on after the way out that the error names."""
+    """Whether training goes on after the broadcasts that the error names."""
     scene.model.broadcast_parameters()
     scene.model.broadcast_buffers()
     return next_call_is_right(scene.model, scene.rank)
@@ -212,5 +212,5 @@ def bit_mask(bit: int) -> torch.Tensor:
 
 
 def flip(tensor: torch.Tensor, place: tuple[int, ...], bit: int) -> None:
-    """Change one bit of an fp32 tensor as broken memory does: nobody is told, no version is counted."""
+    """Change a bit of an fp32 tensor as broken memory does, without a new version of the tensor."""
     tensor.data.view(torch.int32)[place] ^= bit_mask(bit)

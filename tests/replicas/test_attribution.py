@@ -1,4 +1,4 @@
-"""Given what every rank did and holds, since when do they differ, and who is at fault? Pure."""
+"""Attribution of a difference from the digests and values of all ranks. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,40 +7,58 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._replicas.attribution import NOTHING, Blame, accuse, blame, judge_kinds, judge_phases
-from legacy_ddp._replicas.phases import Phases
+from legacy_ddp._replicas.attribution import (
+    NOTHING,
+    Attribution,
+    add_evidence,
+    attribute_digests,
+    attribute_kinds,
+    attribute_values,
+)
+from legacy_ddp._replicas.step_digests import StepDigests
 
 # A step on the gradients that the call left, from parameters 1 to 2, and the buffers that follow.
-CLEAN = Phases(before=1, reduced=10, found=1, used=10, steps=1, stepped=2, parameters=2, buffers=20)
-FIRST_CALL = Phases(parameters=1, buffers=20)
-NO_STEP = Phases(before=1, reduced=10, parameters=1, buffers=20)
+CLEAN = StepDigests(
+    parameters_at_call=1,
+    gradients_at_call=10,
+    parameters_at_step=1,
+    gradients_at_step=10,
+    steps=1,
+    parameters_after_step=2,
+    parameters=2,
+    buffers=20,
+)
+FIRST_CALL = StepDigests(parameters=1, buffers=20)
+NO_STEP = StepDigests(parameters_at_call=1, gradients_at_call=10, parameters=1, buffers=20)
 
 
-def _but(phases: Phases, **changes: int | str) -> Phases:
-    return Phases(**{**vars(phases), **changes})
+def _but(phases: StepDigests, **changes: int | str) -> StepDigests:
+    return StepDigests(**{**vars(phases), **changes})
 
 
-EDITED = _but(CLEAN, used=11, stepped=3, parameters=3)
+EDITED = _but(CLEAN, gradients_at_step=11, parameters_after_step=3, parameters=3)
 FLIPPED = _but(CLEAN, parameters=5, changed_after=True)
-OTHER_RATE = _but(CLEAN, stepped=3, parameters=3)
+OTHER_RATE = _but(CLEAN, parameters_after_step=3, parameters=3)
 OTHER_BUFFERS = _but(CLEAN, buffers=21)
-FLIPPED_BEFORE_STEP = _but(CLEAN, found=5, stepped=6, parameters=6, changed_before=True)
-MISSED_STEP = _but(CLEAN, found=0, used=0, steps=0, stepped=0, parameters=1)
+FLIPPED_BEFORE_STEP = _but(CLEAN, parameters_at_step=5, parameters_after_step=6, parameters=6, changed_before=True)
+MISSED_STEP = _but(CLEAN, parameters_at_step=0, gradients_at_step=0, steps=0, parameters_after_step=0, parameters=1)
 OTHER_START = _but(FIRST_CALL, parameters=3)
 WRITTEN_WITHOUT_STEP = _but(NO_STEP, parameters=3, changed_after=True)
-OTHER_LIST = _but(CLEAN, held=31, found=5, used=11, stepped=3, parameters=3)
-REPLACED = _but(OTHER_LIST, lost_parameter=True)
+OTHER_LIST = _but(
+    CLEAN, membership=31, parameters_at_step=5, gradients_at_step=11, parameters_after_step=3, parameters=3
+)
+REPLACED = _but(OTHER_LIST, has_stale_parameter=True)
 OTHER_STATE = _but(OTHER_RATE, state_changed_before=True)
-OTHER_REDUCED = _but(CLEAN, reduced=11, used=11, stepped=3, parameters=3)
+OTHER_REDUCED = _but(CLEAN, gradients_at_call=11, gradients_at_step=11, parameters_after_step=3, parameters=3)
 
 
 @pytest.mark.parametrize("clean", [CLEAN, FIRST_CALL, NO_STEP])
-def test_equal_phases_are_no_difference(clean: Phases) -> None:
-    assert judge_phases([clean] * 3, 1) == NOTHING
+def test_equal_phases_are_no_difference(clean: StepDigests) -> None:
+    assert attribute_digests([clean] * 3, 1) == NOTHING
 
 
 @pytest.mark.parametrize(
-    "clean, faulty, phase, since, has_doer",
+    "clean, faulty, phase, since, has_evidence",
     [
         (CLEAN, OTHER_REDUCED, "all_reduce", "the reduction in call 4", False),
         (CLEAN, MISSED_STEP, "step", "after call 4", False),
@@ -63,26 +81,26 @@ def test_equal_phases_are_no_difference(clean: Phases) -> None:
     ],
 )
 def test_the_first_thing_that_differs_is_the_phase(
-    clean: Phases, faulty: Phases, phase: str, since: str, has_doer: bool
+    clean: StepDigests, faulty: StepDigests, phase: str, since: str, has_evidence: bool
 ) -> None:
-    of_two, of_three = judge_phases([clean, faulty], 4), judge_phases([clean, faulty, clean], 4)
+    of_two, of_three = attribute_digests([clean, faulty], 4), attribute_digests([clean, faulty, clean], 4)
 
-    assert (of_two.phase, of_two.since, of_two.ranks) == (phase, since, (1,) if has_doer else ())
-    assert of_two.who.startswith("cannot attribute") == (not has_doer)
+    assert (of_two.phase, of_two.since, of_two.ranks) == (phase, since, (1,) if has_evidence else ())
+    assert of_two.who.startswith("cannot attribute") == (not has_evidence)
     assert (of_three.phase, of_three.since, of_three.ranks) == (phase, since, (1,))
     assert of_three.who.startswith("rank 1 against ranks 0, 2 (2 of 3 ranks agree)")
-    assert ("; rank 1: " in of_three.who) == has_doer
+    assert ("; rank 1: " in of_three.who) == has_evidence
     assert of_two.cause.partition(": rank")[0] == of_three.cause.partition(": rank")[0] != ""
 
 
-def test_numbers_of_steps_are_told_by_rank() -> None:
-    twice = _but(CLEAN, steps=2, stepped=3, parameters=3)
+def test_the_cause_has_the_number_of_steps_of_each_rank() -> None:
+    twice = _but(CLEAN, steps=2, parameters_after_step=3, parameters=3)
 
-    assert "steps: rank 2 has 2; rank 1 has 0; rank 0 has 1" in judge_phases([CLEAN, MISSED_STEP, twice], 4).cause
+    assert "steps: rank 2 has 2; rank 1 has 0; rank 0 has 1" in attribute_digests([CLEAN, MISSED_STEP, twice], 4).cause
 
 
-def test_a_rank_whose_optimizer_holds_nothing_of_the_model_is_told_to_have_stepped_it() -> None:
-    cause = judge_phases([CLEAN, _but(MISSED_STEP, other_steps=1)], 4).cause
+def test_the_cause_counts_steps_of_an_optimizer_without_the_model() -> None:
+    cause = attribute_digests([CLEAN, _but(MISSED_STEP, other_steps=1)], 4).cause
 
     assert "rank 1 has 0, and 1 of an optimizer that holds no parameter of the model; rank 0 has 1" in cause
 
@@ -91,18 +109,18 @@ def test_a_rank_whose_optimizer_holds_nothing_of_the_model_is_told_to_have_stepp
     "first, second, words",
     [
         ("2 of 2", "1 of 2", "; in optimizers: rank 1 has 1 of 2; rank 0 has 2 of 2"),
-        ("1 of 2", "1 of 2", "; in optimizers: as many on every rank, but others"),
+        ("1 of 2", "1 of 2", "; in optimizers: the same number on every rank, but different parameters"),
     ],
 )
-def test_what_optimizers_hold_is_told_where_that_is_the_difference(first: str, second: str, words: str) -> None:
-    cause = judge_phases([_but(CLEAN, holds=first), _but(OTHER_LIST, holds=second)], 4).cause
+def test_the_cause_describes_optimizers_that_differ(first: str, second: str, words: str) -> None:
+    cause = attribute_digests([_but(CLEAN, membership_text=first), _but(OTHER_LIST, membership_text=second)], 4).cause
 
     assert cause.endswith(words)
     assert "edited" not in cause
 
 
 def test_before_the_first_call_there_is_no_number() -> None:
-    verdict = judge_phases([FIRST_CALL, _but(FIRST_CALL, buffers=21)], 0)
+    verdict = attribute_digests([FIRST_CALL, _but(FIRST_CALL, buffers=21)], 0)
 
     assert verdict.since == "after the start"
 
@@ -117,64 +135,62 @@ def test_before_the_first_call_there_is_no_number() -> None:
         ([FLIPPED, _but(CLEAN, parameters=4, changed_after=True)], "outside", ()),
         ([FLIPPED, _but(CLEAN, parameters=4, changed_after=True), CLEAN], "outside", (0, 1)),
         ([FLIPPED, CLEAN, FLIPPED, CLEAN], "outside", (0, 2)),
-        ([EDITED, _but(EDITED, used=12)], "gradients", ()),
+        ([EDITED, _but(EDITED, gradients_at_step=12)], "gradients", ()),
     ],
 )
-def test_a_rank_with_a_deed_of_its_own_is_at_fault_too(
-    phases: list[Phases], phase: str, ranks: tuple[int, ...]
-) -> None:
-    verdict = judge_phases(phases, 4)
+def test_a_rank_with_evidence_is_at_fault_too(phases: list[StepDigests], phase: str, ranks: tuple[int, ...]) -> None:
+    verdict = attribute_digests(phases, 4)
 
     assert (verdict.phase, verdict.ranks) == (phase, ranks)
 
 
-def test_a_later_deed_is_told_once() -> None:
-    who = judge_phases([OTHER_RATE, CLEAN, FLIPPED], 4).who
+def test_later_evidence_is_listed_once() -> None:
+    who = attribute_digests([OTHER_RATE, CLEAN, FLIPPED], 4).who
 
     assert who == "rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: parameters changed outside of a step"
 
 
-def test_a_deed_of_the_majority_outranks_the_count() -> None:
-    verdict = judge_phases([FLIPPED, FLIPPED, CLEAN], 4)
+def test_evidence_against_the_majority_outranks_the_count() -> None:
+    verdict = attribute_digests([FLIPPED, FLIPPED, CLEAN], 4)
 
     assert (verdict.ranks, verdict.minority, verdict.implicated) == ((), (2,), (0, 1))
-    deed = "ranks 0-1: parameters changed outside of a step"
-    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {deed}; count and evidence disagree"
+    evidence = "ranks 0-1: parameters changed outside of a step"
+    assert verdict.who == f"rank 2 against ranks 0-1 (2 of 3 ranks agree); {evidence}; count and evidence disagree"
 
 
-def test_what_count_and_evidence_leave_open_stays_open_after_a_later_deed() -> None:
+def test_a_contradiction_stays_open_after_later_evidence() -> None:
     both = _but(FLIPPED_BEFORE_STEP, parameters=7)
-    verdict = judge_phases([both, both, _but(CLEAN, parameters=8, changed_after=True)], 4)
+    verdict = attribute_digests([both, both, _but(CLEAN, parameters=8, changed_after=True)], 4)
 
     assert (verdict.ranks, verdict.minority, verdict.implicated) == ((), (2,), (0, 1, 2))
     assert verdict.who.endswith("; rank 2: parameters changed outside of a step")
 
 
-def test_two_later_deeds_are_added_to_the_minority() -> None:
+def test_later_evidence_is_added_to_the_minority() -> None:
     steps = [OTHER_RATE, CLEAN, _but(CLEAN, parameters=7, changed_after=True), CLEAN]
-    verdict = accuse(judge_phases(steps, 4), (1,), "did it")
+    verdict = add_evidence(attribute_digests(steps, 4), (1,), "wrote alone")
 
     assert (verdict.ranks, verdict.minority, verdict.implicated) == ((0, 1, 2), (0,), (1, 2))
-    assert verdict.who.endswith("; rank 2: parameters changed outside of a step; rank 1: did it")
+    assert verdict.who.endswith("; rank 2: parameters changed outside of a step; rank 1: wrote alone")
 
 
-# A judge that knows nothing but the rule
+# A second implementation of the rules
 
-_Word = Callable[[Phases], object]
+_Digest = Callable[[StepDigests], object]
 
 
-def _nothing(_: Phases) -> bool:
+def _nothing(_: StepDigests) -> bool:
     return False
 
 
-_RULES: list[tuple[str, _Word, Callable[[Phases], bool]]] = [
-    ("all_reduce", lambda p: p.reduced, _nothing),
+_RULES: list[tuple[str, _Digest, Callable[[StepDigests], bool]]] = [
+    ("all_reduce", lambda p: p.gradients_at_call, _nothing),
     ("step", lambda p: p.steps, _nothing),
-    ("step", lambda p: p.held, lambda p: p.lost_parameter),
-    ("outside", lambda p: p.found, lambda p: p.changed_before),
-    ("gradients", lambda p: p.used, _nothing),
-    ("step", lambda p: p.stepped, lambda p: p.state_changed_before),
-    ("start", lambda p: p.parameters if p.before == 0 else 0, _nothing),
+    ("step", lambda p: p.membership, lambda p: p.has_stale_parameter),
+    ("outside", lambda p: p.parameters_at_step, lambda p: p.changed_before),
+    ("gradients", lambda p: p.gradients_at_step, _nothing),
+    ("step", lambda p: p.parameters_after_step, lambda p: p.state_changed_before),
+    ("start", lambda p: p.parameters if p.parameters_at_call == 0 else 0, _nothing),
     ("outside", lambda p: p.parameters, lambda p: p.changed_after),
     ("buffers", lambda p: p.buffers, _nothing),
 ]
@@ -185,128 +201,135 @@ def _minority(values: Sequence[object]) -> set[int]:
     return {rank for rank, value in enumerate(values) if value != most} if 2 * count > len(values) else set()
 
 
-def _at_fault(values: Sequence[object], doers: set[int]) -> set[int]:
+def _at_fault(values: Sequence[object], proven: set[int]) -> set[int]:
     minority = _minority(values)
-    if minority and doers - minority:
+    if minority and proven - minority:
         return set()
-    return minority or doers
+    return minority or proven
 
 
-def _judge(phases: Sequence[Phases]) -> tuple[str, set[int], set[int], set[int]]:
+def _expected(phases: Sequence[StepDigests]) -> tuple[str, set[int], set[int], set[int]]:
     phase, ranks, minority, implicated = "", set[int](), set[int](), set[int]()
-    for name, word, deed in _RULES:
-        values = [word(of_rank) for of_rank in phases]
-        doers = {rank for rank, of_rank in enumerate(phases) if deed(of_rank)}
-        doers = set() if len(doers) == len(phases) else doers
+    for name, digest, has_evidence in _RULES:
+        values = [digest(of_rank) for of_rank in phases]
+        proven = {rank for rank, of_rank in enumerate(phases) if has_evidence(of_rank)}
+        proven = set() if len(proven) == len(phases) else proven
         if len(set(values)) == 1:
             continue
         if not phase:
-            phase, ranks, minority, implicated = name, _at_fault(values, doers), _minority(values), doers
-        elif doers:
-            ranks = set() if minority and not ranks else ranks | doers
-            implicated = implicated | doers
+            phase, ranks, minority, implicated = name, _at_fault(values, proven), _minority(values), proven
+        elif proven:
+            ranks = set() if minority and not ranks else ranks | proven
+            implicated = implicated | proven
     return phase, ranks, minority, implicated
 
 
 _few = st.integers(0, 2)
-# Ranks that share calls agree whether there was one; a step leaves words, and no step none.
+# Ranks that share calls agree whether there was a call. A step leaves digests.
 _with_steps = st.builds(
-    Phases,
-    before=st.just(1),
-    reduced=_few,
+    StepDigests,
+    parameters_at_call=st.just(1),
+    gradients_at_call=_few,
     steps=st.integers(1, 2),
-    held=_few,
-    found=st.integers(1, 3),
-    used=st.integers(1, 3),
-    stepped=_few,
+    membership=_few,
+    parameters_at_step=st.integers(1, 3),
+    gradients_at_step=st.integers(1, 3),
+    parameters_after_step=_few,
     parameters=_few,
     buffers=_few,
     changed_before=st.booleans(),
     changed_after=st.booleans(),
     state_changed_before=st.booleans(),
-    lost_parameter=st.booleans(),
+    has_stale_parameter=st.booleans(),
 )
 _without = st.builds(
-    Phases, before=st.just(1), reduced=_few, parameters=_few, buffers=_few, changed_after=st.booleans()
+    StepDigests,
+    parameters_at_call=st.just(1),
+    gradients_at_call=_few,
+    parameters=_few,
+    buffers=_few,
+    changed_after=st.booleans(),
 )
-_before_calls = st.builds(Phases, parameters=_few, buffers=_few)
+_before_calls = st.builds(StepDigests, parameters=_few, buffers=_few)
 _rows = st.one_of(
     st.lists(st.one_of(_with_steps, _without), min_size=1, max_size=8), st.lists(_before_calls, min_size=1, max_size=8)
 )
 
 
 @given(_rows)
-def test_any_phases_are_judged_by_the_rule(phases: list[Phases]) -> None:
-    verdict = judge_phases(phases, 4)
+def test_any_digests_follow_the_rules(phases: list[StepDigests]) -> None:
+    verdict = attribute_digests(phases, 4)
 
     found = (verdict.ranks, verdict.minority, verdict.implicated)
-    assert (verdict.phase, *map(set, found)) == _judge(phases)
+    assert (verdict.phase, *map(set, found)) == _expected(phases)
     assert all(list(ranks) == sorted(set(ranks)) for ranks in found)
-    assert (verdict == NOTHING) == (len({of_rank.word for of_rank in phases}) == 1)
+    assert (verdict == NOTHING) == (len({of_rank.digest for of_rank in phases}) == 1)
 
 
 @given(_rows, st.randoms(use_true_random=False))
-def test_no_rank_is_right_by_its_number(phases: list[Phases], random: object) -> None:
+def test_no_rank_is_right_by_its_number(phases: list[StepDigests], random: object) -> None:
     order = list(range(len(phases)))
     random.shuffle(order)  # type: ignore[attr-defined]
-    verdict, shuffled = judge_phases(phases, 4), judge_phases([phases[rank] for rank in order], 4)
+    verdict, shuffled = attribute_digests(phases, 4), attribute_digests([phases[rank] for rank in order], 4)
 
     assert shuffled.phase == verdict.phase
     assert {order[rank] for rank in shuffled.ranks} == set(verdict.ranks)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=2, max_size=8))
-def test_any_values_are_blamed_by_the_rule(held: list[tuple[int, bool]]) -> None:
-    values, did = [value for value, _ in held], [is_doer for _, is_doer in held]
-    doers = set() if all(did) else {rank for rank, is_doer in enumerate(did) if is_doer}
+def test_any_values_are_attributed_by_the_rule(held: list[tuple[int, bool]]) -> None:
+    values, has_evidence = [value for value, _ in held], [is_proven for _, is_proven in held]
+    proven = set() if all(has_evidence) else {rank for rank, is_proven in enumerate(has_evidence) if is_proven}
     if len(set(values)) == 1:
-        return  # nobody asks who is to blame where nothing differs
-    found = blame(values, did, "did it")
+        return  # equal values are never attributed
+    found = attribute_values(values, has_evidence, "wrote alone")
 
-    assert (set(found.ranks), set(found.minority)) == (_at_fault(values, doers), _minority(values))
-    assert set(found.implicated) == doers
-    disagree = bool(_minority(values)) and bool(doers - _minority(values))
-    assert ("disagree" in found.words) == disagree
-    assert ("cannot attribute" in found.words) == (not found.ranks and not disagree)
-    assert ("did it" in found.words) == bool(doers)
-    assert ("ranks agree" in found.words) == (2 * max(Counter(values).values()) > len(values))
+    assert (set(found.ranks), set(found.minority)) == (_at_fault(values, proven), _minority(values))
+    assert set(found.implicated) == proven
+    disagree = bool(_minority(values)) and bool(proven - _minority(values))
+    assert ("disagree" in found.text) == disagree
+    assert ("cannot attribute" in found.text) == (not found.ranks and not disagree)
+    assert ("wrote alone" in found.text) == bool(proven)
+    assert ("ranks agree" in found.text) == (2 * max(Counter(values).values()) > len(values))
 
 
 @pytest.mark.parametrize(
-    "values, did, ranks, words",
+    "values, has_evidence, ranks, words",
     [
         ("ab", (False, False), (), "cannot attribute: rank 1 against rank 0, no majority"),
         ("ab", (True, True), (), "cannot attribute: rank 1 against rank 0, no majority"),
-        ("ab", (True, False), (0,), "rank 1 against rank 0; rank 0: did it"),
+        ("ab", (True, False), (0,), "rank 1 against rank 0; rank 0: wrote alone"),
         ("aba", (False,) * 3, (1,), "rank 1 against ranks 0, 2 (2 of 3 ranks agree)"),
         (
             "aba",
             (True, False, True),
             (),
-            "rank 1 against ranks 0, 2 (2 of 3 ranks agree); ranks 0, 2: did it; count and evidence disagree",
+            "rank 1 against ranks 0, 2 (2 of 3 ranks agree); ranks 0, 2: wrote alone; count and evidence disagree",
         ),
-        ("abc", (False, True, False), (1,), "every rank has its own; rank 1: did it"),
+        ("abc", (False, True, False), (1,), "every rank has its own; rank 1: wrote alone"),
         (
             "aaabc",
             (False,) * 4 + (True,),
             (3, 4),
-            "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree); rank 4: did it",
+            "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree); rank 4: wrote alone",
         ),
         ("abc", (False,) * 3, (), "cannot attribute: every rank has its own, no majority"),
-        ("aabb", (False, False, True, True), (2, 3), "ranks 2-3 against ranks 0-1; ranks 2-3: did it"),
+        ("aabb", (False, False, True, True), (2, 3), "ranks 2-3 against ranks 0-1; ranks 2-3: wrote alone"),
         ("aaabc", (), (3, 4), "rank 4 against rank 3 against ranks 0-2 (3 of 5 ranks agree)"),
         ("aabc", (), (), "cannot attribute: rank 3 against rank 2 against ranks 0-1, no majority"),
     ],
 )
-def test_blame_says_who_stands_against_whom(values: str, did: tuple[bool, ...], ranks: object, words: str) -> None:
-    found = blame(values, did, "did it")
+def test_the_text_shows_sides_count_and_evidence(
+    values: str, has_evidence: tuple[bool, ...], ranks: object, words: str
+) -> None:
+    found = attribute_values(values, has_evidence, "wrote alone")
 
-    assert (found.ranks, found.words) == (ranks, words)
+    assert (found.ranks, found.text) == (ranks, words)
 
 
 # Where only this moment is known
 
-_FOUND = Blame((2,), (), "rank 2 against ranks 0-1")
+_FOUND = Attribution((2,), (), "rank 2 against ranks 0-1")
 _ALL = ("parameters", "buffers", "gradients", "optimizer")
 
 
@@ -318,23 +341,23 @@ _ALL = ("parameters", "buffers", "gradients", "optimizer")
         (["gradients", "buffers"], _ALL, "gradients", "parameters agree"),
         (["parameters", "optimizer"], _ALL, "step", "earlier step()"),
         (["parameters", "gradients", "optimizer"], _ALL, "step", "earlier step()"),
-        (["optimizer"], _ALL, "step", "will part"),
-        (["optimizer", "buffers"], _ALL, "step", "will part"),
+        (["optimizer"], _ALL, "step", "will make"),
+        (["optimizer", "buffers"], _ALL, "step", "will make"),
         (["parameters"], _ALL, "unknown", "written outside"),
         (["parameters", "gradients", "buffers"], _ALL, "unknown", "written outside"),
         (["parameters"], ("parameters", "buffers"), "unknown", "pass optimizer="),
         (["buffers"], _ALL, "buffers", "broadcast_buffers()"),
     ],
 )
-def test_what_differs_now_tells_what_it_can(
+def test_the_verdict_follows_from_the_kinds_that_differ_now(
     differing: list[str], compared: tuple[str, ...], phase: str, word: str
 ) -> None:
-    verdict = judge_kinds(differing, compared, _FOUND)
+    verdict = attribute_kinds(differing, compared, _FOUND)
 
-    assert (verdict.phase, verdict.ranks, verdict.who) == (phase, _FOUND.ranks, _FOUND.words)
+    assert (verdict.phase, verdict.ranks, verdict.who) == (phase, _FOUND.ranks, _FOUND.text)
     assert word in verdict.cause
     assert 'checks="detail"' in verdict.since
 
 
 def test_nothing_that_differs_is_no_verdict() -> None:
-    assert judge_kinds([], _ALL, _FOUND) == NOTHING
+    assert attribute_kinds([], _ALL, _FOUND) == NOTHING

@@ -1,4 +1,4 @@
-"""With checks="detail": does training go on after an error, beside local steps, and with compiled steps?"""
+"""With checks="detail" training goes on after an error, with local steps and with compiled steps."""
 
 import copy
 import warnings

@@ -1,4 +1,4 @@
-"""Does a digest change with any bit and any order of the bits, and with nothing else?"""
+"""A digest changes with any bit and any order of the bits, and with nothing else."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._replicas.digest import digest, digest_all, digest_words
+from legacy_ddp._replicas.digest import digest, digest_all, digest_each
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int8, torch.int16, torch.int64, torch.uint8, torch.bool]
@@ -337,7 +337,7 @@ def test_a_gpu_says_the_same(numel: int) -> None:
     tensor = _random(numel)
     both = [tensor, tensor.cuda(), tensor.cuda()[1:], tensor[1:]]
 
-    assert digest_words(both)[0::3] == digest_words(both)[1:3]
+    assert digest_each(both)[0::3] == digest_each(both)[1:3]
     assert digest_all([tensor, None, tensor]) == digest_all([tensor.cuda(), None, tensor.cuda()])
 
 
@@ -346,17 +346,17 @@ def test_a_gpu_and_a_cpu_are_digested_in_one_go() -> None:
     tensors = [_random(size) for size in (1, 5, 0, 9000, 77, 4096, 3)] * 50
     mixed = [tensor.cuda() if index % 3 else tensor for index, tensor in enumerate(tensors)]
 
-    assert digest_words(mixed) == digest_words(tensors)
+    assert digest_each(mixed) == digest_each(tensors)
 
 
 # --- many tensors ----------------------------------------------------------------------------------------------------
 
 
-def test_digest_words_are_the_digests() -> None:
+def test_digest_each_is_the_digest_of_each() -> None:
     tensors = [_random(5), _random(0), _random(9000, dtype=torch.float64)]
 
-    assert digest_words(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
-    assert digest_words([]) == []
+    assert digest_each(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
+    assert digest_each([]) == []
 
 
 def _sliced(data: torch.Tensor) -> torch.Tensor:
@@ -380,19 +380,19 @@ FORMS: dict[str, Edit] = {
 
 
 @given(st.lists(st.tuples(byte_counts, st.sampled_from(sorted(FORMS))), max_size=40))
-def test_digest_words_of_any_tensors_are_the_digests(drawn: list[tuple[int, str]]) -> None:
+def test_digest_each_of_any_tensors_are_the_digests(drawn: list[tuple[int, str]]) -> None:
     tensors = [form for count, name in drawn if (form := FORMS[name](_random_bytes(count))) is not None]
 
-    assert digest_words(tensors) == [digest(tensor) for tensor in tensors]
-    assert digest_words(iter(tensors)) == digest_words(tensors)
+    assert digest_each(tensors) == [digest(tensor) for tensor in tensors]
+    assert digest_each(iter(tensors)) == digest_each(tensors)
 
 
 @pytest.mark.parametrize("count", [2, 3, 8, 9, 17, 40])  # 8 tensors of a whole row work together on a CPU
 @pytest.mark.parametrize("size_bytes", [0, 1, 8, 13, 9216, 8 * 4096 - 1, 8 * 4096, 8 * 4096 + 1])
-def test_digest_words_of_many_tensors_are_what_their_definition_says(size_bytes: int, count: int) -> None:
+def test_digest_each_of_many_tensors_are_what_their_definition_says(size_bytes: int, count: int) -> None:
     tensors = [_random_bytes(size_bytes).add(index) for index in range(count)]
     known = {0: tensors[0], count // 2: tensors[count // 2], count - 1: tensors[-1]}
-    words = digest_words(tensors)
+    words = digest_each(tensors)
 
     assert words == [digest(tensor) for tensor in tensors]
     for index, tensor in known.items():
@@ -402,7 +402,7 @@ def test_digest_words_of_many_tensors_are_what_their_definition_says(size_bytes:
 def test_sums_of_states_that_wrap_around_are_kept_apart() -> None:
     tensors = [torch.full((size,), -1, dtype=torch.int64) for size in [1, 4096, 2, 4095, 1, 1] * 5]
 
-    assert digest_words(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
+    assert digest_each(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
 
 
 class _Calls(TorchDispatchMode):
@@ -420,17 +420,17 @@ def test_one_more_small_tensor_takes_few_more_calls(size_bytes: int) -> None:
     counts = []
     for many in (500, 1000):
         with _Calls() as calls:
-            digest_words([_random_bytes(size_bytes)] * many)
+            digest_each([_random_bytes(size_bytes)] * many)
         counts.append(calls.count)
 
     assert counts[1] - counts[0] < 6 * 500  # alone it takes some thirty
 
 
-def test_digest_words_in_inference_mode_are_the_same() -> None:
+def test_digest_each_in_inference_mode_are_the_same() -> None:
     tensors = [_random(5), _random(7), _random(5000)]
-    before = digest_words(tensors)
+    before = digest_each(tensors)
     with torch.inference_mode():
-        assert digest_words(tensors) == digest_words([tensor.clone() for tensor in tensors]) == before
+        assert digest_each(tensors) == digest_each([tensor.clone() for tensor in tensors]) == before
 
 
 @given(st.lists(st.lists(st.integers(0, 1), max_size=3) | st.none(), max_size=4), st.data())

@@ -1,4 +1,4 @@
-"""How two tensors differ: each class by a fault made by hand, beside a twin that must not be called so."""
+"""Each kind of difference between two tensors, beside a similar pair of a different kind."""
 
 import json
 import math

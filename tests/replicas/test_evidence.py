@@ -1,4 +1,4 @@
-"""With checks="detail": what counts as evidence against a rank, and what leaves no trace?"""
+"""With checks="detail": evidence against a rank, and changes that are not evidence."""
 
 import copy
 import warnings
@@ -20,7 +20,7 @@ wrap_in_detail = partial(LegacyDistributedDataParallel, checks="detail")
 # Evidence against a rank
 
 
-def _told(action: Callable[[], object]) -> str:
+def _error_text(action: Callable[[], object]) -> str:
     with pytest.raises(ReplicaDivergenceError) as caught:
         action()
     return f"{caught.value.phase} {caught.value.ranks}"
@@ -38,7 +38,7 @@ def _clips_and_skips(rank: int, skips: bool) -> str:
         if not skips or (index, rank) != (2, 1):
             optimizer.step()
     optimizer.zero_grad()
-    return _told(model.all_reduce)
+    return _error_text(model.all_reduce)
 
 
 @pytest.mark.parametrize("skips, phase", [(True, "step"), (False, "gradients")])
@@ -61,7 +61,7 @@ def _forgets_to_clamp(rank: int) -> str:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.clamp_(-1e-3, 1e-3)
-    return _told(model.all_reduce)
+    return _error_text(model.all_reduce)
 
 
 def test_a_rank_that_clamps_as_always_is_not_accused_of_it() -> None:
@@ -138,7 +138,7 @@ def _replaces_its_module(rank: int) -> str:
     if rank == 1:
         with torch.no_grad():
             model.module[0].weight[0, 0] += 1
-    return _told(model.all_reduce)
+    return _error_text(model.all_reduce)
 
 
 def test_another_module_put_in_place_is_the_one_that_is_followed() -> None:

@@ -1,11 +1,11 @@
-"""What optimizers hold of a model and besides, in words. One process."""
+"""Descriptions of the parameters in optimizers. One process."""
 
 import pytest
 import torch
 from torch import nn
 
 from legacy_ddp._buckets.inventory import distinct
-from legacy_ddp._replicas.membership import describe_members, parameter_groups
+from legacy_ddp._replicas.membership import describe_membership, parameter_groups
 
 Tensors = list[nn.Parameter]
 
@@ -70,10 +70,10 @@ def test_what_an_optimizer_holds_is_said_and_a_parameter_that_got_lost_noticed(
     net = _net()
     optimizer = torch.optim.SGD(_hold(net, case), lr=0.5)
 
-    assert describe_members([optimizer], distinct(net.named_parameters())) == (words, is_lost)
+    assert describe_membership([optimizer], distinct(net.named_parameters())) == (words, is_lost)
 
 
-def test_the_group_of_each_parameter_is_told() -> None:
+def test_each_parameter_has_its_group() -> None:
     net = _net()
     first = torch.optim.SGD([{"params": [net.a]}, {"params": [net.b, net.c]}], lr=0.5)
     second = torch.optim.SGD([net.c, net.d], lr=0.5)

@@ -1,4 +1,4 @@
-"""However a healthy training goes, checks="detail" must be silent. Every rank trains on data of its own."""
+"""No error from checks="detail" in any healthy training. Every rank trains on its own data."""
 
 import copy
 import pickle

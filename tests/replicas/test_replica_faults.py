@@ -1,4 +1,4 @@
-"""One rank's bits become others than its peers': is it found in the next call, with all there is to know about it?"""
+"""A fault of a single rank is found in the next call, with rank, parameter, phase and element."""
 
 from dataclasses import dataclass
 from functools import cache, partial
@@ -6,24 +6,33 @@ from functools import cache, partial
 import pytest
 
 from tests.helpers import replica_faults
-from tests.helpers.replica_scenes import LAST_STEP, Deed, Sight, Sights, Story, check_whole, played, story
+from tests.helpers.replica_scenes import (
+    LAST_STEP,
+    Action,
+    CallOutcome,
+    Scenario,
+    Sights,
+    check_harmless,
+    run_scenarios,
+    scenario,
+)
 
 WEIGHT = replica_faults.WEIGHT
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``has_doer``: an invariant of the rank's own tells who it was, so that two ranks are enough.
+    """``has_evidence``: an invariant of the rank's own tells who it was, so that two ranks are enough.
 
     ``bit``: where one element differs, its index, and the bit if no arithmetic came after it.
     """
 
     moment: str
     step: int
-    deed: Deed
+    action: Action
     call: int
     phase: str
-    has_doer: bool
+    has_evidence: bool
     parameter: str | None = WEIGHT
     words: tuple[str, ...] = ()
     place: tuple[int, ...] | None = None
@@ -31,17 +40,17 @@ class Fault:
     init_sync: bool = True
 
     @property
-    def story(self) -> Story:
-        return story((self.moment, self.step, self.deed), options={"init_sync": self.init_sync})
+    def scenario(self) -> Scenario:
+        return scenario((self.moment, self.step, self.action), options={"init_sync": self.init_sync})
 
 
-_outside = partial(Fault, phase="outside", has_doer=True, words=("changed outside of a step",))
-_flipped = partial(_outside, deed=replica_faults.flip_weight, place=(1, 2), bit=22)
-_at_start = partial(Fault, moment="built", step=0, call=1, phase="start", has_doer=False, init_sync=False)
-_used = partial(Fault, moment="reduced", step=1, call=2, phase="gradients", has_doer=False, parameter=None)
-_in_step = partial(Fault, moment="reduced", step=1, call=2, phase="step", has_doer=False, parameter=None)
+_outside = partial(Fault, phase="outside", has_evidence=True, words=("changed outside of a step",))
+_flipped = partial(_outside, action=replica_faults.flip_weight, place=(1, 2), bit=22)
+_at_start = partial(Fault, moment="built", step=0, call=1, phase="start", has_evidence=False, init_sync=False)
+_used = partial(Fault, moment="reduced", step=1, call=2, phase="gradients", has_evidence=False, parameter=None)
+_in_step = partial(Fault, moment="reduced", step=1, call=2, phase="step", has_evidence=False, parameter=None)
 _next_step = partial(_in_step, moment="stepped", call=3)
-_statistics = partial(Fault, phase="buffers", has_doer=False, parameter=None)
+_statistics = partial(Fault, phase="buffers", has_evidence=False, parameter=None)
 
 FAULTS = {
     "a bit flips after the first step": _flipped("stepped", 1, call=2),
@@ -65,51 +74,51 @@ FAULTS = {
         bit=22,
     ),
     "a frozen weight flips before the first call": _at_start(
-        deed=partial(replica_faults.flip_weight, name="3.weight", place=(1, 3)),
+        action=partial(replica_faults.flip_weight, name="3.weight", place=(1, 3)),
         parameter="3.weight",
         place=(1, 3),
         bit=22,
     ),
     "a bit flips before the first call": _at_start(
-        moment="wrapped", deed=replica_faults.flip_weight, place=(1, 2), bit=22
+        moment="wrapped", action=replica_faults.flip_weight, place=(1, 2), bit=22
     ),
     "a bit flips between call and step": _outside("reduced", 1, replica_faults.flip_weight, call=2, place=(1, 2)),
     "a weight becomes NaN": _outside("stepped", 1, replica_faults.fill_with_nan, call=2, place=(0, 0)),
     "weights are rounded": _outside("stepped", 1, replica_faults.round_parameters, call=2, parameter=None),
     "another checkpoint is loaded": _outside("stepped", 1, replica_faults.load_another_seed, call=2, parameter=None),
     "layers of one shape change places": _outside("stepped", 1, replica_faults.swap_layers, call=2, parameter=None),
-    "another seed": _at_start(deed=replica_faults.load_another_seed, parameter=None, words=("init_sync=False",)),
-    "another initial weight": _at_start(deed=replica_faults.another_weight),
+    "another seed": _at_start(action=replica_faults.load_another_seed, parameter=None, words=("init_sync=False",)),
+    "another initial weight": _at_start(action=replica_faults.another_weight),
     "another checkpoint is loaded before the first call": _at_start(
-        moment="wrapped", deed=replica_faults.load_another_seed, parameter=None, init_sync=True
+        moment="wrapped", action=replica_faults.load_another_seed, parameter=None, init_sync=True
     ),
     "a step is missing": _in_step(
-        deed=partial(replica_faults.other_steps, steps=0), words=("different numbers of steps",)
+        action=partial(replica_faults.other_steps, steps=0), words=("different numbers of steps",)
     ),
     "a step too many": _in_step(
-        deed=partial(replica_faults.other_steps, steps=2), words=("different numbers of steps",)
+        action=partial(replica_faults.other_steps, steps=2), words=("different numbers of steps",)
     ),
     "another learning rate": _in_step(
-        deed=partial(replica_faults.set_group, key="lr", factor=1.01), words=("lr", "0.12625")
+        action=partial(replica_faults.set_group, key="lr", factor=1.01), words=("lr", "0.12625")
     ),
     "another weight decay": _in_step(
-        deed=partial(replica_faults.set_group, key="weight_decay", factor=2.0), words=("weight_decay", "0.5")
+        action=partial(replica_faults.set_group, key="weight_decay", factor=2.0), words=("weight_decay", "0.5")
     ),
     "momentum changes": _next_step(
-        deed=replica_faults.flip_momentum,
-        has_doer=True,
+        action=replica_faults.flip_momentum,
+        has_evidence=True,
         parameter=WEIGHT,
         place=(0, 3),
         words=("momentum_buffer", "optimizer state changed outside of a step"),
     ),
     "an optimizer lacks a layer": _next_step(
-        deed=replica_faults.leave_out,
+        action=replica_faults.leave_out,
         parameter=WEIGHT,
         words=("in optimizers: ", "without '2.weight'", "left out of a list"),
     ),
     "an optimizer holds what was replaced": _next_step(
-        deed=replica_faults.replace_weight,
-        has_doer=True,
+        action=replica_faults.replace_weight,
+        has_evidence=True,
         parameter=WEIGHT,
         words=("tensor that is not in the model, in place of a parameter", "not in the model: float32 (4, 4)"),
     ),
@@ -121,15 +130,15 @@ FAULTS = {
         words=("changed outside of a step", "tensor that is not in the model, in place of a parameter"),
     ),
     "an optimizer holds nothing of the model": _next_step(
-        deed=replica_faults.optimize_a_copy,
+        action=replica_faults.optimize_a_copy,
         parameter=None,
         words=("different numbers of steps", "1 of an optimizer that holds no parameter of the model"),
     ),
-    "gradients are clipped": _used(deed=replica_faults.clip),
-    "gradients are dropped": _used(deed=replica_faults.drop_gradients),
-    "gradients stay scaled": _used(deed=replica_faults.scale_gradients),
-    "a gradient is edited": _used(deed=replica_faults.edit_gradient, parameter=WEIGHT, place=(0, 0)),
-    "a bit of a gradient flips": _used(deed=replica_faults.flip_gradient, parameter=WEIGHT, place=(3, 0)),
+    "gradients are clipped": _used(action=replica_faults.clip),
+    "gradients are dropped": _used(action=replica_faults.drop_gradients),
+    "gradients stay scaled": _used(action=replica_faults.scale_gradients),
+    "a gradient is edited": _used(action=replica_faults.edit_gradient, parameter=WEIGHT, place=(0, 0)),
+    "a bit of a gradient flips": _used(action=replica_faults.flip_gradient, parameter=WEIGHT, place=(3, 0)),
     "statistics are poked": _statistics(
         "stepped", 1, replica_faults.poke_statistics, 2, words=("buffer '1.running_mean'",)
     ),
@@ -137,53 +146,55 @@ FAULTS = {
         "wrapped", 0, replica_faults.other_data, 1, words=("local_buffers", "broadcast_buffers")
     ),
 }
-STORIES = {name: fault.story for name, fault in FAULTS.items()}
+SCENARIOS = {name: fault.scenario for name, fault in FAULTS.items()}
 
 
 @cache
-def _seen(world_size: int, *doers: int) -> Sights[Sight]:
-    return played(STORIES, world_size, doers)
+def _outcomes(world_size: int, *faulty: int) -> Sights[CallOutcome]:
+    return run_scenarios(SCENARIOS, world_size, faulty)
 
 
 @pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_happens_to_one_rank_alone_is_told_on_all(name: str, world_size: int, who: int) -> None:
-    fault, sight = FAULTS[name], _seen(world_size, who)[name]
+    fault, outcome = FAULTS[name], _outcomes(world_size, who)[name]
 
-    assert (sight.error, sight.call) == ("ReplicaDivergenceError", fault.call), sight
-    assert (sight.phase, sight.parameter) == (fault.phase, fault.parameter), sight.text
-    assert sight.ranks == ((who,) if world_size > 2 or fault.has_doer else ()), sight.text
-    assert all(word in sight.unwrapped for word in fault.words), sight.text
-    assert fault.phase == "gradients" or "edited, clipped or dropped" not in sight.unwrapped
-    assert sight.minority == ((who,) if world_size > 2 else ())
-    assert sight.implicated == ((who,) if fault.has_doer else ())
-    assert f"all_reduce() call {fault.call}" in sight.text
-    check_whole(sight)
+    assert (outcome.error, outcome.call) == ("ReplicaDivergenceError", fault.call), outcome
+    assert (outcome.phase, outcome.parameter) == (fault.phase, fault.parameter), outcome.text
+    assert outcome.ranks == ((who,) if world_size > 2 or fault.has_evidence else ()), outcome.text
+    assert all(word in outcome.unwrapped for word in fault.words), outcome.text
+    assert fault.phase == "gradients" or "edited, clipped or dropped" not in outcome.unwrapped
+    assert outcome.minority == ((who,) if world_size > 2 else ())
+    assert outcome.implicated == ((who,) if fault.has_evidence else ())
+    assert f"all_reduce() call {fault.call}" in outcome.text
+    check_harmless(outcome)
 
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("name", FAULTS)
 def test_of_two_ranks_both_are_shown(name: str, who: int) -> None:
-    sight = _seen(2, who)[name]
+    outcome = _outcomes(2, who)[name]
 
-    assert "rank 1 against rank 0" in sight.unwrapped
-    assert ("cannot attribute" in sight.text) == (not FAULTS[name].has_doer), sight.text
+    assert "rank 1 against rank 0" in outcome.unwrapped
+    assert ("cannot attribute" in outcome.text) == (not FAULTS[name].has_evidence), outcome.text
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.phase in ("gradients", "step")])
 def test_how_elements_differ_names_no_cause_that_the_phase_rules_out(name: str) -> None:
-    sight = _seen(3, 1)[name]
+    outcome = _outcomes(3, 1)[name]
 
-    assert not [word for word in ("start", "data", "order", "kernel") if word in sight.unwrapped.partition("why: ")[2]]
+    assert not [
+        word for word in ("start", "data", "order", "kernel") if word in outcome.unwrapped.partition("why: ")[2]
+    ]
 
 
 @pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.place is not None])
 def test_one_element_is_found_with_its_bit(name: str, world_size: int, who: int) -> None:
-    fault, sight = FAULTS[name], _seen(world_size, who)[name]
+    fault, outcome = FAULTS[name], _outcomes(world_size, who)[name]
     shown = who if world_size > 2 else 1  # of two ranks the first is what the other is compared with
 
-    (element,) = (item for item in sight.elements if item.thing == f"parameter {fault.parameter!r}")
+    (element,) = (item for item in outcome.elements if item.thing == f"parameter {fault.parameter!r}")
 
     assert (element.rank, element.count, element.index) == (shown, 1, fault.place)
     if fault.bit is not None:
@@ -193,24 +204,26 @@ def test_one_element_is_found_with_its_bit(name: str, world_size: int, who: int)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_happens_to_all_ranks_alike_is_silent(name: str, world_size: int) -> None:
-    assert _seen(world_size, *range(world_size))[name] == Sight(recovered=True)
+    assert _outcomes(world_size, *range(world_size))[name] == CallOutcome(recovered=True)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_majority_is_counted_and_not_called_right(name: str) -> None:
-    sight, has_doer = _seen(3, 0, 1)[name], FAULTS[name].has_doer
+    outcome, has_evidence = _outcomes(3, 0, 1)[name], FAULTS[name].has_evidence
 
-    assert (sight.phase, sight.ranks) == (FAULTS[name].phase, () if has_doer else (2,)), sight.text
-    assert (sight.minority, sight.implicated) == ((2,), (0, 1) if has_doer else ())
-    assert ("count and evidence disagree" in sight.unwrapped) == has_doer
-    assert "rank 2 against ranks 0-1 (2 of 3 ranks agree)" in sight.unwrapped
-    check_whole(sight)
+    assert (outcome.phase, outcome.ranks) == (FAULTS[name].phase, () if has_evidence else (2,)), outcome.text
+    assert (outcome.minority, outcome.implicated) == ((2,), (0, 1) if has_evidence else ())
+    assert ("count and evidence disagree" in outcome.unwrapped) == has_evidence
+    assert "rank 2 against ranks 0-1 (2 of 3 ranks agree)" in outcome.unwrapped
+    check_harmless(outcome)
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_two_ranks_of_four_have_no_majority_against_them(name: str) -> None:
-    sight = _seen(4, 1, 3)[name]
+    outcome = _outcomes(4, 1, 3)[name]
 
-    assert (sight.phase, sight.ranks) == (FAULTS[name].phase, (1, 3) if FAULTS[name].has_doer else ()), sight.text
-    assert "ranks 1, 3 against ranks 0, 2" in sight.text
-    check_whole(sight)
+    assert (outcome.phase, outcome.ranks) == (FAULTS[name].phase, (1, 3) if FAULTS[name].has_evidence else ()), (
+        outcome.text
+    )
+    assert "ranks 1, 3 against ranks 0, 2" in outcome.text
+    check_harmless(outcome)

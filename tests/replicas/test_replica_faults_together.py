@@ -1,4 +1,4 @@
-"""Several faults at once, and what each rank is free to do alone."""
+"""Several faults at once, and actions that a rank may do alone."""
 
 from functools import cache, partial
 
@@ -9,14 +9,14 @@ from torch import nn
 from tests.helpers import replica_faults
 from tests.helpers.replica_scenes import (
     LOCAL_STATISTICS,
+    CallOutcome,
     Element,
+    Scenario,
     Scene,
-    Sight,
     Sights,
-    Story,
-    check_whole,
-    played,
-    story,
+    check_harmless,
+    run_scenarios,
+    scenario,
     training_net,
 )
 
@@ -38,23 +38,23 @@ def _own_learning_rate(scene: Scene) -> None:
 _flip_bias = partial(replica_faults.flip_weight, name="0.bias", place=(3,), bit=4)
 _another_rate = partial(replica_faults.set_group, key="lr", factor=1.01)
 TWO = {
-    "two weights": Story([("stepped", 1, replica_faults.flip_weight, 0), ("stepped", 1, _flip_bias, 1)]),
-    "rate, then weight": Story([("reduced", 1, _another_rate, 0), ("stepped", 1, replica_faults.flip_weight, 1)]),
-    "gradient, then weight": Story([("reduced", 1, replica_faults.flip_gradient, 0), ("stepped", 1, _flip_bias, 1)]),
-    "statistics and weight": Story(
+    "two weights": Scenario([("stepped", 1, replica_faults.flip_weight, 0), ("stepped", 1, _flip_bias, 1)]),
+    "rate, then weight": Scenario([("reduced", 1, _another_rate, 0), ("stepped", 1, replica_faults.flip_weight, 1)]),
+    "gradient, then weight": Scenario([("reduced", 1, replica_faults.flip_gradient, 0), ("stepped", 1, _flip_bias, 1)]),
+    "statistics and weight": Scenario(
         [("stepped", 1, replica_faults.poke_statistics, 0), ("stepped", 1, replica_faults.flip_weight, 1)]
     ),
 }
 ALL_DIFFER = {
-    "every rank flips a bit": story(("stepped", 1, _flip_own_place)),
-    "every rank has a seed": story(("built", 0, _own_seed), options={"init_sync": False}),
-    "every rank has a rate": story(("reduced", 1, _own_learning_rate)),
+    "every rank flips a bit": scenario(("stepped", 1, _flip_own_place)),
+    "every rank has a seed": scenario(("built", 0, _own_seed), options={"init_sync": False}),
+    "every rank has a rate": scenario(("reduced", 1, _own_learning_rate)),
 }
 
 
 @cache
-def _seen_two(world_size: int, first: int, second: int) -> Sights[Sight]:
-    return played(TWO, world_size, (first,), (second,))
+def _outcomes_two(world_size: int, first: int, second: int) -> Sights[CallOutcome]:
+    return run_scenarios(TWO, world_size, (first,), (second,))
 
 
 @pytest.mark.parametrize("world_size, first, second", [(3, 0, 2), (4, 3, 1)])
@@ -70,41 +70,41 @@ def _seen_two(world_size: int, first: int, second: int) -> Sights[Sight]:
 def test_two_faults_in_one_step_are_both_told(
     name: str, phase: str, both: bool, world_size: int, first: int, second: int
 ) -> None:
-    sight = _seen_two(world_size, first, second)[name]
+    outcome = _outcomes_two(world_size, first, second)[name]
 
-    assert (sight.call, sight.phase) == (2, phase), sight.text
-    assert sight.ranks == (tuple(sorted((first, second))) if both else (second,)), sight.text
-    assert both or "buffer '1.running_mean'" in sight.names
-    told = f"rank {second}: parameters changed outside of a step"
-    assert name == "two weights" or sight.unwrapped.count(told) == 1, sight.text
-    check_whole(sight)
+    assert (outcome.call, outcome.phase) == (2, phase), outcome.text
+    assert outcome.ranks == (tuple(sorted((first, second))) if both else (second,)), outcome.text
+    assert both or "buffer '1.running_mean'" in outcome.names
+    text = f"rank {second}: parameters changed outside of a step"
+    assert name == "two weights" or outcome.unwrapped.count(text) == 1, outcome.text
+    check_harmless(outcome)
 
 
-def test_of_two_ranks_with_a_fault_each_the_one_with_a_deed_is_named() -> None:
-    sights = _seen_two(2, 0, 1)
+def test_of_two_ranks_with_a_fault_each_the_rank_with_evidence_is_named() -> None:
+    outcomes = _outcomes_two(2, 0, 1)
 
-    assert {name: sights[name].ranks for name in TWO} == {
+    assert {name: outcomes[name].ranks for name in TWO} == {
         "two weights": (),  # each of them changed one
         "rate, then weight": (1,),
         "gradient, then weight": (1,),
         "statistics and weight": (1,),
     }
-    assert {"parameter '2.weight'", "parameter '0.bias'"} <= set(sights["two weights"].names)
+    assert {"parameter '2.weight'", "parameter '0.bias'"} <= set(outcomes["two weights"].names)
 
 
 @pytest.mark.parametrize("name", ALL_DIFFER)
 def test_where_no_two_ranks_agree_nobody_is_blamed(name: str) -> None:
-    sight = played(ALL_DIFFER, 4, (0, 1, 2, 3))[name]
+    outcome = run_scenarios(ALL_DIFFER, 4, (0, 1, 2, 3))[name]
 
-    assert (sight.error, sight.ranks) == ("ReplicaDivergenceError", ())
-    assert "cannot attribute" in sight.text
-    assert "every rank has its own" in sight.unwrapped
-    check_whole(sight)
+    assert (outcome.error, outcome.ranks) == ("ReplicaDivergenceError", ())
+    assert "cannot attribute" in outcome.text
+    assert "every rank has its own" in outcome.unwrapped
+    check_harmless(outcome)
 
 
 def test_elements_of_several_ranks_are_each_compared_with_what_most_hold() -> None:
-    stories = {
-        "": Story(
+    scenarios = {
+        "": Scenario(
             [
                 ("stepped", 2, replica_faults.flip_weight, 0),
                 ("stepped", 2, partial(replica_faults.flip_weight, place=(0, 1), bit=30), 1),
@@ -112,7 +112,7 @@ def test_elements_of_several_ranks_are_each_compared_with_what_most_hold() -> No
         )
     }
 
-    assert played(stories, 4, (1,), (3,))[""].elements == (
+    assert run_scenarios(scenarios, 4, (1,), (3,))[""].elements == (
         Element("parameter '2.weight'", 1, 1, (1, 2), "one bit", 22),
         Element("parameter '2.weight'", 3, 1, (0, 1), "one bit", 30),
     )
@@ -123,10 +123,10 @@ def _broadcast_buffers(scene: Scene) -> None:
 
 
 BEFORE_A_BROADCAST = {
-    "rate": Story([("reduced", 1, _another_rate, 0), ("stepped", 1, _broadcast_buffers, 1)]),
-    "gradient": Story([("reduced", 1, replica_faults.flip_gradient, 0), ("stepped", 1, _broadcast_buffers, 1)]),
-    "weight": Story([("stepped", 1, replica_faults.flip_weight, 0), ("stepped", 1, _broadcast_buffers, 1)]),
-    "weight after it": Story([("stepped", 1, _broadcast_buffers, 1), ("stepped", 1, replica_faults.flip_weight, 0)]),
+    "rate": Scenario([("reduced", 1, _another_rate, 0), ("stepped", 1, _broadcast_buffers, 1)]),
+    "gradient": Scenario([("reduced", 1, replica_faults.flip_gradient, 0), ("stepped", 1, _broadcast_buffers, 1)]),
+    "weight": Scenario([("stepped", 1, replica_faults.flip_weight, 0), ("stepped", 1, _broadcast_buffers, 1)]),
+    "weight after it": Scenario([("stepped", 1, _broadcast_buffers, 1), ("stepped", 1, replica_faults.flip_weight, 0)]),
 }
 
 
@@ -142,20 +142,20 @@ BEFORE_A_BROADCAST = {
 def test_a_broadcast_of_buffers_hides_nothing_that_parameters_went_through(
     name: str, phase: str, ranks: tuple[int, ...]
 ) -> None:
-    sight = _seen_before_a_broadcast()[name]
+    outcome = _outcomes_before_a_broadcast()[name]
 
-    assert (sight.call, sight.phase, sight.ranks) == (2, phase, ranks), sight.text
+    assert (outcome.call, outcome.phase, outcome.ranks) == (2, phase, ranks), outcome.text
 
 
 @cache
-def _seen_before_a_broadcast() -> Sights[Sight]:
-    return played(BEFORE_A_BROADCAST, 2, (1,), (0, 1))
+def _outcomes_before_a_broadcast() -> Sights[CallOutcome]:
+    return run_scenarios(BEFORE_A_BROADCAST, 2, (1,), (0, 1))
 
 
 _two_steps = partial(replica_faults.other_steps, steps=2)
 WITHIN_TWO_STEPS = {
-    "before the second": Story([("reduced", 1, _two_steps, 1), ("between", 1, replica_faults.flip_gradient, 0)]),
-    "before the first alone": Story(
+    "before the second": Scenario([("reduced", 1, _two_steps, 1), ("between", 1, replica_faults.flip_gradient, 0)]),
+    "before the first alone": Scenario(
         [
             ("reduced", 1, _two_steps, 1),
             ("reduced", 1, replica_faults.flip_gradient, 0),
@@ -167,9 +167,9 @@ WITHIN_TWO_STEPS = {
 
 @pytest.mark.parametrize("name", WITHIN_TWO_STEPS)
 def test_a_gradient_that_one_of_two_steps_found_changed_is_told(name: str) -> None:
-    sight = played(WITHIN_TWO_STEPS, 2, (1,), (0, 1))[name]
+    outcome = run_scenarios(WITHIN_TWO_STEPS, 2, (1,), (0, 1))[name]
 
-    assert (sight.call, sight.phase, sight.ranks) == (2, "gradients", ()), sight.text
+    assert (outcome.call, outcome.phase, outcome.ranks) == (2, "gradients", ()), outcome.text
 
 
 # What a rank may do alone
@@ -198,16 +198,16 @@ def _add_dropout(scene: Scene) -> None:
 
 
 FREEDOMS = {
-    "draws random numbers": story(("backward", 2, _draw), ("stepped", 1, _draw)),
-    "evaluates": story(("forwarded", 2, _evaluate), ("stepped", 1, _evaluate)),
-    "trains another model": story(("reduced", 1, _train_another_model)),
-    "has other data and statistics of its own": story(
+    "draws random numbers": scenario(("backward", 2, _draw), ("stepped", 1, _draw)),
+    "evaluates": scenario(("forwarded", 2, _evaluate), ("stepped", 1, _evaluate)),
+    "trains another model": scenario(("reduced", 1, _train_another_model)),
+    "has other data and statistics of its own": scenario(
         ("wrapped", 0, replica_faults.other_data), options={"checks": LOCAL_STATISTICS}
     ),
-    "pokes statistics of its own": story(
+    "pokes statistics of its own": scenario(
         ("stepped", 1, replica_faults.poke_statistics), options={"checks": LOCAL_STATISTICS}
     ),
-    "pokes what all ignore": story(
+    "pokes what all ignore": scenario(
         ("stepped", 1, partial(replica_faults.flip_weight, name="3.weight", place=(0, 0))),
         options={"ignore": ["3.weight"]},
     ),
@@ -215,17 +215,19 @@ FREEDOMS = {
 
 
 @cache
-def _seen_free(world_size: int, *doers: int) -> Sights[Sight]:
-    return played(FREEDOMS, world_size, doers)
+def _outcomes_free(world_size: int, *faulty: int) -> Sights[CallOutcome]:
+    return run_scenarios(FREEDOMS, world_size, faulty)
 
 
 @pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", FREEDOMS)
 def test_what_a_rank_may_do_alone_is_silent(name: str, world_size: int, who: int) -> None:
-    assert _seen_free(world_size, who)[name] == Sight(recovered=True)
+    assert _outcomes_free(world_size, who)[name] == CallOutcome(recovered=True)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_dropout_with_a_seed_per_rank_is_silent(world_size: int) -> None:
     everyone = tuple(range(world_size))
-    assert played({"": story(("built", 0, _add_dropout))}, world_size, everyone)[""] == Sight(recovered=True)
+    assert run_scenarios({"": scenario(("built", 0, _add_dropout))}, world_size, everyone)[""] == CallOutcome(
+        recovered=True
+    )

@@ -1,4 +1,4 @@
-"""How a comparison of replicas reads, and what its findings say of themselves. Pure."""
+"""Text and properties of a report of replicas. Pure."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def test_replicas_with_another_past_are_not_identical() -> None:
     report = _report()
 
     assert not report.identical
-    assert "replicas differ in what they did since the last call" in str(report)
+    assert "replicas differ in the history since the last call" in str(report)
 
 
 def test_differences_beyond_ten_are_counted() -> None:
@@ -41,7 +41,7 @@ def test_differences_beyond_ten_are_counted() -> None:
     assert "13 of 20 parameters" in lines[0]
 
 
-def test_ten_differences_are_all_told() -> None:
+def test_ten_differences_are_all_listed() -> None:
     assert "more" not in str(_report(*(_difference(f"parameter 'p{index:02d}'") for index in range(10))))
 
 
@@ -73,9 +73,9 @@ def test_the_minority_is_suspected_and_named_first() -> None:
 @pytest.mark.parametrize(
     "generators, words",
     [
-        (((0, 1, 2),), "random generators stand alike on ranks 0-2"),
-        (((0, 2), (1,)), "random generators stand alike on ranks 0, 2"),
-        (((0, 2), (1, 3)), "random generators stand alike on ranks 0, 2 and on ranks 1, 3"),
+        (((0, 1, 2),), "random generators are equal on ranks 0-2"),
+        (((0, 2), (1,)), "random generators are equal on ranks 0, 2"),
+        (((0, 2), (1, 3)), "random generators are equal on ranks 0, 2 and on ranks 1, 3"),
         (((0,), (1,)), "random generators differ on all ranks"),
     ],
 )
@@ -84,7 +84,7 @@ def test_groups_of_generators_that_stand_alike_end_the_line(
 ) -> None:
     report = ReplicaReport("check_replicas() call 1", 4, COMPARED, generators=generators)
 
-    assert " ".join(str(report).split()).endswith(f"note: {words}, as they may")
+    assert " ".join(str(report).split()).endswith(f"note: {words}; they need not agree")
 
 
 def test_one_rank_says_nothing_of_generators() -> None:

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from legacy_ddp._replicas.digest import digest_words
+from legacy_ddp._replicas.digest import digest_each
 
 Measured = tuple[str | None, float | None, int]
 
@@ -31,7 +31,7 @@ def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
         TypeError: as :func:`legacy_ddp._replicas.digest.digest`.
     """
     tensors = [_coalesced(value) for value in values if isinstance(value, torch.Tensor)]
-    digests = iter(digest_words(tensors))
+    digests = iter(digest_each(tensors))
     norms = iter(_finite_norms([tensor for tensor in tensors if _has_numbers(tensor.dtype)]))
     return [
         (f"{next(digests) % 2**64:016x}", *(next(norms) if _has_numbers(value.dtype) else (None, 0)))

@@ -1,4 +1,4 @@
-"""Whether a change of optimizer state outside of steps is found, and what is none. One process."""
+"""Changes of optimizer state outside of steps are found; changes by steps are ignored. One process."""
 
 from collections.abc import Callable
 
@@ -6,26 +6,26 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp._replicas.state_trail import StateTrail
+from legacy_ddp._replicas.state_history import StateHistory
 from tests.helpers.replica_observations import flip_lowest
 
 Change = Callable[[torch.optim.Optimizer], object]
 
 
-def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateTrail]:
+def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateHistory]:
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (600, 500), ())]
-    optimizer, trail = torch.optim.Adam(parameters, lr=0.5), StateTrail()
-    _step(optimizer, trail)
-    trail.begin_anew()
-    return optimizer, trail
+    optimizer, history = torch.optim.Adam(parameters, lr=0.5), StateHistory()
+    _step(optimizer, history)
+    history.end_call()
+    return optimizer, history
 
 
-def _step(optimizer: torch.optim.Optimizer, trail: StateTrail) -> None:
-    trail.begin_step(optimizer)
+def _step(optimizer: torch.optim.Optimizer, history: StateHistory) -> None:
+    history.begin_step(optimizer)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    trail.end_step(optimizer)
+    history.end_step(optimizer)
 
 
 def _state(optimizer: torch.optim.Optimizer, index: int = 0) -> dict[str, torch.Tensor]:
@@ -60,51 +60,51 @@ NO_CHANGES: dict[str, Change] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_found_now_and_by_the_next_step(name: str, dtype: torch.dtype) -> None:
-    optimizer, trail = _stepped(dtype)
+    optimizer, history = _stepped(dtype)
     CHANGES[name](optimizer)
 
-    assert trail.recall() == (False, True)
-    trail.begin_step(optimizer)
-    trail.end_step(optimizer)
-    assert trail.recall() == (True, False)
+    assert history.snapshot() == (False, True)
+    history.begin_step(optimizer)
+    history.end_step(optimizer)
+    assert history.snapshot() == (True, False)
 
 
 @pytest.mark.parametrize("name", NO_CHANGES)
 def test_what_changes_no_bit_of_the_state_is_no_change(name: str) -> None:
-    optimizer, trail = _stepped()
+    optimizer, history = _stepped()
     NO_CHANGES[name](optimizer)
 
-    assert trail.recall() == (False, False)
-    _step(optimizer, trail)
-    assert trail.recall() == (False, False)
+    assert history.snapshot() == (False, False)
+    _step(optimizer, history)
+    assert history.snapshot() == (False, False)
 
 
 def test_a_change_at_every_step_is_a_habit() -> None:
-    optimizer, trail = _stepped()
+    optimizer, history = _stepped()
     for _ in range(2):
         _state(optimizer)["exp_avg"].neg_()
-        _step(optimizer, trail)
-        trail.begin_anew()
+        _step(optimizer, history)
+        history.end_call()
     _state(optimizer)["exp_avg"].neg_()
 
-    assert trail.recall() == (False, False)
+    assert history.snapshot() == (False, False)
 
 
 def test_state_that_is_mended_after_an_error_is_no_change() -> None:
-    optimizer, trail = _stepped()
-    trail.forget()
+    optimizer, history = _stepped()
+    history.restart()
     _state(optimizer)["exp_avg"].neg_()
-    _step(optimizer, trail)
+    _step(optimizer, history)
 
-    assert trail.recall() == (False, False)
+    assert history.snapshot() == (False, False)
 
 
 def test_each_optimizer_is_followed_on_its_own() -> None:
-    first, trail = _stepped()
+    first, history = _stepped()
     second, _ = _stepped()
-    _step(second, trail)
-    _step(first, trail)
-    assert trail.recall() == (False, False)
+    _step(second, history)
+    _step(first, history)
+    assert history.snapshot() == (False, False)
     _state(second)["exp_avg"].neg_()
 
-    assert trail.recall() == (False, True)
+    assert history.snapshot() == (False, True)
