@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+import shutil
 import tempfile
 from functools import cache
 from multiprocessing.context import ForkServerProcess
@@ -83,7 +84,10 @@ pool = RankPool()
 
 @cache
 def _directory() -> str:
-    folder = tempfile.TemporaryDirectory(prefix="rank-processes-")
-    Finalize(None, folder.cleanup, exitpriority=-10)  # after pool.close
-    Finalize(None, pool.close, exitpriority=10)  # before multiprocessing joins its children, which wait for jobs
-    return folder.name
+    folder = tempfile.mkdtemp(prefix="rank-processes-")
+    # Not a TemporaryDirectory, which a forked child of this process would remove at its own end. Finalize looks at the
+    # process: this one removes the folder after the pool is closed, and closes the pool before multiprocessing joins
+    # its children, which wait for jobs.
+    Finalize(None, shutil.rmtree, (folder,), exitpriority=-10)
+    Finalize(None, pool.close, exitpriority=10)
+    return folder
