@@ -163,7 +163,7 @@ def test_gradients_are_averaged_whatever_memory_they_were_given(name: str) -> No
     _, a, b = SURGERIES[name]
     own = 3 * A if "replaced" in name else a  # what rank 0 has where ranks would differ
     lone_a = (A + (torch.zeros(2, 2) if own is None else own)) / 2
-    for of_rank in run_ranks(partial(_operate, name), 2):
+    for of_rank in run_ranks(partial(_operate, name), 2, fresh=True):
         for everywhere, (first, second, weights) in zip([True, False] * 4, of_rank, strict=True):
             assert first == _values(*((a, b) if everywhere else (lone_a, (b + B) / 2)))
             assert second == _values(2 * ONES, 20 * ONES)
@@ -225,7 +225,7 @@ def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
 @pytest.mark.parametrize("name", KEEPERS)
 def test_what_was_kept_of_a_gradient_is_not_overwritten_by_the_next_call(name: str) -> None:
     both, rank_1 = [(2 * ONES).tolist(), (20 * ONES).tolist()], [(3 * ONES).tolist(), (30 * ONES).tolist()]
-    for of_rank in run_ranks(partial(_keep, name), 2):
+    for of_rank in run_ranks(partial(_keep, name), 2, fresh=True):
         assert of_rank == [(True, both), (True, rank_1)] * 4
 
 
@@ -329,7 +329,7 @@ def _share_parameter(rank: int) -> list[Any]:
 def test_two_wrappers_that_share_a_parameter_do_not_spoil_each_others_gradients() -> None:
     # What only `two` averages is local after step 1: 20 + 10 on rank 0, 20 + 30 on rank 1.
     local = [20 * ONES + 10, 20 * ONES + 30]
-    for rank, seen in enumerate(run_ranks(_share_parameter, 2)):
+    for rank, seen in enumerate(run_ranks(_share_parameter, 2, fresh=True)):
         expected = [2 * ONES, 20 * ONES, 4 * ONES, local[rank], 4 * ONES, 40 * ONES, 6 * ONES, 60 * ONES]
         assert seen == _values(*expected)
 

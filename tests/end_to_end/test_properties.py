@@ -225,7 +225,7 @@ def _check_call(of_ranks: Sequence[Seen], step: Step) -> None:
 
 
 def _check_trainings(trainings: Sequence[Training], world_size: int) -> None:
-    results = run_ranks(partial(_train_all, trainings), world_size)
+    results = run_ranks(partial(_train_all, trainings), world_size, fresh=True)
     for training, *of_ranks in zip(trainings, *results, strict=True):
         for number, (step, *seen) in enumerate(zip(training.steps, *of_ranks, strict=True)):
             try:

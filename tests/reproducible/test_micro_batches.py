@@ -101,7 +101,7 @@ def _cleared_inside(model: Model) -> None:
 
 @pytest.mark.parametrize("script", [_written_to, _last_behind_a_block, _clipped, _clipped_in_the_end, _cleared_inside])
 def test_the_micro_batches_add_up_to_3(script: Callable[[Model], None]) -> None:
-    assert run_ranks(partial(_play, script), 1) == [_filled(3.0)]
+    assert run_ranks(partial(_play, script), 1, fresh=True) == [_filled(3.0)]
 
 
 def _cleared_after_an_empty_block(model: Model) -> None:
@@ -113,7 +113,7 @@ def _cleared_after_an_empty_block(model: Model) -> None:
 
 
 def test_zero_grad_drops_a_block_without_gradients_too() -> None:
-    assert run_ranks(partial(_play, _cleared_after_an_empty_block), 1) == [_filled(3.0)]
+    assert run_ranks(partial(_play, _cleared_after_an_empty_block), 1, fresh=True) == [_filled(3.0)]
 
 
 def _joined(rank: int) -> tuple[list[str], list[int]]:
@@ -131,7 +131,7 @@ def _joined(rank: int) -> tuple[list[str], list[int]]:
 
 
 def test_backward_passes_without_blocks_of_their_own_are_warned_of_once() -> None:
-    (warned, leaves), (silent, _) = run_ranks(_joined, 2)
+    (warned, leaves), (silent, _) = run_ranks(_joined, 2, fresh=True)
 
     assert leaves == [1, 1]
     assert silent == []
@@ -155,7 +155,7 @@ def _padded(rank: int, uneven: str) -> tuple[list[int], list[Any]]:
 
 @pytest.mark.parametrize("uneven", ["warn", "raise"])
 def test_an_empty_block_is_a_micro_batch_and_no_uneven_work(uneven: str) -> None:
-    assert run_ranks(_padded, 2, uneven) == [([2, 2], _filled(1.0))] * 2
+    assert run_ranks(_padded, 2, uneven, fresh=True) == [([2, 2], _filled(1.0))] * 2
 
 
 # --- errors that leave the micro-batches as they were -----------------------------------------------------------------
@@ -171,7 +171,7 @@ def _try_again(rank: int) -> tuple[Said, list[Any]]:
 
 
 def test_micro_batches_outlive_an_error_also_on_a_rank_that_took_no_part() -> None:
-    for said, left in run_ranks(_try_again, 2):
+    for said, left in run_ranks(_try_again, 2, fresh=True):
         assert said is not None
         assert said[0] == "PeerError"
         assert left == _filled(10.5)
@@ -193,7 +193,7 @@ def _failing_block(model: Model, rank: int) -> None:
 
 
 def test_a_failed_micro_batch_is_an_error_of_the_first_call_that_would_use_it() -> None:
-    for first, second in run_ranks(_void_beside_another_error, 2):
+    for first, second in run_ranks(_void_beside_another_error, 2, fresh=True):
         assert "rank 0: ValueError: sample_size is missing" in first
         assert "rank 1: GradientError" in second
         assert "MemoryError: no room" in second
@@ -234,7 +234,7 @@ def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
 
 
 def test_ctrl_c_between_two_micro_batches_is_an_error_of_the_call() -> None:
-    ((stopped, told, left),) = run_ranks(_interrupted, 1)
+    ((stopped, told, left),) = run_ranks(_interrupted, 1, fresh=True)
 
     assert stopped == ("KeyboardInterrupt", "")
     assert told is not None
@@ -255,7 +255,7 @@ def _replaced(rank: int) -> tuple[Said, list[Any]]:
 
 
 def test_a_parameter_replaced_after_the_blocks_is_an_error_once() -> None:
-    ((said, left),) = run_ranks(_replaced, 1)
+    ((said, left),) = run_ranks(_replaced, 1, fresh=True)
 
     assert said is not None
     assert said[0] == "GradientError"
@@ -289,5 +289,5 @@ def _tensors_made(rank: int) -> list[int]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_memory_is_taken_in_the_first_step_only(world_size: int) -> None:
-    for made in run_ranks(_tensors_made, world_size):
+    for made in run_ranks(_tensors_made, world_size, fresh=True):
         assert made[0] == made[1] == made[2] > 0

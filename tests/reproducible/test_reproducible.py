@@ -311,7 +311,9 @@ def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_gradients_kept_from_blocks_keep_their_values(count: int) -> None:
     kept = [[float(value + 1)] * 3 for value in range(count)]
-    assert run_ranks(partial(_kept_gradients, count=count), 2) == [(kept, [[count * (count + 1) / 2] * 3])] * 2
+    assert (
+        run_ranks(partial(_kept_gradients, count=count), 2, fresh=True) == [(kept, [[count * (count + 1) / 2] * 3])] * 2
+    )
 
 
 def _flat_tensors(rank: int, each: int) -> int:

@@ -63,15 +63,15 @@ def _train(rank: int, what: str, name: str, checks: str, forgotten: int) -> tupl
 @pytest.mark.parametrize("name", _OPTIMIZERS)
 @pytest.mark.parametrize("what", ["model", "optimizer", "step", "step with closure"])
 def test_the_guard_adds_no_graph_and_compiles_nothing_again(what: str, name: str) -> None:
-    ((graphs, again, refused),) = run_ranks(_train, 1, what, name, "info", -1, timeout_seconds=120)
+    ((graphs, again, refused),) = run_ranks(_train, 1, what, name, "info", -1, timeout_seconds=120, fresh=True)
 
-    assert [(graphs, again, refused)] == run_ranks(_train, 1, what, name, "off", -1, timeout_seconds=120)
+    assert [(graphs, again, refused)] == run_ranks(_train, 1, what, name, "off", -1, timeout_seconds=120, fresh=True)
     assert graphs[0] >= 1
     assert refused == -1
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "step", "step with closure"])
 def test_a_compiled_program_that_was_right_four_times_is_refused_the_fifth(what: str) -> None:
-    ((_, _, refused),) = run_ranks(_train, 1, what, "AdamW", "info", 4, timeout_seconds=120)
+    ((_, _, refused),) = run_ranks(_train, 1, what, "AdamW", "info", 4, timeout_seconds=120, fresh=True)
 
     assert refused == 4
