@@ -178,7 +178,7 @@ os.kill(stopped, signal.SIGCONT)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_was_stopped_until_the_others_left_names_these_and_says_why_they_left(world_size: int) -> None:
     """Its report said that no rank is missing, above a table in which all others are dead."""
-    results = run_ranks(_is_stopped_until_the_others_have_left, world_size, world_size)
+    results = run_ranks(_is_stopped_until_the_others_have_left, world_size, world_size, fresh=True)
 
     others = tuple(rank for rank in range(world_size) if rank != 1)
     for rank in others:
