@@ -1,19 +1,19 @@
-"""How long would an all_reduce, and ours around it, take with other ranks and bytes? A model, fitted to runs; pure.
+"""Model of the time of an all_reduce, bare and explicit, for any number of ranks and bytes, fitted to runs. Pure.
 
     seconds = call + 2 (ranks - 1) alpha + 2 (ranks - 1) / ranks x bytes x beta
 
 gloo's all_reduce is a ring (gloo/allreduce.cc): the bytes are cut into a chunk per rank, and every chunk goes round
-twice, once to be summed and once to be handed out. A rank makes 2 (ranks - 1) hops with a chunk each. A chunk travels
-in two or more segments of at most 1 MiB, one under way while the other is summed: what they take beyond the hop is in
-beta. One collective carries at most 2^30 bytes of fp32 at the default ``buffer_size``; more are counted as one here.
+twice: once for the sum, once to distribute the result. A rank makes 2 (ranks - 1) hops with a chunk each. A chunk
+travels in two or more segments of at most 1 MiB, sent and summed in parallel: their time beyond the hop is in beta. One
+collective carries at most 2^30 bytes of fp32 at the default ``buffer_size``; more are counted as one here.
 
-Ours adds to it:
+The explicit call adds:
 
-exchange    of a header per rank, as _scaling.py has it: ranks - 1 hops, and 128 bytes of every other rank
-reading     of those headers, so many seconds a row
-call        what else a call takes, whatever it carries
-local       a pass over the gradients (the division; with checks the norm): so many seconds a byte, on every rank
-tensors     so many seconds for each
+exchange    of a header per rank, as in _scaling.py: ranks - 1 hops, and 128 bytes from every other rank
+reading     of these headers, seconds per row
+call        constant time of a call
+local       a pass over the gradients (the division; with checks the norm): seconds per byte, on every rank
+tensors     seconds per tensor
 """
 
 import statistics
@@ -41,13 +41,13 @@ class Ring:
         return calls * self.call_seconds + hops * self.alpha_seconds + bytes_sent * self.beta_seconds
 
     def exchange_seconds(self, size: int) -> float:
-        """Of the headers; without reading them."""
+        """Time to exchange the headers, without reading."""
         return Network(self.name, self.alpha_seconds, self.beta_seconds).exchange_seconds(ring_hops, size)
 
 
 @dataclass(frozen=True)
 class Ours:
-    """What the explicit call adds to a bare all_reduce, but for the exchange of headers."""
+    """Additional costs of the explicit call over a bare all_reduce, without the exchange of headers."""
 
     call_seconds: float
     byte_seconds: float
@@ -55,21 +55,21 @@ class Ours:
     row_seconds: float
 
     def seconds(self, ring: Ring, size: int, size_bytes: int, tensors: int) -> float:
-        """The whole call in that network."""
+        """Time of the whole call in the network of ``ring``."""
         own = self.call_seconds + size_bytes * self.byte_seconds + tensors * self.tensor_seconds
         return ring.seconds(size, size_bytes) + ring.exchange_seconds(size) + size * self.row_seconds + own
 
 
 def ring_terms(size: int, size_bytes: int) -> tuple[float, float, float]:
-    """How often each cost occurs: the call's, a hop's, a byte's."""
+    """Multiplicity of each cost: call, hop, byte."""
     return 1.0, 2.0 * (size - 1), 2.0 * (size - 1) / size * size_bytes
 
 
 def fit_ring(name: str, times: Times) -> Ring:
-    """The ring that explains the times best, in relative terms.
+    """The ring with the least relative error for ``times``.
 
-    With a single number of ranks, a call and its hops cannot be told apart: all of it is then counted as hops, which
-    overstates what more ranks would take.
+    With a single number of ranks, the cost of a call cannot be separated from the cost of hops: all time is then
+    counted as hops, which overstates the time for more ranks.
     """
     terms = [ring_terms(*key) for key in times]
     if len({size for size, _ in times}) > 1:
@@ -78,9 +78,9 @@ def fit_ring(name: str, times: Times) -> Ring:
 
 
 def fit_ours(ring: Ring, bare: Times, whole: Times, *, tensors: int, tensor_seconds: float, row_seconds: float) -> Ours:
-    """What is left of ``whole`` - ``bare``, taken from the same runs, after what is known of it.
+    """Costs fitted to ``whole`` - ``bare``, times of the same runs, minus the known costs.
 
-    A remainder below zero, which noise can leave, counts as nothing.
+    A remainder below zero, caused by noise, counts as zero.
     """
     left = []
     for (size, size_bytes), seconds in whole.items():
@@ -94,9 +94,9 @@ def fit_ours(ring: Ring, bare: Times, whole: Times, *, tensors: int, tensor_seco
 def fit_costs(
     terms: Sequence[Sequence[float]], seconds: Sequence[float], *, scales: Sequence[float] | None = None
 ) -> list[float]:
-    """Costs, none below 0, that make ``terms`` times costs come nearest to ``seconds``, by least squares.
+    """Non-negative costs with the least squared error of ``terms`` times costs against ``seconds``.
 
-    A miss counts relative to ``scales`` (default: the seconds themselves), or the longest times alone would decide.
+    Errors are relative to ``scales`` (default: ``seconds``); otherwise the longest times alone would decide.
     """
     scale = torch.tensor(scales or seconds, dtype=torch.float64)
     matrix = torch.tensor(terms, dtype=torch.float64) / scale[:, None]
@@ -121,11 +121,11 @@ def _least_squares(matrix: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def residuals(ring: Ring, times: Times) -> dict[tuple[int, int], float]:
-    """By how much the ring is off, relative to the measured time; above 0 where it says too much."""
+    """Error of the model relative to the measured time; above 0 for an overestimate."""
     return {key: ring.seconds(*key) / seconds - 1 for key, seconds in times.items()}
 
 
 def typical_and_worst(missed: Mapping[str, float]) -> tuple[float, str]:
-    """The median size of the residuals, and whose is the largest."""
+    """The median absolute residual, and the key of the largest."""
     sizes = {key: abs(value) for key, value in missed.items()}
     return statistics.median(sizes.values()), max(sizes, key=sizes.__getitem__)

@@ -1,4 +1,4 @@
-"""What do calls alone carry in a benchmark? Gradients of as many tensors and bytes as asked for, written by hand."""
+"""Synthetic gradients for benchmarks of the call alone, with a given number of tensors and bytes."""
 
 import argparse
 import gc
@@ -19,7 +19,7 @@ COPIES = 2 + 2 * len(LEVELS)
 
 
 class Gradients:
-    """A model of ``count`` tensors of ``size_bytes`` in all, in our wrapper; its gradients are written by hand."""
+    """A model of ``count`` tensors of ``size_bytes`` in all, in the wrapper, with synthetic gradients."""
 
     def __init__(self, level: str, size_bytes: int, count: int, group: dist.ProcessGroup | None) -> None:
         module = nn.ParameterList(torch.zeros(size_bytes // 4 // count) for _ in range(count))
@@ -31,16 +31,16 @@ class Gradients:
         self.model.all_reduce()  # connects, and leaves the views that keep() writes into
 
     def make(self) -> None:
-        """Gradients of their own, which a call has to pack."""
+        """Assign new gradients, to be packed by the next call."""
         for parameter in self.parameters:
             parameter.grad = torch.ones_like(parameter)
 
     def keep(self) -> None:
-        """Write into the views that the last call left."""
+        """Write into the views assigned by the last call."""
         torch._foreach_copy_([p.grad for p in self.parameters], [torch.ones(())] * len(self.parameters))
 
     def reduce(self, seconds: list[Mapping[str, float]]) -> None:
-        """What is timed; adds the seconds of each phase."""
+        """The timed call; appends the seconds of each phase."""
         seconds.append(self.model.all_reduce().seconds)
 
 
@@ -66,7 +66,7 @@ class Calls:
         self.phases: dict[str, list[Mapping[str, float]]] = {}
 
     def build(self) -> list[Variant]:
-        """Collective: the first variant is what the others are compared with."""
+        """Collective: the variants, the reference first."""
         # What was built before goes first, because a gibibyte is not there twice; its variants reach it through self.
         self._models, self._flat = {}, torch.empty(0)
         gc.collect()
@@ -78,7 +78,7 @@ class Calls:
         return variants
 
     def median_phases(self, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-        """By variant, milliseconds of each phase: medians of the timed calls."""
+        """Median milliseconds of each phase, by variant."""
         return {name: median_phases(calls, arguments) for name, calls in self.phases.items()}
 
     def _variant(self, level: str, state: str) -> Variant:
@@ -95,7 +95,7 @@ class Calls:
 
 
 def median_phases(calls: Sequence[Mapping[str, float]], arguments: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds; each building's first calls are its warm-up."""
+    """Medians per phase in milliseconds, without the warm-up calls of each repeat."""
     per_building = arguments.warm_up + arguments.rounds
     timed = [seconds for index, seconds in enumerate(calls) if index % per_building >= arguments.warm_up]
     return {phase: 1e3 * statistics.median(seconds[phase] for seconds in timed) for phase in timed[0]}

@@ -1,6 +1,6 @@
-"""Which checkout is measured? The one that these scripts are in, whatever else is installed or on PYTHONPATH.
+"""The measured checkout: the checkout of these scripts, regardless of installed packages and PYTHONPATH.
 
-To be imported before legacy_ddp: importing it puts the checkout first on sys.path.
+Import before legacy_ddp: the import puts the checkout first on sys.path.
 """
 
 import os
@@ -15,13 +15,13 @@ sys.path.insert(0, str(ROOT))
 
 
 def environment() -> dict[str, str]:
-    """What a process that is started finds the same package by; one thread per rank."""
+    """Environment variables for a child process: the same package, one thread per rank."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def commit(root: Path = ROOT) -> str:
-    """The checkout's commit, with ``-dirty`` if what is measured is not as committed; unknown without git."""
+    """The checkout's commit, with ``-dirty`` after uncommitted changes of measured files; unknown without git."""
     head = _git(root, "rev-parse", "HEAD")
     if not head:
         return "unknown"

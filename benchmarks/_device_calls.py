@@ -1,6 +1,6 @@
-"""What did one call make the host wait for, and what did it start on the device? Read from a profile's events.
+"""Waits of the host and work on the device during one call, from the events of a profile.
 
-Calls of the CUDA runtime are told by their names; `time` of an event is where it began and ended on the host.
+Calls of the CUDA runtime are recognised by name; `time` of an event is its begin and end on the host.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ OTHER = "other"
 
 @dataclass(frozen=True)
 class Event:
-    """What is used of a profiler's event."""
+    """The used fields of a profiler event."""
 
     name: str
     time: tuple[float, float]
@@ -54,7 +54,7 @@ class Event:
 
 
 def record(run: Callable[[], object]) -> list[Event]:
-    """The events of one run, and of all that it started on the device; a wait outside of the call is among them."""
+    """The events of one run on host and device, including one wait after the call."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         with record_function(CALL):
@@ -67,11 +67,11 @@ def record(run: Callable[[], object]) -> list[Event]:
 
 
 def during_call(events: Sequence[Event]) -> list[str]:
-    """Names of what the host did between the begin and the end of the call.
+    """Names of the host events between begin and end of the call.
 
     Raises:
-        ValueError: not exactly one call is in the profile, or no wait at all, though one follows the call: where a
-            profiler cannot see the CUDA runtime, no wait seen would mean nothing.
+        ValueError: the profile holds no call or several calls, or lacks the wait after the call: without access to the
+            CUDA runtime, a profile without waits would prove nothing.
     """
     calls = [event for event in events if event.name == CALL and not event.on_device]
     if len(calls) != 1:
@@ -84,17 +84,17 @@ def during_call(events: Sequence[Event]) -> list[str]:
 
 
 def waits(names: Iterable[str]) -> dict[str, int]:
-    """How often the host waited, by the runtime's call."""
+    """Number of waits of the host, by call of the runtime."""
     return dict(Counter(name for name in names if name in WAITS))
 
 
 def launches(names: Iterable[str]) -> dict[str, int]:
-    """How often something was started on the device, by the runtime's call."""
+    """Number of launches on the device, by call of the runtime."""
     return dict(Counter(name for name in names if name.startswith(LAUNCHES)))
 
 
 def kernels(events: Iterable[Event]) -> dict[str, int]:
-    """What ran on the device, by kind."""
+    """Number of kernels on the device, by kind."""
     return dict(Counter(_kind(event.name) for event in events if event.on_device and event.name != CALL))
 
 
@@ -103,7 +103,7 @@ def _kind(name: str) -> str:
 
 
 def complaint(run: Callable[[], object]) -> str:
-    """What torch itself says of the first wait in ``run``, or "none": it looks at its own calls only."""
+    """The error of torch at the first wait in ``run``, or "none". Torch checks its own calls only."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,12 +1,12 @@
-"""What does a training step take on this network, in every wrapper? One rank of the job that bench_hosts.py starts.
+"""Time of a training step on this network, in every wrapper. One rank of the job started by bench_hosts.py.
 
-Any torchrun may start it, too; on one host it measures the loopback:
+Any torchrun may start the script, too; on one host it measures the loopback:
 
     torchrun --standalone --nproc-per-node 2 benchmarks/_hosts_worker.py [--json FILE]
 
 Every variant trains its own copy of one model on the same micro-batches, which differ between the ranks: zero_grad,
-`update-freq` times forward and backward, synchronisation, SGD. Before anything is timed, each has to move its copy in
-one step as torch DDP does; the one that does not synchronise has to move it elsewhere.
+`update-freq` times forward and backward, synchronisation, SGD. Before the timing, a check compares one step of each
+variant with the step of torch DDP; the variant without synchronisation has to differ.
 """
 
 import argparse
@@ -59,14 +59,14 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-    """Options that the launcher takes as well, and passes on."""
+    """Options shared with the launcher."""
     default = [1, 4, 8, 16]
     parser.add_argument("--update-freq", type=at_least_one, nargs="+", default=default, help="default: %(default)s")
     parser.add_argument("--layers", type=at_least_one, default=LAYERS, help="of the model (default: %(default)s)")
 
 
 def at_least_one(text: str) -> int:
-    """The number that a user wrote."""
+    """The number in ``text``; for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of 1 or more")
     return int(text)
@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def compare(variants: Sequence[Variant]) -> dict[str, dict[str, Any]]:
-    """The ratios that the question is about, and at least 95 % for their medians."""
+    """The ratios of ``COMPARED``, with intervals of at least 95 % for their medians."""
     named = {variant.name: variant for variant in variants}
     compared = {}
     for what, (name, reference) in COMPARED.items():
@@ -125,7 +125,7 @@ VARIANTS: Mapping[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
 
 
 def _steps(update_freq: int, layers: int) -> list[Variant]:
-    """The first variant is what the others are compared with."""
+    """The variants, the reference first."""
     batches = _batches(update_freq)
     variants = []
     for name, wrap in VARIANTS.items():
@@ -146,10 +146,10 @@ def _batches(update_freq: int) -> Sequence[torch.Tensor]:
 def check_synchronization(
     layers: int, variants: Mapping[str, Callable[[nn.Module], nn.Module]] = VARIANTS
 ) -> dict[str, float]:
-    """Collective: how far every variant's step is from torch DDP's, relative to its length, on the worst rank.
+    """Collective: distance of every variant's step from torch DDP's step, relative to its length, on the worst rank.
 
     Raises:
-        RuntimeError: farther than rounding explains, or, without synchronisation, not far enough to show.
+        RuntimeError: a distance above rounding, or, without synchronisation, too small to be visible.
     """
     batches = _batches(CHECKED_UPDATE_FREQ)
     moves = {name: _move(wrap, layers, batches) for name, wrap in variants.items()}
@@ -174,7 +174,7 @@ def allowed_distance(name: str) -> tuple[float, float]:
 
 
 def _move(wrap: Callable[[nn.Module], nn.Module], layers: int, batches: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What one step adds to the parameters, in one vector; every copy starts from the same ones."""
+    """Change of all parameters in one step, as one vector, from equal initial parameters."""
     torch.manual_seed(SEED)
     model = wrap(Transformer(layers))
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -189,7 +189,7 @@ def _predict_next(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def measure_link(arguments: argparse.Namespace) -> Summary:
-    """Collective: the network with no wrapper on it, in tensors as large as the gradients together."""
+    """Collective: speed of the network without a wrapper, for tensors of the size of all gradients."""
     numel = sum(parameter.numel() for parameter in Transformer(arguments.layers).parameters())
     summary = summarize(measure(partial(_transfers, numel), arguments))
     for name, row in summary.items():
@@ -212,7 +212,7 @@ def _transfers(numel: int) -> list[Variant]:
 
 
 def _send(tensor: torch.Tensor) -> None:
-    """Timed until the answer is back: what rank 0 has sent may still be queued."""
+    """Send and wait for an answer: without an answer the tensor might still be queued."""
     answer = torch.zeros(1)
     if dist.get_rank() == 0:
         dist.send(tensor, 1)

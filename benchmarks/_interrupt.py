@@ -1,4 +1,4 @@
-"""How does a benchmark end at Ctrl-C? As a shell expects, and without a traceback."""
+"""Exit of a benchmark at Ctrl-C: the status that a shell expects, without a traceback."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_interrupt() -> Iterator[None]:
-    """Exit with status 130; whoever was started got the signal, too."""
+    """Exit with status 130; child processes get the signal, too."""
     try:
         yield
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
-"""How do the benchmarks measure? Every variant once per round, in rotating order, all of it built several times.
+"""Measurement of variants: each variant once per round, in rotating order, with everything built several times.
 
-Whatever else the machine does then hits all variants alike; building again is there because where memory happens to lie
-is worth some per cent. A ratio is the median of the rounds' ratios to the first variant.
+Other load of the machine then affects all variants alike. Everything is built several times because the placement of
+memory changes times by some per cent. A ratio is the median of the rounds' ratios to the first variant.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Summary = dict[str, dict[str, Any]]
 
 @dataclass
 class Variant:
-    """One way to do it; ``run`` is what is timed, ``prepare`` comes before the barrier.
+    """One measured variant. ``run`` is timed, ``prepare`` runs before the barrier.
 
     ``phases``: the seconds per phase of the timed runs that return a :class:`SyncRecord`.
     """
@@ -43,7 +43,7 @@ class Variant:
 
 
 def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What was asked for, how often to run it, and where to write it."""
+    """The arguments: of the script, of the measurement, and of the results file."""
     parser.add_argument("--repeats", type=int, default=5, help="times that all is built (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds of each (default: %(default)s)")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them (default: %(default)s)")
@@ -57,7 +57,7 @@ def parse(parser: argparse.ArgumentParser, given: Sequence[str] | None = None) -
 
 
 def results_path(text: str) -> Path:
-    """Where results can be written; looked at before anything is measured."""
+    """A writable path, checked before the measurement."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"nowhere to go: got {text}, expected a file in a folder that exists")
@@ -82,7 +82,7 @@ def process_group() -> Iterator[None]:
 def measure(
     build: Callable[[], list[Variant]], arguments: argparse.Namespace, group: dist.ProcessGroup | None = None
 ) -> list[Variant]:
-    """Collective: the variants of the last building, with the seconds of all of them."""
+    """Collective: the variants of the last repeat, with the seconds of all repeats."""
     variants: list[Variant] = []
     for _ in range(arguments.repeats):
         earlier = [(variant.seconds, variant.phases) for variant in variants]
@@ -120,7 +120,7 @@ def round_ratios(variant: Variant, reference: Variant) -> list[float]:
 
 
 def summarize(variants: list[Variant]) -> Summary:
-    """Medians, and ratios to the first variant, of what this rank saw."""
+    """Medians, and ratios to the first variant, measured on this rank."""
     summary: Summary = {}
     for variant in variants:
         ratios = round_ratios(variant, variants[0])
@@ -141,13 +141,13 @@ def _phase_medians_ms(phases: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 
 def median_ratio(variants: list[Variant], own: str, other: str) -> float:
-    """The median over the rounds of the time of variant ``own``, by that of ``other`` in the same round."""
+    """Median over the rounds of the time of ``own`` divided by the time of ``other`` in the same round."""
     named = {variant.name: variant for variant in variants}
     return statistics.median(round_ratios(named[own], named[other]))
 
 
 def verdicts(ratios: Mapping[str, float], aims: Mapping[str, float]) -> dict[str, str]:
-    """Whether each aim is met by the ratio of the same name."""
+    """The verdict on each aim, from the ratio of the same name."""
     return {what: "met" if ratios[what] <= aim else "missed" for what, aim in aims.items()}
 
 
@@ -160,7 +160,7 @@ def print_table(title: str, summary: Summary) -> None:
 
 
 def print_phases(summary: Summary) -> None:
-    """One line per variant that told its phases, if any did; own medians, which do not add up to the whole's."""
+    """One line per variant with phases; medians of phases do not add up to the median of the whole."""
     rows = {name: row["phase_ms"] for name, row in summary.items() if "phase_ms" in row}
     phases = dict.fromkeys(phase for row in rows.values() for phase in row)
     if rows:
@@ -170,7 +170,7 @@ def print_phases(summary: Summary) -> None:
 
 
 def print_aims(ratios: Mapping[str, float], aims: Mapping[str, float]) -> None:
-    """One line per ratio, with its aim if it has one."""
+    """One line per ratio, with its aim if there is an aim."""
     told = verdicts(ratios, aims)
     for what, ratio in ratios.items():
         print(
@@ -179,7 +179,7 @@ def print_aims(ratios: Mapping[str, float], aims: Mapping[str, float]) -> None:
 
 
 def write_results(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
-    """Rank 0 writes them where ``--json`` says, with what was asked for and where they come from."""
+    """Write results, arguments and machine to the path of ``--json``, on rank 0."""
     if dist.get_rank() == 0:
         group = {
             "world_size": dist.get_world_size(),
@@ -190,7 +190,7 @@ def write_results(arguments: argparse.Namespace, results: dict[str, Any]) -> Non
 
 
 def save(arguments: argparse.Namespace, environment: dict[str, Any], results: dict[str, Any]) -> None:
-    """Write results where ``--json`` says, if it does."""
+    """Write results to the path of ``--json``, if given."""
     if arguments.json:
         settings = {name: value for name, value in vars(arguments).items() if name != "json"}
         document = {"environment": environment, "arguments": settings, "results": results}
@@ -198,7 +198,7 @@ def save(arguments: argparse.Namespace, environment: dict[str, Any], results: di
 
 
 def machine() -> dict[str, Any]:
-    """Where these figures come from."""
+    """Versions, hardware, load and commit."""
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),

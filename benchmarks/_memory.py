@@ -1,6 +1,6 @@
-"""How much memory does a process hold, and at most? Told by torch's allocator, by the kernel, or by the device.
+"""Present and peak memory of a process, measured by torch's allocator, by the kernel, or by the device.
 
-A meter cuts a run into spans: `mark("step")` ends the span "step", which began at the mark before, or on entering.
+A meter cuts a run into spans: `mark("step")` ends the span "step", which began at the previous mark, or on entering.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class Span:
-    """``allocations``: how often memory was asked for, -1 where the meter cannot see that."""
+    """``allocations``: number of allocations, -1 for a meter that cannot count them."""
 
     end_bytes: int
     peak_bytes: int
@@ -39,7 +39,7 @@ class Use:
 
 
 class Meter:
-    """``spans``, by name, once the ``with`` block is left. This one counts nothing."""
+    """``spans``, by name, available after the ``with`` block. The base class counts nothing."""
 
     def __init__(self) -> None:
         self.spans: dict[str, Span] = {}
@@ -57,9 +57,8 @@ class Meter:
 class AllocatorMeter(Meter):
     """Tensors on the CPU, to the byte, as torch's allocator counts them for the profiler.
 
-    It sees what threads that the profiler follows do inside the ``with`` block. A transport's own threads are none of
-    them: what they allocate is not counted, and a tensor that one of them is the last to hold (which is chance) is
-    counted for ever, because nobody sees it go. So of several runs the least is right.
+    The profiler follows some threads only. Allocations by threads of a transport are not counted, and a tensor that
+    such a thread happens to free last is counted for ever. Therefore the least of several runs is right.
     """
 
     def __init__(self) -> None:
@@ -84,8 +83,8 @@ class AllocatorMeter(Meter):
 class ResidentMeter(Meter):
     """Memory of the whole process as the kernel counts it: VmRSS, and VmHWM set back at each mark; without RssFile.
 
-    Those are pages of files, above all the code of libraries, which comes in when it first runs: 3 MiB at a time.
-    Where the kernel does not allow to set back the peak, it is that of the process so far: too high, never too low.
+    RssFile counts pages of files, above all code of libraries, loaded at first use: 3 MiB at a time. If the kernel
+    does not allow a reset of the peak, the peak is since the start of the process: too high, never too low.
     """
 
     def __enter__(self) -> Self:
@@ -120,7 +119,7 @@ class DeviceMeter(Meter):
 
 
 def spans_of(told: Iterable[tuple[str, int, int]]) -> dict[str, Span]:
-    """Spans of what an allocator told in order: (mark, 0, 0), or ("", size of the change, total after it)."""
+    """Spans from events of an allocator, in order: (mark, 0, 0), or ("", change in bytes, total after the change)."""
     spans: dict[str, Span] = {}
     held = peak = allocations = 0
     for mark, size, total in told:
@@ -133,7 +132,7 @@ def spans_of(told: Iterable[tuple[str, int, int]]) -> dict[str, Span]:
 
 
 def use_of(spans: Mapping[str, Span], steps: int) -> Use:
-    """What is left when parameters and batches, all that was held at the mark "built", are subtracted."""
+    """Memory minus parameters and batches, which are the memory at the mark "built"."""
     built = spans["built"].end_bytes
     backward, later = spans[f"backward {steps}"], spans[f"later {steps}"]
     return Use(
@@ -147,17 +146,17 @@ def use_of(spans: Mapping[str, Span], steps: int) -> Use:
 
 
 def greatest(uses: Sequence[Use]) -> Use:
-    """Of each figure the greatest."""
+    """The greatest value of each figure."""
     return Use(*(max(getattr(use, field.name) for use in uses) for field in fields(Use)))
 
 
 def least(uses: Sequence[Use]) -> Use:
-    """Of each figure the least."""
+    """The least value of each figure."""
     return Use(*(min(getattr(use, field.name) for use in uses) for field in fields(Use)))
 
 
 def gradients(use: Use, without: Use) -> int:
-    """Bytes for gradients in a step; ``without``: of the same model when no gradient is kept."""
+    """Bytes for gradients in a step; ``without``: use of the same model without gradients."""
     return max(use.backward_peak - without.backward_peak, use.later_peak)
 
 
@@ -181,7 +180,7 @@ def _flatten(tree: Iterable[Any]) -> Iterator[Any]:
 
 
 def _status_bytes() -> dict[str, int]:
-    """All fields that the kernel tells in kB, in bytes."""
+    """All fields of the kernel with unit kB, in bytes."""
     words = [line.split() for line in STATUS.read_text().splitlines()]
     return {line[0].removesuffix(":"): int(line[1]) * 1024 for line in words if line[-1] == "kB"}
 

@@ -1,4 +1,4 @@
-"""Does every way to synchronise do the same? Looked at before anything is timed: leaving work out is no way to win."""
+"""Check before the timing that all variants do the same work, so that no variant wins by omission."""
 
 import gc
 import sys
@@ -16,10 +16,10 @@ TOLERANCE = 1e-4  # of the greatest element of a tensor; sums over the ranks in 
 
 
 def check_training(ways: Mapping[str, Way], workload: Workload, update_freq: int, *, set_to_none: bool) -> None:
-    """Collective: exits if a way that synchronises ends in other weights than torch DDP.
+    """Collective: exit if a synchronising variant ends in weights different from torch DDP.
 
-    All begin with equal weights, on data of each rank's own. Training on each rank alone has to end in others in every
-    tensor, or the comparison could not tell. Holds two sets of weights and one model at a time, and leaves none.
+    All variants begin with equal weights, on different data per rank. Training without synchronisation has to differ in
+    every tensor; otherwise the check would prove nothing. Holds two sets of weights and one model at a time.
     """
     expected = _weights_after(WAYS[REFERENCE], workload, update_freq, set_to_none=set_to_none)
     problem = ""
@@ -31,7 +31,7 @@ def check_training(ways: Mapping[str, Way], workload: Workload, update_freq: int
 
 
 def check_mean(name: str, model: nn.Module, fill: Callable[[], object], call: Callable[[], object]) -> None:
-    """Collective: exits unless ``call`` leaves the mean over the ranks of what ``fill`` made the gradients, twice."""
+    """Collective: exit unless ``call`` leaves the mean over the ranks of the gradients made by ``fill``, twice."""
     problem = ""
     for _ in range(2):
         fill()
@@ -50,7 +50,7 @@ def check_mean(name: str, model: nn.Module, fill: Callable[[], object], call: Ca
 def find_problem(
     name: str, tensors: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, unsynchronized: bool
 ) -> str:
-    """What is wrong, if anything; every tensor has to be the expected one, or, ``unsynchronized``, none of them."""
+    """Description of a problem, or empty. Every tensor has to be as expected; with ``unsynchronized``, no tensor."""
     same = [_is_close(own, other) for own, other in zip(tensors, expected, strict=True)]
     if unsynchronized and any(same):
         return f"{name}: {sum(same)} of {len(same)} tensors are as if synchronised; the data does not tell ways apart"
@@ -64,7 +64,7 @@ def _is_close(own: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def exit_together(problem: str) -> None:
-    """Collective: exits on every rank if one of them has a problem, and says the first one's."""
+    """Collective: exit on every rank if any rank has a problem, with the first problem as text."""
     problems = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if any(problems):

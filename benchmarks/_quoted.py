@@ -1,4 +1,4 @@
-"""Which figures does the documentation quote, and from which results? One Table each; tables.py writes them."""
+"""Tables of the figures quoted in the documentation, with their results files; tables.py writes them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""Which figures does the documentation quote about growth: with tensors, bytes and ranks?"""
+"""Tables of the quoted figures about growth with tensors, bytes and ranks."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""How does the call grow with ranks: up to those that there are, run, and up to 1,024, reasoned?"""
+"""Growth of the call with ranks: measured up to the available ranks, modelled up to 1,024."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ REASONED_RANKS = (2, 4, 8, 16, 64, 256, 1024)
 
 
 def answer_ranks(arguments: argparse.Namespace, sizes_bytes: Sequence[int]) -> dict[str, Any]:
-    """Collective: measure in ever larger groups; rank 0 prints, reasons and returns all of it."""
+    """Collective: measure in ever larger groups; rank 0 prints, models and returns all results."""
     sizes = [2**power for power in range(1, dist.get_world_size().bit_length())]
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
     run = {
@@ -41,7 +41,7 @@ def answer_ranks(arguments: argparse.Namespace, sizes_bytes: Sequence[int]) -> d
 
 
 def _run_in(group: dist.ProcessGroup, calls: Calls, arguments: argparse.Namespace) -> Summary:
-    """Collective over the world: the ranks of the group measure, the others wait, which takes no core."""
+    """Collective over the world: the ranks of the group measure, the remaining ranks wait without using a core."""
     summary: Summary = {}
     if dist.get_rank(group) >= 0:
         summary = summarize(measure(calls.build, arguments, group))
@@ -50,7 +50,7 @@ def _run_in(group: dist.ProcessGroup, calls: Calls, arguments: argparse.Namespac
 
 
 def seconds_per_tensor(few: Summary, many: Summary) -> float:
-    """What a tensor more takes, from calls with the same bytes; none if noise says that it saves time."""
+    """Time per additional tensor, from calls with equal bytes; 0 if noise makes it negative."""
     extra = [table[_variant("off")]["median_ms"] - table[BARE]["median_ms"] for table in (few, many)]
     return max(0.0, extra[1] - extra[0]) / 1e3 / (MANY_TENSORS - FEW_TENSORS)
 
@@ -62,7 +62,7 @@ def _variant(level: str) -> str:
 def _reason(
     run: Mapping[tuple[int, int], Summary], tensor_seconds: float, row_seconds: float, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Ours is fitted to 2 ranks, for there it is least disturbed by the cores that are missing."""
+    """The model of the explicit call is fitted to 2 ranks, the least disturbed by missing cores."""
     bare = _median_seconds(run, BARE)
     two = {key: seconds for key, seconds in bare.items() if key[0] == 2}
     costs = {"tensors": FEW_TENSORS, "tensor_seconds": tensor_seconds, "row_seconds": row_seconds}
@@ -78,7 +78,7 @@ def _reason(
 
 
 def _networks(bare: Times, arguments: argparse.Namespace) -> Iterable[tuple[Ring, Times]]:
-    """The networks to reason with, and what they were fitted to; the fitted ones are as crowded as the runs were."""
+    """The modelled networks, with their times; fitted networks are as crowded as the runs."""
     yield Ring("given", 0.0, arguments.alpha_us / 1e6, 1e-9 / arguments.gigabytes_per_second), {}
     roomy = {key: seconds for key, seconds in bare.items() if not crowded(key[0])}
     if roomy:
@@ -153,5 +153,5 @@ def _print_network(network: Mapping[str, Any], arguments: argparse.Namespace) ->
 
 
 def crowded(size: int) -> bool:
-    """Whether as many ranks wait for each other's time slices."""
+    """Whether ``size`` ranks outnumber the cores, and wait for each other's time slices."""
     return size > (os.cpu_count() or 1)

@@ -1,4 +1,4 @@
-"""The call after a parameter was frozen or thawed, in which the layout is planned anew."""
+"""Time of the call after a parameter was frozen or thawed, which plans the layout again."""
 
 import argparse
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def answer_replan(arguments: argparse.Namespace, *, size_bytes: int) -> dict[str
 
 
 def _variants(size_bytes: int, count: int) -> Sequence[Variant]:
-    """The first variant is what the others are compared with."""
+    """The variants, the reference first."""
     same, changed = (Gradients("off", size_bytes, count, None) for _ in range(2))
     return [
         Variant(SAME, same.model.all_reduce, same.keep),

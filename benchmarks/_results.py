@@ -1,6 +1,6 @@
-"""What does a results file hold? Rows that were timed in rounds, and other numbers and texts, by their place.
+"""Reader of results files: rows timed in rounds, and other numbers and texts, by their place.
 
-A place is the way from `results` to the value: titles, names of rows, numbers in a list.
+A place is the path from `results` to the value: titles, names of rows, indices in a list.
 """
 
 import json
@@ -17,7 +17,7 @@ Leaf = float | str
 
 
 class NotComparable(Exception):  # noqa: N818 - it is no error: the answer is "cannot tell"
-    """Says which file is of no use, and why."""
+    """The text names the unusable file and the reason."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class Timed:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the median ratio."""
+        """Interval of the median ratio."""
         reach = NOTCH * (self.quartiles[1] - self.quartiles[0]) / math.sqrt(self.n)
         return self.ratio - reach, self.ratio + reach
 
 
 @dataclass(frozen=True)
 class Results:
-    """One file: where it comes from, its timed rows, and everything else by its place."""
+    """One file: its origin, its timed rows, and all other values by place."""
 
     environment: Mapping[str, Any]
     rows: Mapping[Place, Timed]
@@ -49,7 +49,7 @@ def read(path: Path) -> Results:
     """The results in a file.
 
     Raises:
-        NotComparable: it cannot be read, or holds no results.
+        NotComparable: the file cannot be read, or holds no results.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -61,10 +61,10 @@ def read(path: Path) -> Results:
 
 
 def parse_results(document: Any, name: str) -> Results:
-    """The results in a document that a benchmark wrote.
+    """The results in a document of a benchmark.
 
     Raises:
-        NotComparable: no benchmark did.
+        NotComparable: the document is not from a benchmark.
     """
     parts = document if isinstance(document, dict) else {}
     for part in ("environment", "results"):
@@ -83,7 +83,7 @@ def parse_results(document: Any, name: str) -> Results:
 
 
 def _walk(place: Place, value: Any) -> Iterator[tuple[Place, Any]]:
-    """Timed rows, still dicts, and leaves; in a timed row only what :func:`_timed` does not take and is no time."""
+    """Timed rows (as dicts) and leaves; of a timed row, no values of :func:`_timed` and no times."""
     inside = dict(enumerate(value)) if isinstance(value, list) else value
     if not isinstance(inside, dict):
         yield place, value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)

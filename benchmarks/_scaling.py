@@ -1,12 +1,12 @@
-"""How would the header's time grow with the ranks? A model, reasoned and not run; pure.
+"""Model of the time of the header exchange by number of ranks; not measured. Pure.
 
     seconds = hops x alpha + (ranks - 1) x 128 bytes x beta + reading
 
-all_gather           a ring, as gloo does it (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves of 64
+all_gather           a ring, as in gloo (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves of 64
                      bytes, so each rank sends 2 (ranks - 1) messages
-recursive doubling   ceil(log2 ranks) hops, each with all rows so far; not built. gloo's barrier makes as many hops with
-                     nothing in them (gloo/barrier.cc, a dissemination barrier), so a barrier shows what they take
-reading              decoding and comparing the rows, on every rank: so many seconds a row, measured on one rank
+recursive doubling   ceil(log2 ranks) hops, each with all rows so far; not built. gloo's barrier makes as many empty
+                     hops (gloo/barrier.cc, a dissemination barrier), so a barrier measures their time
+reading              decoding and comparing the rows, on every rank: seconds per row, measured on one rank
 """
 
 import bisect
@@ -26,24 +26,24 @@ Hops = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Network:
-    """``alpha_seconds`` for a hop, whatever it carries, and ``beta_seconds`` for a byte."""
+    """``alpha_seconds`` per hop of any size, and ``beta_seconds`` per byte."""
 
     name: str
     alpha_seconds: float
     beta_seconds: float
 
     def exchange_seconds(self, hops: Hops, size: int) -> float:
-        """Until every rank has every row, without reading them."""
+        """Time until every rank has every row, without reading the rows."""
         return hops(size) * self.alpha_seconds + (size - 1) * ROW_BYTES * self.beta_seconds
 
 
 def ring_hops(size: int) -> int:
-    """Hops one after the other in gloo's all_gather."""
+    """Sequential hops in gloo's all_gather."""
     return size - 1
 
 
 def doubling_hops(size: int) -> int:
-    """Hops one after the other in recursive doubling, and in gloo's barrier."""
+    """Sequential hops in recursive doubling, and in gloo's barrier."""
     return (size - 1).bit_length()
 
 
@@ -53,12 +53,12 @@ def fit_alpha(hops: Hops, seconds: Mapping[int, float]) -> float:
 
 
 def seconds_per_row(reading: Mapping[int, float], *, least_size: int = 64) -> float:
-    """What reading one row takes, from times by number of ranks: the median, few rows left out."""
+    """Median time of reading one row, from times by number of ranks; small numbers of ranks are left out."""
     return statistics.median(seconds / size for size, seconds in reading.items() if size >= least_size)
 
 
 def limits(network: Network, row_seconds: float, limit_seconds: float, sizes: Iterable[int]) -> dict[str, Any]:
-    """What both algorithms would take there, and the most ranks that stay within ``limit_seconds``."""
+    """Times of both algorithms in the network, and their largest number of ranks within ``limit_seconds``."""
     result: dict[str, Any] = {"network": network.name, "alpha_us": 1e6 * network.alpha_seconds}
     sizes = tuple(sizes)
     for way, hops in {"all_gather": ring_hops, "recursive_doubling": doubling_hops}.items():
@@ -72,5 +72,5 @@ def limits(network: Network, row_seconds: float, limit_seconds: float, sizes: It
 
 
 def most_ranks(seconds: Callable[[int], float], limit_seconds: float) -> int:
-    """The most ranks, up to ``MOST_RANKS``, whose exchange takes no longer; ``seconds`` grows with the ranks."""
+    """The largest number of ranks, up to ``MOST_RANKS``, with an exchange within the limit. ``seconds`` must ascend."""
     return bisect.bisect_right(range(1, MOST_RANKS + 1), limit_seconds, key=seconds)

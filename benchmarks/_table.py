@@ -1,4 +1,4 @@
-"""What is a table of figures taken from results?"""
+"""Definition of a table of figures from results."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ Place = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Column:
-    """``places`` of numbers below `results`, and how to write them; words in braces are the row's blanks."""
+    """``places`` of numbers below `results`, and their format; words in braces are filled per row."""
 
     title: str
     places: tuple[Place, ...]
@@ -19,7 +19,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """``rows``: what a row is called -> its blanks. ``file`` may have blanks, too."""
+    """``rows``: label of a row -> words for the braces, also of ``file``."""
 
     file: str
     heading: str

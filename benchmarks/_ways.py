@@ -1,4 +1,4 @@
-"""In which ways do the benchmarks train? Wrappers, and plain models with what is put after their last backward."""
+"""Compared ways of training: wrappers, and plain models with a synchronisation after their last backward."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ SEED = 1
 
 @dataclass(frozen=True)
 class Way:
-    """``after`` makes, for a model in no wrapper, what follows the last backward."""
+    """``after`` builds the synchronisation after the last backward, for a plain model."""
 
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
     after: Callable[[nn.Module], Callable[[], object]] = lambda _: lambda: None
@@ -29,7 +29,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Training:
-    """A model that is trained in one way; ``step`` takes the micro-batches of a step."""
+    """A model and its way of training; ``step`` takes the micro-batches of a step."""
 
     optimizer: torch.optim.Optimizer
     step: Callable[[Sequence[torch.Tensor]], SyncRecord | None]
@@ -40,7 +40,7 @@ class Training:
 
 
 def average_each(model: nn.Module) -> None:
-    """Collective: average every gradient on its own. A sparse one stays sparse; one that no rank has stays None."""
+    """Collective: average every gradient separately. Sparse gradients stay sparse; gradients of no rank stay None."""
     size = dist.get_world_size()
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -49,7 +49,7 @@ def average_each(model: nn.Module) -> None:
 
 
 def flat_like(model: nn.Module) -> torch.Tensor:
-    """A tensor of as many bytes as the gradients: zeros, so that sums of sums stay finite."""
+    """A tensor with the bytes of all gradients; zeros, as repeated sums must stay finite."""
     # Written here: zeros() would leave finding memory to the first one who writes.
     return torch.empty(sum(parameter.numel() for parameter in model.parameters())).zero_()
 
@@ -75,14 +75,14 @@ LEFT_OUT: Mapping[str, Collection[str]] = MappingProxyType(
 
 
 def ways_for(model_name: str) -> dict[str, Way]:
-    """The ways in which that model is trained."""
+    """The ways of training for a model."""
     return {name: way for name, way in WAYS.items() if name not in LEFT_OUT.get(model_name, ())}
 
 
 def begin(way: Way, workload: Workload, *, set_to_none: bool, rate: float = 1e-6) -> Training:
-    """Collective: a new model with the same weights for all ways and ranks, one step of one micro-batch done.
+    """Collective: a new model with equal weights for all ways and ranks, after one step of one micro-batch.
 
-    That step is for torch DDP's static graph, which fails on a first backward inside no_sync().
+    The static graph of torch DDP needs the step: it fails on a first backward inside no_sync().
     """
     torch.manual_seed(SEED)
     plain = workload.build()
@@ -95,6 +95,6 @@ def begin(way: Way, workload: Workload, *, set_to_none: bool, rate: float = 1e-6
 
 
 def own_batches(workload: Workload, update_freq: int, *, number: int = 0) -> Sequence[torch.Tensor]:
-    """The micro-batches of a step; each rank and each ``number`` has others."""
+    """The micro-batches of a step, different for each rank and each ``number``."""
     torch.manual_seed(SEED + 1 + dist.get_rank() + number * dist.get_world_size())
     return workload.batches(update_freq)

@@ -1,4 +1,4 @@
-"""What do the benchmarks train, and wrapped in what? Five models, the wrappers they go into, one training step."""
+"""Workloads of the benchmarks: five models, their wrappers, one training step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ EMBEDDING_ROWS, EMBEDDING_WIDTH, EMBEDDING_BATCH = 2**18, 2**8, 2**10
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, micro-batches for it, and the loss of one of them; ``build`` makes a new model at every call."""
+    """A model, its micro-batches, and the loss of a micro-batch; ``build`` makes a new model at every call."""
 
     build: Callable[[], nn.Module]
     batches: Callable[[int], Sequence[torch.Tensor]]  # by how many there are in a step
@@ -41,7 +41,7 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with batch normalisation, added to what went in."""
+    """Two convolutions with batch normalisation, added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def small_resnet() -> nn.Module:
 
 
 class TinyTensors(nn.Module):
-    """Many tensors of a few elements, and next to nothing to compute: what is left is the work per tensor."""
+    """Many tensors of a few elements and little computation, to measure the work per tensor."""
 
     def __init__(self, count: int = TINY_TENSORS, numel: int = TINY_NUMEL) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
 
 
 def workload_named(name: str, *, layers: int = LAYERS) -> Workload:
-    """One of ``WORKLOADS``; ``layers`` are those of the transformer."""
+    """The workload of that name in ``WORKLOADS``; ``layers``: of the transformer."""
     workload = WORKLOADS[name]
     return replace(workload, build=partial(Transformer, layers)) if workload.build is Transformer else workload
 
@@ -135,9 +135,9 @@ def step(
     set_to_none: bool,
     synchronize: Callable[[], object] = lambda: None,
 ) -> SyncRecord | None:
-    """One training step; what our call did, if ``model`` is ours. ``synchronize`` is for a model in no wrapper.
+    """One training step; returns the record of ``all_reduce()``, if any. ``synchronize``: for a plain model.
 
-    Collective, unless ``model`` is in none. torch DDP has to be told which micro-batch is the last; ours does not.
+    Collective for a wrapped model. torch DDP needs no_sync() before the last micro-batch; legacy_ddp does not.
     """
     optimizer.zero_grad(set_to_none=set_to_none)
     for index, batch in enumerate(batches):

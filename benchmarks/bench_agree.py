@@ -1,16 +1,15 @@
-"""What does agreeing cost? In a training step, and alone as the ranks grow.
+"""Cost of agreement: in a training step, and of the header exchange alone by number of ranks.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_agree.py step [--json FILE]
     torchrun --standalone --nproc-per-node 16 benchmarks/bench_agree.py header [--json FILE]
 
 Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. Two questions:
 
-step     a whole training step with checks="info" against "off", and "off" a second time as a control: what the control
-         differs from 1 by is noise. Aims: info/off <= 1.05 at update-freq 1, <= 1.03 from 4 on. "off" agrees, too;
-         what that takes is told beside it: of each step, the time that the last rank to arrive spent in phase agree,
-         for it waits for nobody
-header   the exchange of 128 bytes a rank, in groups of 2, 4, 8, ... ranks, against a barrier of the same ranks; then,
-         reasoned and not run, what it would take with up to 4,096 ranks
+step     a whole training step with checks="info" against "off", and "off" a second time as a control: the distance of
+         the control from 1 is noise. Aims: info/off <= 1.05 at update-freq 1, <= 1.03 from 4 on. "off" agrees, too;
+         its time is printed as well: for each step, phase agree of the last rank to arrive, which does not wait
+header   the exchange of 128 bytes per rank, in groups of 2, 4, 8, ... ranks, against a barrier of the same ranks; then
+         the modelled time for up to 4,096 ranks, which is not measured
 
 Ranks that outnumber the cores wait for each other's time slices: such figures are upper bounds, and marked.
 """
@@ -39,7 +38,7 @@ from legacy_ddp._agreement.agree import agree
 from legacy_ddp._agreement.header import Header, encode_row
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport.call import Call, Seat
+from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.operation import Operation
 
@@ -57,7 +56,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Collective: answer the question that was asked."""
+    """Collective: run the measurement of the subcommand."""
     results = {"step": _answer_step, "header": _answer_header}[arguments.question](arguments)
     write_results(arguments, results)
 
@@ -106,7 +105,7 @@ def _answer_step(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _steps(update_freq: int, layers: int, agree_seconds: dict[str, list[float]]) -> list[Variant]:
-    """The first variant is what the others are compared with."""
+    """The variants, the reference first."""
     batches = tokens(update_freq)
     variants = []
     for name, level in {"off": "off", "off again": "off", "info": "info"}.items():
@@ -137,7 +136,7 @@ def _last_rank_seconds(own: list[float], arguments: argparse.Namespace) -> float
 
 
 def verdict(info: tuple[float, float], control: tuple[float, float], aim: float) -> str:
-    """Whether info/off is within the aim; noise as large as the control's decides nothing against it."""
+    """The verdict on info/off; noise as large as the noise of the control leaves it undecided."""
     if info[1] <= aim:
         return "met"
     return "missed" if info[0] > max(aim, control[1]) else "not decided"
@@ -159,7 +158,7 @@ def _print_step(title: str, result: dict[str, Any]) -> None:
 def median_interval(ordered: Sequence[float]) -> tuple[float, float]:
     """At least 95 % for the median, from order statistics alone, if the ascending values are independent.
 
-    With fewer than 6 values nothing reaches 95 %: then the least and the greatest.
+    Fewer than 6 values cannot reach 95 %: the interval is then from the least to the greatest value.
     """
     outside, tail = 0, 0.0
     while (tail := tail + math.comb(len(ordered), outside) / 2 ** len(ordered)) <= 0.025:
@@ -195,7 +194,7 @@ def _answer_header(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _exchange_summary(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Collective over the world: the first ``size`` ranks measure, the others wait, which takes no core."""
+    """Collective over the world: the first ``size`` ranks measure, the remaining ranks wait without using a core."""
     group = dist.new_group(list(range(size)))
     summary: dict[str, Any] = {}
     if dist.get_rank() < size:
@@ -221,7 +220,7 @@ def _exchanges(group: dist.ProcessGroup) -> list[Variant]:
 
 
 class _Imagined(Call):
-    """A call that ``size`` ranks make exactly as this one does; nothing travels."""
+    """A call of ``size`` imagined ranks with equal headers, without communication."""
 
     size = 1
 
@@ -233,9 +232,9 @@ def reading_seconds(size: int) -> float:
     """Median time of one agree() of ``size`` rows that match, without the exchange."""
     seconds = []
     groups = Groups(dist.group.WORLD)  # never connected
-    groups.has_met = True
+    groups.endpoints_exchanged = True
     for _ in range(READINGS):
-        with _Imagined(Seat(groups), Operation.ALL_REDUCE, timedelta(seconds=1), Checks("off")) as call:
+        with _Imagined(GroupState(groups), Operation.ALL_REDUCE, timedelta(seconds=1), Checks("off")) as call:
             call.size = size
             start = time.perf_counter()
             agreement = agree(call, Header(), {})
@@ -245,7 +244,7 @@ def reading_seconds(size: int) -> float:
 
 
 def _networks(gathers: dict[int, float], arguments: argparse.Namespace) -> list[Network]:
-    """The networks to reason with; the fitted ones are this machine's own, and as crowded as it was."""
+    """The modelled networks; fitted networks are this machine, as crowded as during the runs."""
     beta = 1e-9 / arguments.gigabytes_per_second
     networks = [Network("given", arguments.alpha_us / 1e6, beta)]
     if fitting := {size: seconds for size, seconds in gathers.items() if not _crowded(size)}:

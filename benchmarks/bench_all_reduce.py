@@ -1,28 +1,28 @@
-"""What does the explicit call cost? Ours, a bare all_reduce and one collective per parameter; and the call in parts.
+"""Cost of the explicit call, against a bare all_reduce and one collective per parameter; and of its parts.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_all_reduce.py [--models transformer] [--json FILE]
 
-Every variant has its own copy of one model; all are run once per round, in an order that rotates from round to round,
-so that whatever else the machine does hits all of them alike, and everything is built several times, because where
-memory happens to lie is worth some per cent. A ratio is the median of the rounds' ratios. Whole steps are
-bench_step.py's question. Two tables:
+Every variant has its own copy of one model. All variants run once per round, in an order that rotates from round to
+round, so that other load affects all variants alike. Everything is built several times, as the placement of memory
+changes times by some per cent. A ratio is the median of the rounds' ratios. bench_step.py measures whole steps. Two
+tables:
 
 call    the ranks aligned by a barrier first, so that waiting for a late rank is not counted; gradients come from a real
-        backward before it, on other data on each rank. Before anything is timed, the calls of ours and one collective
-        per parameter have to leave the mean over the ranks
+        backward before the call, on different data per rank. A check before the timing: the explicit calls and one
+        collective per parameter leave the mean over the ranks
 
-        bare all_reduce              one all_reduce of a tensor of the gradients' bytes: a sum, of nothing that was
-                                     packed, and no division. The others are compared with it
-        bare all_reduce again        the control: what it differs from 1 by is noise
-        ours, ..., views             .grad is where the last call left it, backward adds to it
-        ours, ..., to pack           after zero_grad(set_to_none=True). If gradients are packed during backward, that is
-                                     not in this time: it is in bench_step.py's
+        bare all_reduce              one all_reduce of a tensor of the gradients' bytes: a sum, without
+                                     packing or division. The reference of the table
+        bare all_reduce again        the control: its distance from 1 is noise
+        ours, ..., views             .grad is a view assigned by the last call, backward adds to the view
+        ours, ..., to pack           after zero_grad(set_to_none=True). Packing during backward is not part of
+                                     this time, only of bench_step.py
         ours, off, gradient_as_bucket_view=False
-                                     .grad is a tensor of its own: copied in and out
-        one collective per parameter all_reduce and a division for each gradient, where it lies
+                                     .grad is a separate tensor: copied in and out
+        one collective per parameter all_reduce and a division for each gradient, in place
 
-parts   what such a call may consist of, each alone, compared with a bare all_reduce as well. Caches are colder or
-        warmer than inside a call, so that they add up only roughly. Assigning views frees the gradients that were there
+parts   the parts of a call, each alone, compared with a bare all_reduce as well. Caches are colder or warmer than
+        inside a call, so the parts add up only roughly. Assigning views frees the previous gradients
 
 Aims, for the transformer, by the bare all_reduce: off with views <= 1.12, info with views <= 1.22, off with gradients
 to pack <= 1.30. "phases" are the medians of record.seconds over the timed calls. Seconds are those of rank 0.
@@ -105,13 +105,13 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def aims_for(model: str) -> Mapping[str, float]:
-    """What the ratios of a table of calls should not exceed."""
+    """Upper limits of the ratios of a table of calls."""
     return TRANSFORMER_AIMS if model == "transformer" else {}
 
 
 @dataclass(frozen=True)
 class Reducing:
-    """A model, what gives it gradients, and the call that averages them."""
+    """A model, the function that makes gradients, and the call that averages gradients."""
 
     model: nn.Module
     fill: Callable[[], object]
@@ -119,7 +119,7 @@ class Reducing:
 
 
 def _reducings(workload: Workload) -> dict[str, Reducing]:
-    """Collective: a new model for each way to average; all have equal weights."""
+    """Collective: a new model for each way to average, with equal weights."""
     wrap = partial(LegacyDistributedDataParallel, checks="off")
     wrap_info = partial(LegacyDistributedDataParallel, checks="info")
     ours = {
@@ -144,14 +144,14 @@ def _new_model(workload: Workload) -> nn.Module:
 
 
 def _fill(model: nn.Module, workload: Workload, set_to_none: bool) -> None:
-    """A real backward, into gradients that are kept or made anew."""
+    """A real backward, into kept or new gradients."""
     model.zero_grad(set_to_none=set_to_none)
     (batch,) = own_batches(workload, 1)
     workload.loss(model, batch).backward()
 
 
 def _calls(workload: Workload) -> list[Variant]:
-    """The first variant is what the others are compared with."""
+    """The variants, the reference first."""
     variants = []
     for name in ("bare all_reduce", "bare all_reduce again"):
         variants.append(Variant(name, partial(dist.all_reduce, flat_like(_new_model(workload)))))
@@ -161,7 +161,7 @@ def _calls(workload: Workload) -> list[Variant]:
 
 
 def _parts(workload: Workload) -> list[Variant]:
-    """Of one model whose gradients are made anew each time."""
+    """The parts of a call, on one model with new gradients in each round."""
     model = _new_model(workload)
     parameters, flat = list(model.parameters()), flat_like(model)
     views = _views(flat, parameters)
@@ -191,7 +191,7 @@ def _assign(views: Sequence[torch.Tensor], parameters: Sequence[nn.Parameter]) -
 
 
 def _exchange() -> Callable[[], None]:
-    """Collective, and so is what is returned: what agreeing takes in every call."""
+    """Collective, like the returned function: the agreement of a call."""
     synchronizer = Synchronizer(Settings())
 
     def exchange() -> None:

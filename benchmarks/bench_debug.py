@@ -1,4 +1,4 @@
-"""What does looking after replicas cost? In a training step, and per byte.
+"""Cost of replica checks and recorders: in a training step, and per byte.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_debug.py step [--json FILE]
     torchrun --standalone --nproc-per-node 1 benchmarks/bench_debug.py digest [--json FILE]
@@ -6,11 +6,11 @@
 Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. Two questions:
 
 step     a whole training step with checks="info", with "detail", with check_replicas() after it, and with a recorder
-         that writes all of it, against "off"; "off" a second time is the control: what it differs from 1 by is noise.
-         Two models: that of examples/train_lm.py, and one of 1,000 small tensors. Aims: detail <= 1.25; a check every
-         10 steps <= 1.05, which is told as a tenth of what one after every step adds; on the first model a recorder
-         <= 1.30 for every step and <= 1.05 for every 10th, told likewise
-digest   the fingerprint of tensors of several sizes, and of 1,000 small ones together, against copying the same bytes
+         of all steps, against "off"; "off" a second time is the control: its distance from 1 is noise.
+         Two models: the model of examples/train_lm.py, and 1,000 small tensors. Aims: detail <= 1.25; a check every
+         10 steps <= 1.05, computed as a tenth of the cost of a check after every step; on the first model a recorder
+         <= 1.30 for every step and <= 1.05 for every 10th, computed in the same way
+digest   the fingerprint of tensors of several sizes, and of 1,000 small tensors together, against a copy of the bytes
 """
 
 import argparse
@@ -50,7 +50,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Collective: answer the question that was asked."""
+    """Collective: run the measurement of the subcommand."""
     results = {"step": _answer_step, "digest": _answer_digest}[arguments.question](arguments)
     write_results(arguments, results)
 
@@ -64,7 +64,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def language_model() -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """The main job's model and the loss of one of its micro-batches."""
+    """The main job's model and the loss of a micro-batch."""
     windows = torch.randint(256, (16, 65))
     return ByteModel(), lambda model: summed_loss(model, windows)[0] / windows.numel()
 
@@ -105,7 +105,7 @@ def _verdict(ratio: float, aim: float | None) -> str:
 def _steps(
     make: Callable[[], tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]], recorders: ExitStack
 ) -> list[Variant]:
-    """The first variant is what the others are compared with. Recorders write until ``recorders`` is closed."""
+    """The variants, the reference first. Recorders write until ``recorders`` is closed."""
     levels = {"off": "off", "off again": "off", "info": "info", "detail": "detail"}
     levels |= {"check every step": "info", "record every step": "off"}
     variants = []

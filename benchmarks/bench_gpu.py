@@ -1,22 +1,22 @@
-"""What does a call cost on a CUDA device? Copies, digests, waits of the host, launches, and a whole training step.
+"""Cost of a call on a CUDA device: copies, digests, waits of the host, launches, and a whole training step.
 
     torchrun --standalone --nproc-per-node 1 benchmarks/bench_gpu.py [--json FILE]
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_gpu.py [--json FILE]
 
-The ranks use NCCL if each has a device of its own, else gloo, all on the devices there are. With one rank nothing
-travels in our call, while torch DDP calls NCCL for each of its buckets: what is left is the work on the device.
-Without a device it says so and ends with status 1. Questions:
+The ranks use NCCL with one device per rank, otherwise gloo on the available devices. With one rank the explicit call
+does not communicate, while torch DDP calls NCCL for each of its buckets: the result is the work on the device.
+Without a device the script prints a message and ends with status 1. Measurements:
 
-copies   packing loose gradients into the flat tensor, and copying the result out of it (gradient_as_bucket_view=False),
-         against one copy_ of the same bytes, which reads and writes each byte once as they do; timed by events on the
-         device's own stream, so what the host does between two launches counts where the device runs dry. Aim: at
-         least 0.80 of the copy's speed. The digest of all gradients beside it has no aim; it only reads, and waits
-calls    one call in a profile, gradients being views already or still to pack: calls in which the host waits, launches,
-         kernels. With NCCL also what torch.cuda.set_sync_debug_mode("error") says of a further call, which sees torch's
-         own calls only. Aim for checks="info": no wait
-step     a whole step like that of bench_all_reduce.py, the device waited for at its end
+copies   packing loose gradients into the flat tensor, and copying the result out of the flat tensor
+         (gradient_as_bucket_view=False), against one copy_ of the same bytes, which reads and writes each byte once,
+         too; timed by events on the stream of the device, so host work counts while the device is idle. Aim: at least
+         0.80 of the speed of copy_. The digest of all gradients is printed without an aim; it reads, and waits
+calls    one call in a profile, with gradients as views or to be packed: waits of the host, launches, kernels. With NCCL
+         also the error of torch.cuda.set_sync_debug_mode("error"), which checks torch's own calls only. Aim for
+         checks="info": no wait
+step     a whole step, with a wait for the device at its end
 
-Copies and digests are each rank's own, shown for rank 0: ranks on one device share its memory's bandwidth.
+Copies and digests are measured per rank and shown for rank 0: ranks on one device share its memory bandwidth.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def _answer_copies(model: str, device: torch.device, arguments: argparse.Namespa
 
 
 def copies(module: nn.Module) -> list[Variant]:
-    """The first variant is what the others are compared with; all handle the same bytes."""
+    """The variants, the reference first; all handle the same bytes."""
     planner = Planner(Settings(gradient_as_bucket_view=False))
     plan = planner.plan(module.named_parameters(remove_duplicate=False))
     (buffer,) = plan.buffers
@@ -122,12 +122,12 @@ def copies(module: nn.Module) -> list[Variant]:
 
 @torch.no_grad()
 def _pack(buffer: FlatBuffer, gradients: Sequence[torch.Tensor]) -> None:
-    buffer.recognise(gradients)
+    buffer.match_views(gradients)
     buffer.pack(gradients)
 
 
 def measure_on_device(build: Callable[[], list[Variant]], arguments: argparse.Namespace) -> list[Variant]:
-    """What :func:`_measure.measure` does, by the device's clock: from the first launch to the end of the last one."""
+    """Like :func:`_measure.measure`, with the clock of the device: from the first launch to the end of the last."""
     pooled: list[Variant] = []
     for _ in range(arguments.repeats):
         variants = build()
@@ -154,9 +154,9 @@ def _device_seconds(run: Callable[[], object]) -> float:
 
 
 def with_speeds(summary: Summary, size_bytes: int) -> Summary:
-    """``summary`` with the bytes per second of each row (each byte once, read or written) and its share of the first's.
+    """``summary`` with the bytes per second of each row (each byte counted once) and its share of the first row.
 
-    The share is by the rounds' ratios, not by the medians.
+    The share is the median of the rounds' ratios, not the ratio of the medians.
     """
     for row in summary.values():
         row["gigabytes_per_second"] = size_bytes / row["median_ms"] / 1e6
@@ -165,7 +165,7 @@ def with_speeds(summary: Summary, size_bytes: int) -> Summary:
 
 
 def verdicts(summary: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
-    """Whether what has an aim reaches it."""
+    """The verdicts on rows with an aim."""
     return {name: "met" if summary[name]["share_of_copy"] >= SHARE_AIM else "missed" for name in AIMED_AT}
 
 

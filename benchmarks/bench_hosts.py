@@ -1,4 +1,4 @@
-"""From which update-freq on does the explicit call cost nothing on a slow network? Two hosts, one rank on each.
+"""Cost of the explicit call on a slow network, by update-freq: two hosts with one rank each.
 
     python benchmarks/bench_hosts.py [--json FILE]
 
@@ -6,19 +6,20 @@ The hosts are network namespaces of this machine, joined by a link of a given ra
 needs Linux, iproute2 and the right to make namespaces. For each rate one torchrun job, in which _hosts_worker.py checks
 that all variants do the same step, and measures them interleaved, as bench_all_reduce.py does:
 
-torch DDP       overlaps communication with the last backward; the reference. Once more as a control: what it differs
-                from 1 by is noise. With bucket views. With bf16_compress_hook: 16 bits on the wire
-ours            one call after backward, nothing overlaps: checks off, checks info, and checks off with
-                reduce_dtype=torch.bfloat16, which is to be compared with torch DDP's hook
-local compute   the same step without synchronisation: nobody can be faster
+torch DDP       overlaps communication with the last backward; the reference. Once more as a control: its distance
+                from 1 is noise. With bucket views. With bf16_compress_hook: 16 bits on the wire
+ours            one call after backward, without overlap: checks off, checks info, and checks off with
+                reduce_dtype=torch.bfloat16, to be compared with torch DDP's hook
+local compute   the same step without synchronisation: a lower limit
 
-Aims: at 2 Gbit/s and update-freq >= 8, ours <= 1.00 of torch DDP; with bfloat16 on the wire <= 0.75 of torch DDP as it
-is by default.
+Aims: at 2 Gbit/s and update-freq >= 8, ours <= 1.00 of torch DDP; with bfloat16 on the wire <= 0.75 of torch DDP by
+default.
 
-A rate is that of Ethernet frames, each way; what a send and an all_reduce of the gradients' bytes got of it is measured
-and told. Not as on real hosts: both ranks share this machine's cores and memory, so that on two cores gloo's threads
-take time from what they overlap with, to torch DDP's disadvantage more than to ours; a hop takes microseconds; after a
-pause what 2 ms carry may leave at once, and torch DDP, which sends in several buckets, may pause more often.
+A rate counts Ethernet frames, each way. The speed of a send and of an all_reduce of the gradients' bytes is measured
+and printed. Differences from real hosts: both ranks share the cores and the memory of this machine, so on two cores
+gloo's threads slow down the computation that they overlap with, for torch DDP more than for the explicit call; a hop
+takes microseconds; after a pause the data of 2 ms may leave at once, and torch DDP, with several buckets, may pause
+more often.
 """
 
 import argparse
@@ -75,7 +76,7 @@ def _rate(text: str) -> float:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """What is known is written after each rate, for a job takes long."""
+    """Run all rates; results are written after each rate, as a job takes long."""
     rates: dict[str, dict[str, Any]] = {}
     for rate in arguments.rates:
         document = _measure_at(rate, arguments)
@@ -101,7 +102,7 @@ def _measure_at(rate: float, arguments: argparse.Namespace) -> Any:
 
 
 def reached(link: Mapping[str, Mapping[str, float]], rate: float) -> dict[str, Any]:
-    """What was got of the rate, and whether the rate was what held it up."""
+    """The reached share of the rate, and whether the rate was the limit."""
     shares = {name: row["gigabits_per_second"] / rate for name, row in link.items()}
     is_reached = shares["bare all_reduce"] >= REACHED
     return {"share_of_rate": shares, "limited_by": "the rate" if is_reached else "this machine, not the rate"}
@@ -115,7 +116,7 @@ def update_freqs(results: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def summarize_rate(results: Mapping[str, Any]) -> dict[str, Any]:
-    """From which update-freq on each comparison is at most 1.00: by its medians, and where noise leaves no doubt."""
+    """The least update-freq with a ratio of at most 1.00 from there on: by medians, and beyond noise."""
     steps = update_freqs(results)
     summary = {}
     for what, (own, reference) in COMPARED.items():
@@ -131,7 +132,7 @@ def summarize_rate(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_from(holds: Mapping[int, bool]) -> int | None:
-    """The least key from which on it holds for all; None if it does not for the last."""
+    """The least key with a true value for this and all greater keys; None without such a key."""
     found = None
     for key in sorted(holds, reverse=True):
         if not holds[key]:
@@ -141,7 +142,7 @@ def first_from(holds: Mapping[int, bool]) -> int | None:
 
 
 def judge_aims(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """For each update-freq that has aims: what came of them."""
+    """The verdicts on the aims, by update-freq."""
     judged = {}
     for update_freq, table in update_freqs(results).items():
         if update_freq >= AIM_UPDATE_FREQ:
@@ -159,10 +160,10 @@ def judge(compared: Mapping[str, Mapping[str, Any]], what: str, aim: float) -> s
 
 
 def verdict(interval: Sequence[float], control: Sequence[float], aim: float) -> str:
-    """Whether a ratio is within its aim, all of its 95 %.
+    """The verdict on a ratio: met if the whole interval of 95 % is within the aim.
 
-    If those of the control leave out 1, two equal variants differed by more than intervals tell: the aim is then moved
-    by as much, against whatever would be claimed.
+    If the interval of the control excludes 1, the noise is larger than the intervals: the aim is then moved by the
+    distance, against the claim.
     """
     if interval[1] <= aim * min(1.0, control[1]):
         return "met"

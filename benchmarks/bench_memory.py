@@ -1,34 +1,32 @@
-"""How much memory do gradients take? Ours against torch DDP, in multiples of the parameters' bytes.
+"""Memory for gradients, against torch DDP, in multiples of the parameters' bytes.
 
     python benchmarks/bench_memory.py [--json FILE]
 
-The script starts its own ranks, two anew for each variant and way of counting, because allocators keep what they once
-had. Each rank builds the model, wraps it, and trains: zero_grad, forward, backward, synchronisation, SGD without
-momentum (which keeps no memory of its own). Parameters and batches are subtracted from all figures.
+The script starts its own ranks, two new ranks for each variant and way of counting, because allocators keep freed
+memory. Each rank builds the model, wraps it, and trains: zero_grad, forward, backward, synchronisation, SGD without
+momentum (without state). Parameters and batches are subtracted from all figures.
 
-gradients    what gradients take, with everything that the wrapper keeps for them, at the worst moment of a step once
-             all has settled: the greater of (in forward and backward) the most memory at a time, less that of the same
-             model whose every gradient is dropped as soon as it is there; and (from there to the end of the step, when
-             activations are gone) the most memory at a time
-first step   likewise in the first step and the wrapper's constructor, where most memory is needed if buffers are made
-             beside gradients that exist: this is what must fit
-kept         what is still held after the step
-peak         the most memory at a time in a step, in MiB, activations included
-allocs       how often a step asks torch's allocator for memory
+gradients    memory for gradients and for the wrapper, at the peak of a later step: the greater of (in forward and
+             backward) the peak, minus the peak of the same model with each gradient dropped at once; and (from there to
+             the end of the step, without activations) the peak
+first step   the same for the wrapper's constructor and the first step, with the largest peak if buffers are made
+             beside existing gradients: this memory must be available
+kept         memory still held after the step
+peak         peak of a step, in MiB, activations included
+allocs       number of allocations from torch's allocator per step
 
-Gradients are counted in two ways that know nothing of each other. By torch's allocator, through the profiler: exact,
-blind to what a transport allocates for itself, and the least of `repeats` runs, for the profiler does not see what a
-transport's thread is the last to free. By the kernel, as resident memory (RSS) of another run without
-profiler: it sees all, rounded by whatever else the process does; "rss" is gradients counted like that, and malloc is
-told to hand back what is freed. On a device its allocator counts, and there is no second way.
+Gradients are counted in two independent ways. First by torch's allocator, through the profiler: exact, without
+allocations of a transport, and the least of `repeats` runs, as the profiler misses tensors freed by a thread of a
+transport. Second by the kernel, as resident memory (RSS) of a separate run without profiler: complete, with noise from
+the rest of the process; "rss" is gradients counted in this way, with malloc set to return freed memory. On a device
+only its allocator counts.
 
-Local compute alone synchronises nothing: it is what the gradients themselves take. torch DDP leaves buffers alone, as
-ours does, and runs in its default form and with gradient_as_bucket_view=True ("views"); ours with checks="info", and
-likewise with gradient_as_bucket_view=False ("no views"). zero_grad(set_to_none=True) drops gradients before each step,
-so that buffers kept by a wrapper lie beside those that backward makes anew, unless it takes them over one by one;
-=False keeps and clears them. The aim is
-for the latter: with ours <= 1.02. If the two counts differ by more than 0.15, nothing is decided; what
-gloo keeps for two collectives at a time, about 4 MiB, is 0.11 of the transformer's.
+Local compute alone does not synchronise: its figure is the gradients themselves. No variant broadcasts buffers. torch
+DDP runs by default and with gradient_as_bucket_view=True ("views"); ours runs with checks="info", by default and with
+gradient_as_bucket_view=False ("no views"). zero_grad(set_to_none=True) drops gradients before each step, so the buffers
+of a wrapper exist beside the new gradients, unless the wrapper moves each gradient into its buffer; =False keeps and
+clears the gradients. The aim is for =False: ours <= 1.02. If the two counts differ by more than 0.15, the verdict is
+open; the memory of gloo for two collectives, about 4 MiB, is 0.11 of the transformer's gradients.
 """
 
 import argparse
@@ -84,7 +82,7 @@ SETTINGS_OF_RANKS = {
 
 
 def drop_gradients(module: nn.Module) -> nn.Module:
-    """``module``, whose gradients are gone as soon as they are there."""
+    """``module``, with hooks that drop each gradient at once."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -114,7 +112,7 @@ WRAPS: Mapping[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank is to do, all of it by name, for it travels to another process."""
+    """The work of a rank, by name, as a job is sent to another process."""
 
     model: str
     wrap: str
@@ -191,7 +189,7 @@ def _measure_ranks(arguments: argparse.Namespace, model: str, wrap: str, set_to_
 
 
 def _run_ranks(ranks: int, job: Job) -> Use:
-    """The greatest figures of any of the ranks, started for nothing else."""
+    """The greatest figures of any rank, in newly started ranks."""
     with TemporaryDirectory() as folder:
         mp.start_processes(
             _run_rank,
@@ -218,7 +216,7 @@ def _run_rank(rank: int, ranks: int, folder: str, job: Job) -> None:
 
 
 def measure_rank(wrap: Callable[[nn.Module], nn.Module], workload: Workload, meter: Meter, job: Job) -> Use:
-    """Collective: what this rank uses. Of ``job`` only the steps, the device and the kind of zero_grad count."""
+    """Collective: the memory of this rank. Of ``job`` only the steps, the device and the kind of zero_grad are used."""
     # Imports, threads, connections and the working space of kernels are made here, not below; but nothing that a
     # wrapper keeps for gradients of the model's size.
     _train(wrap(nn.Linear(2, 2).to(job.device)), mean_square, torch.ones(2, 2, device=job.device), Meter(), job)
@@ -252,7 +250,7 @@ def _train(
 
 
 def row(uses: Mapping[str, Use], without: Mapping[str, Use], parameter_bytes: int) -> dict[str, float]:
-    """One variant's figures: of the first way to count, which is exact, and gradients of all ways."""
+    """The figures of a variant: all of the first (exact) way of counting, and gradients of all ways."""
     way, *others = uses
     exact = uses[way]
     figures: dict[str, float] = {
@@ -268,7 +266,7 @@ def row(uses: Mapping[str, Use], without: Mapping[str, Use], parameter_bytes: in
 
 
 def verdict(figures: Mapping[str, float]) -> str:
-    """Whether the aim is met, if all ways to count say nearly the same."""
+    """The verdict on the aim; open if the ways of counting disagree."""
     exact = figures["gradients_ratio"]
     if abs(figures.get("rss_gradients_ratio", exact) - exact) > AGREE_WITHIN:
         return "not decided"

@@ -1,4 +1,4 @@
-"""What does adding gradients in one order for all splits cost? reproducible=True against the plain call.
+"""Cost of reproducible=True (sums in one order for all splits) against the plain call.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_reproducible.py [--json FILE]
 
@@ -9,12 +9,12 @@ checks are off, gradients are those of a real backward. Two tables:
 call    all_reduce(sample_size=) alone, of the 8.8 million parameters of a transformer
 
         plain                  a ring all-reduce and a division
-        plain again            the control: what it differs from 1 by is noise
-        reproducible, K = 1    the same gradients: shares are exchanged, added in the tree's order, divided and given
-        reproducible, K = 4    the last of four micro-batches, three sums of earlier ones wait: they are added here, too
+        plain again            the control: its distance from 1 is noise
+        reproducible, K = 1    the same gradients: shards are exchanged, added in tree order, divided and distributed
+        reproducible, K = 4    the last of four micro-batches; the three sums of earlier micro-batches are added, too
 
 step    zero_grad(), K micro-batches forward and backward, the call, SGD; of the transformer and of the main job's
-        model. With reproducible=True every micro-batch is a no_sync() block, at whose end its gradients are added
+        model. With reproducible=True every micro-batch is a no_sync() block, which adds its gradients at its end
 
 Aims: a call <= 1.4, a step of the main job with 4 micro-batches <= 1.3 of the plain one.
 """
@@ -101,7 +101,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main_job() -> Workload:
-    """What examples/train_lm.py trains, on bytes of no meaning."""
+    """The model of examples/train_lm.py, on random bytes."""
 
     def loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
         logits = model(windows[:, :-1]).flatten(0, 1)
@@ -111,7 +111,7 @@ def main_job() -> Workload:
 
 
 def _calls(workload: Workload) -> list[Variant]:
-    """Collective: new models, all with the same weights."""
+    """Collective: the variants of a call, on new models with equal weights."""
     variants = []
     for name, each in ((PLAIN, 1), (CONTROL, 1), ("reproducible, K = 1", 1), ("reproducible, K = 4", 4)):
         model = _model(workload, is_reproducible=name not in (PLAIN, CONTROL))
@@ -122,7 +122,7 @@ def _calls(workload: Workload) -> list[Variant]:
 
 
 def _steps(workload: Workload, each: int) -> list[Variant]:
-    """Collective: likewise."""
+    """Collective: the variants of a step, on new models with equal weights."""
     variants = []
     for name in (PLAIN, CONTROL, "reproducible"):
         model = _model(workload, is_reproducible=name == "reproducible")
@@ -154,7 +154,7 @@ def _step(
 
 
 def _accumulate(model: LegacyDistributedDataParallel, workload: Workload, batches: Sequence[torch.Tensor]) -> None:
-    """Every micro-batch but the last in a block of its own, which only reproducible=True makes something of."""
+    """Every micro-batch but the last in a separate no_sync() block, which matters for reproducible=True only."""
     model.zero_grad()
     for batch in batches:
         with nullcontext() if batch is batches[-1] else model.no_sync():

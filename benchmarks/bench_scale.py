@@ -1,4 +1,4 @@
-"""How does the call grow: with tensors, with bytes, with ranks?
+"""Growth of the call with tensors, bytes and ranks.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py tensors [--json FILE]
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_scale.py replan [--json FILE]
@@ -6,20 +6,20 @@
     torchrun --standalone --nproc-per-node 16 benchmarks/bench_scale.py ranks [--json FILE]
 
 Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. A call is
-all_reduce() alone, the ranks aligned by a barrier first, of gradients that are written by hand before it: into the
-views that the last call left ("views", what zero_grad(set_to_none=False) keeps), or as tensors of their own ("to pack",
-what is there after zero_grad()). A bare all_reduce of one tensor of the same bytes neither divides, packs nor agrees.
+all_reduce() alone, after a barrier of the ranks, with synthetic gradients: in the views of the last call ("views", as
+after zero_grad(set_to_none=False)), or in separate tensors ("to pack", as after zero_grad()). The bare all_reduce of a
+tensor of the same bytes neither divides, packs nor agrees.
 
-tensors   100 to 100,000 of them, the same bytes in all, so that what grows is the work per tensor and not the bytes;
-          with the seconds of every phase (agree and payload include waiting for the other rank). And a whole step with
-          as many tensors: zero_grad, forward and backward that compute next to nothing, synchronisation, SGD; torch DDP
-          packs in hooks during backward, so only steps compare with it. Its construction and its second step take time
-          by the square of the tensors, 100 s and more for 100,000: it is left out there (--ddp-up-to)
-replan    as many tensors: the call after one of them was frozen or thawed, which plans the layout anew
-bytes     1 MiB to 1 GiB, in 4 tensors. The largest needs 6 times its bytes on each rank
-ranks     the first 2, 4, 8, ... of those that there are, with 64 KiB to 16 MiB; then, reasoned and not run, what up to
-          1,024 ranks would take, by the model of _alpha_beta.py: in your network (--alpha-us, --gigabytes-per-second),
-          and in those fitted to these runs. How far the model is off what was run is told
+tensors   100 to 100,000 tensors with the same total bytes, so that only the work per tensor grows; with the seconds of
+          every phase (agree and payload include waiting for the other rank). Also a whole step with as many tensors:
+          zero_grad, forward and backward with little computation, synchronisation, SGD; torch DDP packs in hooks during
+          backward, so only steps are compared with torch DDP. Its construction and its second step grow with the square
+          of the tensors, 100 s and more for 100,000: it is left out there (--ddp-up-to)
+replan    as many tensors: the call after a parameter was frozen or thawed, which plans the layout again
+bytes     1 MiB to 1 GiB, in 4 tensors. The largest size needs 6 times its bytes on each rank
+ranks     the first 2, 4, 8, ... of the available ranks, with 64 KiB to 16 MiB; then modelled times for up to 1,024
+          ranks, not measured, by the model of _alpha_beta.py: in your network (--alpha-us, --gigabytes-per-second), and
+          in networks fitted to these runs. The error of the model is printed
 
 Ranks that outnumber the cores wait for each other's time slices: such figures are upper bounds, and marked.
 """
@@ -62,7 +62,7 @@ def main(given: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Collective: answer the question that was asked."""
+    """Collective: run the measurement of the subcommand."""
     if dist.get_world_size() == 1:
         sys.exit("nothing to reduce: got 1 rank, expected 2 or more; raise --nproc-per-node")
     answers = {
@@ -114,7 +114,7 @@ def _problems(arguments: argparse.Namespace) -> Iterable[str]:
 
 
 def _sizes(arguments: argparse.Namespace) -> list[int]:
-    """Bytes that the question goes through."""
+    """Total bytes of the measured calls."""
     if arguments.question in ("tensors", "replan"):
         return [TENSORS_BYTES]
     sizes = RANKS_BYTES if arguments.question == "ranks" else [MIB << power for power in range(0, 11, 2)]
@@ -149,13 +149,13 @@ def _answer_tensors(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_microseconds_per_tensor(summary: Summary, without: str, count: int) -> None:
-    """To each row: by how much its median is above that of ``without``, shared among the tensors."""
+    """Add to each row its median minus the median of ``without``, per tensor."""
     for row in summary.values():
         row["us_per_tensor"] = 1e3 * (row["median_ms"] - summary[without]["median_ms"]) / count
 
 
 def _steps(names: Sequence[str], count: int, set_up: dict[str, float]) -> list[Variant]:
-    """The first variant is what the others are compared with; ``set_up`` gets the seconds until each can be timed."""
+    """The variants, the reference first; ``set_up`` gets the seconds of preparation of each variant."""
     batches = [torch.randn(1)]
     variants = []
     for name in names:

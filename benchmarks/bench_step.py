@@ -1,40 +1,39 @@
-"""What does a whole training step cost? Ours, torch DDP in three forms, a collective per parameter, and limits.
+"""Cost of a whole training step: ours, torch DDP in three forms, a collective per parameter, and limits.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_step.py [--quick] [--json FILE]
 
 A step is zero_grad, `update-freq` times forward and backward, synchronisation, SGD. A table for each model, update-freq
 and zero_grad(set_to_none=); all variants of a table are run once per round, in rotating order, and ratios are taken
-within a round. Buffers (BatchNorm) are left alone by all; torch DDP's default would broadcast them in every forward.
+within a round. No variant broadcasts buffers (BatchNorm); torch DDP's default would broadcast them in every forward.
 
-torch DDP                       its defaults: what the others are compared with; no_sync() but for the last micro-batch
-torch DDP, bucket views         gradient_as_bucket_view=True: gradients live in the buckets, nothing is copied back
-torch DDP, static graph         static_graph=True. It fails if its first backward is inside no_sync(), so everything
-                                here begins with a step of one micro-batch
+torch DDP                       by default: the reference; no_sync() but for the last micro-batch
+torch DDP, bucket views         gradient_as_bucket_view=True: gradients are views of the buckets, without copying back
+torch DDP, static graph         static_graph=True. Its first backward fails inside no_sync(), so all variants
+                                begin with a step of one micro-batch
 ours, off / ours, info          LegacyDistributedDataParallel, checks="off" and "info": one all_reduce() after the last
-                                backward, which overlaps with nothing
-one collective per parameter    in no wrapper: after the last backward all_reduce and a division for each gradient
-local compute + bare all_reduce in no wrapper: after the last backward one all_reduce of a tensor of the gradients'
-                                bytes that is there already. No gradient is packed, averaged or looked at, so nothing is
-                                synchronised: a limit for every call after backward, not a way to train
-local compute alone             in no wrapper, nothing is exchanged
-torch DDP again                 the first one once more: what it differs from 1 by is noise
+                                backward, without overlap
+one collective per parameter    no wrapper: after the last backward all_reduce and a division for each gradient
+local compute + bare all_reduce no wrapper: after the last backward one all_reduce of an existing tensor of the
+                                gradients' bytes. Gradients are neither packed nor averaged: a limit for every call
+                                after backward, not a way to train
+local compute alone             no wrapper, no communication
+torch DDP again                 the reference once more: its distance from 1 is noise
 
-Before a table is timed, every variant that synchronises takes three steps from equal weights, the ranks on different
-data, and has to end in torch DDP's weights (to 1e-4); "local compute alone" has to end in others.
+Before the timing, every synchronising variant takes three steps from equal weights, with different data per rank, and
+has to end in the weights of torch DDP (to 1e-4); "local compute alone" has to end in different weights.
 
-10,000 tiny tensors go without one collective per parameter, which takes 30 times as long as torch DDP's step:
-bench_all_reduce.py times it.
+10,000 tiny tensors run without one collective per parameter, which takes 30 times the step of torch DDP;
+bench_all_reduce.py measures it.
 
-The embedding holds 256 MiB of weights and as much of gradients, each variant its own, and some a bucket besides. So
-that 4 ranks fit into 23 GB (4.4 GiB each), it goes without static graph, without local compute alone, and without the
-bare all_reduce: with a single parameter that is one collective per parameter but for the division. The sparse one goes
-without bucket views and without the bare all_reduce: sparse gradients live in no bucket, and their bytes are others on
-each rank and in each step.
+The embedding has 256 MiB of weights and 256 MiB of gradients per variant, and a bucket in some variants. To fit 4 ranks
+into 23 GB (4.4 GiB each), it runs without static graph, without local compute alone, and without the bare all_reduce,
+which equals one collective per parameter without division for a single parameter. The sparse embedding runs without
+bucket views and without the bare all_reduce: sparse gradients are in no bucket, and their size changes by rank and
+step.
 
-"phases" are the medians of record.seconds over the timed steps of ours. Seconds are those of rank 0. Ranks talk over
-the loopback, and every core computes: what torch DDP hides behind backward is less here than with cores to spare.
-Python collects garbage as it would in training, and mostly in the steps that allocate most: with 10,000 tensors that
-can be every second one, so look at p90, too.
+"phases" are the medians of record.seconds over the timed steps of ours. Seconds are from rank 0. Ranks communicate over
+the loopback, and every core computes: torch DDP overlaps less than with spare cores. Python collects garbage as in
+training, mostly in steps with many allocations: with 10,000 tensors possibly in every second step, so read p90, too.
 
 Aims: transformer on 2 ranks, ours with checks off by torch DDP <= 0.92, from update-freq 4 on <= 0.95; info by off
 <= 1.05, from 4 on <= 1.03; 10,000 tiny tensors, off by torch DDP <= 0.70. --quick: transformer, update-freq 1 and 4,
@@ -143,7 +142,7 @@ def _variants(ways: Mapping[str, Way], workload: Workload, update_freq: int, set
 
 
 def aims_for(model: str, update_freq: int, size: int) -> Mapping[str, float]:
-    """What the ratios of a table should not exceed."""
+    """Upper limits of the ratios of a table."""
     if model == "transformer" and size == TRANSFORMER_RANKS:
         return TRANSFORMER_AIMS[max(least for least in TRANSFORMER_AIMS if least <= update_freq)]
     return TINY_AIMS if model == "tiny" else {}

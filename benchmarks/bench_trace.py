@@ -1,11 +1,11 @@
-"""What does it take to compare two traces? Seconds and memory of the command, for traces of growing length.
+"""Cost of comparing two traces: seconds and memory of the command, for traces of growing length.
 
     python benchmarks/bench_trace.py [--json FILE]
 
-Traces as AdamW leaves them (six entries for each parameter and step) are written, and compared by `legacy-ddp diff` in
-a process of its own: with an equal trace, with one that differs in everything from step 10 on, and rank with rank. The
-start of Python and torch is included. Aims: under 5 s and 500 MB for two traces of 1,000 steps and 300 parameters; time
-that grows no faster than the traces.
+The script writes traces as of a training with AdamW (six entries for each parameter and step). `legacy-ddp diff`
+compares each trace, in a separate process: with an equal trace, with a trace that differs in all entries from step 10
+on, and rank with rank. The start of Python and torch is included. Aims: under 5 s and 500 MB for two traces of 1,000
+steps and 300 parameters; time that grows no faster than the traces.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def _problems(arguments: argparse.Namespace) -> Iterable[str]:
 
 
 def answer(folder: Path, steps: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Of each way to compare: median seconds, greatest memory, and what was read."""
+    """Median seconds, greatest memory and bytes read, by way of comparison."""
     one, equal, other = (folder / name for name in ("one", "equal", "other"))
     for path, differs in ((one, False), (equal, False), (other, True)):
         write_run(path, steps, arguments.parameters, differs=differs)
@@ -95,7 +95,7 @@ def answer(folder: Path, steps: int, arguments: argparse.Namespace) -> dict[str,
 
 
 def compare(paths: Iterable[Path], *, status: int) -> tuple[float, float]:
-    """Seconds, and the most memory at a time in MB, of one comparison; it must end with that exit status."""
+    """Seconds and peak memory in MB of one comparison, which must end with the given exit status."""
     command = [sys.executable, "-m", "legacy_ddp", "diff", *map(str, paths)]
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment())
@@ -108,7 +108,7 @@ def compare(paths: Iterable[Path], *, status: int) -> tuple[float, float]:
 
 
 def write_run(folder: Path, steps: int, parameters: int, *, differs: bool) -> None:
-    """A trace of ``RANKS`` ranks that hold the same; ``differs``: everything is another from one step on."""
+    """A trace of ``RANKS`` equal ranks; ``differs``: all entries are changed from one step on."""
     names = [f"layers.{index // 2}.{'bias' if index % 2 else 'weight'}" for index in range(parameters)]
     for rank in range(RANKS):
         environment = Environment(

@@ -1,11 +1,11 @@
-"""What do narrower gradients on the wire cost in accuracy? The main job, trained with each, seed by seed.
+"""Accuracy of narrower gradients on the wire: the main job, trained with each dtype, seed by seed.
 
     python benchmarks/bench_wire.py [--json FILE]
 
 Each training is examples/train_lm.py on two ranks: the same data, weights and dropout per seed, gradients reduced in
-their own dtype, in bfloat16 or in float16. Told is the held-out loss of each in bits per byte, and how far it is from
-that of the same seed with gradients in their own dtype. What seeds differ by is the noise to compare it with. Speed is
-bench_hosts.py's question.
+their own dtype, in bfloat16 or in float16. Printed are the held-out loss of each training in bits per byte, and the
+difference from the same seed with gradients in their own dtype. The spread between seeds is the noise. bench_hosts.py
+measures the speed.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def train(wire: str, seed: int, steps: int) -> float:
 
 
 def summarize(bits: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Per wire: all values, their mean, how much seeds differ, and the mean difference seed by seed."""
+    """Per wire: all values, their mean, the spread between seeds, and the mean difference seed by seed."""
     results = {}
     for wire, of_seeds in bits.items():
         differences = [value - bits[OWN][seed] for seed, value in of_seeds.items()]

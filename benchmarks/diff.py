@@ -1,21 +1,21 @@
-"""Did a result change? Two results files of one benchmark, row by row.
+"""Comparison of two results files of one benchmark, row by row.
 
     python benchmarks/diff.py OLD.json NEW.json [--threshold 0.05]
 
-A timed row (it has `median_ratio`) is compared by that ratio to the first row of its table, measured in the same
-rounds. It has changed if two things hold: the intervals median +- 1.57 x interquartile range / sqrt(n) do not touch
-(the notches of McGill, Tukey and Larsen, Variations of box plots, 1978: about 95 % for the difference of two medians);
-and the ratios differ by more than the threshold, because two runs differ by more than the rounds of one run do.
-Medians in ms are shown and not judged: they depend on the machine and on what else it did. For the first row itself
-there is nothing else; if its median changed by more than the threshold, a note says so, for all ratios lean on it. If
-the files' tables begin with different rows, nothing in them is judged.
+A timed row (with `median_ratio`) is compared by its ratio to the first row of its table, measured in the same
+rounds. A row has changed under two conditions: the intervals median +- 1.57 x interquartile range / sqrt(n) do not
+touch (the notches of McGill, Tukey and Larsen, Variations of box plots, 1978: about 95 % for the difference of two
+medians); and the ratios differ by more than the threshold, as runs differ by more than the rounds of a run.
+Medians in ms are shown and not judged: they depend on the machine and its load. The first row has no ratio; if its
+median changed by more than the threshold, a note follows, as all ratios depend on the first row. Tables with different
+first rows are not judged.
 
-Any other number has changed if it differs by more than the threshold, and by more than 0.01 of whatever its unit is.
-Nobody knows its noise. More is worse, but for speeds and numbers of ranks; what has no unit in its name (settings,
-aims, `ratios` that are computed from rows) is only told. In a timed row such numbers count unless they are times.
-Texts that changed, such as verdicts, are told, too.
+Any other number has changed if it differs by more than the threshold, and by more than 0.01 of its unit. Its noise is
+unknown. More is worse, except for speeds and numbers of ranks; numbers without a unit in the name (settings, aims,
+`ratios` computed from rows) are shown and not judged. In a timed row such numbers count unless they are times. Changed
+texts, such as verdicts, are shown, too.
 
-Exit status: 0 nothing is worse, 1 something is, 2 the files cannot be compared.
+Exit status: 0 nothing is worse, 1 something is worse, 2 the files cannot be compared.
 """
 
 import argparse
@@ -41,7 +41,7 @@ MORE_IS_WORSE = ("ms", "us", "seconds", "mib", "megabytes", "bytes", "ratio", "p
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a row or a number in both files."""
+    """A row or number of both files, with its judgement."""
 
     place: Place
     old: Timed | Leaf
@@ -83,10 +83,10 @@ def _parse(given: Sequence[str] | None) -> argparse.Namespace:
 
 
 def compare(old: Results, new: Results, threshold: float) -> list[Comparison]:
-    """What the files share, in the order of the new one.
+    """The rows and numbers of both files, in the order of the new file.
 
     Raises:
-        NotComparable: they share nothing.
+        NotComparable: the files have no row or number in common.
     """
     rows = [place for place in new.rows if place in old.rows]
     leaves = [place for place in new.leaves if place in old.leaves]
@@ -104,7 +104,7 @@ def compare(old: Results, new: Results, threshold: float) -> list[Comparison]:
 
 
 def _tables(name: str, results: Results) -> list[str]:
-    """What the file's tables are called, in lines for the screen."""
+    """The titles of the tables of a file, in lines for the screen."""
     return textwrap.wrap(
         f"{name}: {'; '.join(_titles(results))}", WIDTH, subsequent_indent="  ", break_on_hyphens=False
     )
@@ -115,7 +115,7 @@ def _titles(results: Results) -> list[str]:
 
 
 def first_row(results: Results, place: Place) -> Place:
-    """What the row's table begins with: the row that its ratios are to."""
+    """The first row of the table of a row: the reference of its ratios."""
     return next(other for other in results.rows if other[:-1] == place[:-1])
 
 
@@ -128,7 +128,7 @@ def judge_row(old: Timed, new: Timed, threshold: float) -> str:
 
 
 def judge_leaf(place: Place, old: Leaf, new: Leaf, threshold: float) -> str:
-    """Better, worse, or changed if nobody can say which."""
+    """Better, worse, or changed for a number without a known direction."""
     if isinstance(old, str) or isinstance(new, str):
         return SAME if old == new else CHANGED
     if not (math.isfinite(old) and math.isfinite(new)):
@@ -144,7 +144,7 @@ def judge_leaf(place: Place, old: Leaf, new: Leaf, threshold: float) -> str:
 
 
 def _differ(old: float, new: float, threshold: float) -> bool:
-    """Whether one is more than the other by this share of the smaller one, so that it is the same both ways."""
+    """Whether the difference exceeds the share ``threshold`` of the smaller number; symmetric."""
     return abs(new - old) > threshold * min(abs(old), abs(new))
 
 
@@ -217,7 +217,7 @@ def _print_one_sided(old: Results, new: Results, arguments: argparse.Namespace) 
 
 
 def _by_table(places: Sequence[Place], own: Results, other: Results) -> dict[Place, list[Place]]:
-    """The places by what they stand in: a title that the other file lacks, or else their table."""
+    """The places by group: a title missing in the other file, otherwise the table."""
     shared_titles = _titles(other)
     tables: dict[Place, list[Place]] = defaultdict(list)
     for place in places:

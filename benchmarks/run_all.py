@@ -1,12 +1,12 @@
-"""How are all benchmarks run? One after the other: short, to see them work, or in full, as the kept results were made.
+"""Run of all benchmarks, one after the other: short, as a test, or in full, as for the kept results.
 
     python benchmarks/run_all.py                        # a few minutes
     python benchmarks/run_all.py --full                 # about an hour; writes benchmarks/results/
-    python benchmarks/run_all.py --full --only step_2   # one of them
+    python benchmarks/run_all.py --full --only step_2   # one benchmark
 
-Use an idle machine: ratios are taken within a round, but a loaded machine changes them, too. What cannot run here (no
-CUDA device, no right to make network namespaces; in a short run, what makes sense only in full) is left out and said. A
-failure does not keep the others from running; it is the exit status.
+Use an idle machine: ratios are taken within a round, but a loaded machine changes them, too. A benchmark
+that cannot run here (no CUDA device, no right to make network namespaces, or only useful in full) is left out with a
+message. After a failure the remaining benchmarks still run; the failure is the exit status.
 """
 
 import argparse
@@ -29,9 +29,9 @@ CLEAN_UP_SECONDS = 15.0  # after Ctrl-C; network namespaces take about 5
 
 @dataclass(frozen=True)
 class Run:
-    """One start of a script: on so many ranks, or, with 0, one that starts its own.
+    """One start of a script: on ``ranks`` ranks; 0 for a script that starts its own ranks.
 
-    ``short`` is None where only the full form makes sense; ``why_not`` says why it cannot run here, if so.
+    ``short`` is None for a script with a full form only; ``why_not`` returns the reason why the script cannot run here.
     """
 
     script: str
@@ -102,7 +102,7 @@ RUNS = {
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Run them, say what came of each."""
+    """Run the benchmarks, print the outcome of each."""
     arguments = parse_arguments(given)
     reasons = {name: why_left_out(name, full=arguments.full) for name in arguments.only}
     print(f"{sum(not reason for reason in reasons.values())} of {len(reasons)} benchmarks will run", flush=True)
@@ -133,14 +133,14 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def why_left_out(name: str, *, full: bool) -> str:
-    """Why it does not run; empty if it does."""
+    """The reason why a script does not run; empty for a script that runs."""
     if not full and RUNS[name].short is None:
         return f"only in full (make bench-full BENCH={name})"
     return RUNS[name].why_not()
 
 
 def command(name: str, *, full: bool) -> list[str]:
-    """How it is started."""
+    """The command line of a script."""
     run = RUNS[name]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)] if run.ranks else []
     options = shlex.split(run.full if full else run.short or "")
@@ -149,7 +149,7 @@ def command(name: str, *, full: bool) -> list[str]:
 
 
 def run_one(words: Sequence[str]) -> int:
-    """The exit code of a command. At Ctrl-C, which it gets as well, it has time to clean up before it is killed."""
+    """The exit code of a command. The command gets Ctrl-C, too, and time to clean up before a kill."""
     process = subprocess.Popen(words, env=environment())
     try:
         return process.wait()

@@ -1,10 +1,10 @@
-"""Which figures does the documentation quote? Tables made from benchmarks/results/, so that no figure drifts.
+"""Tables of the figures quoted in the documentation, made from benchmarks/results/, so that no figure drifts.
 
     python benchmarks/tables.py            # print all tables
-    python benchmarks/tables.py --write    # put them between their markers in the pages
+    python benchmarks/tables.py --write    # write the tables between their markers in the pages
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in _quoted.py and put the
-markers where it belongs. After a new measurement: write, and read what the prose around the tables says about them.
+markers into a page. After a new measurement: write, and check the prose around the tables.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from _table import Column, Place, Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "docs" / "reproducible.md")
+PAGES = (ROOT / "benchmarks" / "README.md",)
 MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 
 
 class TableError(Exception):
-    """Says which table, file or place is missing."""
+    """The text names the missing table, file or place."""
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def render(table: Table, folder: Path = RESULTS) -> str:
     """The table in Markdown.
 
     Raises:
-        TableError: a file is not there or holds no such number.
+        TableError: a file or a number is missing.
     """
     lines = [[table.heading, *(column.title for column in table.columns)], ["---"] * (1 + len(table.columns))]
     for label, blanks in table.rows.items():
@@ -59,7 +59,7 @@ def render(table: Table, folder: Path = RESULTS) -> str:
 
 
 def fill(text: str, tables: Mapping[str, Table], folder: Path = RESULTS) -> str:
-    """``text`` with every marked table made anew.
+    """``text`` with every marked table replaced.
 
     Raises:
         TableError: as :func:`render`; or a marker names no table, or has no end.
@@ -77,10 +77,10 @@ def fill(text: str, tables: Mapping[str, Table], folder: Path = RESULTS) -> str:
 
 
 def write(pages: Sequence[Path], tables: Mapping[str, Table] = TABLES) -> list[Path]:
-    """The pages that changed, now that their marked tables are made anew.
+    """Replace all marked tables; returns the changed pages.
 
     Raises:
-        TableError: as :func:`fill`, or a table does not stand on exactly one page; no page has changed then.
+        TableError: as :func:`fill`, or a table is not on exactly one page; then no page is changed.
     """
     before = {page: page.read_text(encoding="utf-8") for page in pages}
     after = {page: fill(text, tables) for page, text in before.items()}

@@ -1,4 +1,4 @@
-"""What does a report look like? A picture of the page about a trace: `make picture TRACE=...` writes docs/report.png.
+"""Picture of the page about a trace: `make picture TRACE=...` writes docs/report.png.
 
 Needs Debian's chromium and chromium-driver (`make browser`), bokeh and selenium.
 """

@@ -1,6 +1,6 @@
-"""How does a training survive being killed? Checkpoints are whole or not there, and damage is noticed.
+"""Checkpoints for trainings that may be killed: a file is complete or absent, and damage is detected.
 
-A file is what ``torch.save()`` writes, with the SHA-256 of it behind; ``torch.load()`` reads it like any other.
+A file is the output of ``torch.save()`` followed by its SHA-256; ``torch.load()`` reads the file as usual.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ _PART_BYTES = 2**20
 
 
 class CheckpointError(RuntimeError):
-    """There is no checkpoint to go on from, or it belongs to another training."""
+    """There is no checkpoint to resume, or the checkpoint belongs to a different training."""
 
 
 class DamagedError(CheckpointError):
-    """A file does not hold what was written to it."""
+    """The contents of a file differ from the written contents."""
 
 
 def save_checkpoint(folder: Path, step: int, state: dict[str, Any], *, keep: int | None = None) -> None:
-    """Write ``state`` to a file of its own; killed at any moment, no half of it is left under that name.
+    """Write ``state`` to a new file; a kill at any moment leaves no partial file under that name.
 
-    Of the checkpoints up to this one ``keep`` stay, the newest; None: all of them.
+    The newest ``keep`` checkpoints up to this step stay; None: all checkpoints.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{step:08d}.pt"
@@ -57,15 +57,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The newest first, whole or not."""
+    """The checkpoint files, complete or damaged, the newest first."""
     return sorted(folder.glob("step-*.pt"), reverse=True)
 
 
 def load_checkpoint(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The newest whole checkpoint in ``folder``; for each newer one, a line on stderr says what is wrong with it.
+    """The newest complete checkpoint in ``folder``. Each newer file is reported on stderr, with its damage.
 
     Raises:
-        CheckpointError: there is none, or its ``"settings"`` are not ``settings``.
+        CheckpointError: there is no checkpoint, or its ``"settings"`` differ from ``settings``.
     """
     found = checkpoints(folder)
     if not found:

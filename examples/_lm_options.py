@@ -1,4 +1,4 @@
-"""What may be asked of train_lm.py, and what of it cannot be done?"""
+"""Command line options of train_lm.py, and their checks."""
 
 import argparse
 import math
@@ -90,7 +90,7 @@ def positive_float(text: str) -> float:
 
 
 def checked_settings(args: argparse.Namespace, text: Text, world_size: int) -> dict[str, Any]:
-    """What must be equal on all ranks, and before and after a resume, under the names that a user knows.
+    """The settings that must be equal on all ranks, and before and after a resume, by option name.
 
     Raises:
         ValueError: the text is shorter than one global batch, or --record would overwrite a trace.
@@ -128,10 +128,10 @@ def check_size(batch_size: int, window_count: int) -> None:
 
 
 def read_checkpoint(args: argparse.Namespace, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """The checkpoint to resume, if one was asked for.
+    """The checkpoint to resume, if requested.
 
     Raises:
-        CheckpointError: --resume cannot find, read or continue one, or a run without it would mix two trainings.
+        CheckpointError: --resume finds no usable checkpoint, or a run without --resume would mix two trainings.
     """
     if not args.resume:
         if args.save and (found := checkpoints(args.save)):

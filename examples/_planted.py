@@ -1,4 +1,4 @@
-"""train_lm.py with a mistake in it: in one step one rank scales one gradient a little. For replay.py."""
+"""train_lm.py with a planted mistake: a rank scales a gradient slightly in a single step. For replay.py."""
 
 import os
 from collections.abc import Iterable

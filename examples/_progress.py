@@ -1,4 +1,4 @@
-"""How far is the training? A bar on a terminal, about ten lines anywhere else; on stderr, from one rank."""
+"""Progress of the training on stderr, from a single rank: a bar on a terminal, about ten lines elsewhere."""
 
 import math
 import shutil
@@ -9,7 +9,7 @@ MAX_COLUMNS = 80
 
 
 class Progress:
-    """Nothing at all unless ``visible``. Without tqdm a terminal gets the lines too."""
+    """Shows nothing unless ``visible``. Without tqdm, lines also on a terminal."""
 
     def __init__(self, done: int, steps: int, *, visible: bool) -> None:
         self._steps = steps

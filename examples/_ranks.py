@@ -1,4 +1,4 @@
-"""How does a script become one of many ranks, and how do ranks find out whether they agree? Copy what you need."""
+"""Set-up of a rank under torchrun, and checks for agreement of ranks. Copy the functions that you need."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ def gather(value: T) -> list[T]:
 
 
 def exit_together(message: str) -> NoReturn:
-    """Collective: rank 0 says why, then every rank exits with status 1."""
+    """Collective: rank 0 prints the reason, then every rank exits with status 1."""
     if dist.get_rank() == 0:
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     dist.barrier()  # torchrun ends all ranks as soon as one has left: rank 0 must have spoken by then
@@ -56,7 +56,7 @@ def exit_together(message: str) -> NoReturn:
 
 
 def require_equal_settings(settings: dict[str, Any]) -> None:
-    """Collective: exit on every rank if a rank was started with other settings."""
+    """Collective: exit on every rank if the settings differ between ranks."""
     every = gather(settings)
     for name in settings:
         values = [of_rank[name] for of_rank in every]
@@ -72,7 +72,7 @@ def require_identical_replicas(model: nn.Module, optimizer: torch.optim.Optimize
 
 
 def gather_random_states(device: torch.device) -> list[dict[str, torch.Tensor]]:
-    """Collective: where the random generators of each rank stand; dropout draws from them."""
+    """Collective: the states of the random generators of each rank, which dropout uses."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)

@@ -1,4 +1,4 @@
-"""Which real text is there without a download? The source of Python's own standard library, and its bigram model."""
+"""Real text without a download: the source of Python's standard library, and its bigram model."""
 
 import hashlib
 import os
@@ -25,7 +25,7 @@ class TextError(RuntimeError):
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes as uint8 tensors; each file is trained on or held out as a whole. ``digest`` is of both."""
+    """Bytes as uint8 tensors; each file is used for training or held out as a whole. ``digest`` covers both parts."""
 
     train: torch.Tensor
     held_out: torch.Tensor
@@ -33,7 +33,7 @@ class Text:
 
 
 def read_text(folder: Path | None = None) -> Text:
-    """The standard library's source: the same bytes in the same order wherever Python is the same.
+    """The standard library's source: the same bytes in the same order for the same Python version.
 
     Raises:
         TextError: less than ``MIN_SIZE_BYTES`` of source is installed.
@@ -63,12 +63,12 @@ def as_tensor(text: bytes) -> torch.Tensor:
 
 
 def cut_windows(text: torch.Tensor, context: int) -> torch.Tensor:
-    """Rows of ``context + 1`` bytes. Neighbours share one, so every byte but the first is a target once. A view."""
+    """Rows of ``context + 1`` bytes, as a view. Neighbours share a byte: all but the first are a target once."""
     return text.unfold(0, context + 1, context)
 
 
 def bigram_bits(text: torch.Tensor, *, add: float = 0.1) -> torch.Tensor:
-    """Bits that each next byte (column) costs after each byte (row), from the counts in ``text`` plus ``add``."""
+    """Cost in bits of each next byte (column) after each byte (row), from the counts in ``text`` plus ``add``."""
     pairs = text[:-1].int() * BYTE_VALUES + text[1:]
     counts = torch.bincount(pairs, minlength=BYTE_VALUES**2).double().view(BYTE_VALUES, BYTE_VALUES) + add
     return -(counts / counts.sum(1, keepdim=True)).log2()

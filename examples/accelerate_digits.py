@@ -1,4 +1,4 @@
-"""How does a loop written for accelerate train with all_reduce()? Handwritten digits; accelerate is not patched.
+"""A training loop for accelerate with all_reduce(): handwritten digits; accelerate is not patched.
 
 torchrun --standalone --nproc-per-node 2 examples/accelerate_digits.py
 """
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def learn(accelerator: Accelerator, digits: tuple[Digits, Digits], epochs: int, *, torch_ddp: bool) -> float:
-    """Collective: train, always from the same seed; the share of held-out digits that is recognised."""
+    """Collective: train from a fixed seed; returns the share of correctly classified held-out digits."""
     train_set, (images, labels) = digits
     model = wrap(accelerator, make_model(train_set), torch_ddp=torch_ddp)  # seeds torch's random numbers
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
@@ -70,7 +70,7 @@ def learn(accelerator: Accelerator, digits: tuple[Digits, Digits], epochs: int, 
 
 
 def wrap(accelerator: Accelerator, module: nn.Module, *, torch_ddp: bool) -> nn.Module:
-    """Collective: the module on its device, in accelerate's precision, wrapped in ours or in torch DDP."""
+    """Collective: the module on its device, in accelerate's precision, in the wrapper of legacy_ddp or torch DDP."""
     if torch_ddp:
         return accelerator.prepare(module)
     # evaluation_mode is what keeps accelerate from wrapping the module in torch DDP; it trains all the same.

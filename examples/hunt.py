@@ -1,4 +1,4 @@
-"""Can one flipped bit be found? Somewhere in a training one weight changes one bit on one rank.
+"""Search for a flipped bit: during a training, one bit of one weight changes on one rank.
 
 torchrun --standalone --nproc-per-node 3 examples/hunt.py
 """
@@ -26,7 +26,7 @@ STEPS = 20
 
 @dataclass(frozen=True)
 class Fault:
-    """A bit that changes on one rank after one step; bit 0 is the lowest of the element."""
+    """A bit change on one rank after one step; bit 0 is the lowest bit of the element."""
 
     rank: int
     step: int
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def hunt(windows: torch.Tensor, seed: int, device: torch.device) -> bool:
-    """Collective: train until the library reports a rank or all steps are done. Whether what it says is right."""
+    """Collective: train until the library reports a rank or all steps are done; returns whether the report is right."""
     settings = Namespace(seed=seed, lr=4e-3, resume=False, reduce_dtype=None, reproducible=False)
     training = start_training(settings, None, device, checks="detail")
     fault = draw_fault(training.model.module, seed)
@@ -85,7 +85,7 @@ def train_until_reported(
 
 
 def draw_fault(module: nn.Module, seed: int) -> Fault:
-    """The same on every rank. The last step has no call after it that could tell."""
+    """An equal fault on every rank, not after the last step, as no later call could detect the fault."""
     draw = random.Random(seed)
     name, parameter = draw.choice(list(module.named_parameters()))
     return Fault(
@@ -98,7 +98,7 @@ def draw_fault(module: nn.Module, seed: int) -> Fault:
 
 
 def describe(error: ReplicaDivergenceError) -> Fault | None:
-    """The fault that the library speaks of, None if it speaks of something else than one bit."""
+    """The fault in the report of the library, None for a report about anything but a single bit."""
     (difference, *others) = error.report.differences
     if others or len(error.ranks) != 1 or error.phase != "outside":
         return None
@@ -110,7 +110,7 @@ def describe(error: ReplicaDivergenceError) -> Fault | None:
 
 
 def shared_seed(seed: int | None) -> int:
-    """Collective: the seed that was asked for, or one that rank 0 draws."""
+    """Collective: the requested seed, or a seed drawn by rank 0."""
     drawn = [random.randrange(2**31) if seed is None else seed]
     dist.broadcast_object_list(drawn, src=0)
     return drawn[0]

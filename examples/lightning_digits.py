@@ -1,4 +1,4 @@
-"""How does a job of Lightning switch? Two lines: the import, and the strategy's name.
+"""A job of Lightning on legacy_ddp, with two changed lines: the import, and the name of the strategy.
 
 python examples/lightning_digits.py --strategy legacy_ddp
 """
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """Images of shape (n, 1, 8, 8) with values from 0 to 1, and their labels: to train on, and held out."""
+    """Images of shape (n, 1, 8, 8) with values from 0 to 1, and their labels: training set and held-out set."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float()[:, None] / 16
     labels = torch.from_numpy(digits.target)

@@ -1,8 +1,8 @@
-"""Does the number of ranks change a training? The same micro-batches on 1, 2, 4 and 8 ranks, compared bit for bit.
+"""A training independent of the number of ranks: equal micro-batches on 1, 2, 4 and 8 ranks, compared bit for bit.
 
 python examples/replay.py
 
-Afterwards the same once more with a mistake in it, on two ranks, to see that the comparison finds it.
+Afterwards a training with a planted mistake on two ranks, as a test of the comparison.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def replay(folder: Path, steps: int, micro_batches: int) -> int:
-    """Exit status: 0 if all splits agree and the mistake is found where it is."""
+    """Exit status: 0 if all splits agree and the comparison finds the mistake."""
     splits = [f"{ranks}x{each}" for ranks, each in aligned_splits(micro_batches)]
     say(f"{steps} steps of {micro_batches} micro-batches, as {', '.join(splits)} (ranks x micro-batches each)\n")
     hashes = [train(folder / split, split, steps, micro_batches) for split in splits]
@@ -58,7 +58,7 @@ def replay(folder: Path, steps: int, micro_batches: int) -> int:
 
 
 def find_mistake(folder: Path, split: str, other: str, steps: int, micro_batches: int) -> bool:
-    """Train once more with a mistake. Against another split step and parameter show, against its own the rank, too."""
+    """Train with a mistake. Comparison with another split finds step and parameter; with its own split, the rank."""
     mistake = Mistake(rank=1, step=(steps + 1) // 2, parameter="gru.weight_hh_l0")
     say(f"\nonce more, with a mistake: {mistake}")
     train(folder / "mistaken", split, steps, micro_batches, mistake)
@@ -93,7 +93,7 @@ def train(trace: Path, split: str, steps: int, micro_batches: int, mistake: Mist
 
 
 def compare(one: Path, other: Path) -> tuple[int, dict[str, object]]:
-    """What ``legacy-ddp diff`` says: exit status, and the first difference."""
+    """Exit status and first difference of ``legacy-ddp diff``."""
     command: Sequence[str] = [sys.executable, "-m", "legacy_ddp", "diff", str(one), str(other)]
     say(f"\n$ legacy-ddp diff {one.name} {other.name}")
     told = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,8 +1,8 @@
-"""Does a training survive being killed? Its ranks are, at random moments; the last checkpoints are compared.
+"""A training with ranks killed at random moments, compared with an undisturbed training by the last checkpoints.
 
 python examples/restart.py
 
-Needs Linux: which processes are the ranks, and of which start, is read from /proc.
+Needs Linux: the processes of the ranks, and their start, are read from /proc.
 """
 
 import argparse
@@ -29,12 +29,12 @@ POLL_SECONDS = 0.01
 
 
 class JobError(RuntimeError):
-    """The training did not end as it should."""
+    """The training did not end as expected."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """From the start of the ranks to their first checkpoint, and from one checkpoint to the next."""
+    """Seconds from the start of the ranks to their first checkpoint, and between checkpoints."""
 
     start_seconds: float
     step_seconds: float
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def survive(folder: Path, args: argparse.Namespace) -> int:
-    """Exit status: 0 if the weights end in the same bits."""
+    """Exit status: 0 if the final weights have the same bits."""
     say(f"{args.steps} steps on {args.ranks} ranks, undisturbed")
     pace = train_undisturbed(folder / "undisturbed", args)
     say(f"the same with {args.kills} kills, seed {args.seed}")
@@ -93,7 +93,7 @@ def train_undisturbed(folder: Path, args: argparse.Namespace) -> Pace:
 
 
 def train_killed(folder: Path, args: argparse.Namespace, pace: Pace) -> None:
-    """Kill one rank in each start of the job, the last excepted."""
+    """Kill one rank in each start of the job, except the last start."""
     draw = random.Random(args.seed)
     # In the first half: the job must not end before it was killed often enough.
     after = sorted(draw.randrange(max(1, args.steps // 2)) for _ in range(args.kills))
@@ -112,7 +112,7 @@ def train_killed(folder: Path, args: argparse.Namespace, pace: Pace) -> None:
 
 
 class Job:
-    """train_lm.py under torchrun, which starts it again as often as it is killed here."""
+    """train_lm.py under torchrun, restarted by torchrun after each kill."""
 
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self._folder = folder
@@ -136,7 +136,7 @@ class Job:
         )
 
     def wait_for_ranks(self, start: int) -> list[int]:
-        """The process ids of the ranks of a start; 0 is the first."""
+        """The process ids of the ranks of a start, counted from 0."""
         marks = {f"RESTART_JOB={self._folder}", f"TORCHELASTIC_RESTART_COUNT={start}"}
         while True:
             found = {}

@@ -1,4 +1,4 @@
-"""Do many ranks learn what one rank learns? Handwritten digits: first the accuracy, then the proof in float64.
+"""Equal training on many ranks and on a single rank: handwritten digits; the accuracy, then a proof in float64.
 
 torchrun --standalone --nproc-per-node 2 examples/train_digits.py
 """
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def show_accuracy(train_set: Digits, test_set: Digits, epochs: int, update_freq: int) -> None:
-    """Collective: train, and exit on every rank unless enough of the held-out digits are recognised."""
+    """Collective: train, and exit on every rank unless enough held-out digits are classified correctly."""
     model = LegacyDistributedDataParallel(make_model(train_set))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs)
@@ -63,9 +63,10 @@ def show_accuracy(train_set: Digits, test_set: Digits, epochs: int, update_freq:
 
 
 def show_parity(train_set: Digits, update_freq: int) -> None:
-    """Collective: train in float64 on all ranks and on one, and exit on every rank unless the weights are equal.
+    """Collective: train in float64 on all ranks and on a single rank; exit on every rank if the weights differ.
 
-    Why float64: each order of adding up rounds differently, AdamW magnifies that, and in float32 it would hide a bug.
+    Why float64: each order of summation rounds differently, AdamW magnifies the difference, and in float32 the
+    difference would hide a bug.
     """
     train_set = (train_set[0].double(), train_set[1])
     model, reference = LegacyDistributedDataParallel(make_model(train_set)), make_model(train_set)
@@ -115,7 +116,7 @@ def update_alone(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Digi
 
 
 def global_batches(train_set: Digits, epoch: int) -> Iterator[Digits]:
-    """The training images in an order that is the same on every rank; the last batch of an epoch is smaller."""
+    """The training images in an equal order on every rank; the last batch of an epoch is smaller."""
     images, labels = train_set
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch)).to(images.device)
     for chosen in order.split(BATCH_SIZE):
@@ -123,7 +124,7 @@ def global_batches(train_set: Digits, epoch: int) -> Iterator[Digits]:
 
 
 def make_model(like: Digits) -> nn.Module:
-    """The same weights at every call, with the dtype and on the device of the images."""
+    """A model with equal weights at every call, with dtype and device of the images."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
@@ -140,7 +141,7 @@ def make_model(like: Digits) -> nn.Module:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Training and held-out digits, shuffled alike everywhere."""
+    """Training and held-out digits, shuffled equally on every rank."""
     from sklearn import datasets  # an extra: only this script needs it
 
     digits = datasets.load_digits()

@@ -1,4 +1,4 @@
-"""How does a training loop with gradient accumulation look? A language model of Python's own source, byte by byte.
+"""A training loop with gradient accumulation: a language model of Python's source, byte by byte.
 
 torchrun --standalone --nproc-per-node 2 examples/train_lm.py --update-freq 4
 torchrun --standalone --nproc-per-node 2 examples/train_lm.py --reproducible --micro-batches 8
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def train(training: "Training", args: argparse.Namespace, text: Text, settings: dict[str, Any]) -> None:
-    """Collective: take the steps that are left; rank 0 shows progress and writes the checkpoints."""
+    """Collective: take the remaining steps; rank 0 shows progress and writes the checkpoints."""
     rank = dist.get_rank()
     progress = Progress(training.step, args.steps, visible=rank == 0)
     batches = micro_batches(cut_windows(text.train, CONTEXT), args, training.step)
@@ -81,7 +81,7 @@ def train(training: "Training", args: argparse.Namespace, text: Text, settings: 
 
 
 def micro_batches(windows: torch.Tensor, args: argparse.Namespace, first_step: int) -> Iterator[list[MicroBatch]]:
-    """Per step, the micro-batches of this rank; with --reproducible they are the same whoever has them."""
+    """Per step, the micro-batches of this rank; with --reproducible independent of the world size."""
     if args.reproducible:
         return shared_out(windows, first_step, sampler_of(windows, args, dist.get_rank(), dist.get_world_size()))
     return dealt(
@@ -96,7 +96,7 @@ def micro_batches(windows: torch.Tensor, args: argparse.Namespace, first_step: i
 
 
 def recording(training: "Training", args: argparse.Namespace) -> AbstractContextManager[object]:
-    """Writes what every step holds to --record DIR, to be compared with ``legacy-ddp diff``."""
+    """A recorder of every step to --record DIR, for ``legacy-ddp diff``."""
     if args.record is None:
         return nullcontext()
     return Recorder(
@@ -110,7 +110,7 @@ def recording(training: "Training", args: argparse.Namespace) -> AbstractContext
 
 @dataclass
 class Training:
-    """What changes from step to step, which is what a checkpoint holds."""
+    """The state that changes from step to step: the contents of a checkpoint."""
 
     model: LegacyDistributedDataParallel
     optimizer: torch.optim.Optimizer
@@ -142,8 +142,8 @@ class Training:
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:
-        """Backward communicates nothing, so accumulating needs no no_sync(); but to be reproducible every micro-batch
-        is a block of its own, in which dropout depends on the step and the number alone."""
+        """Backward does not communicate, hence accumulation needs no no_sync(); but --reproducible needs a block per
+        micro-batch, in which dropout depends on the step and the number alone."""
         if not self.reproducible:
             yield
             return
@@ -151,7 +151,7 @@ class Training:
             yield
 
     def state(self) -> dict[str, Any]:
-        """Collective: everything that :meth:`restore` needs, on every rank."""
+        """Collective: the state for :meth:`restore`, on every rank."""
         return {
             "step": self.step,
             "calls": self.calls,
@@ -187,7 +187,7 @@ class ByteModel(nn.Module):
 def start_training(
     args: argparse.Namespace, checkpoint: dict[str, Any] | None, device: torch.device, *, checks: str = "info"
 ) -> Training:
-    """Collective: a training at its first step, or where rank 0's ``checkpoint`` was saved."""
+    """Collective: a training at its first step, or at the step of rank 0's ``checkpoint``."""
     torch.manual_seed(args.seed)
     reduce_dtype = getattr(torch, args.reduce_dtype) if args.reduce_dtype else None
     model = LegacyDistributedDataParallel(
@@ -205,14 +205,14 @@ def start_training(
 
 
 def summed_loss(model: nn.Module, windows: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Loss summed over the targets, and how many they are: all_reduce() divides by their number on all ranks."""
+    """Loss summed over the targets, and their number: all_reduce() divides by their number on all ranks."""
     inputs, targets = windows[:, :-1].long(), windows[:, 1:].long()
     loss = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
     return loss, targets.numel()
 
 
 def learning_rate_factor(step: int) -> float:
-    """Linear warm-up, then the inverse square root: without a last step, so a finished training can go on."""
+    """Linear warm-up, then the inverse square root: without a last step, hence a finished training can be continued."""
     return min((step + 1) / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / (step + 1)))
 
 
@@ -221,7 +221,7 @@ def in_bits(nats: float) -> float:
 
 
 def print_result(training: Training, text: Text) -> None:
-    """Collective: rank 0 prints what was learned, after all ranks have shown that they hold the same bits."""
+    """Collective: rank 0 prints the result, after a check that all ranks have equal bits."""
     held_out = cut_windows(text.held_out, CONTEXT)
     bits = evaluate(training.model, held_out, training.device)
     require_identical_replicas(training.model, training.optimizer)
@@ -237,7 +237,7 @@ def print_result(training: Training, text: Text) -> None:
 
 
 def hash_of(module: nn.Module) -> str:
-    """Of all weights, bit for bit."""
+    """Hash of all weights, bit for bit."""
     found = hashlib.sha256()
     for name, tensor in module.state_dict().items():
         found.update(name.encode())
@@ -247,7 +247,7 @@ def hash_of(module: nn.Module) -> str:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, windows: torch.Tensor, device: torch.device) -> float:
-    """Collective: bits per byte on ``windows``, of which every rank reads its own part."""
+    """Collective: bits per byte on ``windows``; every rank reads its own part."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)
     for batch in windows[dist.get_rank() :: dist.get_world_size()].split(256):

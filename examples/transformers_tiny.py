@@ -1,4 +1,4 @@
-"""How does the Trainer of transformers train with all_reduce()? A tiny BERT from a config; nothing is downloaded.
+"""The Trainer of transformers with all_reduce(): a tiny BERT from a config, without a download.
 
 torchrun --standalone --nproc-per-node 2 examples/transformers_tiny.py
 """
@@ -25,7 +25,7 @@ SEQUENCES, LENGTH, WORDS = 256, 12, 40
 
 
 class LegacyDDPTrainer(Trainer):
-    """A Trainer whose ranks meet in all_reduce() only. ``_wrap_model`` is transformers' own, and not public."""
+    """A Trainer with communication in all_reduce() only. ``_wrap_model`` is a private method of transformers."""
 
     def _wrap_model(
         self,
@@ -44,7 +44,7 @@ class LegacyDDPTrainer(Trainer):
 
 
 class Sequences(Dataset):  # type: ignore[type-arg]
-    """Words that count up in steps of 1 to 3; the ends, of different lengths, are not learned."""
+    """Words that count up in steps of 1 to 3; the ends, of different lengths, are masked in the labels."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def make_trainer(scratch: str, epochs: int, update_freq: int, *, torch_ddp: bool) -> Trainer:
-    """Always from the same seed."""
+    """A Trainer from a fixed seed."""
     settings = TrainingArguments(
         output_dir=scratch,
         use_cpu=not torch.cuda.is_available(),  # without it the Trainer deals the same data to all ranks on CPU
@@ -106,7 +106,7 @@ def make_trainer(scratch: str, epochs: int, update_freq: int, *, torch_ddp: bool
 
 
 def make_model() -> nn.Module:
-    """The same weights at every call."""
+    """A model with equal weights at every call."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=WORDS,

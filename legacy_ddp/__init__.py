@@ -1,4 +1,4 @@
-"""Explicit data parallelism for torch: gradient synchronisation that you can see and trust."""
+"""Explicit data parallelism for torch: gradient synchronisation in a single visible call."""
 
 from legacy_ddp._collectives.all_reduce import all_reduce_gradients
 from legacy_ddp._errors import (

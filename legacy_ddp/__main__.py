@@ -1,4 +1,4 @@
-"""``python -m legacy_ddp`` is ``legacy-ddp``."""
+"""Entry point of ``python -m legacy_ddp``, the same as ``legacy-ddp``."""
 
 from legacy_ddp.debug._cli import main
 

@@ -1,4 +1,4 @@
-"""Who differs in what: one row per rank -> a Finding. Pure; headers and layouts both come through here."""
+"""Comparison of one row per rank, for headers, layouts and replicas. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ MAX_SIDES = 4
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that ranks hold differently; ``holders`` maps each value to its ranks, most ranks first."""
+    """An item that differs between ranks. ``holders``: each value and its ranks, most ranks first."""
 
-    what: str
+    name: str
     holders: tuple[tuple[str, tuple[int, ...]], ...]
 
     @property
     def suspects(self) -> tuple[int, ...]:
-        """The ranks outside the strict majority; empty where there is none, for then nobody can be blamed."""
+        """The ranks outside the strict majority; empty without a majority, because then no rank can be blamed."""
         total = sum(len(ranks) for _, ranks in self.holders)
         if 2 * len(self.holders[0][1]) <= total:
             return ()
@@ -25,7 +25,7 @@ class Difference:
 
     @property
     def sides(self) -> str:
-        """``rank 1 against ranks 0, 2``: who is with whom, the smallest group first."""
+        """The groups of ranks with equal values, the smallest first: ``rank 1 against ranks 0, 2``."""
         groups = [name_ranks(ranks) for _, ranks in reversed(self.holders)]
         if len(groups) > 2 and all(len(ranks) == 1 for _, ranks in self.holders):
             return "every rank has its own"
@@ -33,14 +33,14 @@ class Difference:
         return " against ".join([*groups[:MAX_SIDES], *more])
 
     def __str__(self) -> str:
-        # The odd ones first: they are what the reader looks for.
+        # The smallest group first: the reader looks for it.
         parts = [f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in self.holders]
-        return f"{self.what}: {'; '.join(reversed(parts))}"
+        return f"{self.name}: {'; '.join(reversed(parts))}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """All differences between the rows; false if there are none."""
+    """All differences between the rows; false without a difference."""
 
     differences: tuple[Difference, ...]
 
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that a majority speaks against in any of the differences."""
+        """The ranks outside the majority in any of the differences."""
         return tuple(sorted({rank for difference in self.differences for rank in difference.suspects}))
 
     def __str__(self) -> str:
@@ -60,25 +60,25 @@ class Finding:
 
 
 def compare_rows(rows: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> Finding:
-    """Compare what each rank says about each thing; a thing that a rank does not mention counts as ``nothing``.
+    """Compare the rows item by item. An item that is missing in a row has the value ``nothing`` there.
 
-    ``rows[r]`` is rank r's (``ranks[r]``'s, if given): thing -> value, in words. Things are reported in the order in
-    which the rows first name them.
+    ``rows[i]``: item -> value, of rank i, or of ``ranks[i]`` if given. Differences keep the order in which the items
+    first appear.
     """
-    things = dict.fromkeys(thing for row in rows for thing in row)
+    names = dict.fromkeys(name for row in rows for name in row)
     differences = []
-    for thing in things:
+    for name in names:
         holders: dict[str, list[int]] = {}
         for rank, row in zip(range(len(rows)) if ranks is None else ranks, rows, strict=True):
-            holders.setdefault(row.get(thing, MISSING), []).append(rank)
+            holders.setdefault(row.get(name, MISSING), []).append(rank)
         if len(holders) > 1:
             by_count = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            differences.append(Difference(thing, tuple((value, tuple(which)) for value, which in by_count)))
+            differences.append(Difference(name, tuple((value, tuple(group)) for value, group in by_count)))
     return Finding(tuple(differences))
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, or ``ranks 0-2, 5``."""
+    """For example ``rank 3`` or ``ranks 0-2, 5``."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

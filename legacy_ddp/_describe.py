@@ -1,4 +1,4 @@
-"""What does ``print(model)`` say of a wrapper? Layout, group and settings. Pure but for the group's rank."""
+"""Text for ``print(model)``: layout, group and settings of a wrapper. Pure, except for the rank in the group."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -7,12 +7,12 @@ import torch.distributed as dist
 
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._settings import Settings
-from legacy_ddp._text import say_bytes
+from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.process_group import GroupHandle
 
 
 def describe_wrapper(layout: Layout | None, group: GroupHandle, settings: Settings) -> str:
-    """Some lines. ``layout``: the last one, None where nothing was planned yet. Never raises."""
+    """A few lines. ``layout``: the last layout, None before the first plan. Never raises."""
     return "\n".join([*_layout_lines(layout), _group_line(group), _settings_line(settings)])
 
 
@@ -21,17 +21,17 @@ def _layout_lines(layout: Layout | None) -> Iterator[str]:
         yield "no layout planned yet"
         return
     for index, bucket in enumerate(layout.buckets):
-        size = say_bytes(bucket.numel * bucket.dtype.itemsize)
+        size = format_bytes(bucket.numel * bucket.dtype.itemsize)
         yield f"bucket {index}: {bucket.label}, {len(bucket.slots):,} tensors, {bucket.numel:,} elements, {size}"
     if not layout.buckets:
         yield "no trainable parameters"
 
 
 def _group_line(group: GroupHandle) -> str:
-    with suppress(ValueError, TypeError, RuntimeError):  # none there, or destroyed meanwhile
+    with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
         found = group.resolve()
         return f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"
-    return "group: none to be had"
+    return "group: none available"
 
 
 def _settings_line(settings: Settings) -> str:

@@ -1,6 +1,6 @@
-"""Texts of exceptions for reports, files and other ranks: of bounded length, and without what UTF-8 cannot hold. Pure.
+"""Texts of exceptions for reports, files and other ranks: of bounded length, and always valid UTF-8. Pure.
 
-An exception of the user's may say anything: megabytes, bytes of a file name that are no text, or fail to say anything.
+The text of a user's exception may be megabytes, may hold a file name that is no UTF-8, and its ``__str__`` may raise.
 """
 
 import re
@@ -13,24 +13,24 @@ _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.spl
 
 
 def error_text(error: BaseException) -> str:
-    """``ValueError: all that it says``. Never raises."""
-    return _cut(f"{type(error).__name__}: {_said(error)}", MAX_TEXT)
+    """Type and text: ``ValueError: text``. Never raises."""
+    return _cut(f"{type(error).__name__}: {_text_of(error)}", MAX_TEXT)
 
 
 def error_line(error: BaseException) -> str:
-    """``ValueError: the first line of what it says``. Never raises."""
+    """Type and first line: ``ValueError: first line``. Never raises."""
     return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what it says that is not blank. Never raises."""
-    return _cut(_LINE_END.split(_said(error).lstrip(), maxsplit=1)[0], MAX_LINE)
+    """The first line of the text that is not blank. Never raises."""
+    return _cut(_LINE_END.split(_text_of(error).lstrip(), maxsplit=1)[0], MAX_LINE)
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as problem:  # noqa: BLE001 - it is the user's code
+    except Exception as problem:  # noqa: BLE001 - __str__ is the user's code
         return f"(no text: its __str__ raised {type(problem).__name__})"
 
 

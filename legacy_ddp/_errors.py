@@ -1,14 +1,14 @@
-"""What can go wrong, drawn as one tree.
+"""The tree of exceptions.
 
 LegacyDDPError(RuntimeError)
-├── AgreedError            found by all ranks together: same type, ranks and text on every rank;
+├── AgreedError            raised on all ranks: same type, ranks and text on every rank;
 │   │                      every ``.grad`` untouched, the group stays usable
 │   ├── LayoutError            ranks hold different parameters, buffers or settings
 │   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
-│   ├── PeerError              a rank failed on its own before the exchange; the text says how
-│   ├── ReplicaDivergenceError  ranks hold other bits in what replicas share; the text says which, since when and why
-│   ├── NonFiniteGradientError  a gradient holds NaN or infinity, and that was to be an error
-│   └── CommHookError          a communication hook returned what cannot be a gradient
+│   ├── PeerError              a rank failed locally before the exchange; the text has its error
+│   ├── ReplicaDivergenceError  replicas hold different bits; the text names tensors, phase and cause
+│   ├── NonFiniteGradientError  a gradient holds NaN or infinity, with ``nonfinite="raise"``
+│   └── CommHookError          a communication hook returned no usable gradient
 ├── LostPeerError          a rank did not answer; the group is not usable any more
 │   ├── PeerLostError          its connection broke
 │   └── SyncTimeoutError       it was silent for ``timeout_seconds``
@@ -24,10 +24,10 @@ from legacy_ddp._text import encodable
 
 
 class LegacyDDPError(RuntimeError):
-    """Base of everything raised here; the attributes say what is known.
+    """Base of all exceptions of this library.
 
-    ``ranks``: the ranks at fault, counted inside the group; empty where nothing tells them apart. ``call``: number of
-    the collective call on this wrapper, from 1. ``phase``: where in the call. ``parameter``: its name.
+    ``ranks``: the ranks at fault, counted inside the group; empty if they are not known. ``call``: number of the
+    collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: the name of the parameter.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class LegacyDDPError(RuntimeError):
         phase: str | None = None,
         parameter: str | None = None,
     ) -> None:
-        super().__init__(encodable(message))  # it names parameters and files; to be written anywhere
+        super().__init__(encodable(message))  # parameter and file names may hold lone surrogates
         self.ranks = tuple(ranks)
         self.call = call
         self.phase = phase
@@ -47,11 +47,11 @@ class LegacyDDPError(RuntimeError):
 
 
 class AgreedError(LegacyDDPError):
-    """The ranks disagree, and all of them know it: the same error everywhere, nothing written."""
+    """A disagreement of the ranks that all ranks detected: the same error on every rank, nothing written."""
 
 
 class LayoutError(AgreedError):
-    """Ranks hold different parameters, buffers or settings; the text names them and who holds what."""
+    """Ranks hold different parameters, buffers or settings; the text names each difference and its ranks."""
 
 
 class DesyncError(AgreedError):
@@ -59,15 +59,15 @@ class DesyncError(AgreedError):
 
 
 class ReplicaDivergenceError(AgreedError):
-    """Ranks hold other bits in what replicas should share.
+    """Replicas hold different bits.
 
-    ``minority``: the ranks outside the strict majority, by counting alone; empty if there is no majority.
-    ``implicated``: the ranks with evidence against them, such as parameters that changed outside of a step; empty if
-    there is none, or against all ranks. ``ranks``: the ranks at fault, from both: ``minority``, or where there is no
-    majority ``implicated``, and ranks with evidence of a second fault. Empty if the evidence of the first fault names a
-    rank of the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes.
-    ``report``: the :class:`legacy_ddp.debug.ReplicaReport`, whose text this error's is. ``phase``: since when, one of
-    ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``.
+    ``minority``: the ranks outside the strict majority, by counting alone; empty without a majority. ``implicated``:
+    the ranks with evidence of a fault, such as parameters that changed outside of a step; empty without evidence, or
+    with evidence about all ranks. ``ranks``: the ranks at fault, from both: ``minority``, or without a majority
+    ``implicated``, and ranks with evidence of a second fault. Empty if the evidence of the first fault names a rank of
+    the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes.
+    ``report``: the :class:`legacy_ddp.debug.ReplicaReport` with the same text. ``phase``: the first phase with a
+    difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``.
     """
 
     report: Any = None
@@ -76,24 +76,24 @@ class ReplicaDivergenceError(AgreedError):
 
 
 class PeerError(AgreedError):
-    """A rank failed locally before the exchange, so nobody exchanged anything."""
+    """A rank failed locally before the exchange, so nothing was exchanged."""
 
 
 class NonFiniteGradientError(AgreedError):
-    """A local gradient holds NaN or infinity, seen before it was exchanged; only with ``Checks(nonfinite="raise")``.
+    """A local gradient held NaN or infinity before the exchange; only with ``Checks(nonfinite="raise")``.
 
-    ``ranks``: those that hold one. ``parameter``: the only one concerned, or the first of them on the first rank.
+    ``ranks``: the ranks with such a gradient. ``parameter``: the first such parameter on the first of these ranks.
     """
 
 
 class CommHookError(AgreedError):
-    """A communication hook returned what cannot be a gradient; the text says where, what, and what was expected."""
+    """A communication hook returned no usable gradient; the text names the ranks and the expected result."""
 
 
 class LostPeerError(LegacyDDPError):
-    """A rank did not answer; this process group cannot be used any more.
+    """A rank did not answer; the process group is not usable any more.
 
-    ``report``: what every rank was doing, the same text on all that raise; empty with checks off.
+    ``report``: the activity of every rank, the same text on all ranks that raise; empty with checks off.
     """
 
     report = ""
@@ -112,8 +112,14 @@ class GradientError(LegacyDDPError):
 
 
 class UnsynchronizedStepError(LegacyDDPError):
-    """An optimizer was about to use gradients of this rank alone: :meth:`all_reduce` was forgotten. Nothing changed."""
+    """An optimizer step would use gradients without a call of :meth:`all_reduce`. Nothing changed."""
 
 
 class TraceError(LegacyDDPError):
-    """A trace cannot be written, read or compared; the text names the file and says what to do."""
+    """A trace cannot be written, read or compared; the text names the file and the next step."""
+
+
+# Tracebacks, pickles and logs name the public module.
+for _item in tuple(globals().values()):
+    if isinstance(_item, type) and issubclass(_item, LegacyDDPError):
+        _item.__module__ = "legacy_ddp"

@@ -4,20 +4,20 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 
-from legacy_ddp._text import say_bytes
+from legacy_ddp._text import format_bytes
 
-_logger = logging.getLogger("legacy_ddp")
+LOGGER = logging.getLogger("legacy_ddp")
 
 
 def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
     """The logger of one rank, counted inside its group."""
-    return logging.LoggerAdapter(_logger, {"rank": rank})
+    return logging.LoggerAdapter(LOGGER, {"rank": rank})
 
 
 def warn(rank: int, text: str, *, stacklevel: int) -> None:
-    """Show a ``UserWarning``. It is never raised: where a filter makes an error of it, the log gets it, level WARNING.
+    """Show a ``UserWarning``. If a filter turns the warning into an error, log it at level WARNING instead.
 
-    An error on one rank would end a call, or a step, that the other ranks make.
+    An error on a single rank would end a call, or a step, while the other ranks go on.
     """
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
@@ -26,13 +26,12 @@ def warn(rank: int, text: str, *, stacklevel: int) -> None:
 
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:
-    """A wrapper was made; level INFO."""
-    if _logger.isEnabledFor(logging.INFO):
+    """Log a new wrapper, level INFO."""
+    if LOGGER.isEnabledFor(logging.INFO):
         logger_of(rank).info("rank %d, new wrapper: %s", rank, describe().replace("\n", "; "))
 
 
 def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
-    """A call is over; level DEBUG."""
-    if _logger.isEnabledFor(logging.DEBUG):
-        phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
-        logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, say_bytes(payload_bytes), phases)
+    """Log a completed call. The caller has tested for level DEBUG."""
+    phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
+    logger_of(rank).debug("rank %d, %s: %s; %s", rank, call, format_bytes(payload_bytes), phases)

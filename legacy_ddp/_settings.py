@@ -1,8 +1,9 @@
-"""What the user asks for, checked once: the constructor's arguments."""
+"""Arguments of the constructor, checked once."""
 
 import os
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,13 +23,13 @@ _ALLOWED = {
 
 @runtime_checkable
 class LossScaler(Protocol):
-    """What is used of a ``torch.amp.GradScaler``."""
+    """The used methods of ``torch.amp.GradScaler``."""
 
     def is_enabled(self) -> bool:
-        """Whether it scales at all."""
+        """Whether the scaler scales."""
 
     def get_scale(self) -> float:
-        """What it multiplies the loss by."""
+        """The factor on the loss."""
 
 
 def _is_duration(seconds: object) -> bool:
@@ -36,10 +37,10 @@ def _is_duration(seconds: object) -> bool:
 
 
 def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """``names`` as a tuple; ``argument`` is what the user calls them.
+    """``names`` as a tuple. ``argument``: the name of the argument, for the error.
 
     Raises:
-        TypeError: one string, which would be taken for its letters, or something that is no name.
+        TypeError: a single string, which would be read as letters, or an item that is no string.
     """
     if isinstance(names, str):
         raise TypeError(
@@ -55,43 +56,43 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Checks:
-    """What every :meth:`all_reduce` looks at besides what its arithmetic needs.
+    """Checks of every :meth:`all_reduce`, in addition to the comparison of headers.
 
-    A warning is never raised: where a filter makes errors of warnings (``-W error``) it goes to the logger
-    ``legacy_ddp``, because an exception on one rank would take that rank away from the others.
+    A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
+    ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
 
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
             (norm of the local gradient, finite or not). ``"detail"``: also fingerprints of parameters, buffers and
-            gradients in every call, so that replicas which part are a ReplicaDivergenceError in the next call; for
+            gradients in every call, so that diverged replicas are a ReplicaDivergenceError in the next call; for
             wrappers, not for :func:`all_reduce_gradients`.
-        uneven: what to do when ranks bring different numbers of micro-batches: ``"warn"`` once a run, on rank 0 (not
-            with ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any
-            call; ``"allow"``. What a step in :meth:`no_sync` used does not count, if ``unsynchronized_step`` is
+        uneven: the reaction to different numbers of micro-batches per rank: ``"warn"`` once a run, on rank 0 (not with
+            ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any call;
+            ``"allow"``. Micro-batches of a step in :meth:`no_sync` do not count, if ``unsynchronized_step`` is
             ``"raise"``.
-        unsynchronized_step: what to do when an optimizer's ``step()`` would use gradients that were not reduced since
+        unsynchronized_step: the reaction if an optimizer's ``step()`` would use gradients that were not reduced since
             the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
-            ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is taken as meant.
-        nonfinite: what to do when the local gradient of a rank that takes part holds NaN or infinity: ``"ignore"``;
-            ``"raise"`` a NonFiniteGradientError on every rank, naming ranks and parameters, before anything is
-            exchanged; ``"warn"`` on every rank, once when it begins and again after a call without, and go on. Ranks
-            must agree on it; level ``"off"`` counts as ``"ignore"``. On CUDA it costs one wait for the device per call.
-        grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss. While it is enabled on every rank, with a
-            scale above 1, a non-finite gradient is taken for an overflow of its making: neither error nor warning, and
-            its ``step()`` skips on all ranks, because all get the infinity. A NaN of any other origin is thus reported
-            after the scale has come down to 1 (16 skipped steps from the default). A deep copy shares it, a pickle
-            leaves it out.
-        same_data: what to do when ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
-            after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for gradients
-            that are normalised before the call, for instance.
-        local_buffers: names of buffers that may differ between ranks, or patterns of them (``"*.running_mean"``):
-            ``"detail"`` leaves them out.
-        warn_after_seconds: how long a rank waits for others before it says for whom and what they do. On a process
-            group the first wrapper's value counts, as for ``report_dir``.
-        report_dir: where every rank keeps a file of its reports; None: the system's directory for temporary files.
+            ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is allowed.
+        nonfinite: the reaction if the local gradient of a participating rank holds NaN or infinity: ``"ignore"``;
+            ``"raise"`` a NonFiniteGradientError on every rank, naming ranks and parameters, before gradients are
+            exchanged; ``"warn"`` on every rank in the first call of a streak, and go on. Must be equal on all ranks;
+            level ``"off"`` counts as ``"ignore"``. On CUDA it costs one wait for the device per call.
+        grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss. While the scaler is enabled on every rank,
+            with a scale above 1, a non-finite gradient counts as its overflow: no error and no warning, and its
+            ``step()`` skips on all ranks, because all ranks get the infinity. A NaN of another origin is therefore
+            reported after the scale has come down to 1 (16 skipped steps from the default). A deep copy shares the
+            scaler, a pickle leaves it out.
+        same_data: the reaction if ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
+            after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
+            for gradients normalised before the call.
+        local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): ``"detail"``
+            leaves these buffers out.
+        warn_after_seconds: seconds that a rank waits before it warns, naming the missing ranks and their activity. On a
+            process group the value of the first wrapper counts, as for ``report_dir``.
+        report_dir: the directory for the report file of every rank; None: the system's temporary directory.
 
     Raises:
-        TypeError, ValueError: a value that is not one of these.
+        TypeError, ValueError: a value not allowed above.
     """
 
     level: str = "info"
@@ -128,39 +129,39 @@ class Checks:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Checks":
-        """Itself: the scaler belongs to the loop, and copying one fails in the middle of a step."""
+        """The same object: the scaler belongs to the loop, and its copy fails in the middle of a step."""
         return self
 
     def __copy__(self) -> "Checks":
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the scaler: a copy of one would stay at its scale for ever and excuse everything."""
-        return {**vars(self), "grad_scaler": None}
+        """All fields but the scaler: a copied scaler would keep its scale for ever and excuse every NaN."""
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "grad_scaler": None}
 
-    @property
+    @cached_property
     def guards_steps(self) -> bool:
         """Whether a step without the call is an error."""
         return self.level != "off" and self.unsynchronized_step == "raise"
 
-    @property
+    @cached_property
     def nonfinite_policy(self) -> str:
-        """What to do about a gradient that is not finite."""
+        """The reaction to a non-finite gradient."""
         return self.nonfinite if self.level != "off" else "ignore"
 
-    @property
+    @cached_property
     def warns_of_same_data(self) -> bool:
-        """Whether to say that ranks look as if they read the same data."""
+        """Whether to warn of ranks with seemingly the same data."""
         return self.level != "off" and self.same_data == "warn"
 
-    @property
+    @cached_property
     def compares_replicas(self) -> bool:
-        """Whether every call compares what replicas should share."""
+        """Whether every call compares the state of the replicas."""
         return self.level == "detail"
 
 
 def resolve_checks(checks: str | Checks) -> Checks:
-    """The checks to run: what the caller asked for, with the level of the environment if ``LEGACY_DDP_CHECKS`` is set.
+    """The checks of the caller, with the level of the environment if ``LEGACY_DDP_CHECKS`` is set.
 
     Raises:
         TypeError: neither a level nor a :class:`Checks`.
@@ -180,10 +181,10 @@ def resolve_checks(checks: str | Checks) -> Checks:
 
 @dataclass(frozen=True)
 class CommHook:
-    """``function(state, bucket)`` begins to communicate and returns a Future of the bucket's mean over the ranks.
+    """``function(state, bucket)`` starts the communication and returns a Future of the bucket's mean over the ranks.
 
     Raises:
-        TypeError: it is not callable.
+        TypeError: ``function`` is not callable.
     """
 
     state: Any
@@ -202,7 +203,7 @@ class CommHook:
 
 @dataclass(frozen=True)
 class Settings:
-    """All that a copy of a wrapper carries besides its module; but not ``comm_hook``, whose state is not to be shared.
+    """Arguments carried by a copy of a wrapper besides the module, without ``comm_hook``: its state is not shared.
 
     Raises:
         TypeError, ValueError: an unusable value; the text names the argument.
@@ -246,21 +247,21 @@ class Settings:
             )
 
     def with_hook(self, hook: CommHook) -> "Settings":
-        """These and a communication hook.
+        """These settings with a communication hook.
 
         Raises:
-            ValueError: there is one, or what it cannot go with.
+            ValueError: a hook is registered already, or an argument excludes hooks.
         """
         if self.comm_hook is not None:
             raise ValueError(
-                f"a communication hook is there already: got {hook} after {self.comm_hook}, expected one for good; "
+                f"a communication hook is registered already: got {hook} after {self.comm_hook}, expected one; "
                 "construct another wrapper for another hook"
             )
         return replace(self, comm_hook=hook)
 
     @property
     def shared(self) -> dict[str, str]:
-        """What ranks must have in common, in words."""
+        """The settings that must be equal on all ranks, as text."""
         return {
             "buffer_size": str(self.buffer_size),
             "reduce_dtype": str(self.reduce_dtype),
@@ -276,7 +277,7 @@ _TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
 
 
 def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
-    """The names in ``ignore``, and those that torch DDP would leave out of ``module``.
+    """The names in ``ignore``, and the names in torch DDP's list of ``module``.
 
     Raises:
         TypeError: as :func:`as_names`.
@@ -285,7 +286,7 @@ def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
 
 
 def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
-    """Refuse a name that nothing in ``module`` has; torch DDP allows that for its own list.
+    """Refuse names without a parameter or buffer in ``module``, except in torch DDP's own list.
 
     Raises:
         ValueError: with the unknown names.

@@ -8,7 +8,7 @@ TIE = "\N{NO-BREAK SPACE}"
 
 
 def printable(text: str) -> str:
-    """The text with escapes for control characters and all else that cannot be printed."""
+    """The text with escapes for control characters and other unprintable characters."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -43,7 +43,7 @@ def wrap(
 
 
 def shorten(text: str, columns: int) -> str:
-    """The text; its beginning and end if it is longer than ``columns``."""
+    """The text; beginning and end of a text longer than ``columns``."""
     text = printable(text)
     if len(text) <= columns:
         return text
@@ -62,7 +62,7 @@ def table(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> list[str]:
     return lines
 
 
-def say_bytes(number: float) -> str:
+def format_bytes(number: float) -> str:
     """For example ``380 MB``, in powers of ten."""
     for unit in ("bytes", "kB", "MB"):
         if number < 1000:

@@ -1,4 +1,4 @@
-"""Which arguments of torch DDP are not here, and what to do instead? Pure."""
+"""Unsupported arguments of torch DDP, and the alternative to each. Pure."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -6,9 +6,9 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-_ANY_GRAPH = "leave it out: nothing waits for a hook in backward, so any parameters may be used, others in every step"
+_ANY_GRAPH = "leave it out: no hook in backward waits for a parameter, so every step may use other parameters"
 _BUFFERS = "leave it out: forward never communicates; call model.broadcast_buffers() where ranks should agree on them"
-_BUCKETS = "leave it out: such buckets serve an overlap with backward, and there is none"
+_BUCKETS = "leave it out: these buckets serve the overlap with backward, and there is no overlap"
 _DEVICE = "leave it out: move module and batches to the device yourself"
 _LATER = "leave it out: nothing is reduced before you call all_reduce()"
 INSTEAD = {
@@ -33,12 +33,12 @@ _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 
 
 def refuse_unknown(
-    taker: type, given: Iterable[str], *signatures: Callable[..., Any], instead: Mapping[str, str] = INSTEAD
+    target: type, given: Iterable[str], *signatures: Callable[..., Any], instead: Mapping[str, str] = INSTEAD
 ) -> None:
-    """Refuse a name in ``given`` that none of the ``signatures``, which are those of ``taker``, has.
+    """Refuse names in ``given`` without a parameter in the ``signatures`` of ``target``.
 
     Raises:
-        TypeError: naming all of them, and what to do instead.
+        TypeError: with all unknown names, and the alternative to each.
     """
     parameters = [parameter for taken in signatures for parameter in inspect.signature(taken).parameters.values()]
     known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD} - {"self"}
@@ -53,4 +53,4 @@ def refuse_unknown(
         else:
             problems.append(f"has no argument {name!r}; expected one of: {', '.join(sorted(known))}")
     if problems:
-        raise TypeError("; ".join(f"{taker.__name__} {problem}" for problem in problems))
+        raise TypeError("; ".join(f"{target.__name__} {problem}" for problem in problems))

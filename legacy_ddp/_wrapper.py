@@ -1,4 +1,4 @@
-"""The wrapper: what a user constructs and calls."""
+"""The wrapper: constructor and public methods."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -11,15 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._agreement.header import Flag
-from legacy_ddp._buckets.layout import distinct
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.all_reduce import all_reduce
-from legacy_ddp._collectives.broadcast import broadcast
+from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
-from legacy_ddp._collectives.observers import show_forward
-from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
@@ -27,41 +24,40 @@ from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, re
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_unknown
-from legacy_ddp._watchdog import HERE
+from legacy_ddp._watchdog import process_activity
 
 
 class LegacyDistributedDataParallel(nn.Module, Joining):
-    """Data parallelism with one explicit meeting: ``backward()`` as often as you like, then :meth:`all_reduce`.
+    """Data parallelism with one explicit synchronisation: any number of ``backward()``, then :meth:`all_reduce`.
 
-    Collective: construction. The ranks compare their parameters by name, then (``init_sync``) take rank 0's values.
+    Collective: construction. The ranks compare their parameters by name, then (``init_sync``) copy rank 0's values.
 
     Args:
-        module: what to train; reached as ``.module``, so state-dict keys carry ``module.`` as under torch DDP.
-        world_size: only checked against the group.
+        module: the module to train, later ``.module``: state-dict keys begin with ``module.``, as under torch DDP.
+        world_size: only compared with the size of the group.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
-            inside it. Assignable between steps.
-        buffer_size: the most elements that one collective carries. No result depends on it but for the rounding of the
-            sum: from three ranks on, a backend's order of addition may depend on an element's place.
-        init_sync: take all parameters (frozen ones, too) and buffers of rank 0. Without it the caller guarantees
-            equality.
-        gradient_as_bucket_view: after a call ``.grad`` lies in one flat tensor per device and dtype and need not be
-            copied for the next; on CPU, from 64 KiB on, since ``backward()``, unless it is held. One that you keep
-            keeps it all. False: ``.grad`` has memory of its own, a second copy of all gradients, copied in and out.
-        reduce_dtype: floating dtype that real gradients travel in; None: their own, and fp32 for fp16 ones.
-        reproducible: add gradients in an order that depends on the step's micro-batches alone: any split of them over
-            ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch, the last
-            excepted; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no
-            ``reduce_dtype``, and up to log2(micro-batches per rank) + 2 copies of all gradients, of fp16 ones in fp32.
-        ignore: names of parameters and buffers to leave out, besides those that torch DDP would be told to ignore
-            (the module's ``_ddp_params_and_buffers_to_ignore``).
+            inside the group. Assignable between steps.
+        buffer_size: maximum number of elements per collective. Changes no result, except the rounding of the sum: from
+            three ranks on, a backend's order of addition may depend on the place of an element.
+        init_sync: copy all parameters (also frozen ones) and buffers of rank 0. False: the caller guarantees equality.
+        gradient_as_bucket_view: after a call ``.grad`` is a view of one flat tensor per device and dtype, without a
+            copy in the next call; on CPU, from 64 KiB on, already in ``backward()``, unless something holds it.
+            A kept gradient keeps its flat tensor. False: a second copy of all gradients, copied in and out.
+        reduce_dtype: floating dtype for the exchange of real gradients; None: the gradient's dtype, but fp32 for fp16.
+        reproducible: add gradients in an order that depends on the micro-batches of the step alone: every split over
+            ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch except the
+            last; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no ``reduce_dtype``.
+            Needs up to log2(micro-batches per rank) + 2 copies of all gradients, fp32 for fp16.
+        ignore: names of parameters and buffers to leave out, in addition to torch DDP's list in the module
+            (``_ddp_params_and_buffers_to_ignore``).
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
             read here, overrides the level.
-        timeout_seconds: how long to wait for the other ranks in any call; None: the group's own timeout.
+        timeout_seconds: limit of every wait for other ranks; None: the timeout of the group.
 
     Raises:
         TypeError, ValueError: an unusable argument; a lazy, meta or DTensor parameter; a wrapper inside ``module``; no
             process group.
-        LayoutError: ranks hold different parameters, buffers or settings; on every rank, naming them.
+        LayoutError: ranks hold different parameters, buffers or settings; on every rank, with their names.
         PeerError, DesyncError, LostPeerError: as for :meth:`all_reduce`.
     """
 
@@ -116,94 +112,103 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         """Call the module. Never communicates, so evaluating on one rank is safe."""
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
-        with HERE.forward():
+        with process_activity.forward():
             if self._synchronizer.leaves is not None and self._synchronizer.policy.sync_enabled:
                 self._synchronizer.leaves.drop_if_cleared()
-            show_forward(self._synchronizer.observers, args, kwargs)
+            if self._synchronizer.observers.forward:
+                self._synchronizer.observers.forward.notify(args, kwargs)
             return self.module(*args, **kwargs)
 
     def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
         Collective: once per step, on every rank, in this order:
-        scale → backward → **all_reduce** → unscale_ → clip → step. Later than that, ranks skip or clip differently
-        and part. Inside :meth:`no_sync` it does nothing.
+        scale → backward → **all_reduce** → unscale_ → clip → step. In a later place, ranks would skip or clip
+        differently, and replicas would diverge. Inside :meth:`no_sync` it does nothing.
 
         ========================  ==================================================================================
-        plain                     mean over the ranks that took part
+        plain                     mean over the participating ranks
         ``sample_size=n``         gradients are sums over n items (n >= 0, may differ per rank): Σ grads / Σ n
-        ``skip=True``, or n = 0   this rank's gradients are not used, whatever they hold
-        nobody took part          every ``.grad`` becomes None on every rank; ``record.skipped``
+        ``skip=True``, or n = 0   the gradients of this rank are not used
+        no rank takes part        every ``.grad`` becomes None on every rank; ``record.skipped``
         ========================  ==================================================================================
 
         A rank without a gradient counts as zeros; a gradient that no rank has stays None. Sparse gradients stay sparse.
-        The whole window's gradients count, also those assigned or edited by hand (with ``reproducible=True`` an edit
-        reaches the micro-batch that ``.grad`` holds). A plain call repeated averages equal values, which may change
-        their last bit (up to half of the fp32 elements at 5 to 7 ranks); one with ``sample_size`` would divide twice,
-        which is an error where it shows: no backward since, and every gradient still the view left.
+        All gradients since the last call count, also gradients assigned or edited by hand (with ``reproducible=True``
+        an edit changes the micro-batch in ``.grad``). A repeated plain call averages equal values, which may change the
+        last bit (up to half of the fp32 elements at 5 to 7 ranks). A repeated call with ``sample_size`` would divide
+        twice. It is an error if it shows: no backward since, and every gradient is still the view of the last call.
 
         Args:
-            sample_size: number of items this rank's gradients are sums over, a host int.
-            skip: leave this rank out of the mean; ``sample_size`` is then not looked at.
+            sample_size: number of items in this rank's gradient sums, a host int.
+            skip: leave this rank out of the mean, and ignore ``sample_size``.
 
         Returns:
-            What the call did. ``record.rows`` has a row per rank.
+            The record of the call. ``record.rows`` has a row per rank.
 
         Raises:
             PeerError: a rank failed before the exchange (a gradient that requires grad, wrong arguments, called inside
-                backward, ...). If every rank failed with the same words, each raises its own error instead.
-            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or one of them skipped or
-                repeated a call.
+                backward, ...). If every rank failed with the same text, every rank raises its local error instead.
+            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or a rank skipped or repeated
+                a call.
             LayoutError: parameters changed on some ranks only.
-            ReplicaDivergenceError: with ``checks="detail"``, ranks hold other bits in parameters or buffers, or used
-                other gradients in a step since the last call.
+            ReplicaDivergenceError: with ``checks="detail"``, parameters or buffers of ranks hold different bits, or a
+                step since the last call used different gradients.
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
-            CommHookError: a hook (:meth:`register_comm_hook`) returned what cannot be a gradient.
+            CommHookError: a hook (:meth:`register_comm_hook`) returned no usable gradient.
             LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` every ``.grad``
                 becomes None.
 
-        After all but the last every ``.grad`` is untouched on every rank and the next call may succeed.
+        After all errors but LostPeerError every ``.grad`` is unchanged on every rank, and the next call may succeed.
         """
-        if not self._synchronizer.policy.sync_enabled:
+        synchronizer = self._synchronizer
+        if not synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
         named, group = self._named_parameters(), self._group.resolve()
-        with self._ending_join():
-            record = all_reduce(self._synchronizer, named, group, sample_size, skip, notice=self._notice)
-        self._synchronizer.emit_warning()
-        self._synchronizer.tell(record)
+        notice = None if self._joining is None else self._notify
+        try:
+            record = all_reduce(synchronizer, named, group, sample_size, skip, notice=notice)
+        except BaseException:
+            self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
+            raise
+        if synchronizer.warnings.pending:
+            synchronizer.warnings.emit()
+        if synchronizer.observers.returned:
+            synchronizer.notify_returned(record)
         return record
 
     def broadcast_parameters(self, src: int = 0) -> None:
-        """Collective: give every rank the parameters (frozen ones, too) of rank ``src`` of the group.
+        """Collective: copy the parameters (also frozen ones) of rank ``src`` of the group to every rank.
 
         Raises:
-            As :meth:`all_reduce`; ValueError: ``src`` is no rank of the group.
+            As :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
-        self._broadcast(Operation.BROADCAST_PARAMETERS, self._named_parameters(), "parameter", src)
+        self._refuse_inside_join("broadcast_parameters()")
+        broadcast_parameters(self._synchronizer, self.module, self._group.resolve(), src=src)
 
     def broadcast_buffers(self, src: int = 0) -> None:
-        """Collective: give every rank the buffers of rank ``src`` of the group, for instance before evaluation.
+        """Collective: copy the buffers of rank ``src`` of the group to every rank, for instance before evaluation.
 
-        Nothing else synchronises buffers: BatchNorm statistics drift apart between two calls.
+        No other method synchronises buffers: BatchNorm statistics drift apart between two calls.
 
         Raises:
-            As :meth:`all_reduce`; ValueError: ``src`` is no rank of the group.
+            As :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
-        named = self.module.named_buffers(remove_duplicate=False)
-        self._broadcast(Operation.BROADCAST_BUFFERS, named, "buffer", src)
+        self._refuse_inside_join("broadcast_buffers()")
+        broadcast_buffers(self._synchronizer, self.module, self._group.resolve(), src=src)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Make :meth:`all_reduce` a no-op inside the block; a step there is a local one. Nests; survives exceptions.
-        Blocks of several threads may overlap: no call does anything until the last of them has ended.
+        """Make :meth:`all_reduce` a no-op inside the block; a step there is local. Nests; survives exceptions.
+        Blocks of several threads may overlap: calls do nothing until the last block has ended.
 
-        With ``reproducible=True`` an outermost block is one micro-batch: when it ends its gradients are taken away
-        (``.grad`` is None again, or zeros) and wait for the call. ``zero_grad()`` between blocks drops them, if it
-        reaches the smallest parameter. After an exception in it, or a backward outside of a block and then a block, the
-        next call raises on all ranks. A block without a backward counts as one of zeros.
+        With ``reproducible=True`` an outermost block is one micro-batch: at its end the gradients are taken away
+        (``.grad`` is None again, or zeros) and kept for the call. ``zero_grad()`` between blocks drops them, if it
+        reaches the smallest parameter. After an exception in a block, or a backward outside of a block and then a
+        block, the next call raises on all ranks. A block without a backward counts as a micro-batch of zeros.
 
         Raises:
-            LegacyDDPError: with ``reproducible=True``, a block of another thread is open; so does the next call, on all
+            LegacyDDPError: with ``reproducible=True``, a block of another thread is open. The next call raises on all
                 ranks.
         """
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
@@ -215,47 +220,47 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             policy.close_block()
 
     def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], "torch.futures.Future[torch.Tensor]"]) -> None:
-        """Let ``hook(state, bucket)`` bring the dense gradients together, in place of our sum; torch DDP's hooks fit.
+        """Let ``hook(state, bucket)`` reduce the dense gradients in place of the default sum; fits torch DDP's hooks.
 
-        Once, and alike on every rank before the next call: other hooks on some ranks are a LayoutError there. In every
-        call that somebody takes part in it gets one bucket per device and dtype, in the same order on all ranks, with
-        the methods of ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients, shape
-        (elements,), zeros where this rank has none. The hook returns a Future of their *mean over the group*, a tensor
-        of the same shape, and dtype (or that of ``bucket.set_buffer()``); where ranks sit out, or with ``sample_size``,
-        we multiply it by group size / divisor. Sparse gradients do not go through it. A copy of the wrapper has no
-        hook; ``state`` is the caller's to keep in checkpoints.
+        Once, and equally on every rank before the next call: different hooks are a LayoutError there. In every call
+        with participants the hook gets one bucket per device and dtype, in the same order on all ranks, with the
+        methods of ``torch.distributed.GradBucket``. ``bucket.buffer()`` is a copy of the gradients, shape (elements,),
+        zeros without a gradient. The hook returns a Future of the *mean over the group*, a tensor of the same shape and
+        dtype (or the dtype of ``bucket.set_buffer()``). With skipped ranks or ``sample_size``, the result is multiplied
+        by group size / divisor. Sparse gradients do not go through the hook. A copy of the wrapper has no hook; the
+        caller saves ``state`` in checkpoints.
 
         Args:
-            state: what the hook wants: for torch's default hooks the process group, where None means the default one
-                and not :attr:`process_group`.
-            hook: runs inside :meth:`all_reduce`, on the caller's thread. Its collectives are its own: a rank that
-                raises in it loses the group, and the others raise a LostPeerError that names it; at once if they wait
-                for its Future, but not out of a collective that blocks inside the hook. Their processes then end
-                after the collectives that their hooks have begun; docs/faults.md has the limits.
+            state: first argument of the hook. For torch's default hooks: the process group; None means the default
+                group and not :attr:`process_group`.
+            hook: runs inside :meth:`all_reduce`, on the caller's thread, and makes its own collectives. A rank that
+                raises in the hook loses the group, and the other ranks raise a LostPeerError that names this rank: at
+                once if they wait for their Future, but not out of a collective that blocks inside the hook. Their
+                processes then end after the collectives that their hooks have begun; docs/faults.md has the limits.
 
         Raises:
             TypeError: ``hook`` is not callable.
-            ValueError: there is one already; ``reduce_dtype`` or ``reproducible`` was set.
+            ValueError: a hook is registered already; ``reduce_dtype`` or ``reproducible`` was set.
         """
         self._settings = self._settings.with_hook(CommHook(state, hook))
         self._synchronizer.use(self._settings)
 
     def on_sync(self, callback: Callable[[SyncRecord], object]) -> RemovableHandle:
-        """Call ``callback(record)`` on this rank after every :meth:`all_reduce` that succeeded; for logs and plots.
+        """Call ``callback(record)`` on this rank after every successful :meth:`all_reduce`; for logs and plots.
 
-        What it raises leaves :meth:`all_reduce`, with the gradients reduced. A copy of the wrapper has none.
+        An exception of the callback leaves :meth:`all_reduce`, with the gradients reduced. A copy has no callback.
 
         Returns:
-            A handle whose ``remove()`` ends it.
+            A handle; ``remove()`` unregisters the callback.
 
         Raises:
-            TypeError: it is not callable.
+            TypeError: ``callback`` is not callable.
         """
-        return self._synchronizer.listen(callback)
+        return self._synchronizer.observers.returned.add(callback)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that the ranks meet in."""
+        """The process group of the ranks."""
         return self._group.resolve()
 
     @process_group.setter
@@ -264,18 +269,18 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         self._group = GroupHandle(process_group)
 
     def extra_repr(self) -> str:
-        """What ``print(model)`` says besides the module: buckets, group, checks and what differs from the defaults."""
+        """The part of ``print(model)`` about buckets, group, checks and settings other than the defaults."""
         return describe_wrapper(self._synchronizer.planner.layout, self._group, self._settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Module and settings; what belongs to this process appears anew at the copy's first collective."""
+        """Module and settings. The first collective of the copy makes all state of the process again."""
         own = {name: value for name, value in self.__dict__.items() if name != "_joining"}
         return {**own, "_synchronizer": None, "_settings": replace(self._settings, comm_hook=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._synchronizer = Synchronizer(self._settings, self)
-        with suppress(ValueError):  # told at the first collective; until then backward passes are counted already
+        with suppress(ValueError):  # raised by the first collective; the plan counts backward passes until then
             self._plan()
 
     def _plan(self) -> Plan:
@@ -283,22 +288,3 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
     def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return self.module.named_parameters(remove_duplicate=False)
-
-    def _stand_in(self, flags: Flag) -> None:
-        """Collective: what torch's Join lets a rank that left :meth:`join` do, where others call :meth:`all_reduce`."""
-        part = (0, False) if self._settings.reproducible else (None, True)
-        with self._ending_join():
-            all_reduce(self._synchronizer, self._named_parameters(), self._group.resolve(), *part, flags=flags)
-        self._synchronizer.emit_warning()
-
-    def _drop_gradients(self) -> None:
-        for parameter in self._plan().parameters:  # not of those that are left out
-            parameter.grad = None
-        self._synchronizer.forget_step()
-
-    def _broadcast(self, operation: Operation, named: NamedTensors, kind: str, src: int) -> None:
-        self._refuse_inside_join(str(operation))
-        with torch.no_grad(), self._synchronizer.call(operation, self._group.resolve()) as call:
-            broadcast(call, distinct(named, self._settings.ignore), kind=kind, src=src)
-        if operation is Operation.BROADCAST_PARAMETERS:
-            self._synchronizer.note_new_parameters(self._plan())

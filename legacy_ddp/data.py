@@ -1,4 +1,4 @@
-"""Data and randomness that depend on the step's micro-batches alone, never on how ranks share them out."""
+"""Data and random numbers that depend on the micro-batches of a step alone, not on their split over ranks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._reproducible.splits import aligned_splits, is_aligned, say_splits
+from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._reproducible.splits import aligned_splits, format_splits, is_aligned
 
 __all__ = ["GlobalBatchSampler", "aligned_splits", "micro_batch_rng"]
 
@@ -17,25 +17,25 @@ __all__ = ["GlobalBatchSampler", "aligned_splits", "micro_batch_rng"]
 class GlobalBatchSampler(Sampler[list[int]]):
     """Batches of indices for ``DataLoader(dataset, batch_sampler=...)``: one item is one micro-batch of this rank.
 
-    An optimizer step takes ``micro_batches_per_step`` micro-batches of ``micro_batch_size`` samples each. Which samples
-    they are, and in which order, follows from ``seed`` and the epoch alone; of each step's M micro-batches rank r of W
-    takes numbers r M/W to (r + 1) M/W - 1. What is left at the end of an epoch, less than a step, is not used in it.
+    An optimizer step takes ``micro_batches_per_step`` micro-batches of ``micro_batch_size`` samples each. The samples
+    and their order follow from ``seed`` and the epoch alone. Of the M micro-batches of a step, rank r of W takes
+    numbers r M/W to (r + 1) M/W - 1. Samples left at the end of an epoch, fewer than a step needs, are not used.
 
-    An iteration goes on where the position is and ends with the epoch; the next one begins the next epoch. Worker
-    processes of a DataLoader read ahead, and the position with them: after an iteration that was broken off say where
-    the training is, with ``load_state_dict(state_dict(global_step=...))``.
+    An iteration starts at the position and ends with the epoch; the next iteration begins the next epoch. Worker
+    processes of a DataLoader read ahead, and the position moves with the reading: after an unfinished iteration set the
+    position to that of the training, with ``load_state_dict(state_dict(global_step=...))``.
 
     Args:
         dataset_length: number of samples.
         micro_batch_size: samples in a micro-batch.
-        micro_batches_per_step: those of all ranks together.
+        micro_batches_per_step: micro-batches of all ranks together.
         seed: of the order.
-        shuffle: a new order for every epoch; else samples come as they are numbered.
-        rank, world_size: default: of the default process group, or of a single process if there is none.
+        shuffle: a new order for every epoch; otherwise samples come in the order of their numbers.
+        rank, world_size: default: of the default process group, or of a single process without a group.
 
     Raises:
-        TypeError, ValueError: a value that is not usable, also a split of the micro-batches over ranks that
-            ``reproducible=True`` cannot add in one order; the text lists those that it can.
+        TypeError, ValueError: an unusable value, also a split of the micro-batches over ranks that
+            ``reproducible=True`` cannot add in one order; the text lists the possible splits.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if rest or not is_aligned(self.world_size, self._each):
             raise ValueError(
                 f"micro_batches_per_step does not suit the world size: got {micro_batches_per_step} on "
-                f"{self.world_size} ranks; {say_splits(micro_batches_per_step)}"
+                f"{self.world_size} ranks; {format_splits(micro_batches_per_step)}"
             )
         self._length = dataset_length
         self._size = micro_batch_size
@@ -82,8 +82,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"{self._step_size} ({micro_batches_per_step} micro-batches of {micro_batch_size})"
             )
         self._epoch = 0
-        self._step = 0  # in the epoch: the first that is not handed out whole
-        self._moves = 0  # of the position by anything but the iteration that is under way
+        self._step = 0  # in the epoch: the first step not handed out completely
+        self._moves = 0  # of the position, except by the running iteration
 
     @property
     def steps_per_epoch(self) -> int:
@@ -92,12 +92,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def micro_batches(self) -> range:
-        """The numbers of this rank's micro-batches among those of a step: what :func:`micro_batch_rng` takes."""
+        """The numbers of this rank's micro-batches in a step: ``index`` of :func:`micro_batch_rng`."""
         return range(self.rank * self._each, (self.rank + 1) * self._each)
 
     @property
     def epoch(self) -> int:
-        """The epoch that the position is in, from 0."""
+        """The epoch of the position, from 0."""
         return self._epoch
 
     def __len__(self) -> int:
@@ -108,7 +108,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """The micro-batches of this rank from the position to the end of the epoch.
 
         Raises:
-            RuntimeError: another iteration began meanwhile, or the position was moved.
+            RuntimeError: another iteration began, or the position was moved.
         """
         if self._step == self.steps_per_epoch:
             self._epoch, self._step = self._epoch + 1, 0
@@ -120,26 +120,26 @@ class GlobalBatchSampler(Sampler[list[int]]):
             for number in self.micro_batches:
                 if self._moves != own:
                     raise RuntimeError(
-                        "this iteration is not the newest one any more: got another that began, set_epoch() or "
-                        "load_state_dict() meanwhile; iterate anew"
+                        "this iteration is out of date: got a newer iteration, set_epoch() or load_state_dict() "
+                        "meanwhile; start a new iteration"
                     )
                 if number == self.micro_batches[-1]:
-                    self._step += 1  # now, and not when the next one is asked for: this step is handed out whole
+                    self._step += 1  # before the yield: this step is handed out completely
                 start = first + number * self._size
                 yield order[start : start + self._size].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of that epoch; in the middle of it the position stays, so a resumed loop may say it again."""
+        """Go to the start of ``epoch``. In the middle of ``epoch`` the position stays, for a resumed loop."""
         _check_int("epoch", epoch, 0)
         if epoch != self._epoch or self._step == self.steps_per_epoch:
             self._epoch, self._step = epoch, 0
             self._moves += 1
 
     def state_dict(self, *, global_step: int | None = None) -> dict[str, Any]:
-        """The position, and what the content depends on.
+        """The position, and the arguments that determine the content.
 
-        ``global_step``: optimizer steps taken since the start of epoch 0, to be given where worker processes of the
-        DataLoader read ahead of the training. Default: those whose micro-batches were all handed out.
+        ``global_step``: optimizer steps since the start of epoch 0; needed if worker processes of the DataLoader read
+        ahead of the training. Default: the steps handed out completely.
         """
         if global_step is None:
             global_step = self._epoch * self.steps_per_epoch + self._step
@@ -147,10 +147,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return {**self._content, "global_step": global_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. The world size may be another one than then.
+        """Go to a saved position. The world size may have changed.
 
         Raises:
-            ValueError: the state is of other data, sizes or another seed, or is no state.
+            ValueError: the state belongs to other data, sizes or another seed, or is no state.
         """
         expected = {*self._content, "global_step"}
         if set(state) != expected:
@@ -174,28 +174,28 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 @contextmanager
 def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
-    """Random numbers inside the block, dropout masks for instance, depend on these three numbers alone.
+    """Random numbers inside the block, for instance dropout masks, depend on the three arguments alone.
 
-    ``step``: optimizer steps before this one. ``index``: of the micro-batch among those of all ranks in the step, as
-    :attr:`GlobalBatchSampler.micro_batches` has it. Torch's generators of the CPU and of the current CUDA device are
-    seeded, and afterwards go on as if the block had not been; NumPy's and Python's are left alone.
+    ``step``: number of the optimizer step, from 0. ``index``: number of the micro-batch in the step of all ranks, as in
+    :attr:`GlobalBatchSampler.micro_batches`. The block seeds torch's generators of the CPU and of the current CUDA
+    device and restores them at its end; NumPy's and Python's generators do not change.
 
     Raises:
-        TypeError, ValueError: a number that is no int of at least 0.
+        TypeError, ValueError: an argument that is no int of at least 0.
     """
     for name, value in (("step", step), ("index", index), ("seed", seed)):
         _check_int(name, value, 0)
     has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if has_cuda else []):
-        word = _seed("micro-batch", seed, step, index)
-        torch.default_generator.manual_seed(word)
+        block_seed = _seed("micro-batch", seed, step, index)
+        torch.default_generator.manual_seed(block_seed)
         if has_cuda:
-            torch.cuda.manual_seed(word)
+            torch.cuda.manual_seed(block_seed)
         yield
 
 
 def _seed(*parts: object) -> int:
-    """A number for a generator, of which torch's one for the CPU uses 32 bits: two of many will coincide."""
+    """A seed. Torch's generator for the CPU uses 32 bits of it, so two of many seeds coincide."""
     return fingerprint(repr(parts).encode()) % 2**63
 
 

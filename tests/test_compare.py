@@ -1,4 +1,4 @@
-"""Who differs in what, and who may be blamed for it?"""
+"""Comparison of rows: the differences, and the ranks outside the majority."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What do state dicts, deep copies and pickles of a wrapper carry, and does the copy work?"""
+"""Contents of state dicts, deep copies and pickles of a wrapper, and the use of the copies."""
 
 import copy
 import io

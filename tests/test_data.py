@@ -1,4 +1,4 @@
-"""Does the content of a step depend on seed and epoch alone, whoever reads it?"""
+"""The content of a step depends on seed and epoch alone, on every split over ranks."""
 
 from contextlib import suppress
 from itertools import chain
@@ -118,7 +118,7 @@ def test_an_iteration_ends_loudly_when_the_position_was_moved(move: str) -> None
     else:
         sampler.load_state_dict(sampler.state_dict(global_step=1))
 
-    with pytest.raises(RuntimeError, match="not the newest one any more"):
+    with pytest.raises(RuntimeError, match="this iteration is out of date"):
         next(batches)
 
 

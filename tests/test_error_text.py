@@ -1,4 +1,4 @@
-"""Bounded, encodable texts of exceptions that say anything at all."""
+"""Bounded, encodable texts of arbitrary exceptions."""
 
 import pytest
 from hypothesis import given

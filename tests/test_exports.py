@@ -1,8 +1,9 @@
-"""Is what users import what the package promises: listed, documented, and fit to cross a process border?"""
+"""Public names: listed, documented, and picklable."""
 
 import ast
 import inspect
 import pickle
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -80,6 +81,14 @@ def test_errors_keep_text_and_attributes_through_pickle(kind: type[LegacyDDPErro
     assert type(copy) is kind
     assert (str(copy), copy.ranks, copy.call) == ("what happened", (2, 0), 7)
     assert (copy.phase, copy.parameter) == ("payload", "layer.weight")
+
+
+@pytest.mark.parametrize("kind", _ERRORS)
+def test_a_traceback_names_errors_by_the_public_module(kind: type[LegacyDDPError]) -> None:
+    last_line = traceback.format_exception_only(kind("what happened"))[-1]
+
+    assert last_line == f"legacy_ddp.{kind.__name__}: what happened\n"
+    assert getattr(legacy_ddp, kind.__name__) is kind
 
 
 def test_the_errors_form_one_tree() -> None:

@@ -1,4 +1,4 @@
-"""Is what a call says about itself true, and does it speak up about uneven work?"""
+"""Records of calls, and the warning about uneven work."""
 
 import warnings
 from functools import partial
@@ -174,7 +174,7 @@ def test_uneven_work_is_warned_of_once_and_on_rank_0_naming_ranks_and_counts() -
 
     (category, text, _), *more = results[0][0]
     assert (category, more) == ("UserWarning", [])
-    assert text.startswith("all_reduce() call 1: ranks bring uneven work (said once")
+    assert text.startswith("all_reduce() call 1: ranks bring uneven work (warned once")
     assert "micro-batches since the last call: rank 2 has 2; ranks 0-1 have 1" in text
     assert [caught for caught, *_ in results[1:]] == [[], []]
     for _, said, grads in results:

@@ -1,4 +1,4 @@
-"""Is every unusable argument refused with words that say which one, what it was and what to pass instead?"""
+"""Refusal of unusable arguments: the error names the argument, the value and the expected value."""
 
 import math
 import re

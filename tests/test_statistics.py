@@ -1,4 +1,4 @@
-"""Are the figures that the rows give together right: gradient noise, straggler, ranks that read the same data?"""
+"""Gradient noise, straggler, and ranks with the same data."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, NoiseScale, SyncRecord, all_reduce_gradients
-from legacy_ddp._statistics import SUSPICIOUS_CALLS, Lookalikes, equal_ranks, estimate_noise, find_straggler
+from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, equal_ranks, estimate_noise, find_straggler
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, wrap
@@ -195,12 +195,12 @@ def test_ranks_of_equal_norm_are_told_and_zero_nan_and_ranks_that_skip_equal_not
 
 
 @given(st.lists(st.lists(st.sampled_from([None, 1.0, 2.0]), min_size=5, max_size=5), max_size=40), st.data())
-def test_lookalikes_are_the_ranks_that_were_equal_in_each_of_the_last_calls(
+def test_same_data_means_the_ranks_that_were_equal_in_each_of_the_last_calls(
     calls: list[list[float | None]], data: st.DataObject
 ) -> None:
     # Long runs of the same, or nothing would ever last.
     calls = [call for call in calls for _ in range(data.draw(st.integers(1, SUSPICIOUS_CALLS)))]
-    lookalikes = Lookalikes()
+    detector = SameDataDetector()
     for index, call in enumerate(calls):
         last = calls[max(0, index + 1 - SUSPICIOUS_CALLS) : index + 1]
         pairs = {
@@ -212,7 +212,7 @@ def test_lookalikes_are_the_ranks_that_were_equal_in_each_of_the_last_calls(
             and len({one[i] for one in last}) > 1  # what never changes does not come from data
         }
 
-        groups = lookalikes.note(call)
+        groups = detector.add(call)
 
         assert {(i, j) for group in groups for i in group for j in group if j < i} == pairs
 
@@ -248,7 +248,7 @@ def _train(schedule: Sequence[Sequence[int]], dropout: float, checks: Checks, ra
 def _text(call: int, ranks: str) -> str:
     return (
         f"all_reduce() call {call}: {ranks} hold identical local gradients for 10 calls (norms equal to the last bit; "
-        "said once):\nthey probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
+        "warned once):\nthey probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
         "see legacy_ddp.Checks(same_data=...)"
     )
 

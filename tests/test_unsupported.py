@@ -1,4 +1,4 @@
-"""What does a loop that asks for something of torch DDP which is not here get to hear?"""
+"""Errors for unsupported arguments of torch DDP."""
 
 import inspect
 import tempfile

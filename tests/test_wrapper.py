@@ -1,4 +1,4 @@
-"""Does the wrapper do what its docstring says, refuse what it cannot do, and leave nothing behind?"""
+"""The wrapper: promises of its docstring, refusals, and no leftovers."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""Why do ranks evaluate differently? torchrun --nproc-per-node 3 examples/hunts/batch_norm.py"""
+"""Ranks that evaluate differently. torchrun --nproc-per-node 3 examples/hunts/batch_norm.py"""
 
 import torch
 import torch.distributed as dist

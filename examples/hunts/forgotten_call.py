@@ -1,4 +1,4 @@
-"""Who steps without the others? torchrun --nproc-per-node 3 examples/hunts/forgotten_call.py"""
+"""A rank that steps alone. torchrun --nproc-per-node 3 examples/hunts/forgotten_call.py"""
 
 import torch
 import torch.distributed as dist

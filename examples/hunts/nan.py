@@ -1,4 +1,4 @@
-"""Which rank made the NaN, and in which parameter? torchrun --nproc-per-node 3 examples/hunts/nan.py"""
+"""A NaN in one parameter on one rank. torchrun --nproc-per-node 3 examples/hunts/nan.py"""
 
 import math
 

@@ -1,115 +1,123 @@
-"""Do all ranks mean the same call? Headers are exchanged and compared; whatever is wrong is the same error everywhere.
+"""Exchange of call headers, and the result of a match.
 
-Collective. Nothing here touches a gradient: after any error raised from this file every ``.grad`` is as it was and the
-next call may go on.
+Collective. Nothing here touches a gradient: after any error raised here every ``.grad`` is as before the call, and the
+next call may succeed.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 
-from legacy_ddp._agreement.header import Flag, Header, Part, decode_rows, encode_row
+from legacy_ddp._agreement.header import COUNTED_BIT, FAILED_BIT, Flag, Header, Participation, decode_rows, encode_row
+from legacy_ddp._agreement.mismatch import describe_uneven_work, find_failure, find_mismatch
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
-from legacy_ddp._compare import Finding, compare_rows, name_ranks
+from legacy_ddp._compare import Finding
 from legacy_ddp._error_text import error_text
-from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
-from legacy_ddp._reproducible.splits import is_aligned, say_splits
+from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call
+
+_COMPARED_FIELDS = ("version", "wrapper_id", "operation", "call", "layout", "argument", "participation")
+_WORK_FIELDS = ("micro_batches", "flags", "leaves")
+_compared = itemgetter(*map(Header._fields.index, _COMPARED_FIELDS + _WORK_FIELDS))
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know after their headers matched. ``headers``: int64, shape (size, HEADER_WORDS)."""
+    """Matching headers of all ranks. ``headers``: int64, shape (size, HEADER_WORDS). ``rows``: decoded."""
 
     headers: torch.Tensor
     rows: Sequence[Header]
 
     @cached_property
+    def is_uniform(self) -> bool:
+        """Whether all ranks do the same work, without a failure or a tree: then there is nothing else to compare."""
+        first = self.rows[0]
+        return len(set(map(_compared, self.rows))) == 1 and not first.leaves and not first.flags & FAILED_BIT
+
+    @cached_property
     def participants(self) -> tuple[int, ...]:
-        """The ranks whose gradients count."""
+        """The ranks with counting gradients."""
         return tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
 
-    @property
+    @cached_property
     def skipped_ranks(self) -> tuple[int, ...]:
-        """The ranks whose gradients do not."""
-        return tuple(rank for rank, row in enumerate(self.rows) if not row.takes_part)
+        """All other ranks."""
+        return tuple(sorted({*range(len(self.rows))} - {*self.participants}))
 
-    @property
+    @cached_property
     def sample_size(self) -> int | None:
         """Sum of all sample sizes, None for a plain mean."""
-        given = [row.samples for row in self.rows if row.samples is not None]
-        return sum(given) if given else None
+        sizes = [row.sample_size for row in self.rows if row.participation == Participation.SAMPLES]
+        return sum(sizes) if sizes else None
 
-    @property
+    @cached_property
     def divisor(self) -> int:
-        """What the sum over the ranks is divided by; 0 if nobody took part."""
+        """The divisor of the sum over the ranks; 0 without any participant."""
         if self.sample_size is not None:
             return self.sample_size
-        counted = sum(bool(row.flags & Flag.COUNTED) for row in self.rows)
+        counted = sum([bool(row.flags & COUNTED_BIT) for row in self.rows])
         return len(self.participants) + counted if self.participants else 0
+
+    def uneven_work(self) -> Finding | None:
+        """Different numbers of micro-batches, if the participants differ."""
+        return None if self.is_uniform else describe_uneven_work(self.rows)
 
 
 @contextmanager
 def announcing_failures(call: Call) -> Iterator[None]:
-    """Run local work that may fail; a failure is shown to the waiting ranks before it leaves.
+    """Run local work. A failure reaches the waiting ranks in a header before the exception leaves.
 
     Raises:
-        PeerError: this rank failed, or some did, each in its own way; the same text on every rank.
-        Exception: what failed here, unchanged, if every rank failed with the same words: then nobody waits.
+        PeerError: some ranks failed, or all with different errors; the same text on every rank.
+        Exception: the local exception, unchanged, if every rank failed with the same text: then no rank waits.
     """
     try:
-        call.prepare()
+        call.prepare_watchdog()
         yield
     except Exception as error:
         if isinstance(error, LegacyDDPError) and error.call is None:
             error.call, error.phase = call.number, call.phase_name
-        header = Header(member=call.member, operation=call.operation, call=call.number, flags=Flag.FAILED)
+        header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
             rows = decode_rows(call.gather(encode_row(header)))
-            problem = _find_failure(call, rows, error_text(error))
+            problem = find_failure(call, rows, error_text(error))
         if problem is None:
-            call.settle()
+            call.mark_finished()
             raise
         raise problem from error
 
 
 def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: str = "allow") -> Agreement:
-    """Exchange headers; return what they say if they match.
+    """Exchange headers, and return them if they match.
 
-    ``header`` needs no version, member, operation or call: the call knows them. ``inventory`` is what ``header.layout``
-    is the fingerprint of.
+    ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
+    of ``inventory``.
 
     Raises:
         PeerError: a rank failed before the exchange.
-        DesyncError: another wrapper, operation or call; None against int sample_size; a skipped or an extra call; with
-            ``uneven="raise"`` other numbers of micro-batches; leaves that ranks do not split as a tree needs it.
-        LayoutError: another inventory.
+        DesyncError: a different wrapper, operation or call; sample_size on some ranks only; a skipped or extra call;
+            with ``uneven="raise"`` different numbers of micro-batches; a split of micro-batches unsuitable for a tree.
+        LayoutError: a different inventory.
     """
-    header = header._replace(member=call.member, operation=call.operation, call=call.number)
+    header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
     with call.phase("agree"):
         headers = call.gather(encode_row(header))
-        rows = decode_rows(headers)
-        problem = (
-            _find_failure(call, rows, "")
-            or _find_other_call(rows)
-            or _find_other_layout(call, rows, inventory)
-            or find_other_meaning(rows, uneven)
-        )
-        if problem is not None:
+        agreement = Agreement(headers, decode_rows(headers))
+        if not agreement.is_uniform and (problem := find_mismatch(call, agreement.rows, inventory, uneven)):
             raise problem
-        call.meet()
-    call.seat.waited_seconds = call.seconds["agree"]
-    return Agreement(headers, rows)
+        call.exchange_endpoints()
+    call.group_state.waited_seconds = call.seconds["agree"]
+    return agreement
 
 
 def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> list[int]:
-    """The kind of every reduced gradient: absent where nobody has one, dense where ranks hold different kinds.
+    """The kind of every reduced gradient: absent if absent on every rank, dense if ranks hold different kinds.
 
-    ``kinds`` are this rank's. Collective only if the headers showed that they differ; then 2 bytes a slot, whatever the
+    ``kinds``: the kinds on this rank. Collective only if the headers show different kinds: 2 bytes a slot, whatever the
     number of ranks.
     """
     if len({row.mask for row in agreement.rows}) == 1:
@@ -121,133 +129,3 @@ def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> li
         ends = call.maximum(torch.stack([own, lowest.to(torch.uint8)]))
     largest, smallest = ends[0], 255 - ends[1]
     return [int(kind) for kind in torch.where((largest == ABSENT) | (largest == smallest), largest, DENSE)]
-
-
-def describe_uneven_work(rows: Sequence[Header]) -> Finding:
-    """Who brings how many micro-batches, if those who take part differ; a block of ``reproducible=True`` is one, even
-    an empty block."""
-    return _describe_counts(rows, [row.leaves or row.micro_batches for row in rows])
-
-
-def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Finding:
-    taking_part = [rank for rank, row in enumerate(rows) if row.takes_part]
-    if len({micro_batches[rank] for rank in taking_part}) <= 1:
-        return Finding(())
-    counts = [{"micro-batches since the last call": str(micro_batches[rank])} for rank in taking_part]
-    return compare_rows(counts, taking_part)
-
-
-def _describe_backwards(rows: Sequence[Header]) -> Finding:
-    """Who ran how many backward passes, if those who take part differ."""
-    return _describe_counts(rows, [row.micro_batches for row in rows])
-
-
-def _find_failure(call: Call, rows: Sequence[Header], own: str) -> AgreedError | None:
-    failed = [rank for rank, row in enumerate(rows) if row.flags & Flag.FAILED]
-    if not failed:
-        return None
-    texts = call.gather_texts(own)
-    if len(failed) == len(rows) and len(set(texts)) == 1:
-        return None
-    said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
-    what = f"{name_ranks(failed)} failed before the exchange, so nothing was exchanged and no gradient changed. {said}"
-    return _error(PeerError, rows, what, failed)
-
-
-def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
-    if len({(row.version, row.member, row.operation, row.call, row.argument) for row in rows}) == 1:
-        return None
-    finding = compare_rows(
-        [
-            {
-                "header version": str(row.version),
-                "wrapper": f"number {row.member} on this group",
-                "call": row.call_name,
-                "src": str(row.argument),
-            }
-            for row in rows
-        ]
-    )
-    what = f"ranks met in different calls:\n{finding}\nlet every rank make the same calls in the same order"
-    return _error(DesyncError, rows, what, finding.ranks)
-
-
-def _find_other_layout(call: Call, rows: Sequence[Header], inventory: Mapping[str, str]) -> AgreedError | None:
-    if len({row.layout for row in rows}) == 1:
-        return None
-    finding = compare_rows([json.loads(text) for text in call.gather_bytes(json.dumps(dict(inventory)).encode())])
-    what = f"ranks hold different things:\n{finding}\nmake the module and the settings alike on every rank"
-    error = _error(LayoutError, rows, what, finding.ranks)
-    names = [item.what for item in finding.differences]
-    if len(names) == 1 and names[0].startswith("parameter "):
-        error.parameter = names[0].removeprefix("parameter ").strip("'")
-    return error
-
-
-def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | None:
-    """Ranks are in the same all_reduce() but do not mean the same by it.
-
-    Facts, which are evidence against a rank, come before what only a count of ranks can attribute.
-    """
-    if repeating := _ranks_alone_with(Flag.REPEAT, rows):
-        return _slipped(rows, repeating, "no backward since the last call, gradients as it left them: an extra call")
-    stepping = _ranks_alone_with(Flag.STEPPED, rows)
-    # Weights change for other reasons, too; that and more backward passes than elsewhere is a step that nobody shared.
-    if stepping and _describe_backwards(rows):
-        return _slipped(rows, stepping, "weights changed between its first backward and now: a skipped call")
-    if mixed := _find_mixed_parts(rows):
-        return mixed
-    bad_split, ranks = _describe_bad_split(rows)
-    if bad_split:
-        return _error(DesyncError, rows, bad_split, ranks)
-    if uneven == "raise" and (finding := describe_uneven_work(rows)):
-        return _error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
-    return None
-
-
-def _find_mixed_parts(rows: Sequence[Header]) -> AgreedError | None:
-    meant = {Part.PLAIN: "sample_size=None", Part.SAMPLES: "an int sample_size"}
-    ranks = [rank for rank, row in enumerate(rows) if row.part != Part.SKIP]
-    finding = compare_rows([{"argument": meant[Part(rows[rank].part)]} for rank in ranks], ranks)
-    if not finding:
-        return None
-    what = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"
-    return _error(DesyncError, rows, what, finding.ranks)
-
-
-def _describe_bad_split(rows: Sequence[Header]) -> tuple[str, tuple[int, ...]]:
-    """What is wrong with the split that the ranks bring, and which are at fault; empty if nothing.
-
-    A rank that takes no part brings zeros, as many as the others.
-    """
-    ranks = [rank for rank, row in enumerate(rows) if row.takes_part]
-    most = max((rows[rank].leaves for rank in ranks), default=0)
-    finding = compare_rows([{"micro-batches": str(rows[rank].leaves)} for rank in ranks], ranks)
-    if not most or (not finding and is_aligned(len(rows), most)):
-        return "", ()
-    total = len(rows) * most
-    found = str(finding) if finding else f"  {most} on each of {len(rows)} ranks, which is no power of two"
-    return (
-        f"micro-batches are not shared out as a tree needs it:\n{found}\n{say_splits(total)}",
-        finding.ranks,
-    )
-
-
-def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
-    """The ranks of which a fact is true; nobody if it is true of all that take part, for then it is how they train."""
-    ranks = [rank for rank, row in enumerate(rows) if row.takes_part and row.flags & flag]
-    return ranks if len(ranks) < sum(row.takes_part for row in rows) else []
-
-
-def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> AgreedError:
-    lines = [f"{name_ranks(ranks)}: {reading}", str(_describe_backwards(rows))]
-    lines.append("call all_reduce() once per step on every rank")
-    return _error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
-
-
-def _error(kind: type[AgreedError], rows: Sequence[Header], what: str, ranks: Sequence[int]) -> AgreedError:
-    """The same error on every rank: made from the rows alone, and without a call where ranks are in different ones."""
-    names = {row.call_name for row in rows}
-    shared = len(names) == 1
-    text = f"{names.pop()}: {what}" if shared else what[0].upper() + what[1:]
-    return kind(text, ranks=ranks, call=rows[0].call if shared else None, phase="agree")

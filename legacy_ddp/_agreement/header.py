@@ -1,4 +1,4 @@
-"""The 16 words that a rank shows the others before it communicates anything else. Pure."""
+"""The header of a call: 16 words from every rank, before all other communication. Pure."""
 
 import struct
 from enum import IntEnum, IntFlag
@@ -12,8 +12,8 @@ HEADER_WORDS = 16  # fixed for ever: gloo aborts the process when ranks exchange
 HEADER_VERSION = 1
 
 
-class Part(IntEnum):
-    """What a rank says of its gradients in an all_reduce."""
+class Participation(IntEnum):
+    """How the gradients of a rank take part in an all_reduce."""
 
     PLAIN = 0
     SAMPLES = 1
@@ -21,11 +21,12 @@ class Part(IntEnum):
 
 
 class Flag(IntFlag):
-    """Facts of one bit.
+    """Facts, a bit each.
 
-    REPEAT: no backward since the last call, and its gradients are what that call left.
+    REPEAT: no backward since the last call, and gradients unchanged since then.
     STEPPED: weights changed between the first backward since the last call and this call.
-    JOINED: the rank has left a join(), so its replica may be old. COUNTED: it counts in a plain mean all the same.
+    JOINED: the rank has left a join(); its replica may be old. COUNTED: the zeros of this rank count in a plain mean.
+    VALUES: the norm was taken. FINITE: the norm is finite.
     """
 
     FAILED = 1
@@ -37,26 +38,29 @@ class Flag(IntFlag):
     COUNTED = 64
 
 
-# As plain numbers: they are asked for in every row of every call, and an IntFlag takes six times as long.
-_VALUES, _FINITE = Flag.VALUES.value, Flag.FINITE.value
+# As plain numbers, for the rows of every call: an IntFlag takes six times as long.
+FAILED_BIT, VALUES_BIT, FINITE_BIT, COUNTED_BIT = (
+    flag.value for flag in (Flag.FAILED, Flag.VALUES, Flag.FINITE, Flag.COUNTED)
+)
 
 
 class Header(NamedTuple):
-    """One rank's row, every field a signed 64-bit word; the order is the wire's.
+    """The row of a rank: signed 64-bit words, in the order of transfer.
 
-    ``state``: fingerprint of what replicas should share. ``random``: of the random generators, which need not agree.
-    ``mask``: of which gradients there are, and in check_replicas() of the gradients themselves. ``leaves``: how many
-    micro-batches were added in the order of a tree, 0 without.
+    ``wrapper_id``: number of the wrapper on the group. ``argument``: ``src`` of a broadcast. ``mask``: fingerprint of
+    the kinds of all gradients, in check_replicas() of the gradients themselves. ``state``: fingerprint of the state
+    shared by replicas. ``random``: fingerprint of the random generators, which may differ. ``leaves``: number of
+    micro-batches added in the order of a tree, 0 without a tree.
     """
 
     version: int = HEADER_VERSION
-    member: int = 0
+    wrapper_id: int = 0
     operation: int = 0
     call: int = 0
     layout: int = 0
     argument: int = 0
     mask: int = 0
-    part: int = Part.PLAIN
+    participation: int = Participation.PLAIN
     sample_size: int = 0
     micro_batches: int = 0
     flags: int = 0
@@ -68,32 +72,33 @@ class Header(NamedTuple):
 
     @property
     def call_name(self) -> str:
-        """Which call the rank is in, in words."""
-        known = self.operation in list(Operation)
-        return f"{Operation(self.operation) if known else f'operation {self.operation}'} call {self.call}"
+        """For example ``all_reduce() call 3``."""
+        labels = {int(operation): operation.label for operation in Operation}
+        return f"{labels.get(self.operation, f'operation {self.operation}')} call {self.call}"
 
     @property
     def takes_part(self) -> bool:
-        """Whether the rank's gradients count."""
-        return self.part == Part.PLAIN or (self.part == Part.SAMPLES and self.sample_size > 0)
+        """Whether the gradients of the rank count."""
+        has_samples = self.participation == Participation.SAMPLES and self.sample_size > 0
+        return has_samples or self.participation == Participation.PLAIN
 
     @property
     def samples(self) -> int | None:
-        """The rank's sample_size, None if it gave none."""
-        return self.sample_size if self.part == Part.SAMPLES else None
+        """The sample_size of the rank, None for a plain call."""
+        return self.sample_size if self.participation == Participation.SAMPLES else None
 
     @property
     def local_norm(self) -> float | None:
-        """Norm of the rank's local gradient, None if it was not taken."""
-        return float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0]) if self.flags & _VALUES else None
+        """Norm of the local gradient, None if unknown."""
+        return float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0]) if self.flags & VALUES_BIT else None
 
     @property
     def finite(self) -> bool | None:
-        """Whether that gradient was finite, None if nobody looked."""
-        return bool(self.flags & _FINITE) if self.flags & _VALUES else None
+        """Whether the local gradient was finite, None if unknown."""
+        return bool(self.flags & FINITE_BIT) if self.flags & VALUES_BIT else None
 
 
-def norm_word(norm: float) -> int:
+def encode_norm(norm: float) -> int:
     """The bits of a norm as a header word."""
     return int(struct.unpack("<q", struct.pack("<d", norm))[0])
 

@@ -1,4 +1,4 @@
-"""Flat tensors: their layout, the slots of parameters, views of slots, and copies of gradients into them.
+"""Flat tensors: their layout, the slots of parameters, views of slots, and copies of gradients into slots.
 
-Imported by everything that handles gradients. Imports the step guard, settings and errors. No communication.
+Imported by every room that handles gradients. Imports the step guard, settings and errors. No communication.
 """

@@ -1,8 +1,8 @@
-"""Gradients of one bucket <-> one flat tensor: pack them in, alias them to it. No communication.
+"""The flat tensor of a bucket: packing gradients into slots, and giving the slots to ``.grad``. No communication.
 
-A gradient that already *is* its slot of the flat tensor is not copied at all. What makes that safe: if anybody but such
-gradients holds the flat tensor's memory (a gradient the user kept, two gradients swapped by hand, a transposed one),
-this call takes a fresh tensor and leaves the old one to its other holders.
+A gradient is not copied if it already is the view of its slot. Safety comes from reference counts: if anything besides
+these gradients refers to memory of the flat tensor (a gradient kept by the user, two gradients swapped by hand, a
+transposed gradient), the call packs into a fresh flat tensor and leaves the old memory to its other holders.
 """
 
 import threading
@@ -12,14 +12,15 @@ from collections.abc import Sequence
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_usual
+from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_plain
 from legacy_ddp._buckets.layout import Bucket, Run
 from legacy_ddp._buckets.views import SlotViews
+from legacy_ddp._buckets.wire import wire_dtype
 from legacy_ddp._settings import Settings
 
 
 class FlatBuffer:
-    """The flat tensor of one bucket, shape (bucket.numel,), and the gradients that live in it."""
+    """The flat tensor of a bucket, shape (bucket.numel,), and the gradients in its slots."""
 
     def __init__(self, bucket: Bucket, settings: Settings) -> None:
         self.bucket = bucket
@@ -27,145 +28,154 @@ class FlatBuffer:
         self.wire: torch.Tensor | None = None
         self._is_for_hook = settings.comm_hook is not None
         self._wire_dtype = bucket.dtype if self._is_for_hook else wire_dtype(bucket.dtype, settings.reduce_dtype)
-        self._memory: SlotViews | None = None  # made by the first backward or call
-        self._spare: SlotViews | None = None  # the memory before, while somebody keeps a gradient of every call
-        self._making = threading.Lock()  # backward passes may run in several threads
-        self.takes_gradients = True  # in backward; not while the flat tensor holds what is still needed
-        self._held = [False] * len(bucket.slots)  # whose gradient is its slot already
-        self._left_apart: list[object] = []  # identity of what the last call left in each slot, where not all are views
+        self._views: SlotViews | None = None  # made by the first backward or call
+        self._spare: SlotViews | None = None  # the memory before, while the user keeps a gradient of every call
+        self._views_lock = threading.Lock()  # backward passes may run in several threads
+        self.moves_enabled = True  # False while the flat tensor holds values that are still needed
+        self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
+        # Identity of the gradient that the last call left for each slot, where some of them are not views.
+        self._result_identities: list[object] = []
 
     @property
     def views(self) -> SlotViews:
-        """The slots as tensors, and the flat tensor that they lie in; made if there is none."""
-        with self._making:
-            if self._memory is None:
+        """The slots as tensors, with their flat tensor; made on first use."""
+        with self._views_lock:
+            if self._views is None:
                 with torch.inference_mode(False):  # a backward inside that mode may be the first
-                    self._memory = SlotViews(self.bucket)
-            return self._memory
+                    self._views = SlotViews(self.bucket)
+            return self._views
 
     @property
     def flat(self) -> torch.Tensor:
         return self.views.flat
 
     @property
-    def travelling(self) -> torch.Tensor:
-        """What collectives carry: the flat tensor's memory, or its copy in another dtype."""
-        return self.views.carried if self.wire is None else self.wire
+    def payload(self) -> torch.Tensor:
+        """The tensor for collectives: the flat tensor's memory, or its copy in the dtype for sending."""
+        return self.views.transport_view if self.wire is None else self.wire
 
-    def recognise(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Note which gradients (one per slot) are their slots already."""
-        self._held = self._memory.recognise(grads) if self._memory is not None else [False] * len(self._held)
+    def match_views(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Note which gradients (one per slot) are the views of their slots."""
+        self._is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self._is_view)
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Refuse what cannot be reduced, before anything is written; for gradients that :meth:`recognise` has seen.
+        """Refuse unusable gradients before anything is written. Call :meth:`match_views` first.
 
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if self._memory is not None and self._memory.resembles(grads):
+        if self._views is not None and self._views.matches_slots(grads):
             return
-        for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True):
-            if grad is not None and not held:
+        for slot, grad, is_view in zip(self.bucket.slots, grads, self._is_view, strict=True):
+            if grad is not None and not is_view:
                 check_gradient(self.bucket, slot, grad)
 
     def pack(self, grads: Sequence[torch.Tensor | None], *, copy: bool = True) -> None:
-        """Copy the dense gradients to their slots, but those that are there; None and sparse ones are passed over.
+        """Copy the dense gradients to their slots, except views; None and sparse gradients are skipped.
 
-        Writes nothing that a ``.grad`` can see. With ``copy=False`` only the room is made.
+        No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
         """
-        if self.views.shared(self._held):
+        if self.views.has_external_refs(self._is_view):
             self._change_memory()
         else:
             self._spare = None
-        if copy and not all(self._held):
+        if copy and not all(self._is_view):
             self._copy_in(grads)
 
-    def adopt(self, index: int, parameter: torch.Tensor) -> None:
-        """Move the gradient that backward has just made to its slot, if nobody can tell; else it waits for the call."""
-        if not self.takes_gradients or not internals.only_in_grad(parameter):
+    def move_to_slot(self, index: int, parameter: torch.Tensor) -> None:
+        """Move the new gradient to its slot during backward, if nothing else refers to gradient or slot.
+
+        Otherwise the gradient keeps its memory until the call packs the bucket.
+        """
+        if not self.moves_enabled or not internals.is_only_in_grad(parameter):
             return
         grad = parameter.grad
-        if grad is None or not is_usual(self.bucket, self.bucket.slots[index], grad):
+        if grad is None or not is_plain(self.bucket, self.bucket.slots[index], grad):
             return
         try:
             views = self.views
-        except (RuntimeError, MemoryError):  # no room: the call will say so, on all ranks
+        except (RuntimeError, MemoryError):  # no memory: the call reports the failure, on all ranks
             return
-        if views.is_free(index):
+        if views.is_slot_unreferenced(index):
             parameter.grad = views[index].copy_(grad)
 
     def make_wire(self, *, has_peers: bool) -> None:
-        """Make room for the copy that travels, where it is one: in another dtype, or for a hook to write to."""
+        """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to."""
         is_copy = self._is_for_hook or (has_peers and self._wire_dtype != self.bucket.dtype)
         size = self.bucket.numel * self._wire_dtype.itemsize
         if is_copy and (self.wire is None or self.wire.untyped_storage().nbytes() < size):  # a hook may have freed it
             self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
 
-    def forget(self) -> None:
-        """Start from no memory at all."""
-        self._memory = self._spare = self.wire = None
-        self._held = [False] * len(self._held)
+    def release_memory(self) -> None:
+        """Drop all memory; the next call allocates new memory."""
+        self._views = self._spare = self.wire = None
+        self._is_view = [False] * len(self._is_view)
 
-    def untouched(self, grads: Sequence[torch.Tensor | None]) -> bool:
-        """Whether every packed gradient was the view that the last call left, whatever was written into it since."""
+    def holds_only_views(self, grads: Sequence[torch.Tensor | None]) -> bool:
+        """Whether every packed gradient was the view left by the last call. Writes to the views do not matter."""
         return all(
-            held or grad is None or slot.numel == 0
-            for slot, grad, held in zip(self.bucket.slots, grads, self._held, strict=True)
+            is_view or grad is None or slot.numel == 0
+            for slot, grad, is_view in zip(self.bucket.slots, grads, self._is_view, strict=True)
         )
 
     @property
-    def is_kept_by_others(self) -> bool:
-        """Whether somebody holds memory of a slot, where no ``.grad`` lies in one."""
-        return self.views.shared([False] * len(self.bucket.slots))
+    def has_external_refs(self) -> bool:
+        """Whether any reference to memory of a slot exists. For use while no ``.grad`` is a view of a slot."""
+        return self.views.has_external_refs([False] * len(self.bucket.slots))
 
-    def is_left(self, index: int, grad: torch.Tensor) -> bool:
-        """Whether ``grad`` is the object that the last call left for the slot, whatever was written into it since."""
-        if self._left_apart:
-            return internals.identity(grad) is self._left_apart[index]
-        return self._memory is not None and grad is self._memory[index]
+    def is_last_result(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
+        if self._result_identities:
+            return internals.identity(grad) is self._result_identities[index]
+        return self._views is not None and grad is self._views[index]
 
     @property
-    def written(self) -> bool:
+    def was_written(self) -> bool:
         """Whether a gradient was written to since the last call left its result."""
-        return self.views.written
+        return self.views.was_written
 
     def zero(self, kinds: Sequence[int], *, runs: Sequence[Run], flat: torch.Tensor | None = None) -> None:
-        """Clear the slots inside ``runs`` (not cut, in order) that hold no dense gradient of this rank, in the flat
-        tensor or in ``flat``, one like it."""
+        """Clear the slots inside ``runs`` (not cut, in order) without a dense gradient of this rank.
+
+        ``flat``: a tensor like the flat tensor, to clear instead of the flat tensor.
+        """
         flat = self.flat if flat is None else flat
         for slot, kind in zip(self.bucket.slots, kinds, strict=True):
             if kind != DENSE and _inside(runs, slot.offset):
                 flat[slot.offset : slot.offset + slot.numel].zero_()
 
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
-        """Give every parameter its reduced gradient, a view of the flat tensor or a copy; absent ones become None."""
+        """Give every parameter its reduced gradient: a view of the flat tensor, a copy, or None if absent."""
         written: set[int] = set()
-        for view, parameter, kind, held in zip(self.views, parameters, kinds, self._held, strict=True):
+        for view, parameter, kind, is_view in zip(self.views, parameters, kinds, self._is_view, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self.as_views:
                 parameter.grad = _copy_out(view, parameter.grad, written)
-            elif kind == DENSE and not held:
+            elif kind == DENSE and not is_view:
                 parameter.grad = view
-        self.views.note_left()
-        self._left_apart = []
+        self.views.note_result()
+        self._result_identities = []
         if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
             grads = (parameter.grad for parameter in parameters)
-            self._left_apart = [None if grad is None else internals.identity(grad) for grad in grads]
+            self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
 
     def _change_memory(self) -> None:
-        """Leave the memory to its holders. In a loop that keeps a gradient of every call, such as a loop variable, the
-        holders of the memory before have gone: writing to it again costs half of what fresh memory does."""
+        """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
+
+        In a loop that keeps a gradient of every call, for example in a loop variable, the spare is free again. Writing
+        to the spare takes half the time of writing to fresh memory.
+        """
         free = self._spare
-        if free is None or not free.is_free_again():
+        if free is None or not free.is_reusable():
             free = SlotViews(self.bucket)
-        self._memory, self._spare, self._held = free, self._memory, [False] * len(self._held)
+        self._views, self._spare, self._is_view = free, self._views, [False] * len(self._is_view)
 
     def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:
         slots: list[torch.Tensor] = []
         loose: list[torch.Tensor] = []
-        for view, grad, held in zip(self.views, grads, self._held, strict=True):
-            if not held and grad is not None and grad.layout is torch.strided:
+        for view, grad, is_view in zip(self.views, grads, self._is_view, strict=True):
+            if not is_view and grad is not None and grad.layout is torch.strided:
                 slots.append(view)
                 loose.append(grad)
         if loose:
@@ -177,26 +187,8 @@ def _inside(runs: Sequence[Run], offset: int) -> bool:
     return index >= 0 and offset < runs[index][1]
 
 
-def as_real(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory, complex numbers as two real ones each."""
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
-def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """In what a bucket of ``dtype`` travels: complex ones as they are, the others in ``reduce_dtype`` if there is one.
-
-    fp16 travels as fp32 unless the user asks for less: no divisor applied before the sum serves both ends of its range
-    (at two ranks 40000 + 40000 overflows undivided, and 6e-8 divided by 2 is 0).
-    """
-    if dtype.is_complex:
-        return dtype
-    if reduce_dtype is not None:
-        return reduce_dtype
-    return torch.float32 if dtype == torch.float16 else dtype
-
-
 def _copy_out(view: torch.Tensor, grad: torch.Tensor | None, written: set[int]) -> torch.Tensor:
-    """The reduced values in ``grad`` if nothing else lives in its memory, else in a new tensor."""
+    """The reduced values, written to ``grad`` if no other tensor shares its memory, else in a new tensor."""
     can_take = (
         grad is not None
         and grad.layout is torch.strided

@@ -1,4 +1,4 @@
-"""Which kinds of gradient are there, and which cannot be reduced?"""
+"""Kinds of gradient, and the refusal of unusable gradients."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import torch
 from legacy_ddp._buckets.layout import Bucket, Slot
 from legacy_ddp._errors import GradientError
 
-ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse one
+ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse gradient
 
 
 def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
-    """ABSENT, DENSE, or SPARSE + sparse_dim, of each."""
+    """The kind of each gradient: ABSENT, DENSE, or SPARSE + sparse_dim."""
     return [
         ABSENT if grad is None else DENSE if grad.layout is torch.strided else SPARSE + grad.sparse_dim()
         for grad in grads
@@ -25,8 +25,8 @@ def has_nonzero(grad: torch.Tensor) -> bool:
     return bool(torch.linalg.vector_norm(values)) or bool(values.any())
 
 
-def is_usual(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
-    """Whether this is a plain dense gradient exactly as planned."""
+def is_plain(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
+    """Whether ``grad`` is a plain dense gradient exactly as planned."""
     return (
         grad.layout is torch.strided
         and grad.device == bucket.device
@@ -38,10 +38,10 @@ def is_usual(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
 
 
 def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
-    """Refuse what cannot be reduced.
+    """Refuse a gradient unusable for reduction.
 
     Raises:
-        GradientError: ``grad`` requires grad, has another shape or dtype than planned, or an unsupported layout.
+        GradientError: ``grad`` requires grad, has a shape or dtype other than planned, or an unsupported layout.
     """
     if grad.requires_grad:
         problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"

@@ -1,4 +1,4 @@
-"""Which parameter belongs to which slot: planned once, and again only when the parameters change."""
+"""The plan: the slot, the buffer and the parameter of every gradient. Made again only when the parameters change."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -8,9 +8,10 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from legacy_ddp._buckets.backward_copy import Adoption
+from legacy_ddp._buckets.backward_copy import BackwardCopy
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.layout import Bucket, Layout, distinct, plan_layout
+from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
 from legacy_ddp._buckets.signature import Signature
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
@@ -18,9 +19,9 @@ from legacy_ddp._step_guard.backward_counter import BackwardCounter
 
 @dataclass(frozen=True)
 class Plan:
-    """What one call works on: the layout's slots, the parameter of each, and the buffers they lie in.
+    """The input of a call: the layout's slots, the parameter of each slot, and the buffers with the slots.
 
-    Everything that is "one per slot" is a flat sequence over all buckets.
+    A sequence with an item per slot is always flat, over all buckets.
     """
 
     layout: Layout
@@ -29,114 +30,115 @@ class Plan:
 
     @property
     def grads(self) -> list[torch.Tensor | None]:
-        """The gradient of each slot's parameter, as it is now."""
+        """The current gradient of each slot's parameter."""
         return [parameter.grad for parameter in self.parameters]
 
     @cached_property
-    def shares(self) -> list[tuple[FlatBuffer, slice]]:
-        """Each buffer, and which of the slots are its."""
-        return shares(self.buffers)
+    def slot_ranges(self) -> list[tuple[FlatBuffer, slice]]:
+        """Each buffer, with the range of its slots among all slots."""
+        bounds = accumulate((len(buffer.bucket.slots) for buffer in self.buffers), initial=0)
+        return [(buffer, slice(*bound)) for buffer, bound in zip(self.buffers, pairwise(bounds), strict=True)]
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of slot ``index``."""
-        return next(buffer.bucket for buffer, share in self.shares if share.start <= index < share.stop)
+        return next(buffer.bucket for buffer, slots in self.slot_ranges if slots.start <= index < slots.stop)
 
     def collect(self, grads: Sequence[torch.Tensor | None], *, are_used: bool = True) -> None:
-        """Copy the dense ones among ``grads``, one per slot, to their slots; writes nothing that a ``.grad`` can see.
-        Gradients that are not used are neither looked at nor copied.
+        """Copy the dense gradients among ``grads``, one per slot, to their slots. No ``.grad`` sees the writes.
+
+        With ``are_used=False`` gradients are neither checked nor copied.
 
         Raises:
             GradientError: as :func:`check_gradient`, before anything is copied.
         """
-        for buffer, share in self.shares:
-            buffer.recognise(grads[share])
+        for buffer, slots in self.slot_ranges:
+            buffer.match_views(grads[slots])
             if are_used:
-                buffer.check(grads[share])
-        for buffer, share in self.shares:
-            buffer.pack(grads[share], copy=are_used)
+                buffer.check(grads[slots])
+        for buffer, slots in self.slot_ranges:
+            buffer.pack(grads[slots], copy=are_used)
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
-        """Give every parameter its reduced gradient; ``sparse`` has the sparse ones, by slot."""
+        """Give every parameter its reduced gradient; ``sparse`` has the sparse gradients, by slot."""
         for index, grad in sparse.items():
             self.parameters[index].grad = grad
-        for buffer, share in self.shares:
-            buffer.alias(self.parameters[share], kinds[share])
+        for buffer, slots in self.slot_ranges:
+            buffer.alias(self.parameters[slots], kinds[slots])
 
-    def abandon(self) -> None:
-        """Leave no gradient to step with, and no memory that a broken-off collective may still write to."""
+    def discard_gradients(self) -> None:
+        """Clear every ``.grad``, and drop the buffers' memory: a broken-off collective may still write there."""
         for parameter in self.parameters:
             parameter.grad = None
         for buffer in self.buffers:
-            buffer.forget()
+            buffer.release_memory()
 
 
 class Planner:
-    """Recognises one set of parameters from call to call. Keeps none of them alive."""
+    """Keeps the plan of a set of parameters from call to call. Keeps no parameter alive."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
-        self._adoption = Adoption()
-        self.layout: Layout | None = None  # the last one
+        self._backward_copy = BackwardCopy()
+        self.layout: Layout | None = None  # of the last plan
         self._buffers: list[FlatBuffer] = []
-        self._order: list[int] = []  # of each slot's parameter: its position among the named ones
+        self._order: list[int] = []  # for each slot: the position of its parameter among the named parameters
         self._signature: Signature | None = None
 
-    def use(self, settings: Settings) -> None:
-        """Plan anew, with these settings, when next asked."""
+    def change_settings(self, settings: Settings) -> None:
+        """Use these settings from the next plan on; the next call makes a new plan."""
         self.settings, self._signature = settings, None
 
     @contextmanager
     def released_on_failure(self) -> Iterator[None]:
-        """Leave no hook on any parameter if the block fails: the wrapper that it makes does not come about, however
-        long somebody keeps the error, and the wrapper with it."""
+        """Remove all hooks from the parameters if the block fails.
+
+        The wrapper under construction is then of no use, but stays alive as long as the user keeps the error.
+        """
         try:
             yield
         except BaseException:
-            self.counter.watch((), (), ())
-            self._adoption.watch(())
+            self.counter.attach((), (), ())
+            self._backward_copy.attach(())
             self._signature = None
             raise
 
     def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
-        """The plan for ``named`` (all names of every parameter): the last one, if nothing changed since.
+        """The plan for ``named`` (all names of every parameter): the last plan, if nothing changed since.
 
         Raises:
-            ValueError: a parameter that no plan has room for.
+            ValueError: a parameter is not usable, as :func:`plan_layout` says.
         """
         names, tensors = _columns(named)
-        known = self._signature is not None and self._signature.fits(names, tensors)
+        known = self._signature is not None and self._signature.matches(names, tensors)
         parameters = [tensors[index] for index in self._order] if known else []
-        if self.layout is None or not known or not self.counter.watches(parameters):
-            self.layout = self._replan(names, tensors)
-            self._signature = Signature(names, tensors)
-            parameters = [tensors[index] for index in self._order]
-        return Plan(self.layout, parameters, self._buffers)
+        if self.layout is not None and known and self.counter.is_attached_to(parameters):
+            return Plan(self.layout, parameters, self._buffers)
+        plan = self._replan(names, tensors)
+        self.layout = plan.layout
+        self._signature = Signature(names, tensors)
+        return plan
 
-    def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Layout:
+    def _replan(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> Plan:
         layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
-        parameters = [tensors[index] for index in order]
-        are_left = [partial(buffer.is_left, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
-        self.counter.watch([slot.name for slot in layout.slots], parameters, are_left)
-        self._adoption.watch((buffer, parameters[share]) for buffer, share in shares(buffers))
+        plan = Plan(layout, [tensors[index] for index in order], buffers)
+        last_results = [
+            partial(buffer.is_last_result, index) for buffer in buffers for index in range(len(buffer.bucket.slots))
+        ]
+        self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
+        self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
         self._order, self._buffers = order, buffers
-        return layout
+        return plan
 
 
 def _columns(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[torch.Tensor]]:
-    """Two lists, and no tuple per parameter that stays: thousands of them set Python's garbage collector going."""
+    """Names and tensors as two lists. A lasting tuple per parameter would start Python's garbage collector often."""
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     for name, tensor in named:
         names.append(name)
         tensors.append(tensor)
     return names, tensors
-
-
-def shares(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:
-    """Each buffer, and which of the slots of all buffers are its."""
-    bounds = accumulate((len(buffer.bucket.slots) for buffer in buffers), initial=0)
-    return [(buffer, slice(start, stop)) for buffer, (start, stop) in zip(buffers, pairwise(bounds), strict=True)]

@@ -1,4 +1,4 @@
-"""Are these parameters the ones that were planned for? Asked in every call, so it takes few steps per parameter."""
+"""The comparison of parameters with the planned parameters. Runs in every call, in few steps per parameter."""
 
 from collections.abc import Sequence
 
@@ -9,34 +9,34 @@ from legacy_ddp import _torch as internals
 
 
 class Signature:
-    """All that a plan depends on. Keeps no parameter alive.
+    """All properties of parameters on which a plan depends. Keeps no parameter alive.
 
-    Which tensors have several names shows in their identities. That a new tensor may have the identity of one that is
-    gone does not matter: it lacks the hooks of the old one.
+    Identities show which tensors have several names. A new tensor may get the identity of a deleted tensor; the counter
+    notices, because the new tensor lacks the hooks of the old tensor.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         self._identities = _identities(names, tensors)
         first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
-        self._first = sorted(first.values())  # where each tensor stands under the first of its names
+        self._first = sorted(first.values())  # index of the first name of each tensor
         shaped = self._shaped(tensors)
         self._facts = _facts(shaped)
-        self._likeness = internals.Likeness(shaped)
+        self._guards = internals.TensorGuards(shaped)
 
-    def fits(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a plan for these would be the same."""
+    def matches(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a plan for these parameters would be the same plan."""
         if _identities(names, tensors) != self._identities:
             return False
         shaped = self._shaped(tensors)
-        if self._likeness.holds(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
+        if self._guards.match(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
             return True
         if _facts(shaped) != self._facts:
             return False
-        self._likeness = internals.Likeness(shaped)  # called under other settings than the last time
+        self._guards = internals.TensorGuards(shaped)  # autocast or inference settings differ from the last call
         return True
 
     def _shaped(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Each tensor once, but for those that have no shape yet: lazy ones."""
+        """Each tensor once, without lazy tensors, which have no shape yet."""
         distinct = tensors if len(self._first) == len(tensors) else [tensors[index] for index in self._first]
         if any(issubclass(kind, (UninitializedParameter, UninitializedBuffer)) for kind in set(self._identities[2])):
             return [tensor for tensor in distinct if not is_lazy(tensor)]

@@ -1,8 +1,8 @@
-"""One flat tensor, and its slots as tensors: is a gradient one of them, and does anybody else hold one? Tensors only.
+"""A flat tensor with a view per slot: which gradients are views, and which slots are referenced from outside.
 
-The slots' views are made once and lent to ``.grad`` again and again. Each has a storage of its own over the flat
-tensor's memory, so that counts tell of each slot by itself who holds it. Identity of the object proves nothing:
-``.to()``, ``.data =`` and ``set_()`` put other memory under it, so what it was like when it was made is compared, too.
+The views are made once and lent to ``.grad`` again and again. Each view has a storage of its own over the memory of the
+flat tensor, so that its reference counts belong to a single slot. Object identity alone proves nothing: ``.to()``,
+``.data =`` and ``set_()`` put other memory under the object. So address, shape, strides and dtype are compared, too.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,25 +15,25 @@ from legacy_ddp._buckets.layout import Bucket, Slot
 
 
 class SlotViews(Sequence[torch.Tensor]):
-    """One tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty one has memory of its own.
+    """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
 
-    ``carried`` is that memory under one more storage: a transport's thread may hold what it carried for milliseconds
-    after the wait, which must not look like somebody who keeps a gradient.
+    ``transport_view`` is the memory of ``flat`` under a further storage. A thread of the transport may hold a sent
+    tensor for milliseconds after the wait; the extra storage keeps this reference out of the counts of the slots.
     """
 
     def __init__(self, bucket: Bucket) -> None:
         self.flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
-        self.carried = internals.under_own_storage(self.flat)
+        self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
         self._views = [self._make(slot) for slot in self._slots]
         self._storages = [view.untyped_storage() for view in self._views]
-        self._orphans: list[torch.UntypedStorage] = []  # of views that were replaced
+        self._replaced_storages: list[torch.UntypedStorage] = []
         self._addresses = list(map(torch.Tensor.data_ptr, self._views))
-        self._likeness = internals.Likeness(self._views)
-        # With a second list holding them, as there is whenever they are counted.
-        self._alone = internals.holders(self._views[:], self._storages[:])
-        (self._orphan_alone,) = _holders_of_each([internals.under_own_storage(self.flat).untyped_storage()])
-        self._left_versions: list[int] = []  # when the last call left its result here
+        self._guards = internals.TensorGuards(self._views)
+        # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
+        self._expected_refs = internals.ref_counts(self._views[:], self._storages[:])
+        (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
+        self._result_versions: list[int] = []  # of the views, when the last call left its result
 
     def __getitem__(self, index: Any) -> Any:
         return self._views[index]
@@ -44,64 +44,65 @@ class SlotViews(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self._views)
 
-    def recognise(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
-        """Which of the gradients, one per slot, are their slots."""
-        is_like = self._likeness.holds(self._views)
+    def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
+        """For each gradient (one per slot): whether the gradient is the view of its slot."""
+        is_like = self._guards.match(self._views)
         if not is_like or list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:
-            self._mend()
+            self._rebuild()
         return [grad is view for grad, view in zip(grads, self._views, strict=True)]
 
-    def resembles(self, grads: Sequence[torch.Tensor | None]) -> bool:
+    def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self) and self._likeness.holds(present)
+        return len(present) == len(self) and self._guards.match(present)
 
-    def shared(self, held: Sequence[bool]) -> bool:
-        """Whether somebody holds memory of a slot, besides those gradients that are their slots (``held``)."""
-        if any(holders != self._orphan_alone for holders in _holders_of_each(self._orphans)):
+    def has_external_refs(self, is_view: Sequence[bool]) -> bool:
+        """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
+        if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._replaced_storages)):
             return True
-        self._orphans = []
-        idle = [view for view, is_held in zip(self._views, held, strict=True) if not is_held]
-        return not self._are_alone(idle, self._storages[:])
+        self._replaced_storages = []
+        idle = [view for view, is_used in zip(self._views, is_view, strict=True) if not is_used]
+        return not self._has_expected_refs(idle, self._storages[:])
 
-    def is_free_again(self) -> bool:
-        """Whether nobody holds memory of any slot. What is no view of its slot any more is made anew."""
-        return not self.shared(self.recognise([None] * len(self)))
+    def is_reusable(self) -> bool:
+        """Whether nothing refers to memory of any slot. Rebuilds changed views."""
+        return not self.has_external_refs(self.match_views([None] * len(self)))
 
-    def is_free(self, index: int) -> bool:
-        """Whether nobody at all would see what is written to the slot."""
+    def is_slot_unreferenced(self, index: int) -> bool:
+        """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
         one = slice(index, index + 1)
-        return self._are_alone(self._views[one], self._storages[one]) and self._is_intact(index)
+        return self._has_expected_refs(self._views[one], self._storages[one]) and self._is_intact(index)
 
-    def note_left(self) -> None:
-        """A call has left its result here."""
-        self._left_versions = [view._version for view in self._views]
+    def note_result(self) -> None:
+        """Remember the versions of the views, at the end of a call."""
+        self._result_versions = [view._version for view in self._views]
 
     @property
-    def written(self) -> bool:
-        """Whether a view was written to since then."""
-        return self._left_versions != [view._version for view in self._views]
+    def was_written(self) -> bool:
+        """Whether a view was written to since :meth:`note_result`."""
+        return self._result_versions != [view._version for view in self._views]
 
-    def _are_alone(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
-        now = internals.holders(views, storages)
-        return all(counts <= alone for counts, alone in zip(now, self._alone, strict=True))
+    def _has_expected_refs(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
+        now = internals.ref_counts(views, storages)
+        return all(counts <= expected for counts, expected in zip(now, self._expected_refs, strict=True))
 
     def _make(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:
             return self.flat.new_empty_strided(slot.shape, slot.stride)
         return internals.under_own_storage(self.flat.as_strided(slot.shape, slot.stride, slot.offset))
 
-    def _mend(self) -> None:
-        """Make anew what is no view of its slot any more: it belongs to whoever changed it.
+    def _rebuild(self) -> None:
+        """Replace every changed view by a new view of its slot; the changed tensor stays with the user.
 
-        Its old storage may have holders, a detached gradient or a row of one: they still lie in the slot.
+        A detached gradient or a row of a gradient may still refer to the old storage, and so to memory of the slot.
+        Therefore the old storage is kept, and its references are counted.
         """
         for index, slot in enumerate(self._slots):
             if not self._is_intact(index):
-                self._orphans.append(self._storages[index])
+                self._replaced_storages.append(self._storages[index])
                 self._views[index] = self._make(slot)
                 self._storages[index] = self._views[index].untyped_storage()
-        self._likeness = internals.Likeness(self._views)
+        self._guards = internals.TensorGuards(self._views)
 
     def _is_intact(self, index: int) -> bool:
         view, slot = self._views[index], self._slots[index]
@@ -115,5 +116,5 @@ class SlotViews(Sequence[torch.Tensor]):
         )
 
 
-def _holders_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
-    return [internals.holders([], [storage]) for storage in storages]
+def _ref_counts_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
+    return [internals.ref_counts([], [storage]) for storage in storages]

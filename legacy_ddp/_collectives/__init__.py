@@ -1,4 +1,4 @@
-"""The operations that a user calls: all_reduce, broadcast, construction and join, step by step.
+"""The operations of a wrapper: all_reduce, broadcast, construction and join.
 
-Imported by the wrapper and the tools. Imports every room below; nothing else communicates gradients.
+The wrapper and the tools import this folder. The folder imports every room above ``_collectives`` in docs/design.md.
 """

@@ -1,35 +1,66 @@
-"""One rank's tensors -> everybody's. Collective."""
+"""Broadcast of the tensors of a source rank to every rank. Collective."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import Named, check_dense, describe, inventory_word
-from legacy_ddp._transport.call import Call, check_moment
+from legacy_ddp._buckets.inventory import Named, build_inventory, check_dense, distinct, inventory_digest
+from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._transport.call import Call, check_can_communicate
+from legacy_ddp._transport.operation import Operation
 
 CHUNK_BYTES = 32 * 2**20
 
 
-@internals.leaves_compiled_code
+def broadcast_parameters(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
+    """Collective: give every rank the parameters of rank ``src``, frozen ones too, except ignored parameters."""
+    named = list(module.named_parameters(remove_duplicate=False))
+    _broadcast_named(synchronizer, Operation.BROADCAST_PARAMETERS, group, named, kind="parameter", src=src)
+    synchronizer.note_new_parameters(synchronizer.planner.plan(named))
+
+
+def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
+    """Collective: give every rank the buffers of rank ``src``, except ignored buffers."""
+    named = module.named_buffers(remove_duplicate=False)
+    _broadcast_named(synchronizer, Operation.BROADCAST_BUFFERS, group, named, kind="buffer", src=src)
+
+
+def _broadcast_named(
+    synchronizer: Synchronizer,
+    operation: Operation,
+    group: dist.ProcessGroup,
+    named: NamedTensors,
+    *,
+    kind: str,
+    src: int,
+) -> None:
+    with torch.no_grad(), synchronizer.call(operation, group) as call:
+        broadcast(call, distinct(named, synchronizer.settings.ignore), kind=kind, src=src)
+
+
+@internals.disable_dynamo
 def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> None:
     """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
 
     Raises:
-        ValueError: ``src`` is not a rank of the group, or a tensor is not dense (PeerError where only some say so).
-        LayoutError: ranks hold other tensors. DesyncError: another call or ``src``. Nothing is written in either case.
+        ValueError: ``src`` is not a rank of the group, or a tensor is not dense (PeerError if only on some ranks).
+        LayoutError: ranks hold different tensors. DesyncError: ranks are in different calls or pass different ``src``.
+            Nothing is written in either case.
     """
     with announcing_failures(call):
-        check_moment(call)
+        check_can_communicate(call)
         if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < call.groups.size:
             raise ValueError(f"src is no rank of the group: got {src!r}, expected 0 to {call.groups.size - 1}")
         for item in tensors:
             check_dense(item, kind=kind)
             call.groups.payload(item.tensor.device)
-        inventory = describe(tensors, kind=kind)
-    agree(call, Header(layout=inventory_word(inventory), argument=src), inventory)
+        inventory = build_inventory(tensors, kind=kind)
+    agree(call, Header(layout=inventory_digest(inventory), argument=src), inventory)
     if call.groups.size == 1:
         return
     with call.phase("payload"):
@@ -42,14 +73,14 @@ def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> Non
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = src, 0
-    call.carry(call.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
-    # The source writes its own values back: a write that only some ranks make would look like a lone weight update.
+    call.run(call.groups.payload(flat.device), lambda group: group.broadcast([flat.view(torch.uint8)], options))
+    # Rank src writes its own values back: a write on the other ranks only would look like a weight update there.
     for tensor, piece in zip(chunk, torch.split(flat, [tensor.numel() for tensor in chunk]), strict=True):
         tensor.copy_(piece.view(tensor.shape))
 
 
 def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one device and dtype together, about CHUNK_BYTES at a time, in an order that all ranks share."""
+    """Tensors of equal device and dtype, about CHUNK_BYTES at a time, in the same order on all ranks."""
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -67,7 +98,7 @@ def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """One element per memory place: an expanded dimension is written once."""
+    """A view with a single element per memory location: an expanded dimension is written once."""
     tensor = tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dimension] > 1:

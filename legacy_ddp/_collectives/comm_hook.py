@@ -1,8 +1,8 @@
-"""A communication hook in place of our sum: what it is shown, and what is made of what it returns. Collective.
+"""Communication hooks: the argument of a hook, the run of the hook and the use of its result. Collective.
 
-torch DDP's hooks know nothing of a bucket but its six methods, so they run here as they are. What a hook may write to
-is a copy under a storage of its own (hooks resize it, and write past the end): until every rank's hook has returned
-something usable no gradient changes.
+torch DDP's hooks use only the six methods of a bucket, and run here unchanged. A hook writes to a copy under a separate
+storage (hooks resize the copy, and write past the end). No gradient changes before the hook of every rank has
+returned a usable result.
 """
 
 import re
@@ -16,23 +16,25 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.flat_buffer import FlatBuffer, as_real
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.pending import end_before_exit
+from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._collectives.pending import wait_before_exit
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import CommHookError, LegacyDDPError
 from legacy_ddp._settings import CommHook
-from legacy_ddp._transport.call import SLICE, Call
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.wait import SLICE
 
-# gloo raises RuntimeError and nothing else, but begins with a place in its own source.
-_SAID_BY_GLOO = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
+# gloo raises only RuntimeError; its messages begin with a place in its own source.
+_GLOO_ERROR = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
 
 
 class HookBucket:
-    """What a hook sees of one bucket: the methods of ``torch.distributed.GradBucket``, which Python cannot construct.
+    """Argument of a hook, with the methods of ``torch.distributed.GradBucket``, which Python cannot construct.
 
-    Complex gradients are shown as real ones with one more dimension, of size 2.
+    Complex gradients appear as real gradients with a further dimension, of size 2.
     """
 
     def __init__(self, index: int, buffer: FlatBuffer, parameters: Sequence[torch.Tensor], *, is_last: bool) -> None:
@@ -40,7 +42,7 @@ class HookBucket:
         self._is_last = is_last
         self._bucket = buffer.bucket
         self._parameters = parameters
-        self._buffer = as_real(buffer.travelling).view(-1)  # a tensor of its own: a hook may resize it
+        self._buffer = as_real(buffer.payload).view(-1)  # a separate tensor: a hook may resize it
 
     def index(self) -> int:
         """Number of the bucket in this call, from 0."""
@@ -55,7 +57,7 @@ class HookBucket:
         return self._buffer
 
     def set_buffer(self, tensor: torch.Tensor) -> None:
-        """Put another tensor in the buffer's place."""
+        """Replace the buffer by ``tensor``."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"set_buffer() got {type(tensor).__name__}, expected a tensor in the buffer's place")
         self._buffer = tensor
@@ -67,70 +69,73 @@ class HookBucket:
         return [torch.view_as_real(view) if view.is_complex() else view for view in views]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that the gradients belong to, in the same order."""
+        """The parameters of the gradients, in the same order."""
         return list(self._parameters)
 
 
-class Shown(NamedTuple):
-    """A buffer, what the hook saw of it, and what it returned."""
+class HookResult(NamedTuple):
+    """A buffer, the bucket given to the hook, and the result of the hook."""
 
     buffer: FlatBuffer
     bucket: HookBucket
     result: Any
 
 
-def show_to_hook(call: Call, hook: CommHook, plan: Plan) -> list[Shown]:
-    """Let the hook bring together what travels, bucket by bucket. No flat tensor changes.
+def run_hook(call: Call, hook: CommHook, plan: Plan) -> list[HookResult]:
+    """Run the hook on the copy of every buffer. No flat tensor changes.
 
     Raises:
-        LostPeerError: a rank was lost on the way, or the hook did not finish in time.
-        Exception: whatever the hook raised. The other ranks hear of it, but they may be inside its collectives, so that
-            the group is lost.
+        LostPeerError: a rank was lost, or the hook did not finish in time.
+        Exception: any error of the hook. The other ranks may be inside collectives of the hook, so the group is lost.
+            Their watchdogs report the error.
     """
-    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.shares if buffer.bucket.numel]
+    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.slot_ranges if buffer.bucket.numel]
     buckets = [
         HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
         for index, (buffer, parameters) in enumerate(filled)
     ]
     results = _run(call, hook, buckets)
-    return [Shown(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
+    return [HookResult(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
 
 
-def accept_results(call: Call, hook: CommHook, shown: Sequence[Shown], divisor: int) -> int:
-    """Leave the hook's mean, times group size / ``divisor``, in the flat tensors, if it is of use on every rank.
+def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divisor: int) -> int:
+    """Copy the hook's mean, times group size / ``divisor``, to the flat tensors, if usable on every rank.
 
-    Returns the bytes that the hook was shown.
+    Returns the bytes of all buckets.
 
     Raises:
-        CommHookError: on some rank the hook returned what cannot be a gradient; no flat tensor changed.
-        LostPeerError: a rank was lost on the way, perhaps because its hook has not finished.
+        CommHookError: on some rank the hook's result cannot be a gradient; no flat tensor changed.
+        LostPeerError: a rank was lost, perhaps because its hook has not finished.
     """
-    problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in shown)
+    problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in results)
     _agree_on_results(call, hook, next(filter(None, problems), ""))
-    for buffer, _, result in shown:
+    for buffer, _, result in results:
         as_real(buffer.flat).copy_(result)
         if divisor != call.groups.size:
             buffer.flat.div_(divisor / call.groups.size)
-    return sum(buffer.travelling.nbytes for buffer, _, _ in shown)
+    return sum(buffer.payload.nbytes for buffer, _, _ in results)
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
-    """What the hook's Futures hold, or what it returned if that is none. All are begun before the first is awaited."""
+    """Values of the Futures returned by the hook; a result other than a Future is its own value.
+
+    The hook runs on every bucket before the first wait.
+    """
     returned, ends = [], []
     try:
         for bucket in buckets:
-            with call.profiled(f"bucket {bucket.index()}"), _blaming(call, hook):
+            with call.profiled(f"bucket {bucket.index()}"), _attributing_errors(call, hook):
                 returned.append(hook.function(hook.state, bucket))
             ends.append(_end_of(returned[-1]))
         start = time.perf_counter()
         return [_wait(call, hook, item, end, start) for item, end in zip(returned, ends, strict=True)]
     except BaseException:
-        end_before_exit(ends, call.timeout.total_seconds())
+        wait_before_exit(ends, call.timeout.total_seconds())
         raise
 
 
 def _end_of(item: Any) -> threading.Event:
-    """Set when a Future has ended, and for anything else."""
+    """An event, set at the end of a Future, and at once for any other object."""
     end = threading.Event()
     if isinstance(item, internals.Future):
         item.add_done_callback(lambda _: end.set())
@@ -141,27 +146,28 @@ def _end_of(item: Any) -> threading.Event:
 
 def _wait(call: Call, hook: CommHook, item: Any, end: threading.Event, start: float) -> Any:
     while not end.wait(SLICE.total_seconds()):
-        call.heed(time.perf_counter() - start, f"the communication hook {hook} did not finish")
+        call.check_deadline(time.perf_counter() - start, f"the communication hook {hook} did not finish")
     if not isinstance(item, internals.Future):
         return item
-    with _blaming(call, hook):
+    with _attributing_errors(call, hook):
         value = item.wait()  # on a GPU this makes the stream wait, and not the host
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 @contextmanager
-def _blaming(call: Call, hook: CommHook) -> Iterator[None]:
-    """Say what an error of the hook's is: a lost peer, or its own."""
+def _attributing_errors(call: Call, hook: CommHook) -> Iterator[None]:
+    """Name the hook in its error. An error of the transport becomes a LostPeerError."""
     start = time.perf_counter()
     try:
         yield
     except LegacyDDPError as error:
-        # Of another wrapper's call inside the hook. No rank of ours has agreed on it, and nobody knows that it is lost.
+        # Raised by another wrapper's call inside the hook. The ranks of this call have not agreed on it and have not
+        # found any rank lost, so neither AgreedError nor LostPeerError may leave this call.
         text = f"{call}: the communication hook {hook} failed with {error_text(error)}"
         raise LegacyDDPError(text, call=call.number, phase=call.phase_name) from error
     except Exception as error:
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and _SAID_BY_GLOO.search(error_text(error))
+            isinstance(error, RuntimeError) and _GLOO_ERROR.search(error_text(error))
         ):
             raise call.lost_error(error, time.perf_counter() - start) from error
         error.add_note(
@@ -172,7 +178,8 @@ def _blaming(call: Call, hook: CommHook) -> Iterator[None]:
 
 
 def _problem(result: Any, wanted: torch.Tensor, set_dtype: torch.dtype) -> str:
-    """What is wrong with a hook's result, in words. It may be of the dtype that the hook gave set_buffer(), too."""
+    """Description of an unusable result, else an empty text. The dtype of ``wanted`` and the dtype of the tensor given
+    to set_buffer() are usable."""
     if not isinstance(result, torch.Tensor):
         return f"got {type(result).__name__}, expected a torch.futures.Future of a tensor"
     is_like = result.shape == wanted.shape and result.device == wanted.device and result.layout is torch.strided
@@ -187,16 +194,16 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
-    if problem:  # should the others not come, because their hooks wait for this rank's, that is why
-        call.say(f"its hook returned what cannot be a gradient: {problem}")
+    if problem:  # for the report: the hooks of the other ranks may wait for the hook of this rank, and never return
+        call.set_phase(f"its hook returned what cannot be a gradient: {problem}")
     bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
     if not any(bad):
         return
-    texts = call.gather_texts(problem)
+    texts = call.gather_objects(problem)
     ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
-    said = "; ".join(f"rank {rank}: {texts[rank]}" for rank in ranks)
+    details = "; ".join(f"rank {rank}: {texts[rank]}" for rank in ranks)
     raise CommHookError(
-        f"{call}: the communication hook {hook} returned what cannot be a gradient on {name_ranks(ranks)}: {said}; "
+        f"{call}: the communication hook {hook} returned what cannot be a gradient on {name_ranks(ranks)}: {details}; "
         "no gradient changed",
         ranks=ranks,
         call=call.number,

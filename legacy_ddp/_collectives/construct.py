@@ -1,4 +1,4 @@
-"""What has to be right before there is a wrapper, and is it alike on all ranks? Collective."""
+"""Checks of the constructor, and comparison of the plan over the ranks. Collective."""
 
 from collections.abc import Callable
 
@@ -25,7 +25,8 @@ def construct(
 ) -> None:
     """Check the arguments, plan, and compare the plan over the ranks.
 
-    ``problem``: found on the way here, while the other ranks wait to hear of it. ``wrapper``: what must not be inside.
+    ``problem``: an earlier error, raised here to announce the error to the other ranks. ``wrapper``: a class
+    forbidden inside ``module``.
 
     Raises:
         TypeError, ValueError: an unusable argument, module or parameter.

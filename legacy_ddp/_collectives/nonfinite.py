@@ -1,11 +1,10 @@
-"""Whose gradient is not finite, in which parameter? Asked when the headers have matched, before anything is exchanged.
+"""Detection and report of gradients with NaN or infinity, before any gradient is exchanged.
 
-While all is finite this costs a look at the rows. Otherwise the ranks exchange details, a few hundred bytes each.
+Runs only with ``Checks(nonfinite=...)``. While every gradient is finite, the cost is a look at the headers. Otherwise
+the ranks exchange details, a few hundred bytes per rank.
 """
 
-import json
 import math
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -14,170 +13,166 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.pack import Packed
+from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._settings import LossScaler
+from legacy_ddp._text import TIE, wrap
 from legacy_ddp._transport.call import Call
 
 _MAX_NAMES = 5
-_WIDTH = 80
-_TIE = "\N{NO-BREAK SPACE}"
 
 
 @dataclass(frozen=True)
-class Damage:
-    """What one rank tells of itself; the first few of ``damaged`` gradients and of ``bad_weights`` by name.
+class NonFinite:
+    """Details of a rank, with at most ``_MAX_NAMES`` names of gradients and of weights.
 
-    ``counts``: (NaN, inf, elements) by parameter. ``present``: gradients with elements. ``scale``: of an enabled
-    GradScaler. ``trouble``: why it could not look.
+    ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter. ``bad_grads``: number of all non-finite
+    gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite parameters.
+    ``bad_weights``: number of all non-finite parameters. ``scale``: scale of an enabled GradScaler. ``failure``: error
+    of the inspection.
     """
 
     counts: Mapping[str, Sequence[int]]
-    damaged: int = 0
+    bad_grads: int = 0
     present: int = 0
     weights: Sequence[str] = ()
     bad_weights: int = 0
     scale: float | None = None
-    trouble: str = ""
+    failure: str = ""
 
 
-def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> str:
-    """The warning that every rank owes its user, empty if there is none.
+def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, warnings: Warnings) -> None:
+    """Raise, or add a warning on every rank, if a participating rank has a non-finite gradient.
 
-    Collective only if a header shows a non-finite gradient of a rank that takes part, and no earlier call of the same
-    streak has warned: what all ranks know alike. Writes nothing.
+    Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned. All ranks
+    know both facts. Writes no gradient.
 
     Raises:
-        NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers excuse it on all ranks.
+        NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
     """
-    policy, seat = call.checks.nonfinite_policy, call.seat
-    if policy == "ignore" or not agreement.participants:
-        return ""
+    warned = warnings.nonfinite_groups
+    if not agreement.participants:
+        return
     ranks = [rank for rank in agreement.participants if agreement.rows[rank].finite is False]
-    if not ranks or seat.nonfinite_told:
-        seat.nonfinite_told = bool(ranks)
-        return ""
+    if not ranks:
+        warned.discard(call.groups)
+        return
+    if call.groups in warned:
+        return
     with call.phase("agree"):
-        own = _look(plan, packed, call.checks.grad_scaler, scan=call.groups.rank in ranks)
-        damages = [Damage(**json.loads(data)) for data in call.gather_bytes(json.dumps(asdict(own)).encode())]
-    if all(_may_overflow(damage.scale) for damage in damages):
-        return ""
-    text = describe_damage(str(call), ranks, damages, stops=policy == "raise")
-    if policy == "raise":
-        names = [name for rank in ranks for name in damages[rank].counts]
+        own = _inspect(plan, packed, call.checks.grad_scaler, scan=call.groups.rank in ranks)
+        found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
+    if all(_may_overflow(details.scale) for details in found):
+        return
+    stops = call.checks.nonfinite_policy == "raise"
+    text = describe_nonfinite(str(call), ranks, found, stops=stops)
+    if stops:
+        names = [name for rank in ranks for name in found[rank].counts]
         parameter = names[0] if names else None
         raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-    seat.nonfinite_told = True
-    return text
+    warned.add(call.groups)
+    warnings.pending.append((call.groups.rank, text))
 
 
-def describe_damage(call_name: str, ranks: Sequence[int], damages: Sequence[Damage], *, stops: bool) -> str:
-    """The text that is the same on every rank; ``damages`` are all ranks', ``ranks`` those concerned."""
-    said: dict[str, list[int]] = {}
-    for rank, damage in enumerate(damages):
-        if rank in ranks or damage.trouble:
-            said.setdefault(_say(damage), []).append(rank)
-    lines = [f"{name_ranks(which)}: {words}" for words, which in list(said.items())[:MAX_LINES]]
-    if len(said) > MAX_LINES:
-        lines.append(f"... {sum(map(len, list(said.values())[MAX_LINES:]))} ranks more, each with others")
-    lines = [_fill(line, indent="  ") for line in lines]
-    lines += [_fill(line) for line in _next_steps([damages[rank] for rank in ranks], damages, stops=stops)]
-    return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *lines])
+def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, stops: bool) -> str:
+    """The text of the error or warning, equal on every rank. ``found``: of all ranks; ``ranks``: with non-finite
+    gradients."""
+    by_text: dict[str, list[int]] = {}
+    for rank, details in enumerate(found):
+        if rank in ranks or details.failure:
+            by_text.setdefault(_describe_rank(details), []).append(rank)
+    lines = [f"{name_ranks(same)}: {text}" for text, same in list(by_text.items())[:MAX_LINES]]
+    if len(by_text) > MAX_LINES:
+        lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} more ranks, each with different details")
+    steps = _next_steps([found[rank] for rank in ranks], found, stops=stops)
+    wrapped = [line for text in lines for line in wrap(text, "  ", break_words=False, ties=True)]
+    wrapped += [line for text in steps for line in wrap(text, break_words=False)]
+    return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *wrapped])
 
 
-def _next_steps(concerned: Sequence[Damage], damages: Sequence[Damage], *, stops: bool) -> Iterator[str]:
-    scales = [damage.scale for damage in damages if damage.scale is not None]
-    without = [rank for rank, damage in enumerate(damages) if damage.scale is None and not damage.trouble]
-    if len(scales) == len(damages):
+def _next_steps(affected: Sequence[NonFinite], found: Sequence[NonFinite], *, stops: bool) -> Iterator[str]:
+    scales = [details.scale for details in found if details.scale is not None]
+    without = [rank for rank, details in enumerate(found) if details.scale is None and not details.failure]
+    if len(scales) == len(found):
         scale = next(scale for scale in scales if not _may_overflow(scale))
         yield f"the GradScaler's scale is {scale:g}: to skip this step would not help"
     elif scales and without:
         yield f"no GradScaler is enabled on {name_ranks(without)}: not all ranks would skip this step"
-    if any(damage.bad_weights for damage in concerned):
+    if any(details.bad_weights for details in affected):
         yield "go back to finite parameters, and look at the step that broke them"
     elif stops:
         yield "nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
     if not stops:
         yield (
-            "every rank gets them now (said once until all are finite again); see legacy_ddp.Checks(nonfinite=...) to "
-            "stop here instead"
+            "every rank gets them now (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
+            "to stop here instead"
         )
 
 
 def _may_overflow(scale: float | None) -> bool:
-    """Whether a GradScaler's scale excuses an infinity: at 1 or less it made none, at infinity it makes no other."""
+    """Whether a GradScaler may have caused the infinity. A scale of at most 1 causes no overflow; an infinite scale
+    makes every gradient non-finite, and no skipped step helps."""
     return scale is not None and 1 < scale < math.inf
 
 
-def _say(damage: Damage) -> str:
-    if damage.trouble:
-        return f"looking failed: {damage.trouble}"
-    if damage.damaged == damage.present > 1:
-        hint = "" if damage.bad_weights else ": look at its loss and its input"
-        words = [f"every gradient ({damage.damaged} of {damage.present} parameters){hint}"]
+def _describe_rank(details: NonFinite) -> str:
+    if details.failure:
+        return f"inspection failed: {details.failure}"
+    if details.bad_grads == details.present > 1:
+        hint = "" if details.bad_weights else ": look at its loss and its input"
+        parts = [f"every gradient ({details.bad_grads} of {details.present} parameters){hint}"]
     else:
-        words = [f"{name!r}: {_count_words(*counts)}" for name, counts in damage.counts.items()]
-        words += _more(damage.damaged - len(damage.counts))
-    if damage.bad_weights:
-        names = [*map(repr, damage.weights), *_more(damage.bad_weights - len(damage.weights))]
-        words.append(f"parameters that were not finite before this backward: {', '.join(names)}")
-    return "; ".join(words)
+        parts = [f"{name!r}: {_format_counts(*counts)}" for name, counts in details.counts.items()]
+        parts += _more(details.bad_grads - len(details.counts))
+    if details.bad_weights:
+        names = [*map(repr, details.weights), *_more(details.bad_weights - len(details.weights))]
+        parts.append(f"parameters that were not finite before this backward: {', '.join(names)}")
+    return "; ".join(parts)
 
 
 def _more(count: int) -> list[str]:
     return [f"... {count} more"] if count else []
 
 
-def _count_words(nan: int, inf: int, numel: int) -> str:
-    counts = [f"{count} {what}" for count, what in ((nan, "NaN"), (inf, "inf")) if count]
-    return f"{' and '.join(counts)} of {numel}".replace(" ", _TIE)
+def _format_counts(nan: int, inf: int, numel: int) -> str:
+    counts = [f"{count} {value}" for count, value in ((nan, "NaN"), (inf, "inf")) if count]
+    return f"{' and '.join(counts)} of {numel}".replace(" ", TIE)
 
 
-def _fill(line: str, indent: str = "") -> str:
-    filled = textwrap.fill(
-        line,
-        _WIDTH,
-        initial_indent=indent,
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return filled.replace(_TIE, " ")
-
-
-def _look(plan: Plan, packed: Packed, scaler: LossScaler | None, *, scan: bool) -> Damage:
+def _inspect(plan: Plan, packed: Packed, scaler: LossScaler | None, *, scan: bool) -> NonFinite:
     try:
         scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-        return _scan(plan, packed, scale) if scan else Damage({}, scale=scale)
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for what this one says, whatever it is
-        return Damage({}, trouble=error_line(error))
+        return _scan(plan, packed, scale) if scan else NonFinite({}, scale=scale)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for the details of this rank, whatever fails here
+        return NonFinite({}, failure=error_line(error))
 
 
-def _scan(plan: Plan, packed: Packed, scale: float | None) -> Damage:
-    pieces = list(_pieces(plan, packed))
-    found = {name: counts for name, piece in pieces if (counts := _count(piece))}
+def _scan(plan: Plan, packed: Packed, scale: float | None) -> NonFinite:
+    grads = list(_grads_with_elements(plan, packed))
+    bad_grads = {name: counts for name, grad in grads if (counts := _count(grad))}
     weights = [
         slot.name
         for slot, parameter in zip(plan.layout.slots, plan.parameters, strict=True)
         if not torch.isfinite(parameter).all()
     ]
-    named = dict(list(found.items())[:_MAX_NAMES])
-    return Damage(named, len(found), len(pieces), weights[:_MAX_NAMES], len(weights), scale)
+    named = dict(list(bad_grads.items())[:_MAX_NAMES])
+    return NonFinite(named, len(bad_grads), len(grads), weights[:_MAX_NAMES], len(weights), scale)
 
 
-def _pieces(plan: Plan, packed: Packed) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every gradient that was packed and has elements; of sparse ones the values that are there."""
+def _grads_with_elements(plan: Plan, packed: Packed) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every packed gradient with elements; of a sparse gradient the stored values."""
     for name, grad in packed.grads(plan):
-        piece = grad.values() if grad is not None and grad.is_sparse else grad
-        if piece is not None and piece.numel():
-            yield name, piece
+        values = grad.values() if grad is not None and grad.is_sparse else grad
+        if values is not None and values.numel():
+            yield name, values
 
 
-def _count(piece: torch.Tensor) -> tuple[int, int, int] | None:
-    """(NaN, inf, elements); None if all are finite. A complex element with any NaN in it counts as NaN."""
-    damaged = piece.numel() - int(torch.isfinite(piece).sum())
-    if not damaged:
+def _count(values: torch.Tensor) -> tuple[int, int, int] | None:
+    """(NaN, inf, elements); None if every element is finite. A complex element with a NaN part counts as NaN."""
+    nonfinite = values.numel() - int(torch.isfinite(values).sum())
+    if not nonfinite:
         return None
-    nan = int(torch.isnan(piece).sum())
-    return nan, damaged - nan, piece.numel()
+    nan = int(torch.isnan(values).sum())
+    return nan, nonfinite - nan, values.numel()

@@ -1,45 +1,47 @@
-"""Who may look on while ranks meet? The core knows this much of a recorder, and nothing of its files."""
+"""Callbacks for the events of a wrapper or module."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, ParamSpec
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._transport.call import Call
+
+P = ParamSpec("P")
 
 
-class Observer(Protocol):
-    """Sees the calls of one wrapper or module. Changes nothing, and communicates nothing."""
+class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
+    """Callbacks of an event, by the id of the handle."""
 
-    def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward pass of the wrapper begins. Not called inside compiled code."""
+    def add(self, callback: Callable[P, object]) -> RemovableHandle:
+        """Call ``callback`` at every event from now on, until the handle's ``remove()``.
 
-    def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        """A call begins, and these are what this rank brings. An exception here ends the call on all ranks."""
+        Raises:
+            TypeError: ``callback`` is not callable.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback is not callable: got {callback!r}, expected callback(record)")
+        handle = RemovableHandle(self)
+        self[handle.id] = callback
+        return handle
 
-    def see_reduced(self, record: SyncRecord) -> None:
-        """The call is over, and succeeded."""
-
-
-def show_forward(observers: Sequence[Observer], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Let them see what a forward pass is given."""
-    for observer in observers:
-        observer.see_forward(args, kwargs)
-
-
-def show_local(observers: Sequence[Observer], call: Call, plan: Plan, packed: Packed) -> None:
-    """Let them see the gradients that this rank brings."""
-    if observers:
-        with call.phase("observe"):
-            grads = dict(packed.grads(plan))
-            for observer in observers:
-                observer.see_local(grads)
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call every callback, in the order of registration."""
+        for callback in tuple(self.values()):
+            callback(*args, **kwargs)
 
 
-def show_reduced(observers: Sequence[Observer], record: SyncRecord) -> None:
-    """Let them see what a call left."""
-    for observer in observers:
-        observer.see_reduced(record)
+class Observers:
+    """Events of a wrapper or module. An event without callbacks is false, so that a call path tests one attribute."""
+
+    def __init__(self) -> None:
+        # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).
+        self.forward: Event[[tuple[Any, ...], Mapping[str, Any]]] = Event()
+        # Local gradients by name, before the exchange: callback(grads). An exception ends the call on all ranks.
+        self.local: Event[[Mapping[str, torch.Tensor | None]]] = Event()
+        # A call succeeded, also a call of a rank that has left join(): callback(record).
+        self.reduced: Event[[SyncRecord]] = Event()
+        # all_reduce() of the wrapper is about to return: callback(record). An exception leaves all_reduce().
+        self.returned: Event[[SyncRecord]] = Event()

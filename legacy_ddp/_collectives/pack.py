@@ -1,4 +1,4 @@
-"""What this rank brings to an all_reduce: its gradients, checked and packed, and the header that describes them."""
+"""Local gradients of an all_reduce, checked and packed into flat tensors, and their header."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from legacy_ddp._agreement.header import Flag, Header, Part, norm_word
+from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._transport.call import Call, check_moment
+from legacy_ddp._transport.call import Call, check_can_communicate
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What a rank brings, and the header that describes it.
+    """Packed gradients of a rank, and their header.
 
-    ``kinds``: of every slot's gradient, all absent on a rank that takes no part. ``flats``: one tensor per buffer that
-    holds the dense ones. ``sparse``: the others, coalesced, by slot.
+    ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
+    buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot.
     """
 
     kinds: Sequence[int]
@@ -31,7 +31,7 @@ class Packed:
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
-        for (buffer, share), flat in zip(plan.shares, self.flats, strict=True):
+        for (buffer, share), flat in zip(plan.slot_ranges, self.flats, strict=True):
             for index, slot in enumerate(buffer.bucket.slots, share.start):
                 kind = self.kinds[index]
                 dense = flat.as_strided(slot.shape, slot.stride, slot.offset) if kind == DENSE else None
@@ -41,58 +41,66 @@ class Packed:
 def pack(
     call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, sample_size: int | None, skip: bool
 ) -> Packed:
-    """Check what the user asks and holds, and copy the gradients into flat tensors. Writes nothing a user can see.
+    """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see.
 
     Raises:
         TypeError, ValueError: an unusable ``sample_size`` or ``skip``.
-        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; a leaf
-            that is not whole.
+        GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; an
+            incomplete micro-batch.
         LegacyDDPError: called from inside backward or while a CUDA graph is captured.
-        ValueError: the group carries nothing for a device.
+        ValueError: the group has no backend for a device.
     """
     with call.phase("pack"):
-        check_moment(call)
-        header = _describe_part(sample_size, skip)
+        check_can_communicate(call)
+        header = _header_of(sample_size, skip)
         if leaves is not None:
             _require_sample_size(header)
         if leaves is None or not header.takes_part:
             grads = plan.grads
             plan.collect(grads, are_used=header.takes_part)
         else:
-            grads = leaves.bring(plan)
+            grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
-        for buffer in plan.buffers:  # what else it needs to travel
-            if has_peers:
-                call.groups.payload(buffer.bucket.device)
-            if leaves is None:
-                buffer.make_wire(has_peers=has_peers)
+        _allocate(call, plan, has_wire=leaves is None)
         if not header.takes_part:
             kinds = [ABSENT] * len(grads)
-            flats = (
-                [buffer.flat for buffer in plan.buffers] if leaves is None else leaves.zeros(plan, has_peers=has_peers)
-            )
-            return Packed(kinds, flats, {}, _complete(call, plan, header, kinds))
-        header = header._replace(micro_batches=counter.micro_batches, flags=_history(counter, plan, grads))
-        if header.part == Part.SAMPLES:
+            flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
+            return Packed(kinds, flats, {}, _with_fingerprints(call, plan, header, kinds))
+        header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
+        if header.participation == Participation.SAMPLES:
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-        kinds, flats = kinds_of(grads), [buffer.flat for buffer in plan.buffers]
+        kinds, flats = kinds_of(grads), _flats(plan)
         if leaves is not None:
-            count, kinds, flats = leaves.total(plan, kinds, has_peers=has_peers)
+            count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
             header = header._replace(leaves=count)
         sparse = {
             index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
         }
-        packed = Packed(kinds, flats, sparse, header)
-        if call.checks.level != "off":
-            packed = _add_values(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
-        return replace(packed, header=_complete(call, plan, packed.header, kinds))
+        packed = Packed(kinds, flats, sparse, _with_fingerprints(call, plan, header, kinds))
+        if call.checks.level == "off":
+            return packed
+        return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
 
 
-def _describe_part(sample_size: int | None, skip: bool) -> Header:
+def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
+    """Find the group of every buffer's device, and allocate the copies for the wire."""
+    has_peers = call.groups.size > 1
+    for buffer in plan.buffers:
+        if has_peers:
+            call.groups.payload(buffer.bucket.device)
+        if has_wire:
+            buffer.make_wire(has_peers=has_peers)
+
+
+def _flats(plan: Plan) -> list[torch.Tensor]:
+    return [buffer.flat for buffer in plan.buffers]
+
+
+def _header_of(sample_size: int | None, skip: bool) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
-        return Header(part=Part.SKIP)
+        return Header(participation=Participation.SKIP)
     if sample_size is not None and (isinstance(sample_size, bool) or not isinstance(sample_size, int)):
         hint = "; use .item() on a tensor" if hasattr(sample_size, "item") else ""
         raise TypeError(
@@ -100,15 +108,17 @@ def _describe_part(sample_size: int | None, skip: bool) -> Header:
         )
     if sample_size is not None and not 0 <= sample_size < 2**62:
         raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 to 2**62; 0 leaves this rank out")
-    return Header(part=Part.PLAIN) if sample_size is None else Header(part=Part.SAMPLES, sample_size=sample_size)
+    if sample_size is None:
+        return Header(participation=Participation.PLAIN)
+    return Header(participation=Participation.SAMPLES, sample_size=sample_size)
 
 
 def _require_sample_size(header: Header) -> None:
-    if header.part == Part.SKIP:
+    if header.participation == Participation.SKIP:
         raise ValueError(
             "skip is not usable with reproducible=True: got True; pass sample_size=0 to leave this rank out"
         )
-    if header.part == Part.PLAIN:
+    if header.participation == Participation.PLAIN:
         raise ValueError(
             "sample_size is missing: got None, expected a number of items, as reproducible=True needs it; sum the loss "
             "over a micro-batch's items, and pass how many items this rank's micro-batches have together"
@@ -116,13 +126,13 @@ def _require_sample_size(header: Header) -> None:
 
 
 def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
-    """Refuse gradients that an earlier call divided, and that no backward has reached since."""
-    if is_repeat and not any(buffer.written for buffer in plan.buffers):
+    """Refuse gradients divided by an earlier call and not reached by a backward since."""
+    if is_repeat and not any(buffer.was_written for buffer in plan.buffers):
         raise GradientError(
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
             "them a second time; call all_reduce() once per step"
         )
-    for index in counter.reduced_before(plan.parameters):
+    for index in counter.already_reduced(plan.parameters):
         grad, name = plan.parameters[index].grad, plan.layout.slots[index].name
         if grad is not None and has_nonzero(grad):
             raise GradientError(
@@ -134,45 +144,47 @@ def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -
             )
 
 
-def _history(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
-    """Flags about what happened to gradients and weights since the last call."""
+def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
+    """Header flags about changes of gradients and weights since the last call."""
     flags = 0
-    if counter.stepped(plan.parameters):
+    if counter.was_stepped(plan.parameters):
         flags |= Flag.STEPPED
     if (
         counter.micro_batches == 0
-        and all(buffer.untouched(grads[share]) for buffer, share in plan.shares)
-        # Cleared in place counts as cleared: a rank without a batch is no rank that calls twice.
+        and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
+        # Gradients cleared in place count as cleared: a rank without a batch is not a rank that calls twice.
         and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
     ):
         flags |= Flag.REPEAT
     return flags
 
 
-def _complete(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
+def _with_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
     return header._replace(
-        layout=plan.layout.fingerprint, mask=fingerprint(bytes(kinds)), waited_us=int(call.seat.waited_seconds * 1e6)
+        layout=plan.layout.fingerprint,
+        mask=fingerprint(bytes(kinds)),
+        waited_us=int(call.group_state.waited_seconds * 1e6),
     )
 
 
-def _add_values(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
-    """Norm and finiteness of the local gradient; on other devices than CPU only if it may wait for the device."""
+def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
+    """Add norm and finiteness of the local gradient; ``may_wait``: also for devices other than CPU, with a wait."""
     if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
         return packed
     pieces = [grad.values() for grad in packed.sparse.values()]
-    for (buffer, share), flat in zip(plan.shares, packed.flats, strict=True):
+    for (buffer, share), flat in zip(plan.slot_ranges, packed.flats, strict=True):
         runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
         pieces.extend(flat[start:stop] for start, stop in runs)
     norm, finite = norm_of(pieces)
     flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
-    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=norm_word(norm)))
+    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=encode_norm(norm)))
 
 
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     """2-norm of all pieces together, and whether every element is finite.
 
-    Taken in the pieces' own precision (at least fp32); again in fp64 if that overflowed although all elements are
-    finite.
+    Computed in the precision of the pieces (at least fp32), and again in fp64 if the norm overflows although every
+    element is finite.
     """
     norm = math.hypot(*_norms(pieces, wide=False))
     if math.isfinite(norm):
@@ -185,7 +197,7 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     norms = [_norm(piece, wide=wide) for piece in pieces]
     read = [float(norm) for norm in norms if norm.device.type == "cpu"]
     away = [norm for norm in norms if norm.device.type != "cpu"]
-    if away:  # one wait for the device, however many they are
+    if away:  # one wait for the device, whatever the number of pieces
         read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
     return read
 

@@ -1,7 +1,7 @@
-"""Collectives that a failed call has left behind: the process ends after them.
+"""Pending collectives of a failed call: the process waits for them before its exit.
 
-A collective that has begun cannot be taken back. When it ends, a thread of the process group runs what was to follow it
-(``Future.then``), and needs the interpreter for that. Where the interpreter is ending by then, the process aborts.
+A started collective cannot be cancelled. When the collective ends, a thread of the process group runs its callbacks
+(``Future.then``), which need the interpreter. If the interpreter is finalizing at that time, the process aborts.
 """
 
 import atexit
@@ -11,16 +11,16 @@ import time
 from collections.abc import Iterable
 from functools import cache
 
-# A Future says that it has ended before that thread has dropped the last of what followed it.
-_LAST_STEPS_SECONDS = 0.1
+# A Future reports its end before that thread has released the last callback.
+_RELEASE_SECONDS = 0.1
 
 _pending: list[tuple[threading.Event, float]] = []
 
 
-def end_before_exit(ends: Iterable[threading.Event], seconds: float) -> None:
-    """Let the end of this process wait for all of ``ends``, but not longer than ``seconds`` from now."""
-    give_up = time.monotonic() + seconds
-    if left := [(end, give_up) for end in ends if not end.is_set()]:
+def wait_before_exit(ends: Iterable[threading.Event], seconds: float) -> None:
+    """Delay the exit of this process until all of ``ends`` are set, at most ``seconds`` from now."""
+    deadline = time.monotonic() + seconds
+    if left := [(end, deadline) for end in ends if not end.is_set()]:
         _pending.extend(left)
         _wait_at_exit()
 
@@ -32,7 +32,7 @@ def _wait_at_exit() -> None:
 
 
 def _wait() -> None:
-    for end, give_up in _pending:
-        end.wait(max(0.0, give_up - time.monotonic()))
+    for end, deadline in _pending:
+        end.wait(max(0.0, deadline - time.monotonic()))
     if _pending:
-        time.sleep(_LAST_STEPS_SECONDS)
+        time.sleep(_RELEASE_SECONDS)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
@@ -121,13 +121,13 @@ def _gather_fingerprints(call: Call, values: Iterable[object]) -> torch.Tensor:
 def _gather_rows(call: Call, items: Sequence[StateItem], descriptions: Mapping[str, str]) -> list[Rows]:
     """Collective: by rank and kind, the name and description of each item."""
     own = {kind: {item.name: descriptions[item.name] for item in items if item.kind == kind} for kind in KINDS}
-    return [json.loads(text) for text in call.gather_bytes(json.dumps(own).encode())]
+    return call.gather_objects(own)
 
 
 def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
     """Differences by kind. Settings come first: a learning rate explains more than a thousand weights."""
     found = [
-        ReplicaDifference(kind, item.what, item.holders)
+        ReplicaDifference(kind, item.name, item.holders)
         for kind in KINDS
         for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
     ]
@@ -145,7 +145,7 @@ def _attribute(
     digests = [] if snapshot is None else _exchange_step_digests(call, snapshot())
     found = _attribute_items(differences, digests)
     if digests and (call.operation is Operation.ALL_REDUCE or "parameters" in kinds):
-        verdict = attribute_digests(digests, call.seat.calls[Operation.ALL_REDUCE])
+        verdict = attribute_digests(digests, call.group_state.calls[Operation.ALL_REDUCE])
         if verdict.phase:
             return add_evidence(verdict, found.implicated, STATE_CHANGED)
     return attribute_kinds(kinds, [kind for kind in KINDS if compared[kind]], found)
@@ -153,7 +153,7 @@ def _attribute(
 
 def _exchange_step_digests(call: Call, own: StepDigests) -> list[StepDigests]:
     """Collective: the digests of all ranks."""
-    return [StepDigests(**json.loads(text)) for text in call.gather_bytes(json.dumps(asdict(own)).encode())]
+    return [StepDigests(**of_rank) for of_rank in call.gather_objects(asdict(own))]
 
 
 def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence[StepDigests]) -> Attribution:
@@ -194,10 +194,10 @@ def _compare_elements(call: Call, own: torch.Tensor, majority: Sequence[int]) ->
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = majority[0], 0
     flat = reference.view(-1).view(torch.uint8)
-    call.carry(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
+    call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
     found = None if call.groups.rank in majority else _try_compare(own, reference)
-    texts = call.gather_bytes(json.dumps(found and found.to_json()).encode())
-    return {rank: ElementDifference.from_json(json.loads(text)) for rank, text in enumerate(texts) if text != b"null"}
+    rows = call.gather_objects(found and found.to_json())
+    return {rank: ElementDifference.from_json(row) for rank, row in enumerate(rows) if row is not None}
 
 
 def _can_compare_elements(tensor: torch.Tensor) -> bool:

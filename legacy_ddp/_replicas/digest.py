@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._replicas.hash_lanes import (
     MIN_LANES,
     count_words,

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import distinct, fingerprint
+from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._replicas.membership import describe_membership
 from legacy_ddp._replicas.state_history import StateHistory
 from legacy_ddp._replicas.step_digests import StepDigests
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.policy import StepPolicy
 
 
 class StepHistory:
@@ -197,17 +197,11 @@ _histories: "weakref.WeakSet[StepHistory]" = weakref.WeakSet()
 
 @cache
 def _register_step_hooks() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    internals.before_every_step(_begin_step)  # after the pre-hooks of the optimizer: a pre-hook may make the call
     register_optimizer_step_post_hook(_after_step)
 
 
-@internals.leaves_compiled_code
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not internals.call_last_before_step(optimizer, _begin_step):  # a pre-hook of the user may make the call
-        _begin_step(optimizer, args, kwargs)
-
-
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _begin_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))
     with torch.no_grad():
@@ -216,7 +210,7 @@ def _begin_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
                 history.begin_step(optimizer, has_closure=has_closure)
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     with torch.no_grad():
         for history in list(_histories):

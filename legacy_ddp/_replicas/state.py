@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.layout import check_dense, distinct, fingerprint
+from legacy_ddp._buckets.inventory import check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 
 Fact = tuple[str, torch.Tensor | str]

@@ -1,17 +1,17 @@
-"""Leaves of one bucket, added in the order of a fixed tree: a binary counter of flat tensors. No communication.
+"""Partial sums of the leaves of one bucket, in the order of a fixed tree. No communication.
 
-After n leaves there is a sum for every 1 among n's binary digits, of as many leaves as that digit stands for, the
-oldest first: nodes of the tree, whatever leaves follow.
+The sums are a binary counter: after n leaves there is a sum for every 1 among the binary digits of n. The digit for 2^k
+has the sum of 2^k leaves, the oldest leaves first. Each sum is a node of the tree, whatever leaves follow.
 """
 
 import torch
 
-from legacy_ddp._buckets.flat_buffer import wire_dtype
 from legacy_ddp._buckets.layout import Bucket
+from legacy_ddp._buckets.wire import wire_dtype
 
 
-class Sums:
-    """The sums, flat tensors of shape (bucket.numel,): fp16 leaves are added in fp32, others as they are.
+class PartialSums:
+    """The sums, flat tensors of shape (bucket.numel,): fp16 leaves are added in fp32, other leaves in their dtype.
 
     Memory is kept from step to step. 2^k leaves need k + 1 tensors besides the last leaf.
     """
@@ -19,12 +19,12 @@ class Sums:
     def __init__(self, bucket: Bucket) -> None:
         self.dtype = wire_dtype(bucket.dtype, None)
         self._bucket = bucket
-        self._nodes: list[tuple[int, torch.Tensor]] = []  # so many leaves, and their sum
+        self._nodes: list[tuple[int, torch.Tensor]] = []  # number of leaves, and their sum
         self._total: torch.Tensor | None = None
         self._spare: list[torch.Tensor] = []
 
     def add(self, leaf: torch.Tensor) -> None:
-        """Add one more leaf, which is only read."""
+        """Add a leaf to the sums. The leaf is only read."""
         size, newest = 1, leaf
         while self._nodes and self._nodes[-1][0] == size:
             _, older = self._nodes.pop()
@@ -35,9 +35,9 @@ class Sums:
         self._nodes.append((size, self._take().copy_(leaf) if newest is leaf else newest))
 
     def total(self, last: torch.Tensor | None) -> torch.Tensor:
-        """The sum of all leaves and of ``last``, one more, in the tree's dtype; there is at least one.
+        """The sum of all leaves and of ``last``, a further leaf, in the dtype of the tree. At least one leaf is needed.
 
-        Changes no sum, and is ``last`` or a sum itself where nothing is to be added.
+        Changes no sum. The result is ``last`` or a sum itself if there is nothing to add.
         """
         parts = [tensor for _, tensor in self._nodes] + ([] if last is None else [last])
         if len(parts) == 1 and parts[0].dtype == self.dtype:
@@ -47,23 +47,23 @@ class Sums:
         newest = parts.pop()
         if not parts:
             return self._total.copy_(newest)
-        while parts:  # from the end: the sum of a run that is not complete meets that of the one before it
+        while parts:  # from the end: an incomplete run is added to the run before it
             newest = torch.add(parts.pop(), newest, out=self._total)
         return newest
 
     def zeros(self) -> torch.Tensor:
-        """In place of a total."""
+        """Zeros in place of a total."""
         if self._total is None:
             self._total = self._take()
         return self._total.zero_()
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Make sure of an :meth:`inbox`."""
+        """Allocate a :meth:`recv_buffer` if needed."""
         if self._idle(total) is None:
             self._spare.append(self._new())
 
-    def inbox(self, total: torch.Tensor) -> torch.Tensor:
-        """Memory that nothing needs any more but ``total``, which is what :meth:`total` gave."""
+    def recv_buffer(self, total: torch.Tensor) -> torch.Tensor:
+        """Memory for data of peers: of a sum no longer needed. ``total``: the result of :meth:`total`."""
         idle = self._idle(total)
         return self._new() if idle is None else idle
 

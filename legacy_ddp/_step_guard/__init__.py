@@ -1,4 +1,4 @@
 """Counts of backward passes per parameter, and the refusal of optimizer steps without a call.
 
-Imported by the buckets, the collectives and the replicas. Imports errors alone.
+Imported by the buckets, the collectives and the replicas. Imports errors only.
 """

@@ -1,122 +1,49 @@
-"""How often backward reached each parameter since the last call: what "micro-batches" means, and what a step may use.
+"""Counts of backward passes per parameter since the last call.
 
-The largest count is the number of micro-batches. It is too high when one layer runs inside several re-entrant
-checkpoint segments, or a dropped gradient was zeroed in place; too low when several losses use a part of the model
-each, and with ``create_graph=True``. So it feeds warnings and never the arithmetic.
+The largest count is the number of micro-batches. The number is too high if a layer runs inside several re-entrant
+checkpoint segments, or if a dropped gradient was zeroed in place. The number is too low if several losses each use a
+part of the model, and with ``create_graph=True``. The number is for warnings and never for arithmetic.
 """
 
 import sys
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from operator import is_
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-
-T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class StepPolicy:
-    """How steps on one counter's parameters are judged.
-
-    ``has_leaves``: gradients were taken away to be summed, and wait for the call.
-    """
-
-    guarded: bool
-    has_leaves: bool = False
-    block_thread: int = 0  # of the outermost no_sync() block
-    _open_blocks: int = 0  # a number, not a state to restore: blocks of two threads end in any order
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def sync_enabled(self) -> bool:
-        """Whether no ``no_sync()`` block is open in any thread."""
-        return self._open_blocks == 0
-
-    def open_block(self) -> bool:
-        """Count a ``no_sync()`` block; whether it is the outermost."""
-        with self._lock:
-            self._open_blocks += 1
-            if self._open_blocks > 1:
-                return False
-            self.block_thread = threading.get_ident()
-            return True
-
-    def close_block(self) -> None:
-        """A ``no_sync()`` block ended."""
-        with self._lock:
-            self._open_blocks -= 1
+from legacy_ddp._step_guard.backward_hook import BackwardHook, remove_hooks
+from legacy_ddp._step_guard.policy import StepPolicy
 
 
-@dataclass(slots=True, eq=False)
-class Watch:
-    """The hook on one parameter: counts there, and tells who finds it there. Refers to no counter and no parameter.
+class _Attached(NamedTuple):
+    """A hook, and the identity of its parameter when the hook was attached."""
 
-    ``is_left``: whether a gradient is the object that the last call left. ``left_before``: the identity of the gradient
-    that a call with other parameters left, before these took their place. What was written into it does not matter: a
-    gradient that was scaled or clipped was divided all the same.
-    ``is_spent``: a local step has used what was counted, so the next backward begins anew.
-    """
-
-    name: str
-    index: int
-    counts: list[int]
-    versions: list[int]
-    policy: StepPolicy
-    is_left: Callable[[torch.Tensor], bool]
-    left_before: dict[str, Any] | None = None
-    grad_version: int = -1
-    thread: int = 0
-    is_spent: bool = False
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        index, counts, grad = self.index, self.counts, parameter.grad
-        if self.is_spent:
-            counts[index], self.is_spent = 0, False
-        if grad is not None:
-            # Adding in place counts a tensor's version up. An equal version is a new gradient, too, but not where two
-            # threads add first and look afterwards. If no step used the previous gradient, it was dropped: restart the
-            # count, so that a batch which failed on one rank is not reported as uneven work.
-            version = _version(grad)
-            thread = 0 if torch.compiler.is_compiling() else threading.get_ident()  # which cannot be compiled
-            is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
-            if is_new and parameter._version == self.versions[index]:
-                counts[index] = 0
-            self.grad_version, self.thread = version, thread
-        if not counts[index]:
-            self.versions[index] = parameter._version
-        counts[index] += 1
-
-    def was_reduced(self, grad: torch.Tensor | None, *, by_others_than: "Watch | None" = None) -> bool:
-        """Whether a call left ``grad``, and no backward has reached it since; a call with other parameters at least, if
-        this is the watch ``by_others_than``."""
-        if grad is None or self.counts[self.index]:
-            return False
-        return internals.identity(grad) is self.left_before or (self is not by_others_than and self.is_left(grad))
+    hook: BackwardHook
+    identity: dict[str, Any]
 
 
 class BackwardCounter:
-    """Counts accumulations into ``.grad``; hand-assigned gradients count nothing. Keeps no parameter alive."""
+    """Counts accumulations into ``.grad``; hand-assigned gradients are not counted. Keeps no parameter alive."""
 
     def __init__(self, *, guarded: bool) -> None:
         self.policy = StepPolicy(guarded)
         self._counts: list[int] = []
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # of each parameter, at its first backward since the last reset
         self._handles: list[RemovableHandle] = []
         self._identities: list[dict[str, Any]] = []
-        self._watches: list[Watch] = []
-        self._is_after_others = False  # a call with other parameters left some gradients of these
+        self._hooks: list[BackwardHook] = []
+        self._has_earlier_results = False  # a call with other parameters left some of the gradients
         weakref.finalize(self, remove_hooks, self._handles)
 
-    def watches(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the parameters counted on, in this order: our hooks tell, where weak references would
-        forbid torch to swap a parameter's contents."""
+    def is_attached_to(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the hooks are on these parameters, in this order.
+
+        The hooks identify a parameter. A weak reference to a parameter would make ``torch.utils.swap_tensors`` fail.
+        """
         if len(parameters) != len(self._identities):
             return False
         return all(map(is_, map(internals.identity, parameters), self._identities)) and all(
@@ -124,53 +51,53 @@ class BackwardCounter:
             for hooks, handle in zip(internals.accumulate_hooks(parameters), self._handles, strict=True)
         )
 
-    def watch(
+    def attach(
         self,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
-        are_left: Sequence[Callable[[torch.Tensor], bool]],
+        last_results: Sequence[Callable[[torch.Tensor], bool]],
     ) -> None:
-        """Count on these from now on, in place of the ones before; what was counted on both stays counted."""
-        # Shorter than the handles only after an interrupt in here.
-        known: dict[int, tuple[Watch, dict[str, Any]]] = {
-            handle.id: (watch, identity)
-            for handle, watch, identity in zip(self._handles, self._watches, self._identities, strict=False)
-        }
-        before = [_find(hooks, known) for hooks in internals.accumulate_hooks(parameters)]
-        counts = [0 if found is None else found[0].counts[found[0].index] for found in before]
-        lefts = [
-            internals.identity(grad)
-            if found is not None and (grad := parameter.grad) is not None and found[0].was_reduced(grad)
-            else None
+        """Count on these parameters from now on, instead of the parameters before; common parameters keep their counts.
+
+        ``last_results``: for each parameter, whether a gradient is the object left by the last call.
+        """
+        before = self._hooks_on(parameters)
+        counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
+        earlier_results = [
+            None if found is None else _earlier_result(found.hook, parameter.grad)
             for found, parameter in zip(before, parameters, strict=True)
         ]
-        self._identities = []  # until all hooks are there
+        self._identities = []  # until all hooks are attached
         remove_hooks(self._handles)
         for found, parameter in zip(before, parameters, strict=True):
-            if found is not None and internals.identity(parameter) is not found[1]:
+            if found is not None and internals.identity(parameter) is not found.identity:
                 internals.attach_hooks(parameter)
-        self._is_after_others = any(left is not None for left in lefts)
+        self._has_earlier_results = any(result is not None for result in earlier_results)
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
-        self._watches = [
-            Watch(name, index, self._counts, self._versions, self.policy, is_left, left)
-            for index, (name, is_left, left) in enumerate(zip(names, are_left, lefts, strict=True))
+        self._hooks = [
+            BackwardHook(name, index, self._counts, self._versions, self.policy, is_last_result, earlier_result)
+            for index, (name, is_last_result, earlier_result) in enumerate(
+                zip(names, last_results, earlier_results, strict=True)
+            )
         ]
-        for watch, parameter in zip(self._watches, parameters, strict=True):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(watch))  # type: ignore[no-untyped-call]
+        for hook, parameter in zip(self._hooks, parameters, strict=True):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         self._identities = list(map(internals.identity, parameters))
 
-    def reduced_before(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Positions of the parameters whose gradient a call left, of another counter or with other parameters, and that
-        no backward has reached since."""
+    def already_reduced(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Positions of the parameters with a gradient reduced by a foreign call, and no backward since.
+
+        A foreign call is a call of a different counter, or a call with different parameters.
+        """
         return [
             index
             for index, (own, parameter, hooks) in enumerate(
-                zip(self._watches, parameters, internals.accumulate_hooks(parameters), strict=True)
+                zip(self._hooks, parameters, internals.accumulate_hooks(parameters), strict=True)
             )
-            if (len(hooks) > 1 or own.left_before is not None)
+            if (len(hooks) > 1 or own.earlier_result is not None)
             and any(
-                hook.was_reduced(parameter.grad, by_others_than=own) for hook in hooks.values() if type(hook) is Watch
+                hook.was_reduced(parameter.grad, excluding=own) for hook in hooks.values() if type(hook) is BackwardHook
             )
         ]
 
@@ -181,79 +108,50 @@ class BackwardCounter:
 
     @property
     def accumulations(self) -> int:
-        """How often backward reached any of them since then: grows with every pass that reaches one."""
+        """Sum of the counts of all parameters: grows with every backward pass over a parameter."""
         return sum(self._counts)
 
-    def stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether every parameter that backward reached since the last reset was written to in place since then.
+    def was_stepped(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether every parameter reached by backward since the last reset was written to in place since then.
 
-        An optimizer does that; a layer that renormalises its weight in forward does it to its own alone. Says so once:
-        whoever catches the error that follows can go on.
+        An optimizer writes to all of them; a layer with renormalised weights writes to its own weight only. Returns
+        True once per step: a script may catch the resulting error and go on.
         """
         reached = [index for index, count in enumerate(self._counts) if count]
         if not reached or any(parameters[index]._version == self._versions[index] for index in reached):
             return False
-        self.note_written(parameters)
+        self.ignore_earlier_writes(parameters)
         return True
 
-    def note_written(self, parameters: Sequence[torch.Tensor]) -> None:
-        """What was written to them so far is known, and no step."""
+    def ignore_earlier_writes(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Do not count earlier writes as a step."""
         self._versions[:] = [parameter._version for parameter in parameters]
 
-    def expect_more(self, *, are_kept: bool) -> None:
-        """All gradients were taken away: new ones are counted on top of those that are kept, or from 1."""
-        for watch in self._watches:
-            watch.grad_version = -1 if are_kept else sys.maxsize
-            watch.is_spent = False
+    def note_gradients_removed(self, *, keep_counts: bool) -> None:
+        """All gradients were removed: with ``keep_counts`` new gradients add to the counts, else they count from 1."""
+        for hook in self._hooks:
+            hook.grad_version = -1 if keep_counts else sys.maxsize
+            hook.is_consumed = False
 
     def reset(self) -> None:
-        """Start counting anew."""
+        """Set all counts to 0."""
         self._counts[:] = [0] * len(self._counts)
-        for watch in self._watches if self._is_after_others else ():
-            watch.left_before = None
-        self._is_after_others = False
+        for hook in self._hooks if self._has_earlier_results else ():
+            hook.earlier_result = None
+        self._has_earlier_results = False
+
+    def _hooks_on(self, parameters: Sequence[torch.Tensor]) -> list[_Attached | None]:
+        """For each parameter: the hook of this counter, None without a hook."""
+        # After an interrupt in attach() there are fewer identities than handles.
+        known = {
+            handle.id: _Attached(hook, identity)
+            for handle, hook, identity in zip(self._handles, self._hooks, self._identities, strict=False)
+        }
+        return [
+            next((known[handle] for handle in handles if handle in known), None)
+            for handles in internals.accumulate_hooks(parameters)
+        ]
 
 
-def _find(hooks: Iterable[int], known: Mapping[int, T]) -> T | None:
-    """What is known of one of the hooks, by the ids of their handles."""
-    return next((known[hook] for hook in hooks if hook in known), None)
-
-
-def _version(grad: torch.Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version  # inference tensors have none
-
-
-def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, Watch]]:
-    """The parameters that no step may follow, each with the watch that says so: one that was asked to guard.
-
-    Those that backward reached after the last call of every wrapper or function that counts there: where several share
-    a parameter, one call is enough. A watcher inside ``no_sync()`` lets every step pass, and notes that it uses up what
-    was counted; but not where leaves are counted, which wait for the call whatever a step does.
-    """
-    for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
-        guard = None
-        for hook in hooks.values():
-            if type(hook) is not Watch:  # somebody else's
-                continue
-            if not hook.counts[hook.index]:
-                break
-            if not hook.policy.sync_enabled:
-                hook.is_spent = not hook.policy.has_leaves
-                break
-            if hook.policy.guarded and guard is None:
-                guard = hook
-        else:
-            if guard is not None:
-                yield parameter, guard
-
-
-def watchers(parameter: torch.Tensor) -> int:
-    """How many count on this parameter."""
-    (hooks,) = internals.accumulate_hooks([parameter])
-    return sum(type(hook) is Watch for hook in hooks.values())
-
-
-def remove_hooks(handles: list[RemovableHandle]) -> None:
-    """Take the hooks away, and empty the list."""
-    while handles:
-        handles.pop().remove()
+def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:
+    return internals.identity(grad) if grad is not None and hook.was_reduced(grad) else None

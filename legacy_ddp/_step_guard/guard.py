@@ -1,34 +1,30 @@
-"""Would this optimizer's step use gradients that were not reduced? The guard for the forgotten call."""
+"""The refusal of an optimizer step with unreduced gradients: the guard for a forgotten call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import UnsynchronizedStepError
-from legacy_ddp._step_guard.backward_counter import unsynchronized
+from legacy_ddp._step_guard.backward_hook import BackwardHook
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @cache
 def guard_steps() -> None:
-    """Look at every step of every optimizer in this process from now on; once is enough."""
-    register_optimizer_step_pre_hook(_before_step)
+    """Check every step of every optimizer in this process from now on. Later calls do nothing."""
+    internals.before_every_step(_check_step)  # after the optimizer's own pre-hooks: one of them may make the call
 
 
-@internals.leaves_compiled_code
-def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """Torch's hook. The optimizer's own pre-hooks come first: one of them may make the call."""
-    return None if internals.call_last_before_step(optimizer, _judge) else _judge(optimizer, args, kwargs)
+@internals.disable_dynamo
+def _check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    """Check now, or after the closure if there is a closure, because the closure makes the gradients.
 
-
-@internals.leaves_compiled_code
-def _judge(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-    """``args`` begin with the optimizer. With a closure, the gradients that count are those it makes."""
+    ``args`` begin with the optimizer.
+    """
     if callable(kwargs.get("closure")):
         return args, {**kwargs, "closure": _checked(kwargs["closure"], optimizer)}
     if len(args) > 1 and callable(args[1]):
@@ -47,21 +43,45 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
     return checked
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Raise before anything changes if a gradient that the step would use is this rank's alone."""
+    """Raise before anything changes if the step would use a gradient of this rank alone."""
     names = [
-        watch.name
+        hook.name
         for group in optimizer.param_groups
-        for parameter, watch in unsynchronized(group["params"])
-        if watch.policy.has_leaves or _moves(parameter.grad)
+        for parameter, hook in unsynchronized(group["params"])
+        if hook.policy.has_leaves or _is_nonzero(parameter.grad)
     ]
     if names:
         raise UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])
 
 
-def _moves(grad: torch.Tensor | None) -> bool:
-    """Whether a step can follow ``grad``: zeros are what ``zero_grad(set_to_none=False)`` leaves of a dropped one."""
+def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, BackwardHook]]:
+    """The parameters with unreduced gradients, each with a guarding hook.
+
+    A parameter is unsynchronized if backward reached it after the last call of every counter on it: where several
+    wrappers share a parameter, a single call is enough. A counter inside ``no_sync()`` lets every step pass, and
+    marks the counted gradients as consumed. Leaves are not consumed: they wait for the call whatever a step does.
+    """
+    for parameter, hooks in zip(parameters, internals.accumulate_hooks(parameters), strict=True):
+        guard = None
+        for hook in hooks.values():
+            if type(hook) is not BackwardHook:  # a hook of the user
+                continue
+            if not hook.counts[hook.index]:
+                break
+            if not hook.policy.sync_enabled:
+                hook.is_consumed = not hook.policy.has_leaves
+                break
+            if hook.policy.guarded and guard is None:
+                guard = hook
+        else:
+            if guard is not None:
+                yield parameter, guard
+
+
+def _is_nonzero(grad: torch.Tensor | None) -> bool:
+    """Whether ``grad`` changes a step: ``zero_grad(set_to_none=False)`` leaves zeros of a dropped gradient."""
     if grad is None:
         return False
     return bool((grad.coalesce().values() if grad.is_sparse else grad).any())

@@ -1,4 +1,4 @@
-"""Private process groups, and one call on them: sequence number, phases, waiting and small exchanges.
+"""Private process groups, and a call on these groups: sequence number, phases, waiting and small exchanges.
 
-Imported by everything that communicates. Imports the watchdog, settings and errors.
+Imported by all communicating rooms. Imports the watchdog, settings and errors.
 """

@@ -1,7 +1,7 @@
-"""The private groups of a parent group: nothing that users send can meet our headers or payloads there.
+"""Private process groups of a parent group: the user's collectives are never paired with headers or payloads.
 
-Collective: the first call on a parent group, by its members alone. ``new_group`` would not do: it is collective over
-the whole world, and its names depend on how many groups a rank already owns.
+Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: collective over the
+whole world, and with names that depend on the number of groups a rank already owns.
 """
 
 import atexit
@@ -32,28 +32,28 @@ _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
 
 
 class Groups:
-    """Control and payload group of one parent group, shared by every wrapper of the process on that parent."""
+    """Control and payload group of a parent group, shared by all wrappers of the process on this parent."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.rank = parent.rank()
         self.size = parent.size()
-        self.members = 0  # wrappers that have met their peers here
+        self.wrapper_count = 0  # wrappers with a successful call on this group
         self.busy = threading.Lock()
         self.control: Any = None
-        self.watch: Watchdog | None = None  # None: not wanted, or the ranks have not met yet
-        self.has_met = False
-        self._end_watch: weakref.finalize[..., Groups] | None = None
+        self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
+        self.endpoints_exchanged = False
+        self._close_watchdog: weakref.finalize[..., Groups] | None = None
         self._payload: Any = None
         self._parent = weakref.ref(parent)
         self._lost = ""
         self._lost_ranks: tuple[int, ...] = ()
 
     def build(self, parent: dist.ProcessGroup, timeout: timedelta) -> None:
-        """Collective: connect the members; a world of one needs no connection."""
+        """Collective: connect the members. A single rank needs no connection."""
         if self.size == 1:
             return
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
-        # Counting arrivals gives each building a number of its own, also on a store that lived through an earlier one.
+        # The count of arrivals numbers the generations, also on a store that an earlier generation used.
         generation = (store.add(_ARRIVALS, 1) - 1) // self.size
         _await_members(store, generation, self.rank, self.size, timeout)
         store = internals.PrefixStore(str(generation), store)
@@ -62,28 +62,28 @@ class Groups:
             for name in ("control", "payload")
         )
 
-    def open_watch(self, checks: Checks) -> Watchdog | None:
-        """Make ready to look after the other ranks, if ``checks`` want it and the ranks have not met without.
+    def open_watchdog(self, checks: Checks) -> Watchdog | None:
+        """Make the watchdog, if ``checks`` are not off and the endpoints were not exchanged before.
 
         Returns:
-            The watchdog, if it was made now.
+            The new watchdog, None without a new watchdog.
 
         Raises:
-            OSError: no report file can be made, or no socket.
+            OSError: the report file or the socket cannot be opened.
         """
-        if self.has_met or self.watch is not None or self.size == 1 or checks.level == "off":
+        if self.endpoints_exchanged or self.watchdog is not None or self.size == 1 or checks.level == "off":
             return None
-        self.watch = Watchdog(
+        self.watchdog = Watchdog(
             self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
         )
-        self._end_watch = weakref.finalize(self, self.watch.close)  # also at exit
-        return self.watch
+        self._close_watchdog = weakref.finalize(self, self.watchdog.close)  # also at exit
+        return self.watchdog
 
     def payload(self, device: torch.device) -> Any:
-        """The group that carries tensors of ``device``: the private one for CPU and on gloo, else the user's own.
+        """The group that carries tensors of ``device``: the private group for CPU and on gloo, else the user's group.
 
         Raises:
-            ValueError: the user's group carries nothing for this device.
+            ValueError: the user's group has no backend for this device.
         """
         parent = self._parent()
         if parent is None or device.type == "cpu" or self.size == 1:
@@ -98,19 +98,19 @@ class Groups:
         return self._payload if backend == "gloo" else parent
 
     def is_private(self, group: Any) -> bool:
-        """Whether ``group`` is one of ours, on gloo."""
+        """Whether ``group`` is a private group, on gloo."""
         return group is self.control or group is self._payload
 
-    def lose(self, error: BaseException) -> None:
-        """Refuse any further use: ranks may be at different places. Keeps words only, no traceback with its locals."""
+    def mark_failed(self, error: BaseException) -> None:
+        """Refuse further calls: ranks may be in different places. Keeps the text, but no traceback with its locals."""
         self._lost = error_text(error)
         self._lost_ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
 
     def check_usable(self) -> None:
-        """Raise if an earlier call left ranks at different places.
+        """Refuse a call after :meth:`mark_failed`.
 
         Raises:
-            LostPeerError: with what happened then.
+            LostPeerError: with the text of the earlier failure.
         """
         if self._lost:
             raise LostPeerError(
@@ -120,17 +120,17 @@ class Groups:
             )
 
     def close(self) -> None:
-        """Drop the groups; their threads end here and not somewhere in the interpreter's last breath."""
-        if self._end_watch is not None:
-            self._end_watch()  # first: a lost connection makes the others ask at once, and its goodbye is the answer
+        """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
+        if self._close_watchdog is not None:
+            self._close_watchdog()  # first: a lost connection makes the others poll at once, for the exit reason
         self.control = self._payload = None
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
-    """The private groups of ``parent``. Collective: building them, when this process first asks.
+    """The private groups of ``parent``. Collective if this process has to build them.
 
     Raises:
-        LostPeerError: a member did not arrive or its store is gone; the groups then stay unusable.
+        LostPeerError: a member did not arrive, or the store is gone; the groups then stay unusable.
     """
     groups = _groups.get(parent)
     if groups is None:
@@ -140,7 +140,7 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
         try:
             groups.build(parent, timeout)
         except BaseException as error:
-            groups.lose(error)
+            groups.mark_failed(error)
             if isinstance(error, LegacyDDPError) or not isinstance(error, RuntimeError):
                 raise
             raise PeerLostError(
@@ -150,17 +150,18 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
 
 
 def _await_members(store: internals.Store, generation: int, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait until every member is there; who is not is named, which the group's own constructor would not do."""
-    keys = [f"{generation}/here/{other}" for other in range(size)]
+    """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
+    keys = [f"{generation}/arrived/{other}" for other in range(size)]
     store.set(keys[rank], "1")
     deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
-    # One number is asked for, again and again: the store's own waiting fills the terminal with its timeouts.
+    # Polls one counter: the store's own wait fills the terminal with its timeouts.
     while store.add(_ARRIVALS, 0) < (generation + 1) * size:
         if time.monotonic() > deadline:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
             raise SyncTimeoutError(
                 f"first collective on this process group: {name_ranks(missing)} did not arrive within "
-                f"{timeout.total_seconds():g} s; look there, or construct the wrapper on every rank of the group",
+                f"{timeout.total_seconds():g} s; look at the output of these processes, or construct the wrapper on "
+                "every rank of the group",
                 ranks=missing,
                 phase="agree",
             )
@@ -171,7 +172,7 @@ def _await_members(store: internals.Store, generation: int, rank: int, size: int
 @cache
 def _close_at_exit() -> None:
     atexit.register(_close_all)
-    if multiprocessing.parent_process() is not None:  # which leaves without what is registered above
+    if multiprocessing.parent_process() is not None:  # such a process ends without atexit
         multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
 
 

@@ -1,16 +1,23 @@
-"""The operations that the ranks of a group do together."""
+"""The operations that the ranks of a group call together."""
 
 from enum import IntEnum
 
 
 class Operation(IntEnum):
-    """Everything that ranks do together; one header each."""
+    """The kinds of calls; the value travels in the header."""
 
-    CONSTRUCTION = 1
-    BROADCAST_PARAMETERS = 2
-    BROADCAST_BUFFERS = 3
-    ALL_REDUCE = 4
-    CHECK_REPLICAS = 5
+    label: str  # for error messages and reports, without a Python call
+
+    CONSTRUCTION = 1, "construction"
+    BROADCAST_PARAMETERS = 2, "broadcast_parameters()"
+    BROADCAST_BUFFERS = 3, "broadcast_buffers()"
+    ALL_REDUCE = 4, "all_reduce()"
+    CHECK_REPLICAS = 5, "check_replicas()"
+
+    def __new__(cls, value: int, label: str) -> "Operation":
+        operation = int.__new__(cls, value)
+        operation._value_, operation.label = value, label
+        return operation
 
     def __str__(self) -> str:
-        return "construction" if self is Operation.CONSTRUCTION else f"{self.name.lower()}()"
+        return self.label

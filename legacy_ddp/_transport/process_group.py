@@ -1,4 +1,4 @@
-"""What the user gave as ``process_group`` -> the group to use, looked up anew at every call."""
+"""Lookup of the user's process group, again in every call."""
 
 from typing import Any
 
@@ -11,13 +11,18 @@ _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
 
 
 class GroupHandle:
-    """The user's process group; copies of a wrapper share it, pickles cannot carry it."""
+    """The user's process group. Copies of a wrapper share the group; a pickle loses the group."""
 
     def __init__(self, process_group: dist.ProcessGroup | DeviceMesh | None, *, lost: bool = False) -> None:
         self._process_group = process_group
         self._lost = lost
 
     def resolve(self) -> dist.ProcessGroup:
+        """The group to use.
+
+        Raises:
+            ValueError, TypeError: as :func:`resolve_group`; ValueError: the handle comes from a pickle.
+        """
         if self._lost:
             raise ValueError(
                 "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
@@ -32,11 +37,11 @@ class GroupHandle:
 
 
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group to use, from what the user gave.
+    """The group to use for the argument ``process_group``.
 
     Raises:
-        ValueError: no default group, a mesh of several dimensions, a group that was destroyed.
-        TypeError: something else, or what ``new_group`` returns on a process outside the group.
+        ValueError: no default group, a mesh of several dimensions, a destroyed group.
+        TypeError: a different type, or the result of ``new_group`` on a process outside the group.
     """
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
@@ -45,7 +50,7 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
             )
         try:
             process_group = process_group.get_group()
-        except RuntimeError as error:  # torch looks the group up by a name that it has forgotten
+        except RuntimeError as error:  # torch does not know the group of the mesh any more
             raise ValueError(_DESTROYED) from error
     if process_group is None:
         process_group = dist.group.WORLD if dist.is_initialized() else None

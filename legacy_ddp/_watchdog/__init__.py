@@ -1,15 +1,10 @@
-"""Detection of missing ranks, and the report on what every rank does. Ranks ask each other; nothing is sent before.
+"""Detection of missing ranks: a status server on every rank, polls between ranks, and reports.
 
-``watchdog``: one per rank and group, with all of the following. ``activity``: what this process does. ``processes``:
-what the kernel says of a process. ``server``, ``client``, ``addresses``: questions between ranks over TCP.
-``status``: the answers. ``failure``: what ended a call. ``report``: the text. ``report_file``, ``signals``: its file.
-``log_policy``: what is logged, and when. ``background``: threads.
-
-Imported by the transport and the wrapper. Imports the log, texts and errors.
+Imported by the transport, the operations and the wrapper. Imports the log, texts, errors and ``_compare``.
 """
 
-from legacy_ddp._watchdog.activity import HERE, STANDING_IN, USER_CODE
+from legacy_ddp._watchdog.activity import OUT_OF_DATA, USER_CODE, process_activity
 from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.watchdog import Watchdog
 
-__all__ = ["HERE", "STANDING_IN", "USER_CODE", "Failure", "Watchdog"]
+__all__ = ["OUT_OF_DATA", "USER_CODE", "Failure", "Watchdog", "process_activity"]

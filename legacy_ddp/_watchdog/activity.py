@@ -1,4 +1,4 @@
-"""What does this process do right now? The training thread says so in passing; whoever asks reads it off later."""
+"""Record of the current phase of this process, and samples of the phase and stack of its training thread."""
 
 import sys
 import sysconfig
@@ -14,18 +14,18 @@ from typing import NamedTuple
 from legacy_ddp._text import shorten
 
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
-STANDING_IN = "join, out of data"
-HOOK = "hook"  # the phase of a call that runs code of the user's
+OUT_OF_DATA = "join, out of data"
+HOOK = "hook"  # the phase of a call that runs the user's communication hook
 _MAX_FRAMES, _MAX_FRAME_COLUMNS = 12, 200
 _PACKAGE = str(Path(__file__).parents[1])
-# The guard of optimizer steps is around closures, a strategy around the loop.
-_AROUND = (f"{_PACKAGE}/_step_guard/guard.py", f"{_PACKAGE}/lightning/")
+# Library files that are frames around user code: the step guard wraps closures, a strategy wraps the training loop.
+_AROUND_USER_CODE = (f"{_PACKAGE}/_step_guard/guard.py", f"{_PACKAGE}/lightning/")
 _PATHS = sysconfig.get_paths()
 _LIBRARIES = (_PACKAGE, _PATHS["stdlib"], _PATHS["purelib"], _PATHS["platlib"], "<frozen")
 
 
-class Mark(NamedTuple):
-    """What was last said: the call's name ("" outside), the phase, since when, by which thread, and how many before."""
+class ActivityMark(NamedTuple):
+    """The phase entered last. ``call``: "" outside of calls; ``thread``: its ident; ``changes``: phases entered."""
 
     call: str
     phase: str
@@ -36,9 +36,10 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """What a process was seen doing. ``stack``: innermost frame last; ``line``: the innermost that is the user's own.
+    """Phase and stack of a process at one moment.
 
-    ``changes`` grows whenever the phase changes.
+    ``changes`` grows with every change of the phase. ``stack``: innermost frame last. ``line``: the innermost frame in
+    the user's code.
     """
 
     call: str
@@ -50,18 +51,18 @@ class Sample:
 
 
 class Activity:
-    """One per process. Saying costs a microsecond; all else is paid by who asks."""
+    """The current phase of one thread. Entering a phase costs a microsecond; the cost of a sample is the reader's."""
 
     def __init__(self) -> None:
-        self._mark = Mark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
+        self._mark = ActivityMark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
 
     def enter(self, phase: str, call: str = "") -> None:
-        """Say what the calling thread does from now on."""
-        self._mark = Mark(call, phase, time.monotonic(), threading.get_ident(), self._mark.changes + 1)
+        """Record the phase of the calling thread."""
+        self._mark = ActivityMark(call, phase, time.monotonic(), threading.get_ident(), self._mark.changes + 1)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Say that a forward pass runs in the block; afterwards goes on what was before, perhaps another forward."""
+        """Record a forward pass for the block; afterwards the phase before continues, perhaps an outer forward."""
         before = self._mark
         self.enter(FORWARD)
         try:
@@ -70,7 +71,7 @@ class Activity:
             self.enter(before.phase, before.call)
 
     def sample(self) -> Sample:
-        """Look at the thread that spoke last. Backward and a debugger say nothing: they are seen on its stack."""
+        """Sample the thread that entered the last phase. Backward and a debugger are recognised by the stack."""
         mark = self._mark
         frame = sys._current_frames().get(mark.thread)
         files = {code.co_filename for code in _codes(frame)}
@@ -81,19 +82,19 @@ class Activity:
             phase = BACKWARD
         frames = _frames(frame)
         if mark.call:
-            frames = _way_into_call(frames, with_hook=mark.phase == HOOK)
+            frames = _frames_into_call(frames, with_hook=mark.phase == HOOK)
         own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
         return Sample(
             mark.call,
             phase,
             time.monotonic() - mark.since,
             mark.changes,
-            stack=_cut(frames, own),
+            stack=_innermost(frames, own),
             line=own[-1].text if own else "",
         )
 
 
-HERE = Activity()
+process_activity = Activity()
 
 
 def _codes(frame: FrameType | None) -> Iterator[CodeType]:
@@ -110,33 +111,33 @@ class _Frame(NamedTuple):
 def _frames(frame: FrameType | None) -> list[_Frame]:
     """All frames, outermost first.
 
-    By hand: the traceback module looks at the source files, perhaps on the disk that everybody waits for.
+    Without the traceback module, which reads source files, perhaps from the disk that blocks all ranks.
     """
     frames: list[_Frame] = []
     while frame is not None:
         code = frame.f_code
-        text = f"{_short(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+        text = f"{_short_path(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
         frames.append(_Frame(code.co_filename, shorten(text, _MAX_FRAME_COLUMNS)))
         frame = frame.f_back
     frames.reverse()
     return frames
 
 
-def _way_into_call(frames: list[_Frame], *, with_hook: bool) -> list[_Frame]:
-    """What leads into a call of ours, and of what is inside it only what a hook of the user's does."""
-    ours = [index for index, entry in enumerate(frames) if _is_call(entry.filename)]
-    if not ours:
+def _frames_into_call(frames: list[_Frame], *, with_hook: bool) -> list[_Frame]:
+    """The frames up to the entry of a library call; with ``with_hook`` also the frames of the user's hook inside."""
+    library = [index for index, entry in enumerate(frames) if _is_library_call(entry.filename)]
+    if not library:
         return frames
-    return [*frames[: ours[0] + 1], *(frames[ours[-1] + 1 :] if with_hook else ())]
+    return [*frames[: library[0] + 1], *(frames[library[-1] + 1 :] if with_hook else ())]
 
 
-def _is_call(filename: str) -> bool:
-    """Whether it is of a call of ours, and not of what may be around the user's code, too."""
-    return filename.startswith(_PACKAGE) and not filename.startswith(_AROUND)
+def _is_library_call(filename: str) -> bool:
+    """Whether the file is part of a library call; files around user code are not."""
+    return filename.startswith(_PACKAGE) and not filename.startswith(_AROUND_USER_CODE)
 
 
-def _cut(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:
-    """The innermost ones, and the user's own line where that is further out."""
+def _innermost(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:
+    """The innermost frames, at most ``_MAX_FRAMES``, with the user's own line first if it is further out."""
     shown = list(frames[-_MAX_FRAMES:])
     texts = [entry.text for entry in shown]
     if own and own[-1] not in shown:
@@ -144,6 +145,6 @@ def _cut(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _short(filename: str) -> str:
+def _short_path(filename: str) -> str:
     """The last two parts of a path: enough to find the file, short enough for a line of 80 columns."""
     return "/".join(Path(filename).parts[-2:])

@@ -1,4 +1,4 @@
-"""Under which addresses may the other ranks reach this process?"""
+"""Addresses at which the other ranks can reach this process."""
 
 import fcntl
 import os
@@ -9,22 +9,24 @@ from contextlib import suppress
 
 Address = tuple[str, int]
 
-# Where to find out which interface leads to the other hosts; documentation addresses (RFC 5737, RFC 3849), to which
-# nothing is sent: connecting a datagram socket only looks up the route.
-_ELSEWHERE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
+# Destinations outside of this host, to find the interface of the default route. The addresses are for documentation
+# (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
+_OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
 def own_hosts() -> list[str]:
-    """Addresses of this host, the likeliest first: the interface that gloo or NCCL was told to use, the one that leads
-    to the job's master, the one that leads elsewhere; loopback last."""
+    """Addresses of this host, the likeliest first.
+
+    Order: the interface set for gloo or NCCL, the route to the job's master, the default route, loopback.
+    """
     found = dict.fromkeys(host for host in _candidates() if not host.startswith("127.") and host != "::1")
     return [*found, "127.0.0.1"]
 
 
 def reachable(addresses: list[Address], *, same_machine: bool) -> list[Address]:
-    """The addresses worth trying: another machine's loopback would be our own."""
+    """The addresses worth trying: loopback only on the same machine, and there first."""
     if same_machine:
         return sorted(addresses, key=lambda address: not address[0].startswith("127."))
     return [address for address in addresses if not address[0].startswith("127.")]
@@ -34,18 +36,18 @@ def _candidates() -> Iterator[str]:
     for variable in _INTERFACE_VARIABLES:
         if name := os.environ.get(variable, "").split(",")[0]:
             with suppress(OSError):
-                yield _address_of(name)
+                yield _interface_address(name)
     if master := os.environ.get("MASTER_ADDR"):
         with suppress(OSError):
             for kind, _, _, _, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
                 with suppress(OSError):
                     yield _source_towards(kind, str(address[0]))
-    for family, host in _ELSEWHERE:
+    for family, host in _OUTSIDE:
         with suppress(OSError):
             yield _source_towards(family, host)
 
 
-def _address_of(interface: str) -> str:
+def _interface_address(interface: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])

@@ -1,4 +1,4 @@
-"""Threads of the watch, and work for them that nobody waits for."""
+"""Threads of the watchdog, and tasks that run outside of the training thread."""
 
 import threading
 import time
@@ -11,56 +11,56 @@ from legacy_ddp._log import logger_of
 from legacy_ddp._watchdog.client import ANSWER_SECONDS
 
 
-class Background:
-    """One thread per piece of work, and one thread in reserve for where no more can be started.
+class BackgroundTasks:
+    """A thread per task, and a reserve thread for tasks when no more threads can be started.
 
-    An error in a piece of work is in the log of ``rank`` and ends nothing else: training goes on without the watch.
+    An error in a task is logged for ``rank`` and ends nothing else: training continues without the watchdog.
 
     Raises:
-        OSError: the thread in reserve cannot be started.
+        OSError: the reserve thread cannot be started.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._left: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: the end
-        self._reserve = start_thread(self._do_what_is_left)
+        self._pending: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None: end the reserve thread
+        self._reserve = start_thread(self._run_all_pending)
 
-    def do(self, function: Callable[..., None], *args: object) -> None:
-        """Call the function soon, not here."""
-        work = partial(self._attempt, function, *args)
+    def submit(self, function: Callable[..., None], *args: object) -> None:
+        """Call the function soon, in another thread."""
+        task = partial(self._run, function, *args)
         try:
-            _start(work)
+            _start(task)
         except RuntimeError:  # a limit of processes, or the interpreter is ending
-            self._left.put(work)
+            self._pending.put(task)
 
-    def help(self, seconds: float) -> None:
-        """Sleep; then do a piece of work that no thread was there for: who sleeps may wait for what comes of it."""
+    def sleep_and_run_pending(self, seconds: float) -> None:
+        """Sleep, then run a pending task: the calling thread may be waiting for the result."""
         time.sleep(seconds)
         with suppress(Empty):
-            if work := self._left.get_nowait():
-                work()
+            if task := self._pending.get_nowait():
+                task()
             else:
-                self._left.put(None)
+                self._pending.put(None)
 
     def close(self) -> None:
-        """End the thread in reserve."""
-        self._left.put(None)
+        """End the reserve thread."""
+        self._pending.put(None)
         if self._reserve is not threading.current_thread():
             self._reserve.join(ANSWER_SECONDS)
 
-    def _do_what_is_left(self) -> None:
-        while work := self._left.get():
-            work()
+    def _run_all_pending(self) -> None:
+        while task := self._pending.get():
+            task()
 
-    def _attempt(self, function: Callable[..., None], *args: object) -> None:
+    def _run(self, function: Callable[..., None], *args: object) -> None:
         try:
             function(*args)
-        except Exception:  # noqa: BLE001 - whatever it is
-            logger_of(self._rank).exception("looking after the other ranks failed")
+        except Exception:  # noqa: BLE001 - no error of the watchdog may end training
+            logger_of(self._rank).exception("a background task of the watchdog failed; training continues")
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
-    """A thread that the watch cannot do without.
+    """Start a thread without which the watchdog cannot work.
 
     Raises:
         OSError: no thread can be started.
@@ -69,12 +69,12 @@ def start_thread(target: Callable[[], None]) -> threading.Thread:
         return _start(target)
     except RuntimeError as error:
         raise OSError(
-            f"the watch of the other ranks needs two threads: got {str(error)!r}, expected room for both; raise the "
+            f"the watchdog needs two threads: got {str(error)!r}, expected room for both; raise the "
             'limit of processes and threads (ulimit -u, pids.max of the container), or pass checks="off"'
         ) from error
 
 
 def _start(target: Callable[[], None]) -> threading.Thread:
-    thread = threading.Thread(target=target, name="legacy_ddp watch", daemon=True)
+    thread = threading.Thread(target=target, name="legacy_ddp watchdog", daemon=True)
     thread.start()
     return thread

@@ -1,8 +1,8 @@
-"""How does a rank put a question to another one? A line of JSON each way over TCP.
+"""Requests to the status servers of other ranks: one line of JSON each way over TCP.
 
-A store would be the usual place to leave notes, but reading one blocks for as long as its owner is stopped, every rank
-would write all the time, and all would be lost with one process. Asking the rank itself needs nobody else, costs
-nothing until somebody asks, and its failures tell something: a closed port means that the process has ended.
+A store would be the usual place for the status of ranks. But reading a store blocks while the store's owner is stopped,
+every rank would write all the time, and everything would be lost with the owner. A request needs no third process, and
+there is none until a rank waits. A failed request is information, too: a closed port means an ended process.
 """
 
 import json
@@ -20,25 +20,26 @@ from legacy_ddp._watchdog.processes import DEAD, STOPPED, TRACED, Identity, stat
 
 Message = Mapping[str, Any]
 
-ANSWER_SECONDS = 0.7  # a Python thread answers in milliseconds; one that waits for the GIL of a busy process, in tens
+# A Python thread answers in milliseconds; a thread that waits for the GIL of a busy process, in tens of milliseconds.
+ANSWER_SECONDS = 0.7
 MAX_BYTES, PART_BYTES = 2**20, 2**16
-CONCURRENT_QUESTIONS = 32
+MAX_CONCURRENT_REQUESTS = 32
 
 
 class Outcome(StrEnum):
-    """How a question ended, or why it was not put."""
+    """The result of a request to a rank."""
 
     ANSWERED = "answers"
-    GONE = "its process has ended"
+    ENDED = "its process has ended"
     SILENT = "does not answer"
     UNREACHABLE = "cannot be reached"
     NOT_ASKED = "not asked"
-    DEAF = "unknown: checks off, or never met"
+    UNKNOWN = "unknown: checks off or never connected"
 
 
 @dataclass(frozen=True)
-class Peer:
-    """A rank as the others know it: who it is, where it listens, and the word that it answers to."""
+class Endpoint:
+    """The status server of a rank: process, addresses, and the token for every request."""
 
     rank: int
     identity: Identity
@@ -46,73 +47,85 @@ class Peer:
     token: str
 
     def encode(self) -> bytes:
-        """For :func:`decode_peer` on another rank."""
+        """Bytes for :func:`decode_endpoint`."""
         return json.dumps([vars(self.identity), self.addresses, self.token]).encode()
 
 
-def decode_peer(rank: int, data: bytes) -> Peer | None:
-    """The peer of ``rank``, None if it sent nothing because it does not listen."""
+def decode_endpoint(rank: int, data: bytes) -> Endpoint | None:
+    """The endpoint of ``rank``; None for empty bytes: the rank has no status server."""
     if not data:
         return None
     identity, addresses, token = json.loads(data)
-    return Peer(rank, Identity(**identity), [(host, port) for host, port in addresses], token)
+    return Endpoint(rank, Identity(**identity), [(host, port) for host, port in addresses], token)
 
 
-def ask(peer: Peer, message: Message, me: Identity, seconds: float = ANSWER_SECONDS) -> tuple[Outcome, Message | None]:
-    """Put one question to one rank; blocks for about ``seconds`` at most, not at all where the kernel knows better."""
-    give_up = time.monotonic() + seconds
+def request(
+    peer: Endpoint, message: Message, own: Identity, seconds: float = ANSWER_SECONDS
+) -> tuple[Outcome, Message | None]:
+    """Send a request and return the answer. ``own``: the identity of this process.
+
+    Blocks for at most about ``seconds``; not at all if the kernel reports the process as dead or stopped.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         state = state_of(peer.identity)
         if state in (DEAD, STOPPED, TRACED):
-            return (Outcome.GONE if state == DEAD else Outcome.SILENT), None
+            return (Outcome.ENDED if state == DEAD else Outcome.SILENT), None
         try:
-            with connect(peer, me, give_up - time.monotonic()) as connection:
-                connection.settimeout(max(0.01, give_up - time.monotonic()))
+            with connect(peer, own, deadline - time.monotonic()) as connection:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
                 connection.sendall(encode_message(peer, message))
                 if (answer := _read(connection)) is not None:
                     return Outcome.ANSWERED, answer
             outcome = Outcome.SILENT
         except ConnectionRefusedError:
-            return Outcome.GONE, None
+            return Outcome.ENDED, None
         except TimeoutError:
             return Outcome.SILENT, None
         except ConnectionError:
             outcome = Outcome.SILENT
         except OSError:
             outcome = Outcome.UNREACHABLE
-        # A process that is just ending takes connections and drops them, until its port is closed.
-        if time.monotonic() > give_up:
+        # Try again: a process that is about to end accepts connections and drops them until its port is closed.
+        if time.monotonic() > deadline:
             return outcome, None
         time.sleep(0.02)
 
 
-def ask_all(peers: Sequence[Peer], message: Message, me: Identity) -> dict[int, tuple[Outcome, Message | None]]:
-    """Put one question to many ranks; ranks not heard in time are silent.
+def request_all(
+    peers: Sequence[Endpoint], message: Message, own: Identity
+) -> dict[int, tuple[Outcome, Message | None]]:
+    """Send a request to each of many ranks, up to ``MAX_CONCURRENT_REQUESTS`` at a time.
 
-    Many are asked at the same time, from this thread and as many others as can be started: none at a limit of
-    processes, nor while the interpreter is ending.
+    This thread sends requests, too: at a limit of processes, or while the interpreter is ending, no other thread can be
+    started.
     """
     answers: dict[int, tuple[Outcome, Message | None]] = dict.fromkeys(
         (p.rank for p in peers), (Outcome.NOT_ASKED, None)
     )
-    left = iter(peers)  # shared: every thread takes the next peer
+    remaining = iter(peers)  # shared: every thread takes the next peer
 
-    def ask_those_left() -> None:
-        for peer in left:
-            answers[peer.rank] = ask(peer, message, me)
+    def request_remaining() -> None:
+        for peer in remaining:
+            answers[peer.rank] = request(peer, message, own)
 
-    with ThreadPoolExecutor(CONCURRENT_QUESTIONS, thread_name_prefix="legacy_ddp watch") as pool:
+    with ThreadPoolExecutor(MAX_CONCURRENT_REQUESTS, thread_name_prefix="legacy_ddp watchdog") as pool:
         with suppress(RuntimeError):
-            for _ in range(min(len(peers), CONCURRENT_QUESTIONS) - 1):
-                pool.submit(ask_those_left)
-        ask_those_left()
+            for _ in range(min(len(peers), MAX_CONCURRENT_REQUESTS) - 1):
+                pool.submit(request_remaining)
+        request_remaining()
     return answers
 
 
-def connect(peer: Peer, me: Identity, seconds: float) -> socket.socket:
-    """Raises the most telling of the errors: refused, before timed out or unreachable."""
+def connect(peer: Endpoint, own: Identity, seconds: float) -> socket.socket:
+    """Connect to the first address that accepts.
+
+    Raises:
+        ConnectionRefusedError: an address refused; the most informative error.
+        OSError: timed out or unreachable.
+    """
     errors: list[OSError] = []
-    addresses = reachable(list(peer.addresses), same_machine=peer.identity.machine == me.machine)
+    addresses = reachable(list(peer.addresses), same_machine=peer.identity.machine == own.machine)
     for address in addresses:
         try:
             connection = socket.create_connection(address, timeout=max(0.05, seconds / len(addresses)))
@@ -126,19 +139,19 @@ def connect(peer: Peer, me: Identity, seconds: float) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """An idle connection is forgotten by firewalls, and its other end's host may vanish without a word."""
+    """Enable TCP keep-alive: firewalls drop idle connections, and a host may vanish without closing any."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
         if option := getattr(socket, name, None):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def encode_message(peer: Peer, message: Message) -> bytes:
+def encode_message(peer: Endpoint, message: Message) -> bytes:
     return json.dumps({**message, "token": peer.token}).encode() + b"\n"
 
 
 def _read(connection: socket.socket) -> Message | None:
-    """One message; None if the connection ended before it did, or if it is none of ours."""
+    """Read a message; None if incomplete or undecodable."""
     data = bytearray()
     while not data.endswith(b"\n") and len(data) < MAX_BYTES:
         part = connection.recv(PART_BYTES)

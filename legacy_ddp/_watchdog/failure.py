@@ -1,4 +1,4 @@
-"""What ended a call for good? As some rank found it, and as it tells the others."""
+"""The failure that ended a call for good."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a call for good, as some rank found it. ``is_late``: nothing broke, somebody was silent for too long.
+    """A failure that ended a call for good.
 
-    ``ranks``: who is lost, where that is known without asking.
+    ``is_late``: nothing broke, a rank was silent for too long. ``ranks``: the lost ranks, if known without a poll.
     """
 
     reason: str
@@ -17,6 +17,6 @@ class Failure:
     ranks: tuple[int, ...] = ()
 
 
-def decode_failure(said: Mapping[str, Any] | None) -> Failure | None:
-    """A failure that travelled as JSON."""
-    return Failure(**{**said, "ranks": tuple(said["ranks"])}) if said else None
+def decode_failure(data: Mapping[str, Any] | None) -> Failure | None:
+    """The failure in decoded JSON."""
+    return Failure(**{**data, "ranks": tuple(data["ranks"])}) if data else None

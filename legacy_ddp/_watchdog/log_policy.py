@@ -1,4 +1,4 @@
-"""What does the log hear of a rank's long wait: when, in how many words, and not twice?"""
+"""Policy for warnings about long waits: when to warn, in the log or the file, in full or in one line."""
 
 from legacy_ddp._log import logger_of
 from legacy_ddp._watchdog.report import Report
@@ -7,8 +7,8 @@ from legacy_ddp._watchdog.report_file import ReportFile
 _REPORTS = "reports of this rank:"
 
 
-class Voice:
-    """One per watchdog, for one call after the other."""
+class WarningPolicy:
+    """The warnings of a watchdog, call after call."""
 
     def __init__(self, rank: int, file: ReportFile, warn_after_seconds: float) -> None:
         self._rank = rank
@@ -16,58 +16,58 @@ class Voice:
         self._file = file
         self._warn_after_seconds = warn_after_seconds
         self._next_seconds = warn_after_seconds
-        self._is_looking = False
-        self._said: Report | None = None  # in this call
-        self._reported: Report | None = None  # likewise, in full
+        self._is_checking = False
+        self._last: Report | None = None  # of this call
+        self._last_in_full: Report | None = None  # of this call
 
     def begin(self, *, warns: bool) -> None:
-        """A call begins. ``warns``: whether long waiting in it is worth a word."""
+        """Start a call. ``warns``: whether a long wait in this call is worth a warning."""
         self._next_seconds = self._warn_after_seconds if warns else float("inf")
-        self._said = self._reported = None
+        self._last = self._last_in_full = None
 
     def is_due(self, waited_seconds: float) -> bool:
-        """Whether to look after the others now, and :meth:`look_away` at the end; again after twice the time."""
-        if waited_seconds < self._next_seconds or self._is_looking:
+        """Whether to check the other ranks now. If True, end with :meth:`end_check`; due again after twice the time."""
+        if waited_seconds < self._next_seconds or self._is_checking:
             return False
         self._next_seconds = 2 * waited_seconds
-        self._is_looking = True
+        self._is_checking = True
         return True
 
-    def look_away(self) -> None:
-        """The look is over, whatever came of it."""
-        self._is_looking = False
+    def end_check(self) -> None:
+        """End the check begun by :meth:`is_due`."""
+        self._is_checking = False
 
-    def say(self, report: Report) -> None:
-        """What is known now: in full and to the file what is new and bad, in a line what is not."""
-        # What computes may be in a loop: it is believed once at each place.
-        is_believed = report.is_busy and not _is_same(report, self._said)
-        if report.is_harmless or is_believed:
-            self._log(f"{report.head}, alive{'' if report.is_harmless else ' and busy'}", report)
-        elif _is_same(report, self._reported):
+    def warn(self, report: Report) -> None:
+        """Log a report in full and write the file, if the report is new and bad; else log a line."""
+        # A computing rank may be in an endless loop: one line the first time in each place, the full report afterwards.
+        is_new_work = report.is_busy and not _is_same(report, self._last)
+        if report.is_progressing or is_new_work:
+            self._log(f"{report.head}, alive{'' if report.is_progressing else ' and busy'}", report)
+        elif _is_same(report, self._last_in_full):
             self._log(f"{report.head}, as reported", report)
         else:
             self._file.append(report.text)
             self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
-            self._reported = report
-        self._said = report
+            self._last_in_full = report
+        self._last = report
 
     def end(self, call: str) -> None:
-        """The call has succeeded: whoever read a report is told."""
-        if self._reported is not None:
-            self._log(f"{call}: all ranks are there now, and it is done", self._reported)
+        """The call has succeeded: log this if a report was logged in full."""
+        if self._last_in_full is not None:
+            self._log(f"{call}: all ranks have arrived, and the call has succeeded", self._last_in_full)
 
-    def tell_of_loss(self, text: str) -> None:
-        """A launcher may end this process before anything is raised: then this is all that its user sees."""
+    def notify_loss(self, text: str) -> None:
+        """Log a loss at once: a launcher may end this process before any exception is raised."""
         self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
 
-    def file(self, text: str) -> None:
-        """Put a report into the file; into the log where it cannot be put there."""
+    def save(self, text: str) -> None:
+        """Write a report to the file; to the log if the file cannot be written."""
         if not self._file.append(text):
             self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
 
     def _log(self, text: str, report: Report) -> None:
-        """On one rank of each machine."""
-        if self._rank in report.speakers:
+        """Log, on a single rank of each machine."""
+        if self._rank in report.reporters:
             self._logger.warning("%s", text)
 
 

@@ -1,4 +1,4 @@
-"""What does the kernel say of another process on this machine: running, stopped, dead?"""
+"""State of processes on this machine, from /proc."""
 
 import os
 import socket
@@ -12,9 +12,9 @@ _STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
 
 @dataclass(frozen=True)
 class Identity:
-    """One process, and where it lives. ``machine`` is equal where processes can see each other in /proc.
+    """A process. ``machine``: equal for processes that can see each other in /proc.
 
-    ``started`` tells a process from a later one with the same pid.
+    ``started``: the start time; a later process may get the same pid.
     """
 
     host: str
@@ -22,24 +22,21 @@ class Identity:
     started: str
     machine: str
 
-    def __str__(self) -> str:
-        return f"{self.host}:{self.pid}"
-
 
 def own_identity() -> Identity:
-    """Of this process."""
+    """The identity of this process."""
     return Identity(socket.gethostname(), os.getpid(), _started(os.getpid()), _machine())
 
 
 def state_of(process: Identity) -> str:
-    """``running``, ``stopped``, ``held by a debugger``, ``dead``; empty for one that cannot be seen from here."""
+    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see ``process``."""
     if not process.machine or process.machine != _machine():
         return UNKNOWN
     try:
         fields = _stat(process.pid)
     except (FileNotFoundError, ProcessLookupError):
         return DEAD
-    except OSError:  # of this process, not of that one: it may open no more files
+    except OSError:  # a limit of this process, not the state of the other: no more files can be opened
         return UNKNOWN
     if fields[_STARTED] != process.started:
         return DEAD
@@ -47,7 +44,7 @@ def state_of(process: Identity) -> str:
 
 
 def moved_bytes() -> int:
-    """Bytes that this process has read and written through files and pipes so far; 0 where that cannot be seen."""
+    """Bytes read and written by this process through files and pipes until now; 0 without /proc."""
     try:
         counts = dict(line.split(":") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     except OSError:

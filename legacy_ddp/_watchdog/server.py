@@ -1,4 +1,4 @@
-"""How does a rank hear the others? A thread sleeps until somebody speaks; strangers get no answer and little time."""
+"""Status server of a rank: answers requests of other ranks and notices the end of neighbouring processes."""
 
 import hmac
 import json
@@ -18,8 +18,8 @@ from legacy_ddp._watchdog.client import (
     ANSWER_SECONDS,
     MAX_BYTES,
     PART_BYTES,
+    Endpoint,
     Message,
-    Peer,
     connect,
     decode_message,
     encode_message,
@@ -27,202 +27,209 @@ from legacy_ddp._watchdog.client import (
 )
 from legacy_ddp._watchdog.processes import own_identity
 
-_MAX_STRANGERS = 128
-# After a connection could not be taken for want of a descriptor: the next try at once would fail, too.
-_PAUSE_SECONDS = 0.1
+_MAX_UNAUTHENTICATED = 128
+# Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
+_ACCEPT_PAUSE_SECONDS = 0.1
 
 
-class Line:
-    """This rank's listening end, and the two connections that it holds so that a neighbour's end is noticed at once.
+class StatusServer:
+    """The listening socket of a rank, and monitor connections to the two neighbours.
 
-    The thread is there from the beginning: where none can be started, no rank counts on this one yet.
+    A monitor connection stays open, so the kernel shows the end of the neighbour's process at once. The thread starts
+    in the constructor: if no thread can be started, no other rank depends on this server yet.
 
     Raises:
-        OSError: no socket can be made, or no thread be started.
+        OSError: no socket can be made, or no thread can be started.
     """
 
     def __init__(
         self, rank: int, answer: Callable[[Message], Message], on_closed: Callable[[int, str | None], None]
     ) -> None:
         self._answer = answer
-        self._on_closed = on_closed  # (rank, its goodbye or None)
+        self._on_closed = on_closed  # (rank, its exit reason or None)
         self._selector = selectors.DefaultSelector()
         self._listener = _listen()
-        self._wake, self._alarm_clock = socket.socketpair()
-        self._visitors: dict[socket.socket, _Visitor] = {}
-        self._listens_again = 0.0  # when, if the listener is not attended to for the moment
-        self._goodbye = ""
-        self._neighbour: Peer | None = None
-        self._may_serve = threading.Event()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._connections: dict[socket.socket, _Connection] = {}
+        self._accept_again_at = 0.0  # while accepting is paused
+        self._exit_reason = ""
+        self._neighbour: Endpoint | None = None
+        self._started = threading.Event()
         port = self._listener.getsockname()[1]
-        self.me = Peer(rank, own_identity(), [(host, port) for host in own_hosts()], secrets.token_hex(16))
-        for end in (self._listener, self._wake):
-            end.setblocking(False)
-            self._selector.register(end, selectors.EVENT_READ)
+        self.endpoint = Endpoint(rank, own_identity(), [(host, port) for host in own_hosts()], secrets.token_hex(16))
+        for sock in (self._listener, self._wake_receiver):
+            sock.setblocking(False)
+            self._selector.register(sock, selectors.EVENT_READ)
         try:
             self._thread = start_thread(self._serve)
         except OSError:
-            self._release()
+            self._close_all()
             raise
 
-    def start(self, neighbour: Peer | None) -> None:
-        """Answer from now on, and hold a connection to ``neighbour``."""
+    def start(self, neighbour: Endpoint | None) -> None:
+        """Answer from now on, and open a monitor connection to ``neighbour``."""
         self._neighbour = neighbour
-        self._may_serve.set()
+        self._started.set()
 
-    def close(self, goodbye: str) -> None:
-        """Say goodbye to the neighbours and stop answering."""
-        self._goodbye = goodbye
+    def close(self, exit_reason: str) -> None:
+        """Send the exit reason to the neighbours and stop answering."""
+        self._exit_reason = exit_reason
         with suppress(OSError):
-            self._alarm_clock.send(b"x")
-        self._may_serve.set()
+            self._wake_sender.send(b"x")
+        self._started.set()
         if self._thread is not threading.current_thread():
             self._thread.join(ANSWER_SECONDS)
 
-    def abandon(self) -> None:
-        """In a forked child: close what belongs to the parent, whose end would else go unnoticed."""
-        for end in (self._listener, self._wake, self._alarm_clock, *self._visitors):
-            end.close()
+    def after_fork(self) -> None:
+        """In a forked child: close the parent's sockets; an open copy would hide the end of the parent."""
+        for sock in (self._listener, self._wake_receiver, self._wake_sender, *self._connections):
+            sock.close()
 
     def _serve(self) -> None:
-        self._may_serve.wait()
+        self._started.wait()
         if self._neighbour is not None:
-            self._hold(self._neighbour)
-        while self._wake in self._selector.get_map():
-            self._attend_all(self._patience())
-        # Who has knocked is let in: a neighbour that began a moment ago is to hear the goodbye, too.
-        while self._attend_all(0):
+            self._monitor(self._neighbour)
+        while self._wake_receiver in self._selector.get_map():
+            self._handle_ready(self._next_timeout())
+        # Handle all input that has arrived: a neighbour that connected a moment ago must get the exit reason, too.
+        while self._handle_ready(0):
             pass
-        self._release()
+        self._close_all()
 
-    def _attend_all(self, seconds: float | None) -> int:
-        """Wait for ``seconds`` (None: for ever) for somebody to speak; attend to all who did, and count them."""
+    def _handle_ready(self, seconds: float | None) -> int:
+        """Wait up to ``seconds`` (None: without limit) for input; handle all ready sockets and return their number."""
         ready = self._selector.select(seconds)
         for key, _ in ready:
-            end: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
-            if end is self._wake:
-                self._selector.unregister(end)
-            elif end is self._listener:
+            sock: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
+            if sock is self._wake_receiver:
+                self._selector.unregister(sock)
+            elif sock is self._listener:
                 self._accept()
-            elif end in self._visitors:
-                self._attend(end, self._visitors[end])
+            elif sock in self._connections:
+                self._handle(sock, self._connections[sock])
         return len(ready)
 
-    def _attend(self, end: socket.socket, visitor: "_Visitor") -> None:
+    def _handle(self, sock: socket.socket, connection: "_Connection") -> None:
         try:
-            self._hear(end, visitor)
-        except Exception:  # noqa: BLE001 - whatever one rank says, the others still need answers
-            logger_of(self.me.rank).exception("what another rank said led to an error here")
-            if end in self._visitors:
-                self._drop(end)
+            self._receive(sock, connection)
+        except Exception:  # noqa: BLE001 - a bad message of one rank must not stop the answers to the others
+            logger_of(self.endpoint.rank).exception("a message of another rank could not be handled")
+            if sock in self._connections:
+                self._evict(sock)
 
-    def _patience(self) -> float | None:
-        """Show out who takes too long to say who it is, and the oldest of too many; how long until the next such look,
-        or until the listener is attended to again."""
+    def _next_timeout(self) -> float | None:
+        """Evict unauthenticated connections past the deadline or above the limit.
+
+        Returns:
+            Seconds until the next deadline or the end of a pause in accepting; None if there is neither.
+        """
         now = time.monotonic()
-        strangers = self._strangers()
-        late = [end for end in strangers if self._visitors[end].until < now]
-        for end in {*late, *strangers[:-_MAX_STRANGERS]}:
-            self._drop(end)
-        looks = [self._visitors[end].until for end in self._strangers()]
+        unauthenticated = self._unauthenticated()
+        late = [sock for sock in unauthenticated if self._connections[sock].deadline < now]
+        for sock in {*late, *unauthenticated[:-_MAX_UNAUTHENTICATED]}:
+            self._evict(sock)
+        times = [self._connections[sock].deadline for sock in self._unauthenticated()]
         if self._listener not in self._selector.get_map():
-            if self._listens_again > now:
-                looks.append(self._listens_again)
+            if self._accept_again_at > now:
+                times.append(self._accept_again_at)
             else:
                 self._selector.register(self._listener, selectors.EVENT_READ)
-        return max(0.0, min(looks) - now) if looks else None
+        return max(0.0, min(times) - now) if times else None
 
-    def _strangers(self) -> list[socket.socket]:
-        """Who has not said who it is, the oldest first."""
-        return [end for end, visitor in self._visitors.items() if visitor.rank is None]
+    def _unauthenticated(self) -> list[socket.socket]:
+        """Connections without a valid message yet, the oldest first."""
+        return [sock for sock, connection in self._connections.items() if connection.rank is None]
 
-    def _hold(self, neighbour: Peer) -> None:
+    def _monitor(self, neighbour: Endpoint) -> None:
         with suppress(OSError):
-            connection = connect(neighbour, self.me.identity, ANSWER_SECONDS)
-            connection.sendall(encode_message(neighbour, {"ask": "hold", "rank": self.me.rank}))
-            self._let_in(connection, neighbour.rank)
+            sock = connect(neighbour, self.endpoint.identity, ANSWER_SECONDS)
+            sock.sendall(encode_message(neighbour, {"request": "monitor", "rank": self.endpoint.rank}))
+            self._register(sock, neighbour.rank)
 
     def _accept(self) -> None:
         try:
-            self._let_in(self._listener.accept()[0], None)
-        except OSError:  # it left before it was let in, or this process may open nothing more: others are let go first
-            for end in self._strangers():
-                self._drop(end)
+            self._register(self._listener.accept()[0], None)
+        except OSError:  # the client has gone, or the limit of descriptors is reached: free some before the next try
+            for sock in self._unauthenticated():
+                self._evict(sock)
             self._selector.unregister(self._listener)
-            self._listens_again = time.monotonic() + _PAUSE_SECONDS
+            self._accept_again_at = time.monotonic() + _ACCEPT_PAUSE_SECONDS
 
-    def _let_in(self, connection: socket.socket, rank: int | None) -> None:
-        connection.setblocking(False)
-        self._selector.register(connection, selectors.EVENT_READ)
-        self._visitors[connection] = _Visitor(rank, time.monotonic() + ANSWER_SECONDS)
+    def _register(self, sock: socket.socket, rank: int | None) -> None:
+        sock.setblocking(False)
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._connections[sock] = _Connection(rank, time.monotonic() + ANSWER_SECONDS)
 
-    def _hear(self, end: socket.socket, visitor: "_Visitor") -> None:
-        """Take what it says; it need not say all at once, and nobody else waits for it."""
+    def _receive(self, sock: socket.socket, connection: "_Connection") -> None:
+        """Read the available part of a message; handle a complete message."""
         try:
-            part = end.recv(PART_BYTES)
+            part = sock.recv(PART_BYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        visitor.said += part
-        said, is_whole, more = visitor.said.partition(b"\n")
-        if part and not is_whole and len(visitor.said) < MAX_BYTES:
+        connection.received += part
+        line, is_complete, rest = connection.received.partition(b"\n")
+        if part and not is_complete and len(connection.received) < MAX_BYTES:
             return
-        message = decode_message(said) if is_whole else None
-        if visitor.rank is not None:
-            self._drop(end)
-            self._on_closed(visitor.rank, str(message["goodbye"]) if message and "goodbye" in message else None)
-        elif message is None or not self._knows_token(message):
-            self._drop(end)
-        elif message.get("ask") == "hold":
-            keep_alive(end)
-            visitor.rank, visitor.said = _rank_in(message), more  # it may have come and gone in one breath
+        message = decode_message(line) if is_complete else None
+        if connection.rank is not None:
+            self._evict(sock)
+            reason = message.get("exit_reason") if message else None
+            self._on_closed(connection.rank, None if reason is None else str(reason))
+        elif message is None or not self._is_authentic(message):
+            self._evict(sock)
+        elif message.get("request") == "monitor":
+            keep_alive(sock)
+            # The neighbour may have left already: the rest may hold its exit reason.
+            connection.rank, connection.received = _rank_in(message), rest
         else:
-            self._reply(end, message)
+            self._reply(sock, message)
 
-    def _knows_token(self, message: Message) -> bool:
-        return hmac.compare_digest(str(message.get("token")).encode(errors="replace"), self.me.token.encode())
+    def _is_authentic(self, message: Message) -> bool:
+        token = str(message.get("token")).encode(errors="replace")
+        return hmac.compare_digest(token, self.endpoint.token.encode())
 
-    def _reply(self, end: socket.socket, message: Message) -> None:
+    def _reply(self, sock: socket.socket, message: Message) -> None:
         try:
             answer = json.dumps(self._answer(message)).encode() + b"\n"
-            end.settimeout(ANSWER_SECONDS)
-            with suppress(OSError):  # it asked, and did not wait
-                end.sendall(answer)
+            sock.settimeout(ANSWER_SECONDS)
+            with suppress(OSError):  # the client did not wait for the answer
+                sock.sendall(answer)
         finally:
-            self._drop(end)
+            self._evict(sock)
 
-    def _drop(self, end: socket.socket) -> None:
-        del self._visitors[end]
-        self._selector.unregister(end)
-        end.close()
+    def _evict(self, sock: socket.socket) -> None:
+        del self._connections[sock]
+        self._selector.unregister(sock)
+        sock.close()
 
-    def _release(self) -> None:
-        for connection, visitor in self._visitors.items():
-            if visitor.rank is not None:
+    def _close_all(self) -> None:
+        for sock, connection in self._connections.items():
+            if connection.rank is not None:
                 with suppress(OSError):
-                    connection.sendall(json.dumps({"goodbye": self._goodbye}).encode() + b"\n")
+                    sock.sendall(json.dumps({"exit_reason": self._exit_reason}).encode() + b"\n")
         for key in list(self._selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]  # only sockets are registered
         self._selector.close()
-        for end in (self._listener, self._wake, self._alarm_clock):
-            end.close()
+        for sock in (self._listener, self._wake_receiver, self._wake_sender):
+            sock.close()
 
 
 @dataclass
-class _Visitor:
-    """The other end of a connection: a neighbour's rank, or None for who asks, who is to be heard by ``until``."""
+class _Connection:
+    """An open connection. ``rank``: the neighbour, for a monitor connection; other connections end at ``deadline``."""
 
     rank: int | None
-    until: float
-    said: bytearray = field(default_factory=bytearray)
+    deadline: float
+    received: bytearray = field(default_factory=bytearray)
 
 
 def _rank_in(message: Message) -> int:
-    """The rank that a neighbour says it is."""
+    """The rank in a monitor request."""
     rank = message.get("rank")
     if type(rank) is not int or rank < 0:  # True is an int, too
-        raise ValueError(f"a connection is held for a rank: got {rank!r}, expected a number from 0 on")
+        raise ValueError(f"rank in a monitor request is invalid: got {rank!r}, expected a number from 0 on")
     return rank
 
 

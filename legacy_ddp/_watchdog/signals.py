@@ -1,32 +1,32 @@
-"""Who handles a signal below Python."""
+"""Signal handlers below Python, in C."""
 
 import ctypes
 import faulthandler
 import os
 import signal
 
-# Not signal.getsignal(), which knows handlers of Python alone.
+# Not signal.getsignal(), which returns only handlers written in Python.
 _handler_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
-_NOBODY = (None, int(signal.SIG_IGN))
-_NOT_HANDLED_BY_ANYBODY = (signal.SIGKILL, signal.SIGSTOP)
+_NO_HANDLER = (None, int(signal.SIG_IGN))
+_CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
 
 
-def is_faulthandler_s(number: int) -> bool:
-    """Whether faulthandler handles the signal, for whoever registered it.
+def is_faulthandler_registered(number: int) -> bool:
+    """Whether faulthandler handles the signal ``number``.
 
-    It cannot be asked, and to register again would take its file from who did. But its handler is one function for all
-    signals: a signal that is free for the moment shows which.
+    faulthandler has no query, and a second registration would replace the file of the first. But faulthandler's handler
+    is one C function for all signals: registering a free signal for a moment gives the address for the comparison.
     """
     handler = _handler_of(number)
-    if handler in _NOBODY:
+    if handler in _NO_HANDLER:
         return False
-    signals = sorted(signal.valid_signals() - {*_NOT_HANDLED_BY_ANYBODY}, reverse=True)  # the seldom used ones first
+    signals = sorted(signal.valid_signals() - {*_CANNOT_BE_HANDLED}, reverse=True)  # rarely used signals first
     free = next(other for other in signals if _handler_of(other) is None)
-    nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     try:
-        faulthandler.register(free, file=nowhere)
-        its_handler = _handler_of(free)
+        faulthandler.register(free, file=null)
+        faulthandlers_own = _handler_of(free)
         faulthandler.unregister(free)
     finally:
-        os.close(nowhere)
-    return bool(handler == its_handler)
+        os.close(null)
+    return bool(handler == faulthandlers_own)

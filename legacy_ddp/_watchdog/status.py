@@ -1,67 +1,88 @@
-"""What does every rank say of itself, and the kernel of it? One row per rank, made here or gathered from everybody."""
+"""Status of this rank, and polls of all ranks."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from legacy_ddp._watchdog.activity import HERE, Activity, Sample
-from legacy_ddp._watchdog.client import Message, Outcome, Peer, ask_all
+from legacy_ddp._watchdog.activity import Activity, Sample, process_activity
+from legacy_ddp._watchdog.client import Endpoint, Message, Outcome, request_all
+from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.processes import DEAD, RUNNING, moved_bytes, state_of
-from legacy_ddp._watchdog.report import Row
+from legacy_ddp._watchdog.rows import Row
 
-# Two looks at a rank, this far apart, tell whether it gets on.
-_SECOND_LOOK_SECONDS = 0.3
-# Between two looks; less is no checkpoint that is being written but other threads, and the looking itself.
+# Pause between two polls; the difference of the answers shows whether a rank is advancing.
+_SECOND_POLL_SECONDS = 0.3
+# Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
 _MANY_BYTES = 2**20
-# Of one core: a rank that waits needs next to nothing, one that computes gets most of a core, or its share of it.
+# Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
 _BUSY_SHARE = 0.1
 
 
 @dataclass
-class Place:
-    """Where this rank is on its group. ``serial``: calls begun there, equal on ranks that are at the same place."""
+class RankStatus:
+    """Position of this rank on its group. ``serial``: calls begun, equal on ranks at the same position."""
 
     serial: int = 0
     call: str = ""
     in_call: bool = False
-    activity: Activity = field(default_factory=Activity)  # in a call; other threads may do other things meanwhile
-    goodbyes: dict[int, str] = field(default_factory=dict)  # last words of neighbours
+    activity: Activity = field(default_factory=Activity)  # of the call; other threads may be busy with other things
+    exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
 
 
-def own_state(place: Place, peers: Sequence[Peer | None]) -> Message:
-    """What this rank answers when it is asked for its state; JSON."""
-    seen = {str(peer.rank): state_of(peer.identity) for peer in peers if peer is not None}
+@dataclass
+class GroupView:
+    """The ranks of a group, as known to this rank. ``peers``, by rank: None without a status server."""
+
+    own: Endpoint
+    peers: Sequence[Endpoint | None]
+    status: RankStatus = field(default_factory=RankStatus)
+
+    def others(self, ranks: Iterable[int]) -> list[Endpoint]:
+        """The known endpoints of ``ranks``, without this rank."""
+        return [peer for rank in ranks if rank != self.own.rank and (peer := self.peers[rank]) is not None]
+
+    def local_rows(self, failure: Failure | None) -> list[Row]:
+        """The rows of all ranks without a poll: the status of this rank, and the ranks lost by ``failure``."""
+        answers = {self.own.rank: (Outcome.ANSWERED, own_status(self.status, self.peers))}
+        lost = dict.fromkeys(failure.ranks if failure else (), (Outcome.ENDED, None))
+        return build_rows(self.peers, {**lost, **answers})
+
+
+def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
+    """The answer of this rank to a status request, ready for JSON."""
+    states = {str(peer.rank): state_of(peer.identity) for peer in peers if peer is not None}
     return {
-        "sample": asdict((place.activity if place.in_call else HERE).sample()),
-        "serial": place.serial,
-        "in_call": place.in_call,
-        "call": place.call,
+        "sample": asdict((status.activity if status.in_call else process_activity).sample()),
+        "serial": status.serial,
+        "in_call": status.in_call,
+        "call": status.call,
         "moved_bytes": moved_bytes(),
         "cpu_seconds": time.process_time(),
         "clock_seconds": time.monotonic(),
-        "seen": {rank: state for rank, state in seen.items() if state},
-        "goodbyes": {str(rank): text for rank, text in place.goodbyes.items()},
+        "process_states": {rank: state for rank, state in states.items() if state},
+        "exit_reasons": {str(rank): text for rank, text in status.exit_reasons.items()},
     }
 
 
-def ask_everybody(peers: Sequence[Peer | None], me: Peer, *, twice: bool) -> list[Row]:
-    """Every rank's row. ``twice``: look a second time, to see who gets on."""
+def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) -> list[Row]:
+    """The rows of all ranks. ``twice``: poll all ranks again after a pause, to see which ranks are advancing."""
     known = [peer for peer in peers if peer is not None]
-    first = ask_all(known, {"ask": "state"}, me.identity)
+    first = request_all(known, {"request": "status"}, own.identity)
     if not twice:
-        unclear = _unclear(rows_of(peers, first))
-        again = ask_all([peer for peer in known if peer.rank in unclear], {"ask": "state"}, me.identity)
-        return rows_of(peers, {**first, **{rank: answer for rank, answer in again.items() if answer[1]}})
-    time.sleep(_SECOND_LOOK_SECONDS)
-    second = ask_all([peer for peer in known if first[peer.rank][1]], {"ask": "state"}, me.identity)
-    return [_with_both(row, first[row.rank][1], second.get(row.rank)) for row in rows_of(peers, {**first, **second})]
+        unclear = _unclear(build_rows(peers, first))
+        again = request_all([peer for peer in known if peer.rank in unclear], {"request": "status"}, own.identity)
+        return build_rows(peers, {**first, **{rank: answer for rank, answer in again.items() if answer[1]}})
+    time.sleep(_SECOND_POLL_SECONDS)
+    second = request_all([peer for peer in known if first[peer.rank][1]], {"request": "status"}, own.identity)
+    rows = build_rows(peers, {**first, **second})
+    return [_with_progress(row, first[row.rank][1], second.get(row.rank)) for row in rows]
 
 
 def _unclear(rows: Sequence[Row]) -> set[int]:
     """The ranks whose second answer may change the report.
 
-    The neighbours of a rank that ended: its exit reason may have reached them after their first answer. A silent rank
-    whose process runs: on a crowded machine an answer may take longer than one question waits for it.
+    The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
+    running process: on a crowded machine an answer may take longer than a request waits.
     """
     ended = [row.rank for row in rows if row.has_ended and not row.note]
     neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
@@ -70,18 +91,18 @@ def _unclear(rows: Sequence[Row]) -> set[int]:
     return (neighbours & answering) | silent
 
 
-def rows_of(peers: Sequence[Peer | None], answers: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
-    """A row for every rank, from the answers there are: ranks also tell what they see of their machine's others."""
-    said = [answer for _, answer in answers.values() if answer]
-    seen = {int(rank): state for answer in said for rank, state in answer["seen"].items()}
-    goodbyes = {int(rank): text for answer in said for rank, text in answer["goodbyes"].items()}
+def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
+    """A row per rank. An answer also holds the states of the other processes on the machine."""
+    answers = [answer for _, answer in results.values() if answer]
+    states = {int(rank): state for answer in answers for rank, state in answer["process_states"].items()}
+    exit_reasons = {int(rank): text for answer in answers for rank, text in answer["exit_reasons"].items()}
     rows = []
     for rank, peer in enumerate(peers):
-        outcome, answer = answers.get(rank, (Outcome.NOT_ASKED if peer else Outcome.DEAF, None))
-        if seen.get(rank) == DEAD:  # it may have answered and ended since
-            outcome, answer = Outcome.GONE, None
+        outcome, answer = results.get(rank, (Outcome.NOT_ASKED if peer else Outcome.UNKNOWN, None))
+        if states.get(rank) == DEAD:  # the process may have ended after its answer
+            outcome, answer = Outcome.ENDED, None
         row = Row(rank, peer.identity.host if peer else "?", peer.identity.pid if peer else 0, outcome)
-        row = replace(row, process=seen.get(rank, ""), note="" if answer else goodbyes.get(rank, ""))
+        row = replace(row, process=states.get(rank, ""), note="" if answer else exit_reasons.get(rank, ""))
         rows.append(_with_answer(row, answer) if answer else row)
     return rows
 
@@ -91,17 +112,19 @@ def _with_answer(row: Row, answer: Message) -> Row:
     return replace(row, sample=sample, serial=answer["serial"], in_call=answer["in_call"], last_call=answer["call"])
 
 
-def _with_both(row: Row, before: Message | None, later: tuple[Outcome, Message | None] | None) -> Row:
-    """What two looks at a rank show: whether it gets on, and whether it computes."""
-    after = later[1] if later else None
+def _with_progress(row: Row, before: Message | None, second: tuple[Outcome, Message | None] | None) -> Row:
+    """The row with ``is_advancing`` and ``is_busy``, from the answers to two polls."""
+    after = second[1] if second else None
     if row.sample is None or before is None or after is None:
         return row
     busy_seconds = after["cpu_seconds"] - before["cpu_seconds"]
     is_busy = busy_seconds > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
-    return replace(row, is_advancing=_gets_on(before, after), is_busy=is_busy)
+    return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy)
 
 
-def _gets_on(before: Message, after: Message) -> bool:
-    """Whether a rank entered or left something meanwhile, stands at another line, or reads or writes a file."""
-    then, now = ((said["serial"], said["sample"]["changes"], said["sample"]["stack"]) for said in (before, after))
-    return then != now or after["moved_bytes"] - before["moved_bytes"] >= _MANY_BYTES
+def _is_advancing(before: Message, after: Message) -> bool:
+    """Whether between two answers the call, the phase or the stack changed, or many bytes were read or written."""
+    old, new = (
+        (answer["serial"], answer["sample"]["changes"], answer["sample"]["stack"]) for answer in (before, after)
+    )
+    return old != new or after["moved_bytes"] - before["moved_bytes"] >= _MANY_BYTES

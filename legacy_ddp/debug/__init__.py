@@ -1,4 +1,4 @@
-"""Tools for finding out which rank, which parameter, which step and which phase went wrong first.
+"""Tools that find the first rank, parameter, step and phase with a difference.
 
 Imported by users and by the command ``legacy-ddp``; the core never imports it. Imports the core.
 """

@@ -1,4 +1,4 @@
-"""What do the tools take? A model, wrapped or not, with its process group; and its optimizers."""
+"""Arguments of the tools: a model, wrapped or not, with its process group; and its optimizers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from legacy_ddp._collectives.remember import remember
+from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
 from legacy_ddp._transport.process_group import resolve_group
@@ -18,8 +18,8 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """What a tool looks at. ``ignore``: names of parameters and buffers that are nobody's business."""
+class Target:
+    """The module and group that a tool examines. ``ignore``: names of parameters and buffers to leave out."""
 
     module: nn.Module
     synchronizer: Synchronizer
@@ -30,23 +30,25 @@ class Subject:
         return self.synchronizer.settings.ignore | names_to_ignore(self.module, ())
 
 
-def subject_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None) -> Subject:
-    """The plain module behind ``model``, and the group: the one given, the wrapper's own, or the default one.
+def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None) -> Target:
+    """The plain module behind ``model``, and its group.
+
+    The group is ``process_group``, else the group of the wrapper, else the default group.
 
     Raises:
-        TypeError, ValueError: no module, no group.
+        TypeError, ValueError: ``model`` is no module, or ``process_group`` is no group.
     """
     if isinstance(model, LegacyDistributedDataParallel):
         group = model.process_group if process_group is None else resolve_group(process_group)
-        return Subject(model.module, model._synchronizer, group)
-    return Subject(model, remember(model)[0], resolve_group(process_group))
+        return Target(model.module, model._synchronizer, group)
+    return Target(model, synchronizer_of(model)[0], resolve_group(process_group))
 
 
 def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """All of them.
+    """The optimizers as a list, empty for None.
 
     Raises:
-        TypeError: something else among them.
+        TypeError: an element is no optimizer.
     """
     if optimizer is None:
         return []

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same bits right now?"""
+"""Comparison of the present replica state of all ranks, bit for bit."""
 
 from collections.abc import Collection, Iterable, Sequence
 
@@ -10,22 +10,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import inventory_word
+from legacy_ddp._buckets.inventory import inventory_digest
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.check import divergence_error
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
 from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._settings import as_names
-from legacy_ddp._transport.call import check_moment
+from legacy_ddp._transport.call import check_can_communicate
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.debug._arguments import Optimizers, Subject, as_optimizers, subject_of
+from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of
 
 EVERYTHING = (*hold.KINDS, "rng")
 
 
-@internals.leaves_compiled_code
+@internals.disable_dynamo
 def check_replicas(
     model: nn.Module,
     optimizer: Optimizers | None = None,
@@ -36,51 +36,51 @@ def check_replicas(
     raises: bool = False,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> ReplicaReport:
-    """Compare the bits that replicas should share, and find out who differs in what.
+    """Compare the bits that replicas should share, and find the differing tensors and ranks.
 
     Collective: on every rank of the group, with the same arguments, at any moment between two steps. Reads everything
-    once and exchanges 128 bytes a rank; only if something differs the ranks show each other more: 8 bytes a tensor,
-    words for those that differ, and the first ``details`` of these whole (up to 256 MiB each).
+    once and exchanges 128 bytes per rank. Only after a difference the ranks exchange more: 8 bytes per tensor, the
+    digests of differing tensors, and the first ``details`` of the differing tensors whole (up to 256 MiB each).
 
-    No rank is right by default. A strict majority speaks against the others (``report.minority``); a wrapper with
-    ``checks="detail"`` can tell ranks whose parameters or optimizer state changed outside of a step
-    (``report.implicated``). ``report.ranks`` follows from both, see :class:`legacy_ddp.ReplicaDivergenceError`; it is
-    empty if nothing can tell, or if there is evidence against a rank of the majority. The text shows all sides.
+    No rank is assumed to be right. ``report.minority`` has the ranks that differ from a strict majority. With
+    ``checks="detail"`` on the wrapper, ``report.implicated`` has the ranks with parameters or optimizer state changed
+    outside of a step. ``report.ranks`` follows from both, see :class:`legacy_ddp.ReplicaDivergenceError`; it is empty
+    without a decision, or with evidence against a rank of the majority. The text shows all sides.
 
     Args:
-        model: a wrapper of ours, on whose group its replicas are compared, or any module.
-        optimizer: one or several, the same on every rank; needed for ``"optimizer"``.
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on the group of the wrapper, or any module.
+        optimizer: one or several optimizers, the same on every rank; needed for ``"optimizer"``.
         what: any of ``"parameters"`` (frozen ones, too), ``"buffers"``, ``"gradients"``, ``"optimizer"``
-            (hyperparameters, state, the group of each parameter) and ``"rng"``. Gradients that are this rank's own, as
-            a wrapper knows between backward and ``all_reduce()``, are left out. Random generators may differ (dropout):
-            the report says where they stand alike, and never calls that a difference.
-        local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: what the
-            wrapper's ``Checks(local_buffers=)`` says.
-        details: how many differing tensors to compare element by element.
+            (hyperparameters, state, the group of each parameter) and ``"rng"``. Local gradients of a wrapper, between
+            backward and ``all_reduce()``, are left out. Random generators may differ (dropout): the report lists the
+            ranks with equal generators, and never counts them as a difference.
+        local_buffers: names, or patterns such as ``"*.running_mean"``, of buffers that may differ; None: the patterns
+            of the wrapper's ``Checks(local_buffers=)``.
+        details: number of differing tensors to compare element by element.
         raises: whether a difference is an error.
-        process_group: of a module that is no wrapper; None for the default group.
+        process_group: of a plain module; None for the default group.
 
     Raises:
         ReplicaDivergenceError: with ``raises``, replicas differ; its text is the report.
-        LayoutError: ranks were given other arguments.
+        LayoutError: the arguments differ between ranks.
         TypeError, ValueError: wrong arguments. PeerError, DesyncError, LostPeerError: as for ``all_reduce()``.
     """
-    subject = subject_of(model, process_group)
+    target = target_of(model, process_group)
     if isinstance(model, LegacyDistributedDataParallel):
         model._refuse_inside_join("check_replicas()")
-    synchronizer = subject.synchronizer
-    with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, subject.group) as call:
+    synchronizer = target.synchronizer
+    with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, target.group) as call:
         with announcing_failures(call):
-            check_moment(call)
+            check_can_communicate(call)
             wanted = frozenset(as_names(what, "what"))
             several = as_optimizers(optimizer)
             checks = synchronizer.settings.checks
             local = checks.local_buffers if local_buffers is None else as_names(local_buffers, "local_buffers")
             request = _describe(wanted, several, local, details, raises)
             with call.phase("digest"):
-                own = _look(subject, several, wanted, local)
+                own = _local_state(target, several, wanted, local)
                 header = own.add_digest(Header(micro_batches=synchronizer.planner.counter.micro_batches))
-        agreement = agree(call, header._replace(layout=inventory_word(request)), request)
+        agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
         report = compare_headers(call, agreement.rows, own, details=details)
         if raises and not report.identical:
             raise divergence_error(call, report)
@@ -94,10 +94,10 @@ def _describe(
     details: int,
     raises: bool,
 ) -> dict[str, str]:
-    """What ranks must ask alike, in words.
+    """The arguments that must be equal on all ranks, as text.
 
     Raises:
-        TypeError, ValueError: it cannot be asked.
+        TypeError, ValueError: an unusable argument.
     """
     if unknown := sorted(set(wanted) - set(EVERYTHING)):
         raise ValueError(f"what is unknown: got {unknown}, expected some of {EVERYTHING}")
@@ -118,16 +118,16 @@ def _describe(
     }
 
 
-def _look(
-    subject: Subject, optimizers: Sequence[torch.optim.Optimizer], what: Collection[str], local: Sequence[str]
+def _local_state(
+    target: Target, optimizers: Sequence[torch.optim.Optimizer], what: Collection[str], local: Sequence[str]
 ) -> LocalState:
-    """What this rank holds of what was asked for."""
-    module = subject.module
+    """The state of this rank, restricted to the kinds in ``what``."""
+    module = target.module
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     hold.check_local_buffers(module, local)
-    ignore = subject.ignore
-    history = subject.synchronizer.history
+    ignore = target.ignore
+    history = target.synchronizer.history
     if history is not None:
         history.update_digest()
     return LocalState(

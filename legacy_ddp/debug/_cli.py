@@ -1,4 +1,4 @@
-"""What does the command ``legacy-ddp`` do? Parses, calls, prints: data on stdout, notes and progress on stderr."""
+"""The command ``legacy-ddp``: parses, calls, prints. Data on stdout, notes and progress on stderr."""
 
 import argparse
 import json
@@ -17,13 +17,13 @@ from legacy_ddp.debug._diff import text
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
-from legacy_ddp.debug._progress import reading
+from legacy_ddp.debug._progress import progress_bar
 from legacy_ddp.debug._trace import summary_text
 from legacy_ddp.debug._trace.run import Run, open_run
 from legacy_ddp.debug._trace.summary import summarise
 
 _NAME = "legacy-ddp"
-_CANNOT_TELL = 2
+_UNKNOWN = 2
 _INTERRUPTED = 130
 _EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given; 1 different;
 2 cannot tell (where the file of one rank ends before the others, say) or error; show and report: 0 when done.
@@ -32,7 +32,7 @@ TRACE is the folder that a Recorder wrote, with one file of every rank."""
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    _print_anything()
+    _escape_unencodable()
     try:
         given = _parser().parse_args(arguments)
         status: int = given.command(given)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TraceError as error:
         return _fail(f"error: {error}")
     except OSError as error:
-        return _fail(f"error: {_about(error)}")
+        return _fail(f"error: {_os_error_text(error)}")
     except Exception:  # noqa: BLE001 - Python's own status for it would read as "different"
         traceback.print_exc()
         return _fail("error: this is a fault of legacy-ddp's own; please report the lines above")
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _path(given: str) -> Path:
-    """``~`` is the home directory here, too: no shell replaces it in --output=~/page.html."""
+    """The path, with ``~`` expanded: a shell does not expand ``--output=~/page.html``."""
     try:
         return Path(given).expanduser()
     except RuntimeError as error:
@@ -95,14 +95,14 @@ class _OneOrTwo(argparse.Action):
 
 def _diff(given: argparse.Namespace) -> int:
     runs = [open_run(path).with_local_buffers(given.local_buffers) for path in given.traces]
-    with reading(_size(runs)) as progress:
+    with progress_bar(_size(runs)) as progress:
         found = compare_runs(runs[0], runs[1], progress) if len(runs) == 2 else compare_ranks(runs[0], progress)
     return _print(text.as_json(found) if given.json else text.lines(found), EXIT_STATUS[found.verdict])
 
 
 def _show(given: argparse.Namespace) -> int:
     run = open_run(given.traces[0])
-    with reading(_size([run])) as progress:
+    with progress_bar(_size([run])) as progress:
         found = summarise(run, progress)
     return _print(found.as_json() if given.json else summary_text.lines(found), 0)
 
@@ -111,13 +111,13 @@ def _report(given: argparse.Namespace) -> int:
     runs = [open_run(path) for path in given.traces]
     try:
         from legacy_ddp.debug._page.write_page import (
-            write_page,  # draws with bokeh, which the other commands do without
+            write_page,  # needs bokeh; the other commands do not
         )
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
         return _fail("error: report needs bokeh, which is not installed; pip install bokeh")
-    with reading(2 * _size(runs)) as progress:  # once to compare, once for the curves
+    with progress_bar(2 * _size(runs)) as progress:  # once to compare, once for the curves
         write_page(runs, given.output, progress)
     print(f"wrote {given.output}", file=sys.stderr)
     return 0
@@ -127,40 +127,40 @@ def _size(runs: Sequence[Run]) -> int:
     return sum(run.size_bytes for run in runs)
 
 
-def _print(told: "list[str] | dict[str, Any]", status: int) -> int:
-    """Write to stdout; a reader that closes it early, such as ``head``, has seen enough, and the status stands."""
-    text = "\n".join(told) if isinstance(told, list) else json.dumps(told, indent=1, allow_nan=False)
+def _print(output: "list[str] | dict[str, Any]", status: int) -> int:
+    """Write to stdout and return ``status``, even if a reader such as ``head`` closes stdout early."""
+    text = "\n".join(output) if isinstance(output, list) else json.dumps(output, indent=1, allow_nan=False)
     try:
         print(text)
         if sys.stdout:
             sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        _discard_stdout()
     except OSError:
-        _forget_stdout()
+        _discard_stdout()
         raise
     return status
 
 
-def _forget_stdout() -> None:
-    """Spare the interpreter another failure when it flushes stdout at its exit."""
+def _discard_stdout() -> None:
+    """Send later output to /dev/null: the interpreter flushes stdout at exit, and would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _print_anything() -> None:
-    """Names may hold what the terminal's encoding has no bytes for: escape it, rather than fail."""
+def _escape_unencodable() -> None:
+    """Escape characters outside of the terminal's encoding in names, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _about(error: OSError) -> str:
-    what = error.strerror or type(error).__name__
-    return f"{error.filename}: {what}" if error.filename is not None else what
+def _os_error_text(error: OSError) -> str:
+    reason = error.strerror or type(error).__name__
+    return f"{error.filename}: {reason}" if error.filename is not None else reason
 
 
-def _fail(text: str, status: int = _CANNOT_TELL) -> int:
-    if sys.stderr:  # or else print() would take stdout
-        with suppress(OSError):  # the status must be told even if this cannot
+def _fail(text: str, status: int = _UNKNOWN) -> int:
+    if sys.stderr:  # without stderr, print() would use stdout
+        with suppress(OSError):  # the exit status matters more than the message
             print(f"{_NAME}: {printable(text)}", file=sys.stderr, flush=True)
     return status

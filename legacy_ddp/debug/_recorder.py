@@ -1,4 +1,4 @@
-"""What did every step hold on this rank? Written while it trains, so that two runs can be compared afterwards."""
+"""Recorder of the state of every step on this rank, for a later comparison of runs or ranks."""
 
 import math
 import os
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import error_text
@@ -19,8 +20,8 @@ from legacy_ddp._log import warn
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.debug._arguments import Optimizers, as_optimizers, subject_of
-from legacy_ddp.debug._steps import Steps
+from legacy_ddp.debug._arguments import Optimizers, as_optimizers, target_of
+from legacy_ddp.debug._steps import OptimizerSteps
 from legacy_ddp.debug._trace import snapshot
 from legacy_ddp.debug._trace.environment import environment_of
 from legacy_ddp.debug._trace.records import MAX_STEP, CallFacts, Environment, Section
@@ -30,29 +31,29 @@ from legacy_ddp.debug._trace.write import Writer
 class Recorder:
     """Writes one file per rank, ``<folder>/rank-00000.jsonl``, with 64 bits for every tensor of every recorded step.
 
-    Use it as a context manager around the training loop, on every rank. It takes the start, and of every step, which
-    is an ``all_reduce()`` that succeeded: the local gradients, the reduced ones and, once the optimizers have stepped,
-    their settings and state, the parameters and the buffers. Of each tensor it writes the digest, the 2-norm and how
-    many elements are not finite. ``legacy-ddp diff`` finds where two such traces, or the ranks of one, part;
-    docs/trace-format.md says what is in them.
+    Use the recorder as a context manager around the training loop, on every rank. It records the start and every step.
+    A step is a successful ``all_reduce()``. Recorded are the local gradients, the reduced gradients and, after the
+    optimizers' step, their settings and state, the parameters and the buffers: of each tensor the digest, the 2-norm
+    and the number of non-finite elements. ``legacy-ddp diff`` finds the first difference between two traces, or between
+    the ranks of a trace; docs/trace-format.md describes the files.
 
-    It changes no bit of the training and communicates nothing. A SIGKILL leaves whole lines. If something cannot be
-    recorded or written any more (a full disk, say) it warns and stops, and the training goes on.
+    Recording changes no bit of the training and communicates nothing. A SIGKILL leaves whole lines. After a failure to
+    record or write (a full disk, for example) the recorder warns and stops, and the training goes on.
 
     Args:
-        model: a wrapper of ours, or the module that ``all_reduce_gradients()`` is called with.
-        folder: where to write; made if it is not there. It must hold no trace of this rank yet. ``~`` at its beginning
-            is the home directory.
-        optimizer: one or several. Without one there are no settings and no state, and the parameters of a step are
-            those that the next call finds; so are those of a step that one of them leaves out. An optimizer of some of
-            the parameters is as good as one of all; one that holds none of them is warned of on entering.
-        every: record the steps whose number it divides.
-        first_step: number of the first step: 101 for a training that goes on after 100.
-        process_group: of a module that is no wrapper; None for the default group.
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, or the argument of ``all_reduce_gradients()``.
+        folder: the folder to write to; created if missing. It must hold no trace of this rank yet. A leading ``~`` is
+            the home directory.
+        optimizer: one or several optimizers. Without an optimizer, no settings and no state are recorded, and the
+            parameters of a step are recorded at the next call; the same holds for a step skipped by an optimizer. An
+            optimizer may hold some of the parameters; an optimizer without any of them causes a warning on entering.
+        every: record the steps with a number divisible by ``every``.
+        first_step: number of the first step: 101 for a training resumed after step 100.
+        process_group: of a plain module; None for the default group.
 
     Raises:
         TypeError, ValueError: an unusable argument.
-        TraceError: on entering, the file exists or cannot be made.
+        TraceError: on entering, the file exists or cannot be created.
     """
 
     def __init__(
@@ -72,51 +73,58 @@ class Recorder:
             )
         if process_group is not None and isinstance(model, LegacyDistributedDataParallel):
             raise ValueError("process_group is the wrapper's own, expected None; assign model.process_group instead")
-        self._subject = subject_of(model, process_group)
+        self._target = target_of(model, process_group)
         self._folder = _path(folder)
         self._optimizers = as_optimizers(optimizer)
         self._every = _count("every", every)
         self._first_step = _count("first_step", first_step)
         self._writer: Writer | None = None
+        self._handles: list[RemovableHandle] = []
         self._rank = 0
         self._was_used = False
-        self._step = first_step - 1  # the last one
-        self._steps = Steps(self._optimizers, lambda: self._try(self._take_left))
-        # Of the step that comes next: what its forward passes were given, and what its call found.
+        self._step = first_step - 1  # the last step
+        self._steps = OptimizerSteps(self._optimizers, lambda: self._try(self._write_result))
+        # Of the next step: inputs of its forward passes, generators and local gradients at its call.
         self._inputs = snapshot.Inputs()
         self._generators = ""
         self._local: list[Section] = []
-        # Of the last one: whether what it leaves is yet to be taken, and the buffers as it left them, where the next
-        # forward pass has begun meanwhile.
-        self._is_owed = False
+        # Of the last step: whether its result (parameters, optimizer state, buffers) is still to be recorded, and its
+        # buffers if the next forward pass has begun already.
+        self._is_result_pending = False
         self._buffers: list[Section] | None = None
-        self._sees_forwards = False
+        self._has_seen_forwards = False
 
     def __enter__(self) -> "Recorder":
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
         environment = self._environment()
-        _warn_of_strangers(environment.rank, self._optimizers, self._subject.module)
+        _warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
         try:
-            self._is_owed = True
+            self._is_result_pending = True
             with torch.no_grad():
-                self._take_left(self._writer)
+                self._write_result(self._writer)
         except BaseException:
             self._writer.discard()
             raise
-        self._subject.synchronizer.observers.append(self)
+        observers = self._target.synchronizer.observers
+        self._handles = [
+            observers.forward.add(self.see_forward),
+            observers.local.add(self.see_local),
+            observers.reduced.add(self.see_reduced),
+        ]
         self._steps.watch()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._subject.synchronizer.observers.remove(self)
+        for handle in self._handles:
+            handle.remove()
         self._steps.release()
-        if kind is None and not self._optimizers:  # else the last step was left out, or never came to its end
-            self._try(lambda writer: self._take_left(writer, with_buffers=self._sees_forwards))
+        if kind is None and not self._optimizers:  # with optimizers, a pending step was skipped or is incomplete
+            self._try(lambda writer: self._write_result(writer, with_buffers=self._has_seen_forwards))
         self._try(lambda writer: writer.close(self._step, "closed" if kind is None else kind.__name__))
         self._writer = None
         if self._step < self._first_step and kind is None:
@@ -128,88 +136,88 @@ class Recorder:
             )
 
     def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note what a forward pass is given, if it is one that trains, and the buffers that it is about to change."""
-        # torch.jit.trace would take what is done here into its graph.
+        """Note the inputs of a training forward pass, and the buffers before the pass changes them."""
+        # torch.jit.trace would record these operations in its graph.
         if self._writer is None or not torch.is_grad_enabled() or internals.is_tracing():
             return
-        self._sees_forwards = True
-        if self._is_owed and self._buffers is None:
-            self._try(self._keep_buffers)
+        self._has_seen_forwards = True
+        if self._is_result_pending and self._buffers is None:
+            self._try(self._snapshot_buffers)
         if self._is_next_due:
             with torch.no_grad():
                 self._inputs.add(args, kwargs)
 
     def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        """Take the gradients of this rank, and before that what the last step left if no optimizer stepped since."""
-        self._try(lambda writer: self._take_left(writer, with_buffers=False))
+        """Record the local gradients, after a result of the last step that is pending as an optimizer skipped it."""
+        self._try(lambda writer: self._write_result(writer, with_buffers=False))
         if self._is_next_due:
-            self._try(lambda _: self._take_local(grads))
+            self._try(lambda _: self._measure_local(grads))
 
     def see_reduced(self, record: SyncRecord) -> None:
-        """Write what the call was and what it left."""
-        self._is_owed, self._buffers = self._is_next_due, None
+        """Write the facts of the call and the reduced gradients."""
+        self._is_result_pending, self._buffers = self._is_next_due, None
         self._step += 1
-        if self._is_owed:
-            self._try(lambda writer: self._take_call(writer, record))
-        self._steps.start_anew()
+        if self._is_result_pending:
+            self._try(lambda writer: self._write_call(writer, record))
+        self._steps.reset()
         self._inputs, self._local = snapshot.Inputs(), []
 
     @property
     def _is_next_due(self) -> bool:
         return (self._step + 1) % self._every == 0
 
-    def _take_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
-        self._generators = f"{hold.digest_torch_generators(self._subject.module) % 2**64:016x}"
+    def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
+        self._generators = f"{hold.digest_torch_generators(self._target.module) % 2**64:016x}"
         self._local = snapshot.gradients("local_gradients", hold.gradients(grads))
 
-    def _take_call(self, writer: Writer, record: SyncRecord) -> None:
+    def _write_call(self, writer: Writer, record: SyncRecord) -> None:
         row = record.rows[record.rank]
-        if row.took_part:  # else nobody looks at what its gradients hold
+        if row.took_part:  # otherwise the local gradients are not used
             writer.sections(self._step, self._local)
         writer.call(self._step, _facts_of(record, row, self._generators, self._inputs))
-        reduced = hold.gradients_in(self._subject.module, self._subject.ignore)
+        reduced = hold.gradients_in(self._target.module, self._target.ignore)
         writer.sections(self._step, snapshot.gradients("reduced_gradients", reduced))
         writer.flush()
 
-    def _keep_buffers(self, _: Writer) -> None:
-        self._buffers = snapshot.buffers(self._subject.module, self._subject.ignore)
+    def _snapshot_buffers(self, _: Writer) -> None:
+        self._buffers = snapshot.buffers(self._target.module, self._target.ignore)
 
-    def _take_left(self, writer: Writer, *, with_buffers: bool = True) -> None:
-        """What the last step left; buffers only if no forward pass can have changed them since."""
-        if not self._is_owed:
+    def _write_result(self, writer: Writer, *, with_buffers: bool = True) -> None:
+        """Write the result of the last step; without buffers if a forward pass may have changed them since."""
+        if not self._is_result_pending:
             return
-        module, ignore = self._subject.module, self._subject.ignore
+        module, ignore = self._target.module, self._target.ignore
         if self._buffers is None and with_buffers:
             self._buffers = snapshot.buffers(module, ignore)
         writer.sections(self._step, snapshot.left_by_step(module, ignore, self._optimizers, self._steps.settings_of))
         writer.sections(self._step, self._buffers or [])
-        self._is_owed = False
+        self._is_result_pending = False
         writer.flush()
 
-    def _try(self, act: Callable[[Writer], None]) -> None:
-        """The trace is not worth the training: what fails ends the trace alone."""
+    def _try(self, write: Callable[[Writer], None]) -> None:
+        """Call ``write``; a failure ends the trace, and not the training."""
         if self._writer is None:
             return
         try:
             with torch.no_grad():
-                act(self._writer)
-        except Exception as error:  # noqa: BLE001 - whatever a user's tensors, or a disk, may come up with
+                write(self._writer)
+        except Exception as error:  # noqa: BLE001 - tensors of a user, or a disk, may raise anything
             writer, self._writer = self._writer, None
             writer.abandon()
-            why = error.strerror if isinstance(error, OSError) else error_text(error)
+            reason = error.strerror if isinstance(error, OSError) else error_text(error)
             warn(
                 self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "
-                f"written any more ({why})",
+                f"written any more ({reason})",
                 stacklevel=3,
             )
 
     def _environment(self) -> Environment:
-        subject = self._subject
+        target = self._target
         return environment_of(
-            subject.module,
-            subject.synchronizer.settings,
-            subject.group,
+            target.module,
+            target.synchronizer.settings,
+            target.group,
             self._optimizers,
             every=self._every,
             first_step=self._first_step,
@@ -240,21 +248,21 @@ def _path(folder: str | os.PathLike[str]) -> Path:
         raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
     try:
         return Path(folder).expanduser()
-    except RuntimeError as error:  # ~ and no home directory, or ~somebody whom the system does not know
+    except RuntimeError as error:  # ~ without a home directory, or ~name of an unknown user
         raise ValueError(
             f"folder is not usable: got {str(folder)!r}, expected ~ with a known home directory; name the whole path"
         ) from error
 
 
-def _warn_of_strangers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
-    """No error: an optimizer may hold copies of the parameters in another precision, and none of themselves."""
-    own = {id(parameter) for parameter in module.parameters()}
+def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+    """Warn, as an error would be wrong: an optimizer may hold copies of the parameters in another precision only."""
+    of_model = {id(parameter) for parameter in module.parameters()}
     for index, optimizer in enumerate(optimizers):
-        if not any(id(held) in own for group in optimizer.param_groups for held in group["params"]):
-            which = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
+        if not any(id(held) in of_model for group in optimizer.param_groups for held in group["params"]):
+            label = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
             warn(
                 rank,
-                f"{which} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
+                f"{label} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
                 "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
                 "in another precision is right here)",
                 stacklevel=3,
@@ -262,7 +270,7 @@ def _warn_of_strangers(rank: int, optimizers: Sequence[torch.optim.Optimizer], m
 
 
 def _finite(norm: float | None) -> float | None:
-    """The norm that JSON can hold: of finite gradients it may be too large for a float64, and JSON has no infinity."""
+    """The norm, or None for infinity, which JSON lacks: finite gradients may have a norm too large for a float64."""
     return norm if norm is not None and math.isfinite(norm) else None
 
 

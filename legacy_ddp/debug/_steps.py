@@ -1,4 +1,4 @@
-"""Have all optimizers stepped since the last call, and with which settings?"""
+"""Observer of optimizer steps since the last call, with the settings of each step."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,20 +10,20 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._replicas import state as hold
 
 
-class Steps:
-    """Looks on at the steps of some optimizers, between :meth:`watch` and :meth:`release`.
+class OptimizerSteps:
+    """Observes the steps of ``optimizers`` between :meth:`watch` and :meth:`release`.
 
-    ``when_done`` is called at the end of the step by which all of them have stepped.
+    ``on_all_stepped`` is called once all optimizers have stepped since the last :meth:`reset`.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], when_done: Callable[[], object]) -> None:
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], on_all_stepped: Callable[[], object]) -> None:
         self._optimizers = optimizers
-        self._when_done = when_done
+        self._on_all_stepped = on_all_stepped
         self._hooks: list[RemovableHandle] = []
         self._stepped: set[int] = set()
-        # As each step began: a scheduler changes them after it, and a resumed training begins behind that.
+        # As of the beginning of each step: a scheduler changes the settings afterwards.
         self._settings: dict[int, list[hold.Fact]] = {}
-        # Of steps under way: one that calls super().step() begins and ends a second one inside.
+        # Nesting depth of a running step: a step that calls super().step() runs the hooks twice.
         self._depths: dict[int, int] = {}
 
     def watch(self) -> None:
@@ -35,17 +35,17 @@ class Steps:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def start_anew(self) -> None:
-        """Forget who has stepped, and steps that an exception ended."""
+    def reset(self) -> None:
+        """Start counting for the next call; steps ended by an exception are dropped, too."""
         self._stepped.clear()
         self._settings.clear()
         self._depths.clear()
 
     def settings_of(self, optimizer: torch.optim.Optimizer) -> list[hold.Fact]:
-        """The settings of its step since the last call; none if it has not stepped."""
+        """The settings of the optimizer's step since the last call; empty without a step."""
         return self._settings.get(id(optimizer), [])
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         depth = self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1
         if depth == 1:
@@ -54,10 +54,10 @@ class Steps:
                 (name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in facts
             ]
 
-    @internals.leaves_compiled_code
+    @internals.disable_dynamo
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         depth = self._depths[id(optimizer)] = max(0, self._depths.get(id(optimizer), 0) - 1)
         if depth == 0:
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
-                self._when_done()
+                self._on_all_stepped()

@@ -1,17 +1,18 @@
-"""Strategies for Lightning: importing this registers ``legacy_ddp``, ``legacy_ddp_spawn`` and ``legacy_ddp_fork``.
+"""Strategies for Lightning. The import registers ``legacy_ddp``, ``legacy_ddp_spawn`` and ``legacy_ddp_fork``.
 
-For the package ``lightning``; classes of ``pytorch_lightning`` are others, and their Trainer takes no strategy of ours.
+For the package ``lightning`` only: the Trainer of ``pytorch_lightning`` has different classes and accepts none of these
+strategies. No room imports this folder. It imports the wrapper, settings and errors.
 """
 
 try:
     from lightning.fabric import strategies as _of_fabric
     from lightning.pytorch import strategies as _of_trainer
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "lightning":  # one of its own requirements
+    if (error.name or "").partition(".")[0] != "lightning":  # a requirement of lightning is missing
         raise
     raise ImportError(
         "legacy_ddp.lightning needs the package lightning, 2.4 or newer, and it is not installed (pytorch_lightning is "
-        "another one); run: pip install 'legacy_ddp[lightning]'"
+        "a different package); run: pip install 'legacy_ddp[lightning]'"
     ) from error
 
 from legacy_ddp.lightning._fabric import LegacyDDPFabricStrategy

@@ -1,4 +1,4 @@
-"""Which arguments does a strategy not take, and what to do instead?"""
+"""Arguments that a strategy does not take, each with the alternative."""
 
 from legacy_ddp import _unsupported
 
@@ -23,7 +23,7 @@ INSTEAD = {
     "model_averaging_period": "with Fabric average in the loop: backward and step inside fabric.no_backward_sync()",
     "output_device": _DEVICE,
     "process_group": _GROUP,
-    "reproducible": "it needs the number of items in every step, which Lightning's loop does not tell; "
+    "reproducible": "it needs the number of items in every step, which Lightning's loop does not pass on; "
     "wrap the model in a loop of your own, as docs/reproducible.md does",
     "world_size": "use devices= and num_nodes= of the Trainer or of Fabric",
 }

@@ -12,44 +12,45 @@ from torch import nn
 
 from legacy_ddp._errors import LostPeerError
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.lightning._ending import end_children
-from legacy_ddp.lightning._wrapping import Wrapping
+from legacy_ddp.lightning._mixin import StrategyMixin
+from legacy_ddp.lightning._shutdown import end_children
 
 
-class LegacyDDPFabricStrategy(Wrapping, DDPStrategy):
+class LegacyDDPFabricStrategy(StrategyMixin, DDPStrategy):
     """Fabric's DDPStrategy with :class:`legacy_ddp.LegacyDistributedDataParallel` in place of torch DDP.
 
-    ``fabric.backward(loss)`` ends with ``all_reduce()``, which does nothing inside ``fabric.no_backward_sync()``. Of
-    several models it reduces those that this backward, or one since their last call, reached; ``model=`` says which.
+    ``fabric.backward(loss)`` ends with ``all_reduce()``, which does nothing inside ``fabric.no_backward_sync()``. With
+    several models ``all_reduce()`` runs for every model that a backward has reached since the model's last call;
+    ``model=`` names a single model.
 
     Args:
-        buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: the wrapper's.
-            ``checks`` are told of the GradScaler of ``precision="16-mixed"``.
-        find_unused_parameters: accepted and without effect: a parameter that no rank used needs no search.
-        kwargs: those that Fabric's DDPStrategy names: ``accelerator``, ``parallel_devices``, ``cluster_environment``,
+        buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: as for the
+            wrapper. ``checks`` use the GradScaler of ``precision="16-mixed"``.
+        find_unused_parameters: accepted and without effect: unused parameters need no search.
+        kwargs: arguments of Fabric's DDPStrategy: ``accelerator``, ``parallel_devices``, ``cluster_environment``,
             ``checkpoint_io``, ``precision``, ``process_group_backend``, ``timeout`` (of the process group) and
             ``start_method``.
 
     Raises:
-        TypeError: an argument of torch DDP alone, of nobody, or of the wrong type.
+        TypeError: an argument is unknown, only for torch DDP, or of the wrong type.
         ValueError: an unusable value.
     """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._backward_sync_control = _SyncControl()
-        # In the order of their set-up, which ranks share; a set of references has an order of its own on each.
+        # In the order of set-up, which is the same on all ranks; a set would have a different order on each rank.
         self._wrapped: list[weakref.ref[LegacyDistributedDataParallel]] = []
 
     def setup_module(self, module: nn.Module) -> LegacyDistributedDataParallel:  # type: ignore[override]  # no torch DDP
-        """Wrap. Collective."""
+        """The wrapped module. Collective."""
         with self._ending_children():
             wrapper = self._wrap(module, getattr(self.precision, "scaler", None))
         self._wrapped.append(weakref.ref(wrapper))
         return wrapper
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Run backward, then ``all_reduce()`` of ``module``, or of what it reached. Collective."""
+        """Run backward, then ``all_reduce()`` of ``module``, or of the models with new gradients. Collective."""
         super().backward(tensor, module, *args, **kwargs)
         with self._ending_children():
             for wrapper in self._to_reduce(module):
@@ -58,24 +59,26 @@ class LegacyDDPFabricStrategy(Wrapping, DDPStrategy):
     def broadcast_buffers(self) -> None:
         """Collective: give every rank the buffers of rank 0, for instance before evaluation.
 
-        Nothing else does: BatchNorm statistics drift apart.
+        Without this call the BatchNorm statistics of the ranks drift apart.
         """
         with self._ending_children():
             for wrapper in self._alive():
                 wrapper.broadcast_buffers()
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """State of the module itself: keys without a prefix."""
+        """State of the wrapped module: keys without a prefix."""
         return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load into the module itself."""
+        """Load into the wrapped module."""
         super().load_module_state_dict(_unwrapped(module), dict(state_dict), strict)
 
     def _to_reduce(self, module: nn.Module | None) -> list[LegacyDistributedDataParallel]:
-        """Of one model every backward is reduced, so that a rank whose loss did not reach it counts as zeros.
+        """The wrappers to reduce after a backward.
 
-        Of several, one that is out of use may be garbage that one rank has collected and another has not.
+        A single model is always reduced: if the loss of a rank did not reach the model, the rank counts as zeros. With
+        several models only models with new gradients are reduced: a model out of use may be garbage-collected on some
+        ranks and not on others.
         """
         if isinstance(module, LegacyDistributedDataParallel):
             return [module]
@@ -88,7 +91,7 @@ class LegacyDDPFabricStrategy(Wrapping, DDPStrategy):
 
     @contextmanager
     def _ending_children(self) -> Iterator[None]:
-        """When a rank is lost: end those launched from here. Fabric has no other place for it."""
+        """End the launched ranks when a rank is lost. Fabric has no callback for errors."""
         try:
             yield
         except LostPeerError:
@@ -97,7 +100,7 @@ class LegacyDDPFabricStrategy(Wrapping, DDPStrategy):
 
 
 class _SyncControl(_BackwardSyncControl):
-    """What ``fabric.no_backward_sync()`` asks."""
+    """The implementation of ``fabric.no_backward_sync()``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """The wrapper's ``no_sync()``, if ``enabled``."""

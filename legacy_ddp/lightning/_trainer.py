@@ -11,29 +11,29 @@ from torch import nn
 from legacy_ddp._errors import LostPeerError
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.lightning._ending import end_children
-from legacy_ddp.lightning._wrapping import Wrapping
+from legacy_ddp.lightning._mixin import StrategyMixin
+from legacy_ddp.lightning._shutdown import end_children
 
 
-class LegacyDDPStrategy(Wrapping, DDPStrategy):
+class LegacyDDPStrategy(StrategyMixin, DDPStrategy):
     """Lightning's DDPStrategy with :class:`legacy_ddp.LegacyDistributedDataParallel` in place of torch DDP.
 
-    ``all_reduce()`` follows every backward pass whose gradients are about to be used: before ``on_after_backward``,
-    unscaling and clipping, and not while Lightning accumulates. Rank 0's buffers are sent before validation and at the
-    end of training, as torch DDP sends them in every forward. ``trainer.model`` is the wrapper while ``fit`` runs;
-    ``record`` is what its last call returned, None before the first.
+    ``all_reduce()`` follows every backward pass, except while Lightning accumulates. It runs before
+    ``on_after_backward``, unscaling and clipping. Rank 0's buffers are sent before validation and at the end of
+    training; torch DDP sends them in every forward. ``trainer.model`` is the wrapper while ``fit`` runs; ``record`` is
+    the result of the last ``all_reduce()``, None before the first call.
 
     Args:
-        buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: the wrapper's.
-            ``checks`` are told of the GradScaler of ``precision="16-mixed"``.
-        find_unused_parameters: accepted and without effect: a parameter that no rank used needs no search.
-        kwargs: those that Lightning's DDPStrategy names: ``accelerator``, ``parallel_devices``,
+        buffer_size, init_sync, gradient_as_bucket_view, reduce_dtype, ignore, checks, timeout_seconds: as for the
+            wrapper. ``checks`` use the GradScaler of ``precision="16-mixed"``.
+        find_unused_parameters: accepted and without effect: unused parameters need no search.
+        kwargs: arguments of Lightning's DDPStrategy: ``accelerator``, ``parallel_devices``,
             ``cluster_environment``, ``checkpoint_io``, ``precision_plugin``, ``ddp_comm_state``, ``ddp_comm_hook``,
             ``ddp_comm_wrapper``, ``model_averaging_period``, ``process_group_backend``, ``timeout`` (of the process
             group) and ``start_method``.
 
     Raises:
-        TypeError: an argument of torch DDP alone, of nobody, or of the wrong type.
+        TypeError: an argument is unknown, only for torch DDP, or of the wrong type.
         ValueError: an unusable value.
     """
 
@@ -44,7 +44,7 @@ class LegacyDDPStrategy(Wrapping, DDPStrategy):
             raise TypeError(f"ddp_comm_hook is not callable: got {self._ddp_comm_hook!r}, expected hook(state, bucket)")
         if self._ddp_comm_hook is None and (self._ddp_comm_state is not None or self._ddp_comm_wrapper is not None):
             raise ValueError(
-                "ddp_comm_hook is missing: got None, and a ddp_comm_state or ddp_comm_wrapper; pass all of it"
+                "ddp_comm_hook is missing: got None, and a ddp_comm_state or ddp_comm_wrapper; pass the hook, too"
             )
 
     def backward(
@@ -52,8 +52,9 @@ class LegacyDDPStrategy(Wrapping, DDPStrategy):
     ) -> torch.Tensor:
         """Run backward, then ``all_reduce()``, which does nothing while Lightning accumulates. Collective.
 
-        Between the two halves of Lightning's own: later than that the gradients would be unscaled or clipped before
-        they are reduced, and ranks part; and ``on_after_backward`` would see those of one rank.
+        The call is between the two halves of Lightning's own ``backward()``. After the second half gradients would be
+        unscaled and clipped before the reduction, so that ranks diverge, and ``on_after_backward`` would see gradients
+        of a single rank.
         """
         precision, module = self.precision_plugin, self.lightning_module
         if module is None:
@@ -84,13 +85,13 @@ class LegacyDDPStrategy(Wrapping, DDPStrategy):
         self._broadcast_buffers()
 
     def on_exception(self, exception: BaseException) -> None:
-        """When a rank is lost: end those that this process launched as scripts; one that hangs would outlive it."""
+        """End the ranks launched by this process as scripts when a rank is lost: a rank that hangs would live on."""
         super().on_exception(exception)
         if isinstance(exception, LostPeerError):
             end_children(self._launcher)
 
     def teardown(self) -> None:
-        """Unwrap, then what Lightning does."""
+        """Unwrap, then do the teardown of Lightning."""
         module = self.lightning_module
         if module is not None and isinstance(self.model, LegacyDistributedDataParallel):
             self.connect(module)

@@ -1,4 +1,4 @@
-"""What happens when ranks disagree? The same clear error on every rank, gradients untouched, training goes on."""
+"""Disagreement of ranks: the same clear error on every rank, gradients untouched, training continues."""
 
 from functools import partial
 from typing import Any
@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._agreement.agree import find_other_meaning
-from legacy_ddp._agreement.header import Flag, Header, Part
+from legacy_ddp._agreement.header import Flag, Header, Participation
+from legacy_ddp._agreement.mismatch import find_other_meaning
 from legacy_ddp._transport.operation import Operation
 from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
@@ -57,11 +57,11 @@ def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up() -> None:
 _EVIDENCE = {
     "an extra call": (
         Header(flags=Flag.REPEAT),
-        Header(part=Part.SAMPLES, sample_size=4, micro_batches=1),
+        Header(participation=Participation.SAMPLES, sample_size=4, micro_batches=1),
     ),
     "a skipped call": (
-        Header(part=Part.SAMPLES, sample_size=8, micro_batches=2, leaves=2, flags=Flag.STEPPED),
-        Header(part=Part.SAMPLES, sample_size=4, micro_batches=1, leaves=1),
+        Header(participation=Participation.SAMPLES, sample_size=8, micro_batches=2, leaves=2, flags=Flag.STEPPED),
+        Header(participation=Participation.SAMPLES, sample_size=4, micro_batches=1, leaves=1),
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Is the right rank blamed, by all and with one text, when several things happen at once?"""
+"""Attribution when several faults happen at once: the right rank, with the same text on all ranks."""
 
 import logging
 import os
@@ -85,7 +85,7 @@ def _outlives(rank: int, folder: str) -> list[str]:
 def test_the_only_neighbour_of_a_killed_rank_says_so_once_though_it_loses_two_connections(tmp_path: Path) -> None:
     said = run_ranks(_outlives, 2, str(tmp_path), lost=(1,))[0]
 
-    assert len([line for line in said if line.startswith("rank 1 ended without a word")]) <= 1
+    assert len([line for line in said if line.startswith("rank 1 ended unexpectedly")]) <= 1
 
 
 # A rank leaves the call and lives on

@@ -1,4 +1,4 @@
-"""One rank does what the others do not: is it named on all, with nothing harmed? And are all free to do the same?"""
+"""A fault of a single rank is named on all ranks without harm; the same action on all ranks is allowed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Exceptions that say anything at all, on one rank: what the others get to know of them."""
+"""Exceptions with unusual texts on a single rank, and the report of them on the other ranks."""
 
 import ast
 import sys
@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._watchdog import HERE, USER_CODE
+from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.report_file import ReportFile
 from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
@@ -182,8 +182,8 @@ def _frame_of(filename: str) -> str:
     """What this process says of the frame of a function ``work`` in such a file."""
     found: dict[str, Any] = {}
     exec(compile(ast.parse("def work(look):\n    return look()"), filename, "exec"), found)
-    HERE.enter(USER_CODE)
-    (frame,) = (frame for frame in found["work"](HERE.sample).stack if frame.endswith(" in work"))
+    process_activity.enter(USER_CODE)
+    (frame,) = (frame for frame in found["work"](process_activity.sample).stack if frame.endswith(" in work"))
     return str(frame)
 
 

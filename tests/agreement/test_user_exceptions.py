@@ -1,4 +1,4 @@
-"""What if the user's own code raises on one rank: does training go on, or end, on all ranks in step?"""
+"""Exceptions in user code on a single rank: training continues or ends on all ranks alike."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Do the pages hold the tables that the results make, and is a table what its numbers say?"""
+"""The tables of benchmarks/README.md: made from the results, and complete."""
 
 import importlib
 import json
@@ -34,9 +34,9 @@ def _table(*columns: Any, file: str = "some.json", rows: dict[str, dict[str, str
     return tables.Table(file, "times", columns, rows)
 
 
-@pytest.mark.parametrize("page", ["README.md", "benchmarks/README.md"])
-def test_a_page_holds_what_the_results_say(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_holds_what_the_results_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
 
     assert tables.fill(text, tables.TABLES) == text, "run: python benchmarks/tables.py --write"
 

@@ -1,4 +1,4 @@
-"""Large gradients move to their slots during backward. Is what they leave free, and is nobody else's tensor touched?"""
+"""Moves of large gradients to their slots during backward: memory becomes free, and no kept tensor changes."""
 
 import gc
 import sys
@@ -302,7 +302,7 @@ def _do_each(rank: int) -> dict[str, Facts]:
     return facts
 
 
-def test_no_backward_writes_to_what_somebody_else_holds() -> None:
+def test_no_backward_writes_to_memory_held_elsewhere() -> None:
     (facts,) = run_ranks(_do_each, 1)
 
     assert [name for name, found in facts.items() if not all(found)] == []

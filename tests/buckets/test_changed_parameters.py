@@ -1,4 +1,4 @@
-"""Does the next call follow parameters that changed after wrapping?"""
+"""Calls after the parameters changed: the next call uses the new parameters."""
 
 from collections.abc import Callable
 from typing import Any

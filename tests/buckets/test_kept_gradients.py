@@ -80,7 +80,7 @@ def test_a_loop_variable_left_over_makes_calls_take_turns_in_two_flat_tensors() 
     assert places[0] != places[1]
 
 
-def test_the_second_flat_tensor_goes_when_nobody_keeps_a_gradient_any_more() -> None:
+def test_the_second_flat_tensor_goes_when_no_gradient_is_kept_any_more() -> None:
     net = nn.Linear(200, 100)
     model = LegacyDistributedDataParallel(net)
     _step(model, 1.0)

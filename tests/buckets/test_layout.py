@@ -1,11 +1,12 @@
-"""Does every gradient get the same place on every rank that holds the same names?"""
+"""Layouts: every gradient has the same place on every rank with the same names."""
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from legacy_ddp._buckets.layout import Bucket, Layout, Slot, cut_runs, distinct, plan_layout
+from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.layout import Bucket, Layout, Slot, cut_runs, plan_layout
 from legacy_ddp._settings import Settings
 
 
@@ -72,7 +73,7 @@ def test_settings_that_ranks_must_share_show_in_the_fingerprint() -> None:
     assert len(prints) == 3
 
 
-def test_devices_are_told_apart_by_order_and_not_by_index() -> None:
+def test_devices_are_numbered_by_order_and_not_by_index() -> None:
     def layout(first: int) -> Layout:
         with FakeTensorMode():  # torch's own stand-in for tensors on devices that this machine lacks
             devices = [f"cuda:{first}", f"cuda:{first + 1}", f"cuda:{first}"]

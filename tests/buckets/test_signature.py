@@ -1,4 +1,4 @@
-"""Is every change of the parameters noticed that a plan depends on, and nothing else taken for one?"""
+"""Signatures: every change of the parameters that a plan depends on is noticed, and no other change."""
 
 from collections.abc import Callable
 
@@ -59,7 +59,7 @@ def test_change_is_noticed(name: str) -> None:
 
     CHANGES[name](named)
 
-    assert not signature.fits(*_columns(named))
+    assert not signature.matches(*_columns(named))
 
 
 MOMENTS: dict[str, Callable[[], object]] = {
@@ -77,10 +77,10 @@ def test_same_parameters_at_another_moment_are_the_same(name: str) -> None:
     signature = Signature(*_columns(named))
 
     with MOMENTS[name]():  # type: ignore[attr-defined]
-        assert signature.fits(*_columns(named))
-        assert signature.fits(*_columns(named))
-        assert not signature.fits(*_columns(_named()))
-    assert signature.fits(*_columns(named))
+        assert signature.matches(*_columns(named))
+        assert signature.matches(*_columns(named))
+        assert not signature.matches(*_columns(_named()))
+    assert signature.matches(*_columns(named))
 
 
 def test_values_gradients_and_versions_do_not_matter() -> None:
@@ -92,29 +92,29 @@ def test_values_gradients_and_versions_do_not_matter() -> None:
     named[0][1].sum().backward()
     named[1][1].data = torch.zeros(3)
 
-    assert signature.fits(*_columns(named))
+    assert signature.matches(*_columns(named))
 
 
 def test_lazy_parameter_that_gets_its_shape_is_a_change_and_one_that_does_not_hides_none() -> None:
     lazy = UninitializedParameter()
     named = [*_named(), ("lazy", lazy)]
     signature = Signature(*_columns(named))
-    assert signature.fits(*_columns(named))
+    assert signature.matches(*_columns(named))
 
     lazy.materialize((2,))
-    assert not signature.fits(*_columns(named))
+    assert not signature.matches(*_columns(named))
 
     named = [*_named(), ("lazy", UninitializedParameter())]
     signature = Signature(*_columns(named))
     named[0][1].requires_grad_(False)
-    assert not signature.fits(*_columns(named))
+    assert not signature.matches(*_columns(named))
 
 
 def test_no_parameters_at_all() -> None:
     signature = Signature([], [])
 
-    assert signature.fits([], [])
-    assert not signature.fits(*_columns(_named()))
+    assert signature.matches([], [])
+    assert not signature.matches(*_columns(_named()))
 
 
 def test_tied_parameters_are_compared_as_quickly_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,4 +122,4 @@ def test_tied_parameters_are_compared_as_quickly_as_others(monkeypatch: pytest.M
     signature = Signature(*_columns(named))
     monkeypatch.setattr(signature_module, "_facts", lambda _: pytest.fail("asked each parameter for everything"))
 
-    assert signature.fits(*_columns(named))
+    assert signature.matches(*_columns(named))

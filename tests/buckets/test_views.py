@@ -1,4 +1,4 @@
-"""Gradients are views of one flat tensor. Does anybody's view ever show numbers that are not its own?"""
+"""Gradients as views of one flat tensor: no view ever shows numbers of another gradient."""
 
 import copy
 import io
@@ -468,5 +468,5 @@ def _steady_addresses(rank: int) -> int:
 
 
 def test_the_transport_s_own_hold_on_the_memory_does_not_cost_a_fresh_flat_tensor() -> None:
-    # gloo's worker let go of what it carried up to 30 ms after the wait; one call in five then packed anew.
+    # A thread of gloo keeps a sent tensor for up to 30 ms after the wait; one call in five then took fresh memory.
     assert run_ranks(_steady_addresses, 2) == [1, 1]

@@ -1,4 +1,4 @@
-"""Do all ranks end with the gradients that one process, holding all of them, would compute?"""
+"""Gradients after all_reduce() equal the gradients of one process with the data of all ranks."""
 
 import math
 import warnings
@@ -81,7 +81,7 @@ def _records(all_parts: Sequence[Sequence[Part]], rank: int) -> list[tuple[bool,
     return results
 
 
-def test_gradients_become_none_when_nobody_takes_part() -> None:
+def test_gradients_become_none_when_no_rank_takes_part() -> None:
     parts: list[list[Part]] = [[SKIP, SKIP], [{"sample_size": 0}] * 2, [SKIP, {"sample_size": 0}]]
     for all_none, record in chain(*run_ranks(partial(_records, parts), 2)):
         assert all_none
@@ -89,7 +89,7 @@ def test_gradients_become_none_when_nobody_takes_part() -> None:
         assert record.skipped_ranks == (0, 1)
 
 
-def test_record_tells_what_was_divided_by() -> None:
+def test_record_holds_the_divisor() -> None:
     parts: list[list[Part]] = [[{"sample_size": 3}, SKIP, {"sample_size": 4}], [SKIP, {}, {}]]
     for (none, weighted), (_, plain) in run_ranks(partial(_records, parts), 3):
         assert not none
@@ -98,7 +98,7 @@ def test_record_tells_what_was_divided_by() -> None:
         assert (plain.skipped, plain.sample_size, plain.divisor, plain.skipped_ranks) == (False, None, 2, (0,))
 
 
-def test_what_a_rank_without_a_part_holds_does_not_matter() -> None:
+def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
     useless: Grads = [torch.tensor([math.nan, math.inf]), sparse_of([1], torch.ones(1), 2), None, torch.ones(2)]
     useful: Grads = [*[torch.full((2,), 4.0)] * 3, None]
     parts: dict[str, list[Part]] = {"skip": [SKIP, {}], "0": [{"sample_size": 0}, {"sample_size": 2}]}
@@ -128,7 +128,7 @@ def _skip_with_anything(rank: int) -> bool:
     return wrap_module([torch.zeros(2)]).all_reduce(sample_size=-1, skip=True).skipped
 
 
-def test_sample_size_is_not_looked_at_with_skip() -> None:
+def test_sample_size_is_ignored_with_skip() -> None:
     assert run_ranks(_skip_with_anything, 1) == [True]
 
 

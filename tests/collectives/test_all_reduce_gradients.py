@@ -1,4 +1,4 @@
-"""Does all_reduce_gradients() do what the method does, and keep nothing alive?"""
+"""all_reduce_gradients(): same results as the method, and nothing kept alive."""
 
 import gc
 import weakref

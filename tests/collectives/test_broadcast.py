@@ -1,4 +1,4 @@
-"""Does every rank hold the source's bits after a broadcast, and its own after an error?"""
+"""Broadcast: every rank holds the bits of the source, and after an error its own bits."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a process ends that leaves a collective of a communication hook behind."""
+"""Exit of a process with a pending collective of a communication hook."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_a_process_ends_after_the_collectives_that_its_hook_began() -> None:
 
 def test_the_wait_for_a_collective_that_never_ends_is_as_long_as_the_timeout() -> None:
     start = time.monotonic()
-    pending.end_before_exit([threading.Event()], 0.2)
+    pending.wait_before_exit([threading.Event()], 0.2)
     pending._wait()
     pending._pending.clear()
 

@@ -1,4 +1,4 @@
-"""Is a communication hook that goes wrong an error on all ranks, and does it leave gradients as they were?"""
+"""Faults of communication hooks: the same error on all ranks, and unchanged gradients."""
 
 import os
 import signal
@@ -264,7 +264,7 @@ def _nonsense_alone(rank: int) -> Any:
     return error_of(model.all_reduce)
 
 
-def test_a_rank_whose_hook_returns_nonsense_without_the_others_collective_is_named_with_what_it_returned() -> None:
+def test_a_rank_whose_hook_returns_nonsense_without_the_others_collective_is_named_with_the_result() -> None:
     for kind, text in run_ranks(_nonsense_alone, 3, lost=(0, 1, 2), survivors_exit=False):
         assert kind in ("SyncTimeoutError", "PeerLostError")
         assert (
@@ -294,7 +294,7 @@ def test_the_stack_of_a_rank_that_sleeps_in_its_hook_leads_to_the_line() -> None
     assert " in hook" in stacks
 
 
-def test_futures_that_never_come_on_any_rank_are_not_blamed_on_the_network() -> None:
+def test_futures_that_never_come_on_any_rank_are_not_attributed_to_the_network() -> None:
     for _, ranks, text, _ in run_ranks(partial(_silent_hook, silent={0, 1}), 2):
         assert ranks == ()
         assert "hook did not finish within 1 s; no rank is missing, every rank is in its communication hook" in text

@@ -1,4 +1,4 @@
-"""What does a communication hook get to see, and what becomes of what it returns?"""
+"""Communication hooks: the bucket that a hook gets, and the use of its result."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Do torch's communication hooks do here what they do under torch DDP?"""
+"""torch's communication hooks: the same results as under torch DDP."""
 
 import pickle
 import warnings

@@ -1,4 +1,4 @@
-"""Does the mean of any dtype, shape and strides come out right?"""
+"""The mean of gradients of any dtype, shape and strides."""
 
 from functools import partial
 from itertools import product
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._collectives.reduce import split_divisor
+from legacy_ddp._collectives.dense import split_divisor
 from tests.helpers.cases import (
     DTYPES,
     Case,

@@ -1,4 +1,4 @@
-"""A wrapper that did not come about leaves nothing on the module."""
+"""A failed construction leaves nothing on the module."""
 
 from collections.abc import Callable
 from functools import partial
@@ -62,5 +62,5 @@ def _construct_again(rank: int) -> bool:
     return caught.value.ranks == ()
 
 
-def test_a_second_wrapper_is_not_judged_by_what_the_first_was_told() -> None:
+def test_a_second_wrapper_does_not_use_the_settings_of_the_first() -> None:
     assert run_ranks(_construct_again, 2) == [True, True]

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of steps: does join() do what torch DDP's does, and is what would hang an error?"""
+"""Ranks with different numbers of steps: join() as under torch DDP, and errors in place of hangs."""
 
 import os
 import signal
@@ -215,7 +215,7 @@ def _other_collectives(rank: int) -> list[Any]:
     return said
 
 
-def test_what_those_who_left_would_miss_is_an_error_inside_and_behind_it_none() -> None:
+def test_a_collective_without_the_ranks_that_left_is_an_error_inside_the_block_only() -> None:
     for said in run_ranks(_other_collectives, 2):
         for kind, text in said:
             assert kind == "LegacyDDPError"
@@ -318,7 +318,7 @@ def _all_skip(rank: int) -> list[Any]:
     return found
 
 
-def test_where_nobody_takes_part_those_who_left_count_nothing_either() -> None:
+def test_where_no_rank_takes_part_ranks_that_left_do_not_count_either() -> None:
     assert run_ranks(_all_skip, 2) == [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]]
 
 
@@ -370,7 +370,7 @@ def _diverging(rank: int) -> Any:
     return None
 
 
-def test_weights_that_part_among_those_that_still_step_are_one() -> None:
+def test_weights_that_differ_among_ranks_that_still_step_are_a_divergence() -> None:
     seen = run_ranks(_diverging, 4)
     assert len(set(seen)) == 1
     ranks, text = seen[0]
@@ -389,7 +389,7 @@ def _reproducible(rank: int) -> list[Any]:
     return found
 
 
-def test_who_left_counts_as_zeros_where_sums_are_reproducible() -> None:
+def test_ranks_that_left_count_as_zeros_where_sums_are_reproducible() -> None:
     assert run_ranks(_reproducible, 2) == [[[3.0]], [[3.0], [3.0]]]
 
 

@@ -1,4 +1,4 @@
-"""Is a NaN named on every rank before it leaves the one that holds it, and is nobody else's work called wrong?"""
+"""Non-finite gradients: error or warning on every rank before the exchange, with the right ranks and parameters."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ from legacy_ddp import (
     NonFiniteGradientError,
     all_reduce_gradients,
 )
-from legacy_ddp._collectives.nonfinite import Damage, describe_damage
+from legacy_ddp._collectives.nonfinite import NonFinite, describe_nonfinite
 from legacy_ddp._collectives.pack import norm_of
 from tests.helpers import logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
@@ -268,12 +268,12 @@ def _switched_off(rank: int) -> list[Said]:
     return said
 
 
-def test_nothing_is_said_by_default_and_with_checks_off() -> None:
+def test_no_warning_by_default_and_with_checks_off() -> None:
     assert run_ranks(_switched_off, 2) == [[None] * 3] * 2
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_environment_rules_the_policy_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
     model = wrap(checks=Checks(nonfinite="raise"))
     add_gradients(model, INF)
@@ -287,7 +287,7 @@ def _function(rank: int) -> list[bool | None]:
     return [row.finite for row in all_reduce_gradients(model).rows]
 
 
-def test_the_function_reduces_what_is_there_and_the_record_tells_whose_it_was() -> None:
+def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank() -> None:
     assert run_ranks(_function, 2) == [[True, False]] * 2
 
 
@@ -320,7 +320,7 @@ def test_warnings_come_on_every_rank_when_a_streak_begins_at_the_caller_s_line()
     ]
     assert first[0][3] == (
         f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n"
-        "every rank gets them now (said once until all are finite again); see\n"
+        "every rank gets them now (warned once until all are finite again); see\n"
         "  legacy_ddp.Checks(nonfinite=...) to stop here instead"
     )
 
@@ -451,11 +451,11 @@ def _other_scaler_on(odd: int, which: str, rank: int) -> Said:
         (2, "disabled", "no GradScaler is enabled on rank 2: not all ranks would skip this step"),
         (2, "at 1", "the GradScaler's scale is 1: to skip this step would not help"),
         (0, "at infinity", "the GradScaler's scale is inf: to skip this step would not help"),
-        (1, "broken", "rank 1: looking failed: LookupError: no scale here\nnothing changed"),
-        (2, "broken", "rank 1: 'weight': 2 inf of 2\n  rank 2: looking failed: LookupError: no scale here\nnothing"),
+        (1, "broken", "rank 1: inspection failed: LookupError: no scale here\nnothing changed"),
+        (2, "broken", "rank 1: 'weight': 2 inf of 2\n  rank 2: inspection failed: LookupError: no scale here\nnothing"),
     ],
 )
-def test_one_rank_without_an_excuse_makes_it_an_error_on_all(odd: int, which: str, words: str) -> None:
+def test_one_rank_without_a_scaler_overflow_makes_it_an_error_on_all(odd: int, which: str, words: str) -> None:
     first, *others = run_ranks(partial(_other_scaler_on, odd, which), 3)
 
     assert others == [first] * 2
@@ -483,7 +483,7 @@ def test_a_deep_copy_shares_the_scaler_and_a_pickle_leaves_it_out_even_in_the_mi
 
 
 @pytest.mark.parametrize("scaler", [65536.0, torch.amp.GradScaler, object()])
-def test_what_is_no_scaler_is_refused(scaler: Any) -> None:
+def test_an_object_that_is_no_scaler_is_refused(scaler: Any) -> None:
     with pytest.raises(TypeError, match=r"^checks: grad_scaler is not usable: got .*, expected a torch\.amp\.G"):
         Checks(grad_scaler=scaler)
 
@@ -491,16 +491,16 @@ def test_what_is_no_scaler_is_refused(scaler: Any) -> None:
 # The text
 
 
-def _damage(names: int, *, present: int = 100, weights: int = 0) -> Damage:
+def _details(names: int, *, present: int = 100, weights: int = 0) -> NonFinite:
     counts = {f"blocks.{i}.attention.weight": (i + 1, 0, 64) for i in range(min(names, 5))}
-    return Damage(counts, names, present, [f"w{i}" for i in range(min(weights, 5))], weights)
+    return NonFinite(counts, names, present, [f"w{i}" for i in range(min(weights, 5))], weights)
 
 
-def test_the_text_is_capped_groups_ranks_that_say_the_same_and_fits_in_80_columns() -> None:
-    fine = Damage({})
-    damages = [fine, _damage(7), fine, _damage(7), _damage(100, weights=9), Damage({"a": (1, 2, 9)}, 1, 1)]
+def test_the_text_is_capped_groups_ranks_with_equal_details_and_fits_in_80_columns() -> None:
+    fine = NonFinite({})
+    found = [fine, _details(7), fine, _details(7), _details(100, weights=9), NonFinite({"a": (1, 2, 9)}, 1, 1)]
 
-    text = describe_damage("all_reduce() call 41", [1, 3, 4, 5], damages, stops=True)
+    text = describe_nonfinite("all_reduce() call 41", [1, 3, 4, 5], found, stops=True)
 
     assert text == (
         "all_reduce() call 41: non-finite gradients, found before they were exchanged:\n"
@@ -536,12 +536,12 @@ def test_five_parameters_are_named_and_the_others_counted() -> None:
     )
 
 
-def test_hundreds_of_ranks_that_all_say_something_else_are_cut_short() -> None:
-    damages = [Damage({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
+def test_the_text_of_hundreds_of_ranks_with_different_details_is_capped() -> None:
+    found = [NonFinite({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
 
-    lines = describe_damage("all_reduce() call 1", range(300), damages, stops=True).splitlines()
+    lines = describe_nonfinite("all_reduce() call 1", range(300), found, stops=True).splitlines()
 
-    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 ranks more, each with others"]
+    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 more ranks, each with different details"]
     assert len(lines) < 20
 
 

@@ -1,4 +1,4 @@
-"""What can be seen of a wrapper and its calls: print(model), on_sync(), log records, the profiler's ranges?"""
+"""Observation of a wrapper and its calls: print(model), on_sync(), log records, profiler ranges."""
 
 import contextlib
 import io
@@ -42,7 +42,7 @@ def test_print_shows_layout_bytes_group_and_checks() -> None:
             "  buffer_size=5, checks=Checks(uneven='allow')",
             "  (module): ParameterList(",
         ]
-        assert "group: none to be had" in afterwards
+        assert "group: none available" in afterwards
 
 
 @pytest.mark.usefixtures("alone")
@@ -156,9 +156,9 @@ def test_the_profiler_shows_phases_and_buckets_by_name(hooked: bool, ranges: set
         assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
 
 
-# --- docs/seeing.md ---------------------------------------------------------------------------------------------------
+# --- docs/logging.md --------------------------------------------------------------------------------------------------
 
-PAGE = (ROOT / "docs" / "seeing.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
 TENSORBOARD, WANDB, LOG, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
@@ -229,6 +229,6 @@ def _printed_in_the_page(rank: int) -> str:
     return repr(LegacyDistributedDataParallel(nn.Linear(10, 1)))
 
 
-def test_the_page_shows_what_print_says() -> None:
+def test_the_page_shows_the_output_of_print() -> None:
     shown = run_ranks(_printed_in_the_page, 2)[0]
     assert "".join(f"    {line}\n" for line in shown.splitlines()) in PAGE

@@ -1,4 +1,4 @@
-"""In how many collectives does a bucket travel, and is every element divided once?"""
+"""Number of collectives per bucket; every element is divided once."""
 
 from functools import partial
 from typing import Any
@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._collectives import reduce
+from legacy_ddp._collectives import dense
 from legacy_ddp._transport.call import Call
 from tests.helpers.ranks import run_ranks
 
 
 def _reduce_once(smallest_bytes: int, numel: int, options: dict[str, Any], rank: int) -> tuple[int, int, list[float]]:
     """Collectives besides that of the headers, bytes handed over, and the mean of ones and threes."""
-    reduce.SMALLEST_PIECE_BYTES = smallest_bytes
+    dense.SMALLEST_PIECE_BYTES = smallest_bytes
     net = nn.ParameterList([nn.Parameter(torch.zeros(numel - 2)), nn.Parameter(torch.zeros(2))])
     wrapped = LegacyDistributedDataParallel(net, checks="off", **options)
     for parameter in net:

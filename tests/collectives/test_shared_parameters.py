@@ -1,4 +1,4 @@
-"""Parameters that two calls have in common: sample_size divides them once, or the second call refuses."""
+"""Parameters of two calls: sample_size divides them once, or the second call refuses."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +97,7 @@ def test_a_tied_weight_in_one_call_has_the_gradient_of_the_joined_batch() -> Non
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("form", FORMS)
-def test_calls_that_share_a_weight_are_free_to_go_on_where_nothing_is_divided_twice(form: str) -> None:
+def test_calls_that_share_a_weight_succeed_where_nothing_is_divided_twice(form: str) -> None:
     encoder, decoder = _tied()
     first, second = FORMS[form](encoder, decoder)
     for _ in range(2):
@@ -158,7 +158,7 @@ def test_gradients_assigned_by_hand_are_no_second_division_after_a_layer_was_fro
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_gradient_written_by_hand_into_one_that_was_divided_is_told_what_to_do() -> None:
+def test_a_gradient_written_by_hand_into_a_divided_gradient_gets_an_error_with_the_next_step() -> None:
     net = nn.Linear(2, 2)
     model = LegacyDistributedDataParallel(net)
     model(torch.ones(1, 2)).sum().backward()

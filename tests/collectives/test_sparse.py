@@ -1,4 +1,4 @@
-"""Do sparse gradients stay sparse where they can, and equal the dense ones?"""
+"""Sparse gradients stay sparse where possible, and equal the dense gradients."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Several threads that use one model: backward passes, no_sync() blocks, and micro-batches of a reproducible step."""
+"""Several threads with one model: backward passes, no_sync() blocks, micro-batches of a reproducible step."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Does check_replicas() find one wrong bit in whatever replicas hold, and nothing where they hold the same?"""
+"""check_replicas() finds one wrong bit in any kind of replica state, and nothing in equal state."""
 
 import random
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp.debug import ReplicaReport, check_replicas
-from tests.helpers.replica_observations import flip_lowest, holding, looked
+from tests.helpers.replica_observations import flip_lowest, holding, observations
 
 EVERYONE = {2: (0, 1), 3: (0, 1, 2)}
 HERE = "tests.debug.test_check_replicas"
@@ -51,7 +51,7 @@ BITS = {name: partial(_with_a_bit, name=name) for name in TENSORS}
 @pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", TENSORS)
 def test_one_bit_is_found_at_its_place(name: str, world_size: int, who: int) -> None:
-    seen = looked(f"{HERE}:BITS", world_size, who)[name]
+    seen = observations(f"{HERE}:BITS", world_size, who)[name]
 
     (element,) = seen.elements
     assert seen.names == (element.thing,)
@@ -64,7 +64,7 @@ def test_one_bit_is_found_at_its_place(name: str, world_size: int, who: int) -> 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_same_bit_on_all_ranks_is_identical(name: str, world_size: int) -> None:
-    seen = looked(f"{HERE}:BITS", world_size, *EVERYONE[world_size])[name]
+    seen = observations(f"{HERE}:BITS", world_size, *EVERYONE[world_size])[name]
 
     assert (seen.identical, seen.ranks, seen.phase, seen.names) == (True, (), "", ())
     assert "replicas are identical" in seen.text
@@ -203,7 +203,7 @@ ONE_DEVIATES = {name: look for name, (look, _, _) in DIFFERENCES.items()}
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_what_differs_is_named(name: str, world_size: int, who: int) -> None:
     _, names, phase = DIFFERENCES[name]
-    seen = looked(f"{HERE}:ONE_DEVIATES", world_size, who)[name]
+    seen = observations(f"{HERE}:ONE_DEVIATES", world_size, who)[name]
 
     assert (list(seen.names), seen.phase) == (names, phase), seen.text
     assert seen.ranks == ((who,) if world_size > 2 else ())
@@ -212,7 +212,7 @@ def test_what_differs_is_named(name: str, world_size: int, who: int) -> None:
 
 @pytest.mark.parametrize("name", DIFFERENCES)
 def test_what_all_ranks_hold_alike_is_identical(name: str) -> None:
-    assert looked(f"{HERE}:ONE_DEVIATES", 2, 0, 1)[name].identical
+    assert observations(f"{HERE}:ONE_DEVIATES", 2, 0, 1)[name].identical
 
 
 # What a rank may hold alone
@@ -236,7 +236,7 @@ def _other_order(deviates: bool, rank: int) -> ReplicaReport:
     return check_replicas(holding(**dict(sorted(tensors.items(), reverse=deviates))))
 
 
-def _told_to_ignore(deviates: bool, rank: int) -> ReplicaReport:
+def _asked_to_ignore(deviates: bool, rank: int) -> ReplicaReport:
     model = _net()
     model._ddp_params_and_buffers_to_ignore = ["0.weight", "1.running_mean"]  # type: ignore[assignment]
     if deviates:
@@ -260,7 +260,7 @@ FREEDOMS = {
     "no elements": _empty,
     "no tensors": _nothing,
     "order": _other_order,
-    "told to ignore": _told_to_ignore,
+    "asked to ignore": _asked_to_ignore,
     "local buffers": partial(_buffers_of_two_kinds, local_buffers=["*.running_*"]),
     "mode": _other_mode,
     "random numbers": _unspoken,
@@ -270,7 +270,7 @@ FREEDOMS = {
 @pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", FREEDOMS)
 def test_what_a_rank_may_hold_alone_is_no_difference(name: str, world_size: int, who: int) -> None:
-    seen = looked(f"{HERE}:FREEDOMS", world_size, who)[name]
+    seen = observations(f"{HERE}:FREEDOMS", world_size, who)[name]
 
     assert (seen.identical, seen.names, seen.ranks) == (True, (), ())
 
@@ -298,7 +298,7 @@ KINDS = {" and ".join(what): partial(_all_kinds_differ, what=what) for what in W
 
 @pytest.mark.parametrize("what", WHATS)
 def test_only_what_was_asked_for_is_compared(what: tuple[str, ...]) -> None:
-    seen = looked(f"{HERE}:KINDS", 3, 2)[" and ".join(what)]
+    seen = observations(f"{HERE}:KINDS", 3, 2)[" and ".join(what)]
 
     assert seen.compared == {kind: count if kind in what else 0 for kind, count in _COUNTS.items()}
     assert len(seen.names) == sum(_DIFFERING[kind] for kind in what)
@@ -329,10 +329,10 @@ SEEDED = {source: partial(_seeded, source=source) for source in ("torch", "pytho
         ((1, 2), ((0,), (1,), (2,)), "random generators differ on all ranks"),
     ],
 )
-def test_random_generators_are_told_and_never_a_difference(
+def test_random_generators_are_reported_and_never_a_difference(
     source: str, deviating: tuple[int, ...], groups: tuple[tuple[int, ...], ...], words: str
 ) -> None:
-    seen = looked(f"{HERE}:SEEDED", 3, *deviating)[source]
+    seen = observations(f"{HERE}:SEEDED", 3, *deviating)[source]
 
     assert (seen.identical, seen.generators) == (True, groups)
     assert words in " ".join(seen.text.split())

@@ -1,4 +1,4 @@
-"""Is a wrong argument of check_replicas() told, on one rank and on all, and leaves the group usable?"""
+"""Wrong arguments of check_replicas() are reported, on one rank and on all, and the group stays usable."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_an_argument_wrong_on_one_rank_is_an_error_on_all(name: str) -> None:
 @pytest.mark.parametrize(
     "arguments, word", [({"what": ["buffers"]}, "what"), ({"details": 7}, "details"), ({"raises": True}, "raises")]
 )
-def test_ranks_that_ask_for_other_things_are_told(arguments: dict[str, Any], word: str) -> None:
+def test_ranks_that_ask_for_other_things_are_reported(arguments: dict[str, Any], word: str) -> None:
     first, second = run_ranks(_call_with, 2, arguments, (1,))
 
     assert first == second

@@ -15,7 +15,7 @@ from legacy_ddp import LegacyDistributedDataParallel, PeerError, ReplicaDivergen
 from legacy_ddp.debug import ReplicaReport, check_replicas
 from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.replica_observations import Seen, flip_lowest, holding, looked, seen_in
+from tests.helpers.replica_observations import Observation, flip_lowest, holding, observations, observe
 from tests.helpers.small_models import add_gradients
 
 HERE = "tests.debug.test_check_replicas_calls"
@@ -102,21 +102,21 @@ WRAPPERS = {
 def test_wrapped_replicas_are_compared_by_the_names_in_the_module(
     name: str, names: tuple[str, ...], phase: str, ranks: tuple[int, ...]
 ) -> None:
-    seen = looked(f"{HERE}:WRAPPERS", 2, 0)[name]
+    seen = observations(f"{HERE}:WRAPPERS", 2, 0)[name]
 
     assert (seen.names, seen.phase, seen.ranks) == (names, phase, ranks), seen.text
     assert seen.compared["gradients"] == (0 if name == "local gradients" else seen.compared["parameters"])
 
 
 def test_gradients_of_each_rank_are_left_out_with_a_note() -> None:
-    (note,) = looked(f"{HERE}:WRAPPERS", 2, 0)["local gradients"].notes
+    (note,) = observations(f"{HERE}:WRAPPERS", 2, 0)["local gradients"].notes
 
     assert "gradients not compared" in note
     assert "ranks 0-1" in note
 
 
 def test_of_gradients_that_nobody_asked_for_there_is_no_note() -> None:
-    assert looked(f"{HERE}:WRAPPERS", 2, 0)["gradients not asked for"].notes == ()
+    assert observations(f"{HERE}:WRAPPERS", 2, 0)["gradients not asked for"].notes == ()
 
 
 def _five_differ(deviates: bool, rank: int, **arguments: int) -> ReplicaReport:
@@ -128,20 +128,20 @@ DETAILS = {count: partial(_five_differ, details=count) for count in (0, 1, 4, 9)
 
 @pytest.mark.parametrize("count", DETAILS)
 def test_so_many_tensors_are_compared_by_element(count: int) -> None:
-    seen = looked(f"{HERE}:DETAILS", 2, 1)[count]
+    seen = observations(f"{HERE}:DETAILS", 2, 1)[count]
 
     assert [element.thing for element in seen.elements] == [f"parameter {name!r}" for name in "abcde"[:count]]
     assert len(seen.names) == 5
 
 
-def _in_a_group_of_two(rank: int, wraps: bool) -> Seen | None:
+def _in_a_group_of_two(rank: int, wraps: bool) -> Observation | None:
     group = dist.new_group([0, 2])
     if rank == 1:
         return None
     model = holding(it=torch.ones(2) + (rank == 2))
     if not wraps:
-        return seen_in(check_replicas(model, process_group=group))
-    return seen_in(check_replicas(LegacyDistributedDataParallel(model, process_group=group, init_sync=False)))
+        return observe(check_replicas(model, process_group=group))
+    return observe(check_replicas(LegacyDistributedDataParallel(model, process_group=group, init_sync=False)))
 
 
 @pytest.mark.parametrize("wraps", [False, True])

@@ -1,4 +1,4 @@
-"""Does check_replicas() name what differs in an optimizer?"""
+"""check_replicas() names differences in optimizers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -9,7 +9,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
-from tests.helpers.replica_observations import flip_lowest, holding, looked
+from tests.helpers.replica_observations import flip_lowest, holding, observations
 from tests.helpers.small_models import add_gradients
 
 HERE = "tests.debug.test_check_replicas_optimizers"
@@ -137,7 +137,7 @@ _NAMED = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_what_differs_in_an_optimizer_is_named(name: str) -> None:
-    seen = looked(f"{HERE}:OPTIMIZERS", 3, 1)[name]
+    seen = observations(f"{HERE}:OPTIMIZERS", 3, 1)[name]
     key = name.partition(" of ")[0]
     named = _NAMED.get(name) or (f"{key} of parameter group 0" if key == "lr" else f"{key} of 'it'",)
 
@@ -147,14 +147,14 @@ def test_what_differs_in_an_optimizer_is_named(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_alike_are_identical(name: str) -> None:
-    assert looked(f"{HERE}:OPTIMIZERS", 2, 0, 1)[name].identical
+    assert observations(f"{HERE}:OPTIMIZERS", 2, 0, 1)[name].identical
 
 
 LABELS = {"label": _group_with_a_label}
 
 
-def test_a_setting_whose_text_looks_like_a_tensor_is_told_as_text() -> None:
-    assert looked(f"{HERE}:LABELS", 2, 1)["label"].names == ("label of parameter group 0",)
+def test_a_setting_whose_text_looks_like_a_tensor_is_reported_as_text() -> None:
+    assert observations(f"{HERE}:LABELS", 2, 1)["label"].names == ("label of parameter group 0",)
 
 
 # Evidence of a wrapper that follows the steps
@@ -217,7 +217,7 @@ _STATE_CHANGED = "rank 1: optimizer state changed outside of a step"
 def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is_named(
     name: str, names: tuple[str, ...], phase: str, words: tuple[str, ...]
 ) -> None:
-    seen = looked(f"{HERE}:CHANGES", 2, 1)[name]
+    seen = observations(f"{HERE}:CHANGES", 2, 1)[name]
 
     assert (seen.names, seen.phase, seen.ranks) == (names, phase, (1,) if words else ()), seen.text
     assert all(word in " ".join(seen.text.split()) for word in words), seen.text
@@ -227,11 +227,11 @@ def test_of_two_ranks_the_one_whose_optimizer_state_changed_outside_of_a_step_is
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_state_that_changed_alike_on_both_ranks_is_identical(name: str) -> None:
-    assert looked(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
+    assert observations(f"{HERE}:CHANGES", 2, 0, 1)[name].identical
 
 
 @pytest.mark.parametrize("name", ["average", "count"])
 def test_of_three_ranks_evidence_against_two_leaves_open_who_is_at_fault(name: str) -> None:
-    seen = looked(f"{HERE}:CHANGES", 3, 0, 2)[name]
+    seen = observations(f"{HERE}:CHANGES", 3, 0, 2)[name]
 
     assert (seen.ranks, seen.minority, seen.implicated) == ((), (1,), (0, 2)), seen.text

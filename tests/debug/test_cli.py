@@ -1,4 +1,4 @@
-"""Does the command say what it found by exit status, stdout and one line of error, whatever it is given?"""
+"""Exit status, stdout and error line of the command, for any input."""
 
 import configparser
 import io
@@ -16,9 +16,10 @@ import pytest
 
 import legacy_ddp
 from legacy_ddp.debug._cli import main
-from legacy_ddp.debug._progress import SILENT_BYTES, reading
+from legacy_ddp.debug._progress import SILENT_BYTES, progress_bar
 from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import fork_script
 from tests.helpers.traces import end_after, environment, lines_of, sealed, write_trace
 
 _WITHOUT = "import sys; sys.modules[{!r}] = None; from legacy_ddp.debug._cli import main; sys.exit(main(sys.argv[1:]))"
@@ -28,6 +29,8 @@ DIFFERENT = {(1, 3, "parameters", "parameter 'a'"): ("ab" * 8, 2.0)}
 
 def run(*arguments: object, start: tuple[str, ...] = ("-m", "legacy_ddp"), **options: Any) -> Any:
     """The command in a process of its own."""
+    if start[0] == "-m" and not options:
+        return fork_script(*start, *map(str, arguments))
     return subprocess.run(
         [sys.executable, *start, *map(str, arguments)],
         cwd=ROOT,
@@ -70,7 +73,7 @@ def test_the_exit_status_says_same_different_or_cannot_tell(
     ]
 
 
-def test_a_rank_whose_file_ends_early_is_told_by_status_text_json_and_page(
+def test_a_rank_whose_file_ends_early_is_reported_by_status_text_json_and_page(
     traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("bokeh")
@@ -131,7 +134,7 @@ def _junk(folder: Path) -> Path:
 
 
 def _other_version(folder: Path) -> Path:
-    (folder / _RANK_0).write_bytes(encode({**environment(0, 1).members(), "version": 9}, 1))
+    (folder / _RANK_0).write_bytes(encode({**environment(0, 1).to_json(), "version": 9}, 1))
     return folder
 
 
@@ -290,7 +293,7 @@ def _read(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> str:
     """What a long read writes to a terminal."""
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with reading(size_bytes) as progress:
+    with progress_bar(size_bytes) as progress:
         for _ in range(100):
             progress(size_bytes // 100)
     return terminal.getvalue()
@@ -317,7 +320,7 @@ def test_a_short_read_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    with reading(10**9) as progress:
+    with progress_bar(10**9) as progress:
         progress(10**9)
 
     assert capsys.readouterr().err == ""
@@ -345,7 +348,7 @@ def test_a_norm_that_is_no_number_is_one_line_of_error(
         assert main([*map(str, command)]) == 2
         captured = capsys.readouterr()
         assert (captured.out, captured.err.count("\n")) == ("", 1)
-        assert "says what no recorder writes: member 'norms'" in captured.err
+        assert "has contents that no recorder writes: key 'norms'" in captured.err
     assert not (tmp_path / "page.html").exists()
     assert main(["diff", str(a), str(b)]) == 0
 
@@ -365,7 +368,7 @@ def test_a_home_directory_is_found_in_every_path(
     assert capsys.readouterr().err == f"wrote {tmp_path / 'page.html'}\n"
 
 
-def test_a_home_directory_that_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_home_directory_that_is_not_known_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["show", "~nobody-of-that-name/a"])
 

@@ -1,4 +1,4 @@
-"""From traces to a page in one call: does it hold what comparing them found?"""
+"""From traces to a page in one call: the page has the findings of the comparison."""
 
 import re
 import sys

@@ -1,7 +1,8 @@
-"""Does every test that the documentation points to exist, and does every row of a table that shows tests have one?"""
+"""The pointers of the documentation to tests: every test exists, and every row of a feature table has one."""
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,3 +54,30 @@ def test_every_row_of_a_table_of_features_ends_with_a_test(page: str) -> None:
     assert len(rows) >= 30
     for row in rows:
         assert POINTER.search(row[-1]), row
+
+
+MARKDOWN = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *DOCS.glob("*.md")])
+LINK = re.compile(r"\]\((?!https?:)([^()#\s]*)(?:#([^()\s]+))?\)")
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of the headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        path = (page.parent / target).resolve() if target else page
+
+        assert path.exists(), target
+        assert not anchor or anchor in _anchors(path), (target, anchor)
+
+
+def test_the_drawings_are_those_that_the_script_makes() -> None:
+    drawings = runpy.run_path(str(DOCS / "drawings.py"))
+
+    for name in ("step", "rooms"):
+        assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == drawings[name](), "run: python docs/drawings.py"

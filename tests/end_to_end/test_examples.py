@@ -29,6 +29,8 @@ from tests.helpers.scripts import (
     LIMIT_SECONDS,
     ROOT,
     assert_same_bits,
+    example,
+    fork_script,
     heed_ctrl_c,
     load,
     run_script,
@@ -88,7 +90,7 @@ def test_train_lm_says_one_line_on_stdout_and_progress_of_one_rank_on_stderr(und
 def test_checking_the_replicas_in_every_step_of_train_lm_changes_no_bit(undisturbed: Any, tmp_path: Path) -> None:
     world_size, original, unchecked = undisturbed
 
-    result = torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(tmp_path), "--check-every", "1")
+    result = example(world_size, "train_lm.py", *SHORT_LM, "--save", str(tmp_path), "--check-every", "1")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout == unchecked.stdout
@@ -99,7 +101,7 @@ def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> 
     world_size, original, uninterrupted = undisturbed
     folder = _killed_after_first_checkpoint(original, tmp_path / "resumed")
 
-    result = torchrun(world_size, "train_lm.py", *SHORT_LM, "--save", str(folder), "--resume")
+    result = example(world_size, "train_lm.py", *SHORT_LM, "--save", str(folder), "--resume")
 
     assert result.returncode == 0, result.stderr
     assert result.stdout == uninterrupted.stdout
@@ -120,7 +122,7 @@ def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
     traces = whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     ways = (("--save", str(tmp_path / "recorded")), ("--save", str(folder), "--resume"))
     for trace, arguments in zip(traces, ways, strict=True):
-        result = torchrun(world_size, "train_lm.py", *SHORT_LM, "--record", str(trace), *arguments)
+        result = example(world_size, "train_lm.py", *SHORT_LM, "--record", str(trace), *arguments)
         assert result.returncode == 0, result.stderr
 
     assert_same_bits(*(load(saved / "step-00000004.pt") for saved in (original, tmp_path / "recorded")))
@@ -153,7 +155,7 @@ def test_a_checkpoint_killed_in_mid_write_leaves_the_one_before(undisturbed: Any
     assert (folder / "step-00000004.tmp").stat().st_size == 500_000
     assert (folder / "step-00000002.pt").read_bytes() == (original / "step-00000002.pt").read_bytes()
 
-    resumed = run_script(*arguments)  # without torchrun: one rank
+    resumed = fork_script(*arguments)  # without torchrun: one rank
 
     assert resumed.returncode == 0, resumed.stderr
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.pt"]
@@ -189,7 +191,7 @@ def test_train_lm_says_that_its_newest_checkpoint_is_damaged_and_ends_in_the_sam
     newest = folder / "step-00000004.pt"
     os.truncate(newest, 100_000)
 
-    result = run_script(str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume", "auto")
+    result = fork_script(str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume", "auto")
 
     assert result.returncode == 0, result.stderr
     first, *progress = result.stderr.splitlines()
@@ -203,7 +205,7 @@ def test_a_resume_with_other_settings_is_refused_by_rank_0_alone(undisturbed: An
     _, folder, _ = undisturbed
     before = _checkpoints(folder)
 
-    result = torchrun(2, "train_lm.py", "--update-freq", "3", "--batch-size", "4", "--save", str(folder), "--resume")
+    result = example(2, "train_lm.py", "--update-freq", "3", "--batch-size", "4", "--save", str(folder), "--resume")
 
     errors = [line for line in result.stderr.splitlines() if line.startswith("train_lm.py: error:")]
     assert result.returncode != 0
@@ -439,7 +441,7 @@ def test_train_digits_without_scikit_learn_names_the_command_that_installs_it(
 def test_train_digits_reaches_both_aims() -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 
-    result = torchrun(2, "train_digits.py")
+    result = example(2, "train_digits.py")
 
     assert result.returncode == 0, result.stderr
     accuracy, parity = result.stdout.splitlines()

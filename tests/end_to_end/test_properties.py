@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._agreement.header import HEADER_WORDS, Header, decode_rows, encode_row, norm_word
+from legacy_ddp._agreement.header import HEADER_WORDS, Header, decode_rows, encode_norm, encode_row
 from legacy_ddp._buckets import backward_copy
-from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
+from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.layout import Bucket, cut_runs, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
 from tests.helpers.ranks import run_ranks
@@ -352,11 +353,11 @@ def test_a_finding_names_exactly_what_differs_and_who_holds_what(rows: list[dict
 
     things = {thing for row in rows for thing in row}
     differing = {thing for thing in things if len({row.get(thing, MISSING) for row in rows}) > 1}
-    assert {difference.what for difference in finding.differences} == differing
+    assert {difference.name for difference in finding.differences} == differing
     assert bool(finding) == bool(differing)
     for difference in finding.differences:
         holders = {rank: value for value, ranks in difference.holders for rank in ranks}
-        assert holders == {rank: row.get(difference.what, MISSING) for rank, row in enumerate(rows)}
+        assert holders == {rank: row.get(difference.name, MISSING) for rank, row in enumerate(rows)}
         for value, ranks in difference.holders:
             assert value in str(difference)
             assert name_ranks(ranks) in str(difference)
@@ -370,7 +371,7 @@ def test_blame_falls_on_everybody_outside_a_strict_majority_and_on_nobody_withou
 
     blamed = set()
     for difference in finding.differences:
-        values = [row.get(difference.what, MISSING) for row in rows]
+        values = [row.get(difference.name, MISSING) for row in rows]
         majority = [value for value in set(values) if 2 * values.count(value) > len(rows)]
         expected = {rank for rank, value in enumerate(values) if majority and value != majority[0]}
         assert set(difference.suspects) == expected
@@ -405,7 +406,7 @@ def test_headers_survive_the_wire(rows: list[list[int]]) -> None:
 
 @given(st.floats())
 def test_norm_survives_the_wire(norm: float) -> None:
-    header = decode_rows(encode_row(Header(flags=8, norm_bits=norm_word(norm)))[None])[0]
+    header = decode_rows(encode_row(Header(flags=8, norm_bits=encode_norm(norm)))[None])[0]
 
     assert str(header.local_norm) == str(norm)
     assert header._replace(flags=0).local_norm is None

@@ -1,4 +1,4 @@
-"""Does the README's example run as it is printed, and does the command answer what it shows?"""
+"""The example and the commands of the README."""
 
 import re
 import subprocess
@@ -24,8 +24,10 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_readme_s_example_runs_on_two_ranks(tmp_path: Path) -> None:
-    # A file per rank: what ranks print to one pipe may interleave.
+def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(tmp_path: Path) -> None:
+    shown = re.search(r"^    \$ torchrun .* train\.py\n    (.*)\n", README, re.MULTILINE)
+    assert shown
+    # A file per rank: lines of several ranks on one pipe may interleave.
     count = "\nimport os\nopen(f'calls-{os.environ[\"RANK\"]}', 'w').write(str(record.call))\n"
     (tmp_path / "train.py").write_text(EXAMPLES[0] + count)
 
@@ -33,6 +35,7 @@ def test_the_readme_s_example_runs_on_two_ranks(tmp_path: Path) -> None:
 
     assert run.returncode == 0, run.stderr
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["20", "20"]
+    assert run.stdout.splitlines() == [shown[1]]
 
 
 def test_the_readme_s_recorder_goes_around_the_loop_of_its_example(tmp_path: Path) -> None:
@@ -45,7 +48,7 @@ def test_the_readme_s_recorder_goes_around_the_loop_of_its_example(tmp_path: Pat
 
     found = _run(tmp_path, sys.executable, "-m", "legacy_ddp", "diff", "before", "after")
 
-    assert found.returncode == 1, found.stderr  # nobody seeds that example
+    assert found.returncode == 1, found.stderr  # the example has no seed
     assert "The runs begin with other weights" in found.stdout
     assert "Their seeds differ." in found.stdout
 

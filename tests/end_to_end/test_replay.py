@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, load, run_script, torchrun
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, load, torchrun
 
 REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2")
 
@@ -21,7 +19,7 @@ def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: 
     script = tmp_path / "train.py"
     script.write_text(loop + "\nimport os, sys\ntorch.save(module.state_dict(), sys.argv[1] + os.environ['RANK'])\n")
     for world_size in (1, 4):
-        result = torchrun(world_size, str(script), str(tmp_path / f"{world_size}-"))
+        result = example(world_size, str(script), str(tmp_path / f"{world_size}-"))
         assert result.returncode == 0, result.stderr
 
     for rank in range(4):
@@ -29,7 +27,7 @@ def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: 
 
 
 def test_replay_finds_equal_weights_and_then_the_mistake() -> None:
-    result = run_script(str(EXAMPLES / "replay.py"), "--steps", "3", "--micro-batches", "2", limit_seconds=300)
+    result = fork_script(str(EXAMPLES / "replay.py"), "--steps", "3", "--micro-batches", "2", limit_seconds=300)
 
     assert result.returncode == 0, result.stdout + result.stderr
     hashes = [line.split()[-1] for line in result.stdout.splitlines() if "bits/byte, weights" in line]
@@ -50,7 +48,7 @@ def test_replay_of_a_training_that_depends_on_the_ranks_fails(tmp_path: Path) ->
             text = text.replace(seeded, "")
         (tmp_path / path.name).write_text(text)
 
-    result = run_script(str(tmp_path / "replay.py"), "--steps", "1", "--micro-batches", "2", limit_seconds=300)
+    result = fork_script(str(tmp_path / "replay.py"), "--steps", "1", "--micro-batches", "2", limit_seconds=300)
 
     assert result.returncode == 1
     assert "DIFFERENT WEIGHTS" in result.stdout
@@ -65,7 +63,7 @@ def test_replay_of_a_training_that_depends_on_the_ranks_fails(tmp_path: Path) ->
     ],
 )
 def test_replay_refuses_what_it_cannot_do(arguments: tuple[str, ...], message: str) -> None:
-    result = run_script(str(EXAMPLES / "replay.py"), *arguments)
+    result = fork_script(str(EXAMPLES / "replay.py"), *arguments)
 
     assert result.returncode == 2
     assert message in result.stderr
@@ -79,7 +77,7 @@ def test_a_reproducible_training_resumes_to_the_same_bits_on_another_number_of_r
         (4, resumed, ("--steps", "2")),
         (1, resumed, ("--steps", "4", "--resume")),
     ):
-        result = torchrun(
+        result = example(
             world_size, "train_lm.py", *REPRODUCIBLE, *arguments, "--save", str(folder), "--save-every", "2"
         )
         assert result.returncode == 0, result.stderr
@@ -104,7 +102,7 @@ def test_a_reproducible_training_resumes_to_the_same_bits_on_another_number_of_r
     ],
 )
 def test_train_lm_refuses_what_does_not_go_together(arguments: tuple[str, ...], message: str) -> None:
-    result = run_script(str(EXAMPLES / "train_lm.py"), *arguments)
+    result = fork_script(str(EXAMPLES / "train_lm.py"), *arguments)
 
     assert result.returncode == 2
     assert message in result.stderr.splitlines()[-1]
@@ -121,16 +119,10 @@ def test_a_recorder_takes_what_all_micro_batches_of_a_rank_add_up_to(tmp_path: P
     """So the mistaken rank shows in its local gradients, although ``.grad`` holds none of them."""
     for name, script, environment in (("good", "train_lm.py", {}), ("bad", "_planted.py", _mistake())):
         arguments = (*REPRODUCIBLE, "--steps", "1", "--record", str(tmp_path / name))
-        result = torchrun(2, script, *arguments, environment=environment)
+        result = example(2, script, *arguments, environment=environment)
         assert result.returncode == 0, result.stderr
 
-    told = subprocess.run(
-        [sys.executable, "-m", "legacy_ddp", "diff", "--json", str(tmp_path / "good"), str(tmp_path / "bad")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    told = fork_script("-m", "legacy_ddp", "diff", "--json", str(tmp_path / "good"), str(tmp_path / "bad"))
     first: dict[str, Any] = json.loads(told.stdout)["first"]
     assert (first["step"], first["phase"], first["ranks"]) == (1, "local_gradients", [1])
     assert "gru.bias_hh_l0" in first["name"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, run_script, torchrun
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, run_script, torchrun
 
 PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
 ACCELERATE, TRANSFORMERS = re.findall(
@@ -27,7 +27,7 @@ def _train_both(script: str, folder: Path, environment: dict[str, str], *argumen
     from safetensors.torch import load_file
 
     ways = ("legacy", "torch")
-    result = torchrun(2, script, *arguments, "--save", str(folder), "--ddp", *ways, environment=environment)
+    result = example(2, script, *arguments, "--save", str(folder), "--ddp", *ways, environment=environment)
 
     assert result.returncode == 0, result.stderr
     assert not list((folder / "home").iterdir())

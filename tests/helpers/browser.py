@@ -1,4 +1,4 @@
-"""A real browser, without a window, that starts with an empty profile and may not reach the network."""
+"""A headless browser with an empty profile and without network access."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ _SWITCHES = (
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--force-prefers-reduced-motion",
 )
-# What bokeh draws is in shadow trees, which a search from the document does not enter.
+# Bokeh draws inside shadow trees, which a search from the document skips.
 _ALL = """
 const found = []
 const walk = root => {
@@ -36,11 +36,11 @@ const walk = root => {
 }
 walk(document)
 """
-_DRAWN = "return document.readyState == 'complete' && window.Bokeh && Bokeh.documents.every(one => one.is_idle)"
+_DRAWN = "return document.readyState == 'complete' && window.Bokeh && Bokeh.documents.every(item => item.is_idle)"
 
 
 def reason_missing() -> str | None:
-    """Why there is no browser, None if there is one."""
+    """The reason for a missing browser; None if a browser is installed."""
     missing = [program for program in _PROGRAMS if shutil.which(program) is None]
     return f"{' and '.join(missing)} not found; make browser installs Debian's" if missing else None
 
@@ -52,32 +52,32 @@ class Page:
         self.driver = driver
         self._wait = WebDriverWait(driver, 60, poll_frequency=0.05)
         self.url = path.as_uri()
-        driver.get("about:blank")  # the browser begins with a page of its own, which loads a lot
+        driver.get("about:blank")  # the start page of the browser loads many files
         for kind in ("browser", "performance"):
-            driver.get_log(kind)  # of the page before
+            driver.get_log(kind)  # discard entries of the previous page
         driver.get(self.url)
         self._wait.until(lambda browser: browser.execute_script(_DRAWN))
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What ``script`` returns; ``found`` are all elements, those of shadow trees too."""
+        """The result of ``script``, in which ``found`` holds all elements, including shadow trees."""
         return self.driver.execute_script(_ALL + script, *arguments)
 
     def wait_for(self, script: str, *arguments: Any) -> Any:
-        """The first thing but nothing that ``script`` returns."""
+        """The first result of ``script`` which is not null."""
         return self._wait.until(lambda _: self.run(script, *arguments))
 
     def point(self, x: float, y: float) -> None:
-        """Move the pointer to a place in the window."""
+        """Move the pointer to a position in the window."""
         moved = {"type": "mouseMoved", "x": x, "y": y}
         self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", moved)
 
-    def complaints(self) -> list[str]:
-        """What the browser's console was told, but for chatter."""
-        told = self.driver.get_log("browser")
-        return [entry["message"] for entry in told if entry["level"] in ("SEVERE", "WARNING")]
+    def console_errors(self) -> list[str]:
+        """Warnings and errors in the console of the browser."""
+        entries = self.driver.get_log("browser")
+        return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for, without what a page holds itself."""
+        """The requested addresses, without data of the page itself."""
         events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [event for event in events if event["method"] == "Network.requestWillBeSent"]
         urls = [event["params"]["request"]["url"] for event in sent]

@@ -1,4 +1,4 @@
-"""Tables of calls that no training made."""
+"""Synthetic tables of calls."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from legacy_ddp.debug._page.rank_series import Calls
+from legacy_ddp.debug._page.call_table import CallTable
 
 
-def calls_table(
+def make_call_table(
     local_norms: Sequence[Sequence[float]] | Any, reduced: Sequence[float] = (), sizes: float = 1.0, **changes: Any
-) -> Calls:
-    """Norms of a row for each rank; steps count from 1, and nobody waited."""
+) -> CallTable:
+    """A table with these local norms, a row for each rank; steps count from 1 and no rank waited."""
     table = np.array(local_norms, dtype=np.float64)
-    given = Calls(
+    default = CallTable(
         steps=np.arange(1, table.shape[1] + 1),
         local_norms=table,
         damaged=np.zeros(table.shape, dtype=np.bool_),
@@ -24,4 +24,4 @@ def calls_table(
         counted=False,
         ends=("closed",) * len(table),
     )
-    return replace(given, **changes)
+    return replace(default, **changes)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import fork_ranks, run_script
 
 Result = dict[str, Any]
 Story = Callable[[str, Path], Result]
@@ -46,19 +46,18 @@ def run_stories(stories: Mapping[Story, Sequence[str]]) -> None:
 @cache
 def by_trainer(*stories: str) -> Callable[..., list[Result]]:
     """What all stories of the Trainer left, or those: a job that is started once, as a user does, by Lightning."""
-    return _run("lightning_jobs.py", stories)
+    return _run(run_script, "lightning_jobs.py", stories)
 
 
 @cache
 def by_fabric(*stories: str) -> Callable[..., list[Result]]:
     """What all stories of Fabric left, or those: a job that is started once, by torchrun."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
-    return _run("fabric_jobs.py", stories, *launcher)
+    return _run(partial(fork_ranks, RANKS), "fabric_jobs.py", stories)
 
 
-def _run(script: str, stories: Sequence[str], *launcher: str) -> Callable[..., list[Result]]:
+def _run(start: Callable[..., Any], script: str, stories: Sequence[str]) -> Callable[..., list[Result]]:
     folder = tempfile.TemporaryDirectory()  # as long as what is returned
-    result = run_script(*launcher, str(ROOT / "tests" / "helpers" / script), folder.name, *stories)
+    result = start(str(ROOT / "tests" / "helpers" / script), folder.name, *stories)
     assert result.returncode == 0, result.stderr
     return partial(told, folder)
 

@@ -1,4 +1,4 @@
-"""What does check_replicas() say on ranks of which some deviate? Many looks in one start of the ranks."""
+"""Reports of check_replicas() on deviating ranks, many checks in one start of the ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -12,12 +12,12 @@ from legacy_ddp.debug import ReplicaReport
 from tests.helpers.ranks import run_ranks
 from tests.helpers.replica_scenes import Element, Sights, elements_of
 
-Look = Callable[[bool, int], ReplicaReport]  # whether this rank deviates, and its number
+Check = Callable[[bool, int], ReplicaReport]  # whether this rank deviates, and its number
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Seen(NamedTuple):
-    """A report, by its parts."""
+class Observation(NamedTuple):
+    """The parts of a report."""
 
     identical: bool
     ranks: tuple[int, ...]
@@ -32,33 +32,33 @@ class Seen(NamedTuple):
     text: str
 
 
-def seen_in(report: ReplicaReport) -> Seen:
+def observe(report: ReplicaReport) -> Observation:
     names = tuple(item.name for item in report.differences)
     blame = (report.ranks, report.minority, report.implicated)
     facts = (report.identical, *blame, report.phase, names, elements_of(report))
-    return Seen(*facts, dict(report.compared), report.generators, report.notes, str(report))
+    return Observation(*facts, dict(report.compared), report.generators, report.notes, str(report))
 
 
 @cache
-def looked(table: str, world_size: int, *deviating: int) -> Sights[Seen]:
-    """What the ranks saw of each look in ``table``, "module:NAME"."""
-    return Sights(run_ranks(partial(_look_at_all, table, deviating), world_size))
+def observations(table: str, world_size: int, *deviating: int) -> Sights[Observation]:
+    """The reports of all ranks for each check in ``table``, "module:NAME"."""
+    return Sights(run_ranks(partial(_observe_all, table, deviating), world_size))
 
 
-def _look_at_all(table: str, deviating: Sequence[int], rank: int) -> dict[str, Seen]:
+def _observe_all(table: str, deviating: Sequence[int], rank: int) -> dict[str, Observation]:
     module, name = table.split(":")
-    looks: Mapping[str, Look] = getattr(import_module(module), name)  # by name: a lambda in it cannot be pickled
-    return {name: seen_in(look(rank in deviating, rank)) for name, look in looks.items()}
+    checks: Mapping[str, Check] = getattr(import_module(module), name)  # a lambda cannot be pickled
+    return {name: observe(check(rank in deviating, rank)) for name, check in checks.items()}
 
 
 def flip_lowest(tensor: torch.Tensor, place: tuple[int, ...]) -> None:
-    """The lowest bit of an element, whatever the strides; of the real part of a complex number, of a bool its truth."""
+    """Flip the lowest bit of an element (of the real part of a complex number); a bool is negated."""
     part = torch.view_as_real(tensor.detach())[..., 0] if tensor.is_complex() else tensor.detach()
     part.view(_INTEGERS[part.dtype.itemsize])[place] ^= 1
 
 
 def holding(**tensors: torch.Tensor) -> nn.Module:
-    """A module with these as parameters, or as buffers if they cannot be that."""
+    """A module with floating point tensors as parameters and other tensors as buffers."""
     module = nn.Module()
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():

@@ -1,15 +1,18 @@
-"""How does a test start an example as a user does, and compare what it leaves?"""
+"""Scripts started as a user does, or quickly from a process that has torch loaded, and what they leave compared."""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.helpers.forked_scripts import Script, run_forked
 from tests.helpers.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -27,7 +30,7 @@ def run_script(
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+        env=_environment(environment),
         capture_output=True,
         text=True,
         timeout=limit_seconds,
@@ -36,15 +39,70 @@ def run_script(
     )
 
 
+def fork_script(
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+    limit_seconds: float = LIMIT_SECONDS,
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """``FILE ...`` or ``-m MODULE ...`` in a child that has torch loaded, where the start is not what is tested."""
+    return _fork(command, [{}], environment, limit_seconds, cwd)
+
+
+def fork_ranks(
+    world_size: int,
+    *command: str,
+    environment: Mapping[str, str] | None = None,
+    limit_seconds: float = LIMIT_SECONDS,
+    cwd: Path = ROOT,
+) -> subprocess.CompletedProcess[str]:
+    """The script on ``world_size`` ranks, with what torchrun sets, where torchrun itself is not what is tested."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"}
+    sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    places = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world_size)]
+    return _fork(command, [{**job, **sizes, **place} for place in places], environment, limit_seconds, cwd)
+
+
+def _fork(
+    command: tuple[str, ...],
+    places: Sequence[Mapping[str, str]],
+    environment: Mapping[str, str] | None,
+    limit_seconds: float,
+    cwd: Path,
+) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryDirectory() as folder:
+        output, errors = Path(folder, "output"), Path(folder, "errors")
+        output.touch()
+        errors.touch()
+        scripts = [
+            Script(command, {**_environment(environment), **place}, str(cwd), str(output), str(errors))
+            for place in places
+        ]
+        codes = run_forked(scripts, limit_seconds)
+        code = next((code for code in codes if code), 0)
+        return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
+
+
+def _environment(more: Mapping[str, str] | None) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(more or {})}
+
+
 def heed_ctrl_c() -> None:
     """In a child, before it starts: hear SIGINT although whoever started the tests in the background ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Start one of the examples on several ranks."""
+    """Start one of the examples on several ranks, as a user does."""
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
     return run_script(*launcher, str(EXAMPLES / script), *arguments, **options)
+
+
+def example(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """One of the examples on several ranks, quickly."""
+    return fork_ranks(world_size, str(EXAMPLES / script), *arguments, **options)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -1,19 +1,26 @@
-"""Does run_ranks name the rank that is to blame, in every way a rank can fail?"""
+"""run_ranks: the rank to blame in every way a rank can fail, and which processes are kept for further jobs."""
 
+import logging
 import os
+import resource
 import signal
+import subprocess
 import sys
 import threading
+import time
 import warnings
+from collections.abc import Callable, Iterable
 from functools import partial
-from multiprocessing import active_children
 from multiprocessing.util import Finalize
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.nn.modules.module import register_module_forward_hook
 
+from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
 
 
@@ -87,6 +94,37 @@ def _hang_on_exit(rank: int) -> None:
 
 
 def _pid(rank: int) -> int:
+    return os.getpid()
+
+
+def _leave_pid_and_hang_on(folder: str, guilty: int, rank: int) -> None:
+    Path(folder, str(os.getpid())).touch()
+    _hang_on(guilty, rank)
+
+
+def _random_number(rank: int) -> float:
+    return torch.rand(()).item()
+
+
+_CHANGES: dict[str, Callable[[], object]] = {
+    "thread": lambda: threading.Thread(target=time.sleep, args=(2.0,)).start(),
+    "descriptor": lambda: os.open("/dev/null", os.O_RDONLY),
+    "environment": lambda: os.environ.setdefault("LEFT_BY_A_JOB", "1"),
+    "folder": lambda: os.chdir("/"),
+    "stderr": lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2),
+    "signal": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "limit": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1000, 1000)),
+    "excepthook": lambda: setattr(sys, "excepthook", print),
+    "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.DEBUG),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "module hook": lambda: register_module_forward_hook(lambda *_: None),
+    "child": lambda: subprocess.Popen(["sleep", "2"]),
+}
+
+
+def _change(what: str, rank: int) -> int:
+    """Leave one change in the process."""
+    _CHANGES[what]()
     return os.getpid()
 
 
@@ -212,7 +250,7 @@ def test_a_rank_that_hangs_because_another_raised_comes_second() -> None:
 
 def test_a_rank_that_cannot_exit_is_named() -> None:
     with pytest.raises(RankFailure, match="rank 0 did not exit after returning"):
-        run_ranks(_hang_on_exit, 1, timeout_seconds=0.5)
+        run_ranks(_hang_on_exit, 1, timeout_seconds=0.5, fresh=True)
 
 
 def test_ranks_that_cannot_start_in_time_are_named() -> None:
@@ -220,17 +258,61 @@ def test_ranks_that_cannot_start_in_time_are_named() -> None:
         run_ranks(_identity, 2, start_seconds=0.0)
 
 
-@pytest.mark.parametrize("failing", [False, True])
-def test_no_child_survives(failing: bool) -> None:
-    if failing:
-        with pytest.raises(RankFailure):
-            run_ranks(partial(_hang_on, 1), 2, timeout_seconds=0.3)
-    else:
-        for pid in run_ranks(_pid, 2):
-            with pytest.raises(ProcessLookupError):
-                os.kill(pid, 0)
+def _alive(pids: Iterable[int]) -> list[int]:
+    """The processes that are running, or ended and were not waited for."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
-    assert active_children() == []
+
+def test_no_fresh_process_survives_its_job() -> None:
+    assert _alive(run_ranks(_pid, 2, fresh=True)) == []
+
+
+def test_no_process_survives_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(partial(_leave_pid_and_hang_on, str(tmp_path), 1), 2, timeout_seconds=0.5)
+
+    assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
+
+
+# Processes that are kept
+
+
+def test_processes_run_several_jobs() -> None:
+    first = run_ranks(_pid, 2)
+
+    assert set(run_ranks(_pid, 2)) == set(first)
+    assert set(run_ranks(_pid, 3)) > set(first)
+
+
+def test_groups_of_two_jobs_do_not_meet() -> None:
+    assert [run_ranks(_sum_of_ranks, size) for size in (2, 3, 1, 2)] == [[1.0] * 2, [3.0] * 3, [0.0], [1.0] * 2]
+
+
+def test_jobs_start_with_the_same_random_number() -> None:
+    assert run_ranks(_random_number, 2) == run_ranks(_random_number, 2, fresh=True) == run_ranks(_random_number, 2)
+
+
+@pytest.mark.parametrize("change", _CHANGES)
+def test_a_process_that_a_job_changed_is_not_kept(change: str) -> None:
+    (pid,) = run_ranks(partial(_change, change), 1)
+
+    assert _alive([pid]) == []
+    assert run_ranks(_pid, 1) != [pid]
+
+
+def test_a_process_that_a_job_broke_fails_the_job() -> None:
+    with pytest.raises(RankFailure, match="rank 0 died after returning: exit code 3"):
+        run_ranks(partial(_die_at_exit_on, 0, "_exit"), 1)
+
+
+def test_an_exit_code_other_than_0_fails_the_end_of_the_pool() -> None:
+    pool = RankPool()
+    (process,) = pool.take(1, fresh=False)
+    pool.give_back(process)
+    os.kill(process.process.pid, signal.SIGABRT)
+
+    with pytest.raises(AssertionError, match="-6 after 0 jobs"):
+        pool.close()
 
 
 def test_a_lost_rank_leaves_none_and_survivors_return() -> None:

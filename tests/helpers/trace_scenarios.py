@@ -1,4 +1,4 @@
-"""Traces of any content, for tests of files: told as events, written as a recorder would, read back as a dictionary."""
+"""Traces of arbitrary content for tests of files: drawn as events, written by a Writer, read into a dictionary."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ Held = dict[tuple[int, str], Section | CallFacts]
 Event = tuple[int, Section | CallFacts]
 
 counts = st.integers(0, 2**63 - 1)
-# Quotes, commas and the names of members are what a reader that does not parse might stumble over.
+# Quotes, commas and keys of the format: a reader that does not parse might mistake them for the end of a text.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(
     ['"', "\n", "\\", "a\r\n", "é\u2028", "😀", ',"norms":', '","phase":"', '"}\n', ',"crc32":"00000000"}', "\0", ""]
 )
@@ -32,8 +32,8 @@ JSON = st.recursive(
 
 
 @dataclass(frozen=True)
-class Story:
-    """What a rank records: its environment, events in order, and how it ended; None for not at all."""
+class Scenario:
+    """The events that a rank records, in order. ``end``: as in the file; None for no end line."""
 
     environment: Environment
     events: tuple[Event, ...]
@@ -88,7 +88,7 @@ def sections(draw: st.DrawFn, phase: str) -> Section:
 
 
 @st.composite
-def stories(draw: st.DrawFn) -> Story:
+def scenarios(draw: st.DrawFn) -> Scenario:
     known: list[Section] = []
     events: list[Event] = []
     for step in sorted(draw(st.sets(st.integers(0, 10**18 - 1), max_size=4))):
@@ -99,24 +99,24 @@ def stories(draw: st.DrawFn) -> Story:
             again = [section for section in known if section.names.phase == column]
             known.append(draw(st.sampled_from(again) | sections(column) if again else sections(column)))
             events.append((step, known[-1]))
-    return Story(draw(environments), tuple(events), draw(st.none() | texts.filter(bool)))
+    return Scenario(draw(environments), tuple(events), draw(st.none() | texts.filter(bool)))
 
 
-def told(story: Story, folder: Path) -> tuple[Path, list[int]]:
-    """The story's file; and its size after its first line, after each event and after its end."""
-    writer = Writer(folder, story.environment)
+def write_scenario(scenario: Scenario, folder: Path) -> tuple[Path, list[int]]:
+    """The file of the scenario, and the sizes of the file after the first line, each event and the end."""
+    writer = Writer(folder, scenario.environment)
     sizes = [writer.path.stat().st_size]
-    for step, what in story.events:
+    for step, what in scenario.events:
         if isinstance(what, Section):
             writer.section(step, what)
         else:
             writer.call(step, what)
         writer.flush()
         sizes.append(writer.path.stat().st_size)
-    if story.end is None:
+    if scenario.end is None:
         writer.abandon()
     else:
-        writer.close(7, story.end)
+        writer.close(7, scenario.end)
     return writer.path, [*sizes, writer.path.stat().st_size]
 
 
@@ -124,36 +124,36 @@ def held(events: Sequence[Event]) -> Held:
     return {(step, what.names.phase if isinstance(what, Section) else "call"): what for step, what in events}
 
 
-def held_by(trace: RankTrace) -> Held:
-    """Everything that a trace says."""
+def contents_of(trace: RankTrace) -> Held:
+    """All sections and calls of a trace."""
     found: Held = {}
     for step in trace.steps:
         for phase in PHASES:
             if (section := trace.section(step, phase)) is not None:
-                assert trace.word(step, phase) is not None
+                assert trace.digest(step, phase) is not None
                 assert phase in trace.phases
                 assert (section.words.keys(), section.norms.keys()) == (section.kinds.keys(),) * 2
                 assert section.nonfinite.keys() <= section.words.keys()
                 assert trace.words(step, phase) == [*section.values.words]
                 found[step, phase] = section
             else:
-                assert trace.word(step, phase) is None
+                assert trace.digest(step, phase) is None
         if (call := trace.call(step)) is not None:
             found[step, "call"] = call
     return found
 
 
 @contextmanager
-def room() -> Iterator[Path]:
-    """A folder for one example of a property: pytest's own would be shared by all of them."""
+def temporary_folder() -> Iterator[Path]:
+    """A folder for one example of a property; tmp_path would be shared by all examples."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
 
 
 @contextmanager
-def reading(data: bytes) -> Iterator[RankTrace]:
-    """A trace of these bytes."""
-    with room() as folder:
+def trace_of(data: bytes) -> Iterator[RankTrace]:
+    """The trace with these bytes."""
+    with temporary_folder() as folder:
         path = folder / "rank-00000.jsonl"
         path.write_bytes(data)
         with RankTrace(path) as trace:

@@ -1,4 +1,4 @@
-"""Traces that no training wrote: small, and different where a test wants them to be."""
+"""Small synthetic traces, with differences where a test needs them."""
 
 import re
 import zlib
@@ -21,7 +21,7 @@ NAMES = {
 KIND = "float32 (2, 3)"
 START = ("settings", "parameters", "buffers")
 
-# (rank, step, phase, name) -> what to hold there instead: (word, norm), or (word, norm, number of non-finite elements).
+# (rank, step, phase, name) -> planted entry: (digest, norm), or (digest, norm, number of non-finite elements).
 Planted = Mapping[tuple[int, int, str, str], tuple[Any, ...]]
 
 
@@ -73,7 +73,7 @@ def write_trace(
     calls: Callable[[int, int], CallFacts] = call_facts,
     end: str | None = "closed",
 ) -> Path:
-    """A run of ``steps`` steps whose ranks agree in everything but their local gradients, and what is planted."""
+    """A run of ``steps`` steps with ranks that agree in everything but local gradients and ``planted`` entries."""
     for rank in range(world_size):
         facts = environments(rank, world_size)
         writer = Writer(folder, facts)
@@ -93,32 +93,35 @@ def write_trace(
 
 
 def section(rank: int, step: int, phase: str, names: tuple[str, ...], kind: str, planted: Planted) -> Section:
-    """What a rank holds there: words follow from step, phase and position, and of local gradients from the rank."""
-    words: list[str | None] = []
+    """A section with digests derived from step, phase and position; of local gradients from the rank, too."""
+    digests: list[str | None] = []
     norms: list[float | None] = []
     nonfinite = {}
     for index, name in enumerate(names):
-        own = rank + 1 if phase == "local_gradients" else 0
-        held = (f"{(step << 24) + (PHASES.index(phase) << 16) + (index << 8) + own:016x}", 1.0 + index + step / 8)
+        of_rank = rank + 1 if phase == "local_gradients" else 0
+        held = (
+            f"{(step << 24) + (PHASES.index(phase) << 16) + (index << 8) + of_rank:016x}",
+            1.0 + index + step / 8,
+        )
         if phase == "settings":
             held = ("0.001", None)
-        word, norm, *count = planted.get((rank, step, phase, name), held)
-        words.append(word)
+        digest, norm, *count = planted.get((rank, step, phase, name), held)
+        digests.append(digest)
         norms.append(norm)
         if count:
             nonfinite[index] = count[0]
     kinds = ("" if phase == "settings" else kind,) * len(names)
-    return Section(Names(phase, names, kinds), Values(tuple(words), tuple(norms), nonfinite))
+    return Section(Names(phase, names, kinds), Values(tuple(digests), tuple(norms), nonfinite))
 
 
 def without(path: Path, gone: Callable[[bytes], bool]) -> None:
-    """Let the file look as if those lines had never been written."""
+    """Remove the lines matched by ``gone`` and renumber the rest."""
     kept = [line for line in lines_of(path.read_bytes()) if not gone(line)]
     path.write_bytes(b"".join(sealed(line.rpartition(b',"at":')[0], at) for at, line in enumerate(kept, start=1)))
 
 
 def end_after(path: Path, last: int | None) -> Path:
-    """Let the file look as if its rank had been killed after that step; None: after its environment."""
+    """Remove all lines after step ``last``, as after a kill; None: all lines after the environment."""
     step = re.compile(rb'"step":(\d+)')
 
     def is_later(line: bytes) -> bool:
@@ -132,12 +135,12 @@ def end_after(path: Path, last: int | None) -> Path:
 
 
 def lines_of(data: bytes) -> list[bytes]:
-    """Only ``\\n`` ends a line of a file."""
+    """The lines of a file; only ``\\n`` ends a line."""
     parts = data.split(b"\n")
     return [part + b"\n" for part in parts[:-1]] + parts[-1:] * bool(parts[-1])
 
 
 def sealed(body: bytes, at: int = 1) -> bytes:
-    """Line ``at``, which says ``body``, an object that lacks its end, under a checksum that fits."""
+    """Line ``at`` with a valid checksum. ``body``: a JSON object without its closing brace."""
     checked = body + f',"at":{at}'.encode()
     return checked + f',"crc32":"{zlib.crc32(checked):08x}"}}\n'.encode()

@@ -1,4 +1,4 @@
-"""Which arguments do the strategies take, under which names are they found, and what if Lightning is not there?"""
+"""Arguments and registered names of the strategies, and the import without Lightning."""
 
 from typing import Any
 
@@ -78,7 +78,7 @@ def test_a_state_of_a_communication_hook_without_the_hook_is_refused() -> None:
         LegacyDDPStrategy(ddp_comm_state=object())
 
 
-def test_without_lightning_the_core_works_and_the_strategies_say_what_to_install() -> None:
+def test_without_lightning_the_core_works_and_the_strategies_name_the_package_to_install() -> None:
     program = (
         "import sys, legacy_ddp; assert not any(name.startswith('lightning') for name in sys.modules); "
         "sys.modules['lightning'] = None; import legacy_ddp.lightning"

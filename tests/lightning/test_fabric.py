@@ -1,4 +1,4 @@
-"""Does Fabric with strategy ``legacy_ddp`` leave what strategy ``ddp`` leaves, with the loop a user writes?"""
+"""Fabric: strategy ``legacy_ddp`` gives the weights of strategy ``ddp``, with the same loop."""
 
 from typing import Any
 

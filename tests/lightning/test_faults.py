@@ -1,4 +1,4 @@
-"""Does a job of Lightning end when one of its ranks does not go on, with an error that names it, and leave nothing?"""
+"""Faults of a rank under Lightning: the job ends, the error names the rank, and no process stays."""
 
 import os
 import signal
@@ -79,11 +79,11 @@ def test_a_process_that_an_exception_ends_takes_those_along_that_it_launched(tmp
     pid_file = tmp_path / "pid"
     program = f"""
 import pathlib, subprocess, sys, types
-from legacy_ddp.lightning._ending import leave_in_order
+from legacy_ddp.lightning._shutdown import set_up_exit
 program = "import threading; threading.Event().wait()"
 launched = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
 pathlib.Path({str(pid_file)!r}).write_text(str(launched.pid))
-leave_in_order(types.SimpleNamespace(procs=[launched]))
+set_up_exit(types.SimpleNamespace(procs=[launched]))
 raise ValueError("planted")
 """
     result = run_script("-c", program)

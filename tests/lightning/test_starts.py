@@ -1,4 +1,4 @@
-"""Do ranks train alike whoever starts them: Lightning by script, spawn or fork, torchrun, or SLURM?"""
+"""Ways to start ranks (script, spawn, fork, torchrun, SLURM): all train alike."""
 
 import os
 import socket
@@ -35,12 +35,12 @@ def _assert_left(folder: Path, *names: str) -> None:
         assert_same_bits(torch.load(folder / f"{name}.pt", weights_only=True), _expected(name.partition("-")[0]), name)
 
 
-def test_a_trainer_in_a_job_of_torchrun_leaves_what_one_leaves_that_starts_its_own_ranks() -> None:
+def test_a_trainer_under_torchrun_leaves_the_weights_of_a_trainer_that_starts_its_own_ranks() -> None:
     told = by_fabric("accumulating", "by_trainer")
     assert_same_bits(_weights(told("by_trainer")[0]), _expected("trainer"))
 
 
-def test_ranks_that_are_forked_or_spawned_leave_their_weights_to_who_started_them(tmp_path: Path) -> None:
+def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(tmp_path: Path) -> None:
     names = ("trainer=legacy_ddp_fork", "fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn")
     result = run_script(STARTS, str(tmp_path), *names)
 

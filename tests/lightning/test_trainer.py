@@ -1,4 +1,4 @@
-"""Does a Trainer with strategy ``legacy_ddp`` leave what strategy ``ddp`` leaves, whatever Lightning is asked to do?"""
+"""The Trainer: strategy ``legacy_ddp`` gives the weights of strategy ``ddp``, with every option of Lightning."""
 
 from datetime import timedelta
 from typing import Any

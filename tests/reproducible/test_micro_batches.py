@@ -1,4 +1,4 @@
-"""Do a step's micro-batches survive what is done to gradients between them, and errors that are none of theirs?"""
+"""Micro-batches of a step: changes of gradients between them, and unrelated errors."""
 
 import warnings
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._buckets import backward_copy
-from legacy_ddp._reproducible.partial_sums import Sums
+from legacy_ddp._reproducible.partial_sums import PartialSums
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, wrap_reproducible
@@ -192,7 +192,7 @@ def _failing_block(model: Model, rank: int) -> None:
             raise MemoryError("no room")
 
 
-def test_a_failed_micro_batch_is_told_by_the_first_call_that_would_use_it() -> None:
+def test_a_failed_micro_batch_is_an_error_of_the_first_call_that_would_use_it() -> None:
     for first, second in run_ranks(_void_beside_another_error, 2):
         assert "rank 0: ValueError: sample_size is missing" in first
         assert "rank 1: GradientError" in second
@@ -209,22 +209,22 @@ def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
     both = [torch.ones(2), torch.ones(2, dtype=torch.float64)]
     with model.no_sync():
         bring(model.module, both)
-    added: list[Sums] = []
-    add = Sums.add
+    added: list[PartialSums] = []
+    add = PartialSums.add
 
-    def interrupted(sums: Sums, leaf: torch.Tensor) -> None:
+    def interrupted(sums: PartialSums, leaf: torch.Tensor) -> None:
         added.append(sums)
         if len(added) == 2:
             raise KeyboardInterrupt
         add(sums, leaf)
 
-    Sums.add = interrupted
+    PartialSums.add = interrupted
     try:
         with model.no_sync():
             pass
     except KeyboardInterrupt:
         stopped = ("KeyboardInterrupt", "")
-    Sums.add = add
+    PartialSums.add = add
     told = error_of(model.all_reduce, sample_size=1)
     model.zero_grad()
     with model.no_sync():
@@ -233,7 +233,7 @@ def _interrupted(rank: int) -> tuple[Said, Said, list[Any]]:
     return stopped, told, _left(model)
 
 
-def test_ctrl_c_between_two_micro_batches_is_told_by_the_call() -> None:
+def test_ctrl_c_between_two_micro_batches_is_an_error_of_the_call() -> None:
     ((stopped, told, left),) = run_ranks(_interrupted, 1)
 
     assert stopped == ("KeyboardInterrupt", "")
@@ -254,7 +254,7 @@ def _replaced(rank: int) -> tuple[Said, list[Any]]:
     return said, _left(model)
 
 
-def test_a_parameter_replaced_behind_the_blocks_is_told_once() -> None:
+def test_a_parameter_replaced_after_the_blocks_is_an_error_once() -> None:
     ((said, left),) = run_ranks(_replaced, 1)
 
     assert said is not None
@@ -269,13 +269,13 @@ def test_a_parameter_replaced_behind_the_blocks_is_told_once() -> None:
 def _tensors_made(rank: int) -> list[int]:
     """By the sums, step by step."""
     made: list[int] = []
-    new = Sums._new
+    new = PartialSums._new
 
-    def counted(sums: Sums) -> torch.Tensor:
+    def counted(sums: PartialSums) -> torch.Tensor:
         made.append(1)
         return new(sums)
 
-    Sums._new = counted
+    PartialSums._new = counted
     model = _model()
     found = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Does reproducible=True add in the order of one tree, however a step's micro-batches are split over ranks?"""
+"""The order of sums with reproducible=True: one tree, for any split of a step's micro-batches over ranks."""
 
 import gc
 import warnings

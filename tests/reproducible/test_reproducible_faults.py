@@ -1,4 +1,4 @@
-"""What reproducible=True cannot do is an error on every rank, and the next step is right."""
+"""Uses that reproducible=True refuses: an error on every rank, and the next step is right."""
 
 import warnings
 from collections.abc import Callable
@@ -103,7 +103,7 @@ def test_skip_is_refused_with_the_way_to_say_it() -> None:
     _check(_skips, "ValueError", "skip is not usable", "sample_size=0")
 
 
-def test_a_missing_sample_size_on_one_rank_is_told_to_all() -> None:
+def test_a_missing_sample_size_on_one_rank_is_an_error_on_all() -> None:
     _check(_one_without_sample_size, "PeerError", "rank 1", "sample_size is missing", ranks=(1,))
 
 
@@ -275,5 +275,5 @@ def _told(rank: int) -> list[tuple[float | None, int, int | None]]:
     return [(row.local_norm, row.micro_batches, row.sample_size) for row in record.rows]
 
 
-def test_rows_tell_of_the_whole_step() -> None:
+def test_rows_describe_the_whole_step() -> None:
     assert run_ranks(_told, 2) == [[(6.0, 2, 4), (10.0, 2, 4)]] * 2

@@ -1,4 +1,4 @@
-"""Is a step without the call refused by every optimizer, before anything changes, until the call is made?"""
+"""The guard: every optimizer refuses a step without the call, before anything changes, until the call is made."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -175,7 +175,7 @@ def test_a_step_on_gradients_of_this_rank_alone_is_refused_until_the_call_is_mad
 
 
 @pytest.mark.usefixtures("alone")
-def test_hooks_of_somebody_else_on_the_parameters_hide_nothing() -> None:
+def test_hooks_of_the_user_on_the_parameters_hide_nothing() -> None:
     module, seen = net(), []
     for parameter in module.parameters():
         parameter.register_post_accumulate_grad_hook(seen.append)
@@ -286,7 +286,7 @@ def test_a_rank_that_forgot_can_make_the_call_after_the_error() -> None:
     assert second == (4, "UnsynchronizedStepError", first[2])
 
 
-def test_the_others_hear_of_a_rank_that_forgot_when_it_ends() -> None:
+def test_the_other_ranks_name_a_rank_without_the_call_when_it_ends() -> None:
     first, second = run_ranks(_forget_on_rank_1, 2, False, timeout_seconds=30)
 
     assert first[:2] == (2, "PeerLostError")
@@ -303,7 +303,7 @@ def _sit_out(rank: int) -> tuple[bool, bool]:
     return stepped, error_of(optimizer.step) is None
 
 
-def test_a_rank_that_sat_out_may_step_on_what_the_others_brought() -> None:
+def test_a_rank_that_skipped_may_step_with_gradients_of_the_other_ranks() -> None:
     assert run_ranks(_sit_out, 2) == [(True, False)] * 2
 
 

@@ -1,4 +1,4 @@
-"""Does the guard work for compiled optimizers and models, and compile nothing of its own?"""
+"""The guard with compiled optimizers and models: it works, and compiles nothing of its own."""
 
 import warnings
 from collections.abc import Callable

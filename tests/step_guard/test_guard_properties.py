@@ -1,4 +1,4 @@
-"""Does the guard refuse exactly the steps that a few lines of bookkeeping refuse, in any order of operations?"""
+"""The guard against a model of a few lines, in any order of operations: both refuse the same steps."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Which steps are left alone: every correct program's, and those on parameters that nobody guards?"""
+"""Steps that the guard accepts: steps of correct programs, and steps on unguarded parameters."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""Do the private groups stay out of everybody's way, and tell a slow rank from a lost one?"""
+"""Private groups: separate from user groups, and an error for a missing rank that names it."""
 
 import random
 import subprocess

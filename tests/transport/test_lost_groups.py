@@ -1,4 +1,4 @@
-"""What becomes of a group, of a call and of a model when a rank is lost early, late, or by Ctrl-C?"""
+"""State of group, call and model after a rank is lost early, late, or by Ctrl-C."""
 
 import gc
 import os
@@ -60,7 +60,7 @@ def test_the_end_of_the_store_ends_the_construction_of_all_others() -> None:
 
 def _dies_in_construction(rank: int, victim: int) -> tuple[str, tuple[int, ...], str, float] | None:
     if rank == victim:
-        sys.setprofile(do_when("meet", partial(os.kill, os.getpid(), signal.SIGKILL)))
+        sys.setprofile(do_when("exchange_endpoints", partial(os.kill, os.getpid(), signal.SIGKILL)))
     start = time.monotonic()
     try:
         wrap(timeout_seconds=30.0)
@@ -75,7 +75,7 @@ def test_death_in_the_first_collective_blames_no_living_rank(victim: int) -> Non
     seen = run_ranks(_dies_in_construction, 3, victim, lost=(victim,))
     for kind, ranks, text, seconds in filter(None, seen):
         assert (kind, ranks) == ("PeerLostError", ())
-        assert "who is missing is not known" in " ".join(text.split())
+        assert "the missing rank is not known" in " ".join(text.split())
         assert seconds < AT_ONCE_SECONDS
 
 

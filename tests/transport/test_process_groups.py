@@ -1,4 +1,4 @@
-"""In which group do ranks meet, and do several wrappers leave each other alone?"""
+"""Choice of the process group, and independence of several wrappers."""
 
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def _visit_another_group(rank: int) -> tuple[list[float | None], int]:
     return seen, model.all_reduce(skip=True).call
 
 
-def test_a_visit_to_another_group_on_one_rank_loses_no_seat() -> None:
+def test_a_visit_to_another_group_on_one_rank_keeps_the_wrapper_id() -> None:
     assert run_ranks(_visit_another_group, 2) == [([0.5, 5.0, 1.5], 3), ([0.5, 1.5], 3)]
 
 

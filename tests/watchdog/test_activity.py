@@ -1,15 +1,12 @@
-"""Does what a process says of itself agree with what it does?"""
+"""Samples of the activity of this process."""
 
 import io
-import os
 import pdb
-import stat
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,48 +14,46 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks
-from legacy_ddp._watchdog import HERE
+from legacy_ddp._watchdog import process_activity
 from legacy_ddp._watchdog.activity import Activity, Sample
-from legacy_ddp._watchdog.report_file import ReportFile
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import add_gradients, error_of, step, wrap
+from tests.helpers.small_models import add_gradients, wrap
 
 
-class _Looks(nn.Module):
-    """Samples what this process says, from another thread, wherever torch leads through it."""
+class _Sampler(nn.Module):
+    """Samples this process from another thread, in forward, backward and between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(2))
         self.seen: dict[str, Sample] = {}
 
-    def look(self, name: str) -> None:
-        thread = threading.Thread(target=lambda: self.seen.setdefault(name, HERE.sample()))
+    def take(self, name: str) -> None:
+        thread = threading.Thread(target=lambda: self.seen.setdefault(name, process_activity.sample()))
         thread.start()
         thread.join()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.look("forward")
+        self.take("forward")
         y = x * self.weight
-        y.register_hook(lambda _: self.look("backward"))
+        y.register_hook(lambda _: self.take("backward"))
         return y.sum()
 
 
 @pytest.mark.usefixtures("alone")
 def test_forward_backward_and_what_comes_between_are_told_apart() -> None:
     model = wrap(checks="off")
-    model.module = looks = _Looks()
+    model.module = sampler = _Sampler()
 
-    looks.look("before")
+    sampler.take("before")
     loss = model(torch.ones(2))
-    looks.look("after")
+    sampler.take("after")
     loss.backward()
     with torch.no_grad():
-        looks.look("evaluation")
+        sampler.take("evaluation")
 
-    phases = {name: sample.phase for name, sample in looks.seen.items()}
+    phases = {name: sample.phase for name, sample in sampler.seen.items()}
     assert phases == {
         "before": "user code",
         "forward": "forward",
@@ -66,9 +61,9 @@ def test_forward_backward_and_what_comes_between_are_told_apart() -> None:
         "backward": "backward",
         "evaluation": "user code",
     }
-    assert looks.seen["after"].changes > looks.seen["forward"].changes > looks.seen["before"].changes
-    for name in looks.seen:
-        assert any(frame.endswith(" in look") for frame in looks.seen[name].stack)
+    assert sampler.seen["after"].changes > sampler.seen["forward"].changes > sampler.seen["before"].changes
+    for name in sampler.seen:
+        assert any(frame.endswith(" in take") for frame in sampler.seen[name].stack)
 
 
 @pytest.mark.usefixtures("alone")
@@ -78,7 +73,7 @@ def test_an_exception_in_forward_ends_the_phase() -> None:
     with pytest.raises(RuntimeError):
         model(torch.ones(7))
 
-    assert HERE.sample().phase == "user code"
+    assert process_activity.sample().phase == "user code"
 
 
 @pytest.mark.usefixtures("alone")
@@ -103,104 +98,36 @@ def _phases_of_a_call(rank: int) -> tuple[list[str], str, str]:
     add_gradients(model, 1.0)
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code is Activity.enter.__code__ and frame.f_locals["self"] is HERE:
+        if event == "call" and frame.f_code is Activity.enter.__code__ and frame.f_locals["self"] is process_activity:
             said.append(f"{frame.f_locals['call']}: {frame.f_locals['phase']}")
 
     sys.setprofile(note)
     model.all_reduce()
     sys.setprofile(None)
-    return said, HERE.sample().phase, HERE.sample().call
+    return said, process_activity.sample().phase, process_activity.sample().call
 
 
-def test_a_call_says_its_phases_and_that_it_is_over() -> None:
+def test_a_call_records_its_phases_and_its_end() -> None:
     call = "all_reduce() call 1"
     phases = [f"{call}: {phase}" for phase in ("plan", "pack", "agree", "payload", "alias")]
 
     assert run_ranks(_phases_of_a_call, 2) == [([*phases, ": user code"], "user code", "")] * 2
 
 
-def test_a_debugger_is_seen() -> None:
+def test_a_debugger_is_recognised() -> None:
     seen: list[Sample] = []
 
     class Input(io.StringIO):
         def readline(self, *_: Any) -> str:
-            thread = threading.Thread(target=lambda: seen.append(HERE.sample()))
+            thread = threading.Thread(target=lambda: seen.append(process_activity.sample()))
             thread.start()
             thread.join()
             return "continue\n"
 
-    HERE.enter("user code")
+    process_activity.enter("user code")
     pdb.Pdb(stdin=Input(), stdout=io.StringIO(), nosigint=True).set_trace()
 
     assert [sample.phase for sample in seen] == ["debugger"]
-
-
-# The file
-
-
-@contextmanager
-def _file(folder: Path, **arguments: Any) -> Iterator[ReportFile]:
-    file = ReportFile(folder, **{"rank": 1, "size": 3, **arguments})
-    yield file
-    file.close()
-
-
-def test_a_report_file_is_private_named_after_its_process_and_gone_if_there_is_nothing_to_tell(tmp_path: Path) -> None:
-    with _file(tmp_path / "made" / "for it") as file:
-        assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
-        assert file.path.name.endswith(f"-rank1-pid{os.getpid()}.txt")
-        assert "rank 1 of 3" in file.path.read_text()
-    assert not file.path.exists()
-
-    with _file(tmp_path) as file:
-        file.append("first")
-        file.append("second")
-    text = file.path.read_text()
-    assert text.index("rank 1 of 3") < text.index("first") < text.index("second")
-
-
-def test_no_file_of_somebody_else_is_ever_written_to(tmp_path: Path) -> None:
-    with _file(tmp_path) as file:
-        name = file.path.name
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / name).symlink_to(victim)
-
-    with _file(tmp_path) as file:
-        file.append("report")
-
-    assert victim.read_text() == "precious"
-    assert file.path.name != name
-    assert "report" in file.path.read_text()
-
-
-def test_a_full_disk_is_no_reason_to_fail() -> None:
-    with _file(Path("/tmp")) as file:
-        full = os.open("/dev/full", os.O_WRONLY)
-        os.dup2(full, file._descriptor)
-        os.close(full)
-
-        file.append("report")
-
-
-def _construct_with_a_bad_directory(rank: int, folder: str) -> tuple[Any, Any]:
-    bad = f"{folder}/file/inside" if rank == 1 else folder
-    first = error_of(wrap, checks=Checks(report_dir=bad))
-    model = wrap(checks=Checks(report_dir=folder))
-    return first, step(model, 1.0 + rank)
-
-
-def test_a_directory_that_cannot_be_used_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("not a directory")
-
-    results = run_ranks(_construct_with_a_bad_directory, 2, str(tmp_path))
-
-    for said, mean in results:
-        kind, text = said
-        assert kind == "PeerError"
-        assert "rank 1" in text
-        assert str(tmp_path / "file") in text
-        assert mean == 1.5
 
 
 @contextmanager
@@ -211,21 +138,21 @@ def _nothing() -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("depth", [0, 30])
 def test_a_call_inside_an_optimizer_s_closure_shows_the_way_into_it_from_the_user_s_line(depth: int) -> None:
-    model, looks = wrap(), _Looks()
+    model, sampler = wrap(), _Sampler()
     call: Any = model.all_reduce
     for _ in range(depth):  # each is a frame of the standard library, as a framework's would be
         call = _nothing()(call)
 
     def closure() -> float:
         add_gradients(model, 1.0)
-        sys.setprofile(do_when("alias", partial(looks.look, "call")))
+        sys.setprofile(do_when("alias", partial(sampler.take, "call")))
         call()
         sys.setprofile(None)
         return 0.0
 
     torch.optim.SGD(model.parameters(), lr=1.0).step(closure)
 
-    sample = looks.seen["call"]
+    sample = sampler.seen["call"]
     assert sample.line.endswith("in closure")
     assert sample.line in sample.stack
     assert sample.stack[-1].endswith("in all_reduce")

@@ -1,4 +1,4 @@
-"""Is the process left alone that the watch lives in: its children, its signal handlers, threads, sockets, files?"""
+"""Effects of the watchdog on its process: children, signal handlers, threads, sockets, files."""
 
 import multiprocessing
 import os
@@ -196,5 +196,5 @@ def test_threads_sockets_and_files_exist_only_where_ranks_look_after_each_other_
 ) -> None:
     for during, after in run_silently(_footprint, world_size, tmp_path, Checks(level=level, report_dir=tmp_path)):
         # one listening socket and a pair to wake its thread; and a thread in reserve
-        assert during == (["legacy_ddp watch"] * 2 * watches, watches, 2 * watches, files)
+        assert during == (["legacy_ddp watchdog"] * 2 * watches, watches, 2 * watches, files)
         assert after == ([], 0, 0, 0)

@@ -1,4 +1,4 @@
-"""The watch of a process that may start no more threads, or open no more descriptors."""
+"""The watchdog of a process that may start no more threads, or open no more descriptors."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from legacy_ddp import Checks
-from legacy_ddp._watchdog.client import Outcome, ask_all
+from legacy_ddp._watchdog.client import Outcome, request_all
 from legacy_ddp._watchdog.processes import DEAD, own_identity, state_of
-from legacy_ddp._watchdog.server import Line
+from legacy_ddp._watchdog.server import StatusServer
 from tests.helpers.listening import WARN_SECONDS, Training, listen, said
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
@@ -37,17 +37,17 @@ def _no_more_threads() -> Iterator[None]:
 # Threads
 
 
-def test_many_ranks_are_asked_though_no_thread_can_be_started() -> None:
-    lines = [Line(rank, lambda message: {"heard": message["ask"]}, print) for rank in range(3)]
-    for line in lines:
-        line.start(None)
+def test_many_ranks_answer_though_no_thread_can_be_started() -> None:
+    servers = [StatusServer(rank, lambda message: {"heard": message["request"]}, print) for rank in range(3)]
+    for server in servers:
+        server.start(None)
 
     with _no_more_threads():
-        answers = ask_all([line.me for line in lines], {"ask": "state"}, own_identity())
+        answers = request_all([server.endpoint for server in servers], {"request": "status"}, own_identity())
 
-    assert answers == dict.fromkeys(range(3), (Outcome.ANSWERED, {"heard": "state"}))
-    for line in lines:
-        line.close("")
+    assert answers == dict.fromkeys(range(3), (Outcome.ANSWERED, {"heard": "status"}))
+    for server in servers:
+        server.close("")
 
 
 def _late_without_threads(rank: int, folder: Path) -> list[float]:
@@ -80,7 +80,7 @@ def _constructs(rank: int, folder: str) -> tuple[object, object]:
     return first, error_of(wrap, checks=Checks(report_dir=folder))
 
 
-def test_a_watch_that_cannot_be_started_on_one_rank_is_the_same_error_on_all_and_the_group_stays_usable(
+def test_a_watchdog_that_cannot_be_started_on_one_rank_is_the_same_error_on_all_and_the_group_stays_usable(
     tmp_path: Path,
 ) -> None:
     results = run_ranks(_constructs, 2, str(tmp_path))
@@ -110,7 +110,7 @@ def test_a_process_that_cannot_be_looked_at_for_want_of_a_descriptor_is_not_call
 
 _AT_THE_LIMIT = """
 import json, os, resource, socket, threading
-from legacy_ddp._watchdog.server import Line
+from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.client import encode_message
 
 tries = 0
@@ -119,15 +119,15 @@ def count(frame, event, _):
     tries += event == "call" and frame.f_code.co_name == "_accept"
 
 threading.setprofile(count)
-line = Line(0, lambda message: {"heard": message["ask"]}, print)
-line.start(None)
+server = StatusServer(0, lambda message: {"heard": message["request"]}, print)
+server.start(None)
 first, second = socket.socket(), socket.socket()
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 free = os.dup(0)  # the next number that would be given
 os.close(free)
 resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-first.connect(line.me.addresses[-1])
-first.sendall(encode_message(line.me, {"ask": "state"}))
+first.connect(server.endpoint.addresses[-1])
+first.sendall(encode_message(server.endpoint, {"request": "status"}))
 first.settimeout(0.5)
 try:
     first.recv(100)
@@ -138,8 +138,8 @@ resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 first.settimeout(10.0)
 answer = first.recv(100).decode()
 resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
-second.connect(line.me.addresses[-1])
-line.close("")
+second.connect(server.endpoint.addresses[-1])
+server.close("")
 print(json.dumps([counted, answer, threading.active_count()]))
 """
 
@@ -153,5 +153,5 @@ def test_a_connection_that_waits_at_the_limit_of_descriptors_costs_a_few_tries_a
     assert ran.stderr == ""
     tries, answer, threads = json.loads(ran.stdout)
     assert 1 <= tries <= 20
-    assert json.loads(answer) == {"heard": "state"}
+    assert json.loads(answer) == {"heard": "status"}
     assert threads == 1  # the main one: closing ended the other

@@ -1,4 +1,4 @@
-"""What does the log say, and when, while ranks wait?"""
+"""The log of ranks that wait: which line comes when."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def _loops(rank: int, folder: str) -> list[str]:
     return ["no error"]
 
 
-def test_a_rank_that_computes_is_believed_once_then_reported_once_then_mentioned(tmp_path: Path) -> None:
+def test_a_rank_that_computes_is_one_line_once_then_a_report_once_then_a_mention(tmp_path: Path) -> None:
     first, second, *later = run_ranks(_loops, 2, str(tmp_path), lost=(1,), survivors_exit=False)[0]
 
     assert first.endswith(", alive and busy")
@@ -66,18 +66,18 @@ def _arrives_late(rank: int, folder: str) -> list[str]:
     return said
 
 
-def test_when_a_rank_that_was_reported_arrives_a_line_says_so(tmp_path: Path) -> None:
+def test_the_arrival_of_a_reported_rank_is_logged(tmp_path: Path) -> None:
     said, nothing = run_ranks(_arrives_late, 2, str(tmp_path))
 
     assert "stack of rank 1" in said[0]
-    assert said[-1] == "all_reduce() call 4: all ranks are there now, and it is done"
+    assert said[-1] == "all_reduce() call 4: all ranks have arrived, and the call has succeeded"
     assert nothing == []
 
 
 # A launcher may end this process before anything is raised
 
 
-def _hears_of_a_loss(rank: int, folder: str, where: str) -> list[str]:
+def _is_notified_of_a_loss(rank: int, folder: str, where: str) -> list[str]:
     heard = threading.Event()
     said = _listen(heard)
     model = wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder))
@@ -101,14 +101,14 @@ def _hears_of_a_loss(rank: int, folder: str, where: str) -> list[str]:
         ("call", "rank 0 is in all_reduce() call 2, phase agree, at helpers/small_models.py:"),
     ],
 )
-def test_one_line_says_at_once_who_was_lost_and_where_this_rank_is(where: str, place: str, tmp_path: Path) -> None:
-    (line,) = run_ranks(_hears_of_a_loss, 2, str(tmp_path), where, lost=(1,))[0]
+def test_a_loss_is_logged_at_once_with_the_position_of_this_rank(where: str, place: str, tmp_path: Path) -> None:
+    (line,) = run_ranks(_is_notified_of_a_loss, 2, str(tmp_path), where, lost=(1,))[0]
 
     text, _, pointer = line.rpartition("\n")
     words = " ".join(text.split())
-    assert words.startswith("rank 1 ended without a word; ") or "; missing rank 1 (" in words  # gloo was faster
+    assert words.startswith("rank 1 ended unexpectedly; ") or "; missing rank 1 (" in words  # gloo was faster
     assert place in words
-    assert words.endswith("in _hears_of_a_loss" if where == "user code" else "in step")
+    assert words.endswith("in _is_notified_of_a_loss" if where == "user code" else "in step")
     assert len(text.splitlines()) <= 2
     assert all(len(part) <= 120 for part in text.splitlines())
     assert pointer.startswith(f"(reports of this rank: {tmp_path}")

@@ -1,4 +1,4 @@
-"""Whatever way a rank is lost: do all others learn at once who it was, keep their gradients, and end cleanly?
+"""Ranks lost in every way: all other ranks get the same error at once, keep their gradients, and end cleanly.
 
 ``pytest -s`` prints how long each survivor waited between the fault and its error.
 """
@@ -99,7 +99,7 @@ def test_the_last_of_two_names_the_other(lose: Lose) -> None:
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
 
 
-def test_all_of_five_learn_of_a_killed_one_long_before_a_timeout_of_a_minute(lose: Lose) -> None:
+def test_all_of_five_ranks_name_a_killed_rank_long_before_a_timeout_of_a_minute(lose: Lose) -> None:
     seen = lose(5, (2,), rank_faults.killed, timeout_seconds=60.0)  # gloo tells its neighbours in the ring, 1 and 3
     _check_all(seen, "PeerLostError", "agree", 3.0, "missing rank 2 (its process has ended")
 
@@ -111,14 +111,14 @@ def test_a_rank_that_exits_hard_is_named_at_once(lose: Lose, victim: int, store:
 
 
 @pytest.mark.parametrize("victim, store", WHO_OR_STORE)
-def test_a_rank_that_exits_says_so(lose: Lose, victim: int, store: str) -> None:
+def test_a_rank_that_exits_sends_its_exit_reason(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.leaves, store)
     said = f"missing rank {victim} (left after all_reduce() call 2 with SystemExit: 3"
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
 
 
 @pytest.mark.parametrize("victim, store", WHO_OR_STORE)
-def test_a_rank_that_fails_says_with_what(lose: Lose, victim: int, store: str) -> None:
+def test_a_rank_that_fails_sends_its_error(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.raises, store)
     said = f"missing rank {victim} (left after all_reduce() call 2 with ValueError: bad batch"
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
@@ -184,7 +184,7 @@ def test_a_killed_and_a_stopped_rank_are_both_named(lose: Lose) -> None:
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, *said)
 
 
-@pytest.mark.parametrize("function", ["append", "_make_report", "compose", "_spread"])
+@pytest.mark.parametrize("function", ["append", "_make_report", "compose", "broadcast_failure"])
 def test_the_others_still_get_a_report_when_the_reporting_rank_is_killed(lose: Lose, function: str) -> None:
     seen = lose(4, (0, 3), partial(rank_faults.killed_while_reporting, function=function))
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 0, 3 (its process has ended")
@@ -291,7 +291,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, ending: str) -> None:
+def test_an_exception_that_ends_a_script_is_in_the_reports_of_the_others(tmp_path: Path, ending: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + ENDINGS[ending])
     ranks = [_start_script(script, tmp_path, rank) for rank in range(3)]
@@ -313,19 +313,19 @@ def test_an_exception_that_ends_a_script_is_told_to_the_others(tmp_path: Path, e
         assert [process.returncode for process in ranks] == [1, 1, 1]
 
 
-ASK_AT_EXIT = """
+REQUEST_AT_EXIT = """
 import atexit
-from legacy_ddp._watchdog.server import Line
-from legacy_ddp._watchdog.client import ask_all
+from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.client import request_all
 
-line = Line(0, dict, print)
-atexit.register(lambda: print(*ask_all([line.me], {}, line.me.identity).values()))
+server = StatusServer(0, dict, print)
+atexit.register(lambda: print(*request_all([server.endpoint], {}, server.endpoint.identity).values()))
 """
 
 
-def test_a_rank_that_asks_while_its_process_ends_leaves_no_traceback() -> None:
+def test_a_rank_that_sends_requests_while_its_process_ends_leaves_no_traceback() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ran = subprocess.run([sys.executable, "-c", ASK_AT_EXIT], env=environment, capture_output=True, text=True)
+    ran = subprocess.run([sys.executable, "-c", REQUEST_AT_EXIT], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "does not answer" in ran.stdout  # asked by the thread that ends the process: no other can be started
 

@@ -1,4 +1,4 @@
-"""Does the report blame whom the answers speak against, and can it be read?"""
+"""Evaluation of the rows of all ranks, and the text of the report."""
 
 import textwrap
 from dataclasses import replace
@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._watchdog.activity import Sample
-from legacy_ddp._watchdog.client import Outcome, Peer
+from legacy_ddp._watchdog.client import Endpoint, Outcome
+from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.processes import DEAD, own_identity
-from legacy_ddp._watchdog.report import LEFT_FOR_A_LOSS, MAX_ROWS, MAX_STACKS, Report, Row, awaited, compose, say_loss
-from legacy_ddp._watchdog.status import Place, own_state, rows_of
+from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
+from legacy_ddp._watchdog.rows import LEFT_AFTER_LOSS, Row, missing_ranks
+from legacy_ddp._watchdog.status import RankStatus, build_rows, own_status
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
 
@@ -33,14 +35,14 @@ def _is_lost(rank: int, outcome: Outcome, process: str = "", note: str = "") -> 
 
 
 def _line(report: Report) -> str:
-    """What the report says before its table."""
+    """The text of the report before the table."""
     return " ".join(report.text.split("\n\n")[0].split())
 
 
 def test_a_rank_in_user_code_is_named_with_its_line_and_its_stack_comes_first() -> None:
     report = compose([_waits(0), _works(1), _waits(2)])
 
-    assert report.awaited == (1,)
+    assert report.missing == (1,)
     assert report.text == textwrap.dedent(
         """\
         all_reduce() call 5, phase agree: ranks have waited for 10.2 s; missing rank 1
@@ -63,42 +65,47 @@ def test_a_rank_in_user_code_is_named_with_its_line_and_its_stack_comes_first() 
 @pytest.mark.parametrize(
     "lost, words",
     [
-        (_is_lost(1, Outcome.GONE), "its process has ended"),
+        (_is_lost(1, Outcome.ENDED), "its process has ended"),
         (_is_lost(1, Outcome.SILENT, "stopped"), "its process is stopped"),
         (_is_lost(1, Outcome.SILENT, "held by a debugger"), "its process is held by a debugger"),
         (_is_lost(1, Outcome.SILENT, "running"), "its process is running but does not answer: Python may be held up"),
         (_is_lost(1, Outcome.SILENT), "does not answer"),
         (_is_lost(1, Outcome.UNREACHABLE), "cannot be reached"),
-        (_is_lost(1, Outcome.GONE, note="left after call 4 with ValueError: bad"), "left after call 4 with ValueError"),
+        (
+            _is_lost(1, Outcome.ENDED, note="left after call 4 with ValueError: bad"),
+            "left after call 4 with ValueError",
+        ),
     ],
 )
 def test_a_rank_that_does_not_answer_is_named_with_what_is_known_of_its_process(lost: Row, words: str) -> None:
-    report = compose([_waits(0), lost, _waits(2)], "no answer within 10 s")
+    report = compose([_waits(0), lost, _waits(2)], Failure("no answer within 10 s"))
 
-    assert report.awaited == (1,)
+    assert report.missing == (1,)
     assert f"call 5, phase agree: no answer within 10 s; missing rank 1 ({words}" in _line(report)
     assert "on host node-b)" in _line(report)
-    assert not report.is_harmless
+    assert not report.is_progressing
 
 
 def test_a_rank_that_is_dead_is_not_called_running_while_its_process_ends() -> None:
-    assert _is_lost(1, Outcome.GONE, "running").condition == "dead"
+    assert process_text(_is_lost(1, Outcome.ENDED, "running")) == "dead"
 
 
 def test_a_rank_that_answered_and_was_then_seen_dead_counts_as_one_that_did_not_answer() -> None:
-    peers = [Peer(rank, own_identity(), [], "") for rank in range(2)]
-    said = own_state(Place(serial=3, call="all_reduce() call 3", in_call=True), [])
+    peers = [Endpoint(rank, own_identity(), [], "") for rank in range(2)]
+    said = own_status(RankStatus(serial=3, call="all_reduce() call 3", in_call=True), [])
 
-    rows = rows_of(peers, {0: (Outcome.ANSWERED, {**said, "seen": {"1": DEAD}}), 1: (Outcome.ANSWERED, said)})
+    rows = build_rows(
+        peers, {0: (Outcome.ANSWERED, {**said, "process_states": {"1": DEAD}}), 1: (Outcome.ANSWERED, said)}
+    )
 
-    assert [(row.outcome, row.sample is None) for row in rows] == [(Outcome.ANSWERED, False), (Outcome.GONE, True)]
-    assert awaited(rows) == (1,)
+    assert [(row.outcome, row.sample is None) for row in rows] == [(Outcome.ANSWERED, False), (Outcome.ENDED, True)]
+    assert missing_ranks(rows) == (1,)
 
 
 def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> None:
-    report = compose([_waits(0), _is_lost(1, Outcome.GONE), _waits(2), _works(3)])
+    report = compose([_waits(0), _is_lost(1, Outcome.ENDED), _waits(2), _works(3)])
 
-    assert report.awaited == (1, 3)
+    assert report.missing == (1, 3)
     assert "missing rank 1 (its process has ended, on host node-b); rank 3 (user code after" in _line(report)
 
 
@@ -117,43 +124,43 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
         ([_works(0), _works(1)], ()),  # nobody waits any more
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _works(2)], (2,)),  # somebody is known to be behind
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _waits(2)], (1,)),  # it can be nobody else
-        ([_waits(0), _is_lost(1, Outcome.DEAF), _is_lost(2, Outcome.GONE)], (2,)),
+        ([_waits(0), _is_lost(1, Outcome.UNKNOWN), _is_lost(2, Outcome.ENDED)], (2,)),
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.NOT_ASKED)], (1,)),
     ],
 )
-def test_those_behind_the_farthest_are_awaited(rows: list[Row], missing: tuple[int, ...]) -> None:
-    assert awaited(rows) == missing
+def test_ranks_behind_the_farthest_are_missing(rows: list[Row], missing: tuple[int, ...]) -> None:
+    assert missing_ranks(rows) == missing
 
 
-def test_when_nobody_is_missing_the_network_is_suspected() -> None:
-    report = compose([_waits(0), _waits(1)], "connection lost")
+def test_if_no_rank_is_missing_the_network_is_suspected() -> None:
+    report = compose([_waits(0), _waits(1)], Failure("connection lost"))
 
-    assert report.awaited == ()
-    assert not report.is_harmless
+    assert report.missing == ()
+    assert not report.is_progressing
     assert "no rank is missing, every rank is in this call; look at the network" in _line(report)
 
 
 def test_where_a_rank_is_through_the_call_already_it_is_not_said_to_be_in_it() -> None:
-    line = _line(compose([_waits(0), _works(1, serial=5)], "connection lost"))
+    line = _line(compose([_waits(0), _works(1, serial=5)], Failure("connection lost")))
 
     assert "no rank is missing, no rank is behind this call; look at the network" in line
 
 
-def test_a_rank_that_gets_on_or_sits_in_a_debugger_is_harmless_and_one_line_says_so() -> None:
+def test_a_rank_that_advances_or_is_in_a_debugger_is_progressing_and_the_head_is_one_line() -> None:
     moving, held = replace(_works(1), is_advancing=True), _works(2, phase="debugger")
 
     report = compose([_waits(0), moving, held])
 
-    assert report.is_harmless
+    assert report.is_progressing
     assert "rank 2 (debugger after all_reduce() call 4" in report.head
     assert "\n" not in report.head
-    assert not compose([_waits(0), moving, _works(2)]).is_harmless
+    assert not compose([_waits(0), moving, _works(2)]).is_progressing
 
 
-def test_a_rank_that_only_computes_is_busy_and_not_harmless_for_it_may_be_a_loop() -> None:
+def test_a_rank_that_only_computes_is_busy_and_not_progressing_for_it_may_be_a_loop() -> None:
     busy, idle = replace(_works(1), is_busy=True), replace(_works(2), is_busy=False)
 
-    assert (compose([_waits(0), busy]).is_busy, compose([_waits(0), busy]).is_harmless) == (True, False)
+    assert (compose([_waits(0), busy]).is_busy, compose([_waits(0), busy]).is_progressing) == (True, False)
     assert not compose([_waits(0), busy, idle]).is_busy
     text = " ".join(compose([_waits(0), busy, idle]).text.split())
     assert "running, busy on node-a:4711" in text
@@ -171,25 +178,25 @@ def test_the_users_own_line_comes_before_the_library_that_it_leads_into() -> Non
     )
 
 
-def test_who_left_because_another_was_lost_is_not_blamed() -> None:
-    victim = _is_lost(1, Outcome.GONE, note=LEFT_FOR_A_LOSS)
+def test_a_rank_that_left_after_a_loss_is_not_blamed() -> None:
+    victim = _is_lost(1, Outcome.ENDED, note=LEFT_AFTER_LOSS)
 
-    assert compose([_waits(0), victim, _is_lost(2, Outcome.GONE)]).awaited == (2,)
+    assert compose([_waits(0), victim, _is_lost(2, Outcome.ENDED)]).missing == (2,)
 
 
-def test_who_left_because_another_was_lost_is_named_where_nobody_else_can_be_missing() -> None:
+def test_a_rank_that_left_after_a_loss_is_named_if_no_other_rank_can_be_missing() -> None:
     left = [
-        _is_lost(rank, Outcome.GONE, note=f"{LEFT_FOR_A_LOSS}: missing rank 1 (its process is stopped)")
+        _is_lost(rank, Outcome.ENDED, note=f"{LEFT_AFTER_LOSS}: missing rank 1 (its process is stopped)")
         for rank in (0, 2)
     ]
 
-    report = compose([left[0], _waits(1), left[1]], "connection lost")
+    report = compose([left[0], _waits(1), left[1]], Failure("connection lost"))
 
-    assert report.awaited == (0, 2)
-    assert f"missing ranks 0, 2 ({LEFT_FOR_A_LOSS}: missing rank 1 (its process is stopped), on" in _line(report)
-    assert not report.is_harmless
-    assert compose([left[0], _waits(1), _works(2)], "failed", lost=(2,)).awaited == (2,)
-    assert compose([left[0], _waits(1), _is_lost(2, Outcome.NOT_ASKED)], "failed").awaited == (2,)
+    assert report.missing == (0, 2)
+    assert f"missing ranks 0, 2 ({LEFT_AFTER_LOSS}: missing rank 1 (its process is stopped), on" in _line(report)
+    assert not report.is_progressing
+    assert compose([left[0], _waits(1), _works(2)], Failure("failed", ranks=(2,))).missing == (2,)
+    assert compose([left[0], _waits(1), _is_lost(2, Outcome.NOT_ASKED)], Failure("failed")).missing == (2,)
 
 
 @pytest.mark.parametrize("serial", [4, 5, 6])
@@ -198,46 +205,46 @@ def test_a_rank_that_is_dead_by_now_is_missing_however_far_it_was_when_it_answer
     dead = replace(_waits(1, serial=serial), process="dead")
     other = _works(0) if is_alone else _waits(0)
 
-    report = compose([other, dead], "connection lost")
+    report = compose([other, dead], Failure("connection lost"))
 
-    assert report.awaited == (1,)
+    assert report.missing == (1,)
     assert "missing rank 1 (its process has ended, " in _line(report)
     assert "dead on node-a:4711" in " ".join(report.text.split())
-    assert compose([other, dead], "gone", lost=(0,)).awaited == (0, 1)
+    assert compose([other, dead], Failure("gone", ranks=(0,))).missing == (0, 1)
 
 
-def test_a_loss_is_told_in_a_line_with_call_and_phase_or_what_came_before_and_the_line_of_the_user() -> None:
-    reason, stack = "rank 1 ended without a word", ("job/train.py:88 in save", "torch/serialization.py:966 in save")
+def test_the_text_of_a_loss_has_the_position_of_the_rank_and_the_user_s_line() -> None:
+    reason, stack = "rank 1 ended unexpectedly", ("job/train.py:88 in save", "torch/serialization.py:966 in save")
     working = _works(2, phase="forward", stack=stack)
     assert working.sample is not None
     working = replace(working, sample=replace(working.sample, line=stack[0]))
 
-    assert say_loss(_waits(0), reason) == (
+    assert format_loss(_waits(0), reason) == (
         f"{reason}; rank 0 is in all_reduce() call 5, phase agree, at legacy_ddp/_wrapper.py:143 in all_reduce"
     )
-    assert say_loss(working, reason) == (
+    assert format_loss(working, reason) == (
         f"{reason}; rank 2 is in forward after all_reduce() call 4, at job/train.py:88 in save"
     )
-    said = say_loss(
+    said = format_loss(
         _waits(0), "connection lost after 0.04 s (Connection closed by peer)", "missing rank 1 (dead, on host a)"
     )
     assert "peer); missing rank 1 (dead, on host a); rank 0 is in" in " ".join(said.split())
     assert [len(line) <= 120 for line in said.splitlines()] == [True, True]
 
 
-def test_without_an_inquiry_only_those_known_to_be_lost_are_named() -> None:
-    rows = [_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.GONE)]
+def test_without_a_poll_only_ranks_known_to_be_lost_are_named() -> None:
+    rows = [_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.ENDED)]
 
-    assert compose(rows, "gone", lost=(2,), is_inquiry=False).awaited == (2,)
-    assert compose(rows, "gone", lost=(2,)).awaited == (1, 2)
+    assert compose(rows, Failure("gone", ranks=(2,)), was_polled=False).missing == (2,)
+    assert compose(rows, Failure("gone", ranks=(2,))).missing == (1, 2)
 
 
 def test_a_living_rank_too_slow_to_answer_is_not_blamed_for_the_death_of_another() -> None:
-    dead = _is_lost(2, Outcome.GONE)
+    dead = _is_lost(2, Outcome.ENDED)
 
     for process, blamed in {"running": (2,), "stopped": (1, 2), "": (1, 2)}.items():
         rows = [_waits(0), _is_lost(1, Outcome.SILENT, process), dead]
-        assert compose(rows, "gone", lost=(2,)).awaited == blamed, process
+        assert compose(rows, Failure("gone", ranks=(2,))).missing == blamed, process
 
 
 def test_a_thousand_ranks_of_a_hundred_hosts_at_one_place_share_a_headline() -> None:
@@ -246,20 +253,20 @@ def test_a_thousand_ranks_of_a_hundred_hosts_at_one_place_share_a_headline() -> 
     assert len(compose(rows).head) < 400
 
 
-def test_a_rank_in_one_long_operation_is_harmless_if_it_began_it_while_the_others_waited() -> None:
+def test_a_rank_in_one_long_operation_is_progressing_if_it_began_while_the_others_waited() -> None:
     def behind(seconds: float) -> Row:
         row = _works(1, phase="forward")
         assert row.sample is not None
         return replace(row, sample=replace(row.sample, age_seconds=seconds))
 
-    assert compose([_waits(0, seconds=60.0), behind(20.0)]).is_harmless
-    assert not compose([_waits(0, seconds=60.0), behind(50.0)]).is_harmless
+    assert compose([_waits(0, seconds=60.0), behind(20.0)]).is_progressing
+    assert not compose([_waits(0, seconds=60.0), behind(50.0)]).is_progressing
 
 
-def test_one_waiting_rank_speaks_for_each_host() -> None:
+def test_one_waiting_rank_of_each_host_is_a_reporter() -> None:
     elsewhere = replace(_waits(2), host="node-c")
 
-    assert sorted(compose([_works(0), _waits(1), elsewhere, replace(_waits(3), host="node-c")]).speakers) == [1, 2]
+    assert sorted(compose([_works(0), _waits(1), elsewhere, replace(_waits(3), host="node-c")]).reporters) == [1, 2]
 
 
 def test_a_call_on_another_group_is_named() -> None:
@@ -268,12 +275,12 @@ def test_a_call_on_another_group_is_named() -> None:
     assert "rank 1 (broadcast_buffers() call 2 of another group: payload, on" in _line(compose([_waits(0), other]))
 
 
-def test_a_thousand_ranks_make_a_page_and_not_a_book() -> None:
+def test_the_report_on_a_thousand_ranks_has_the_length_of_a_page() -> None:
     rows = [_works(rank, stack=(f"train.py:{rank} in f",)) if rank % 100 == 7 else _waits(rank) for rank in range(1000)]
 
     report = compose(rows)
 
-    assert report.awaited == tuple(range(7, 1000, 100))
+    assert report.missing == tuple(range(7, 1000, 100))
     assert len(report.text.splitlines()) < MAX_ROWS + 5 * MAX_STACKS + 40
     assert "... other stacks of ranks" in report.text
     assert "... ranks 15-106, 108-206" in report.text
@@ -310,10 +317,10 @@ def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_column
 
     report = compose(rows)
 
-    assert report.awaited == awaited(rows)
+    assert report.missing == missing_ranks(rows)
     assert all(len(line) <= 80 for line in report.text.splitlines())
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
-    assert {row.rank for row in rows if row.process == "dead" and row.note != "left"} <= {*report.awaited}
-    assert all(rows[rank].progress < farthest for rank in report.awaited)
+    assert {row.rank for row in rows if row.process == "dead" and row.note != "left"} <= {*report.missing}
+    assert all(rows[rank].progress < farthest for rank in report.missing)
     listed = {int(line[:5]) for line in report.text.splitlines() if line[:5].strip().isdigit()}
-    assert set(report.awaited[:MAX_ROWS]) <= listed
+    assert set(report.missing[:MAX_ROWS]) <= listed

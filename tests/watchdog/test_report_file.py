@@ -1,24 +1,92 @@
-"""The report file where it cannot be written, and where SIGTERM is the user's own."""
+"""The report file: path and mode, a full disk, and a SIGTERM that the user handles."""
 
 import logging
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from legacy_ddp import LostPeerError
+from legacy_ddp import Checks, LostPeerError
 from legacy_ddp._watchdog.report_file import ReportFile
 from tests.helpers.listening import Training
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import error_of, step, wrap
 
 STACKS = "most recent call first"  # as faulthandler writes them
+
+
+@contextmanager
+def _file(folder: Path, **arguments: Any) -> Iterator[ReportFile]:
+    file = ReportFile(folder, **{"rank": 1, "size": 3, **arguments})
+    yield file
+    file.close()
+
+
+def test_a_report_file_is_private_named_after_its_process_and_removed_without_a_report(tmp_path: Path) -> None:
+    with _file(tmp_path / "made" / "for it") as file:
+        assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+        assert file.path.name.endswith(f"-rank1-pid{os.getpid()}.txt")
+        assert "rank 1 of 3" in file.path.read_text()
+    assert not file.path.exists()
+
+    with _file(tmp_path) as file:
+        file.append("first")
+        file.append("second")
+    text = file.path.read_text()
+    assert text.index("rank 1 of 3") < text.index("first") < text.index("second")
+
+
+def test_an_existing_file_is_never_written_to(tmp_path: Path) -> None:
+    with _file(tmp_path) as file:
+        name = file.path.name
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / name).symlink_to(victim)
+
+    with _file(tmp_path) as file:
+        file.append("report")
+
+    assert victim.read_text() == "precious"
+    assert file.path.name != name
+    assert "report" in file.path.read_text()
+
+
+def test_a_full_disk_is_no_reason_to_fail() -> None:
+    with _file(Path("/tmp")) as file:
+        full = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(full, file._descriptor)
+        os.close(full)
+
+        file.append("report")
+
+
+def _construct_with_a_bad_directory(rank: int, folder: str) -> tuple[Any, Any]:
+    bad = f"{folder}/file/inside" if rank == 1 else folder
+    first = error_of(wrap, checks=Checks(report_dir=bad))
+    model = wrap(checks=Checks(report_dir=folder))
+    return first, step(model, 1.0 + rank)
+
+
+def test_a_directory_that_cannot_be_used_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+
+    results = run_ranks(_construct_with_a_bad_directory, 2, str(tmp_path))
+
+    for said, mean in results:
+        kind, text = said
+        assert kind == "PeerError"
+        assert "rank 1" in text
+        assert str(tmp_path / "file") in text
+        assert mean == 1.5
 
 
 # A full disk

@@ -1,4 +1,4 @@
-"""Do ranks reach each other beside the collectives, and nobody else?"""
+"""Status servers and requests between ranks, with real sockets and processes."""
 
 import json
 import os
@@ -14,63 +14,71 @@ from typing import Any
 import pytest
 
 from legacy_ddp._watchdog.addresses import own_hosts, reachable
-from legacy_ddp._watchdog.client import Outcome, Peer, ask, ask_all, decode_peer, encode_message
+from legacy_ddp._watchdog.client import (
+    Endpoint,
+    Message,
+    Outcome,
+    decode_endpoint,
+    encode_message,
+    request,
+    request_all,
+)
 from legacy_ddp._watchdog.processes import DEAD, RUNNING, STOPPED, UNKNOWN, Identity, own_identity, state_of
-from legacy_ddp._watchdog.server import Line
+from legacy_ddp._watchdog.server import StatusServer
 
-# Another process, so that it can be stopped and killed; it says where it listens and stays.
+# A server in another process, which can be stopped and killed; prints its endpoint and waits.
 _LISTENER = """
 import sys
-from legacy_ddp._watchdog.server import Line
-line = Line(1, lambda message: {"heard": message["ask"]}, print)
-line.start(None)
-print(line.me.encode().decode(), flush=True)
+from legacy_ddp._watchdog.server import StatusServer
+server = StatusServer(1, lambda message: {"heard": message["request"]}, print)
+server.start(None)
+print(server.endpoint.encode().decode(), flush=True)
 sys.stdin.read()
-line.close("bye")
+server.close("left")
 """
 
 
-class _Ends:
-    """Two lines of this process, and what they were told."""
+class _Servers:
+    """Two status servers of this process, and the closed monitor connections."""
 
     def __init__(self) -> None:
         self.closed: list[tuple[int, int, str | None]] = []
-        self.told = threading.Event()
-        self.lines = [Line(rank, self._answer, self._noting(rank)) for rank in (0, 1)]
+        self.was_closed = threading.Event()
+        self.servers = [StatusServer(rank, self._answer, self._noting(rank)) for rank in (0, 1)]
 
     def _answer(self, message: Any) -> dict[str, Any]:
-        return {"heard": message["ask"]}
+        return {"heard": message["request"]}
 
     def _noting(self, rank: int) -> Callable[[int, str | None], None]:
-        def note(other: int, goodbye: str | None) -> None:
-            self.closed.append((rank, other, goodbye))
-            self.told.set()
+        def note(other: int, exit_reason: str | None) -> None:
+            self.closed.append((rank, other, exit_reason))
+            self.was_closed.set()
 
         return note
 
 
 @pytest.fixture
-def ends() -> Iterator[_Ends]:
-    ends = _Ends()
-    yield ends
-    for line in ends.lines:
-        line.close("")
+def pair() -> Iterator[_Servers]:
+    pair = _Servers()
+    yield pair
+    for server in pair.servers:
+        server.close("")
 
 
 @pytest.fixture
-def listener() -> Iterator[tuple[subprocess.Popen[str], Peer]]:
+def listener() -> Iterator[tuple[subprocess.Popen[str], Endpoint]]:
     with subprocess.Popen(
         [sys.executable, "-c", _LISTENER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
-        peer = decode_peer(1, process.stdout.readline().encode())
+        peer = decode_endpoint(1, process.stdout.readline().encode())
         assert peer is not None
         yield process, peer
         process.kill()
 
 
-def _elsewhere(peer: Peer) -> Peer:
-    """The same process as another machine would see it: nothing is known of it but its port."""
+def _elsewhere(peer: Endpoint) -> Endpoint:
+    """The endpoint as seen from another machine: only the port is known, not the process."""
     return replace(peer, identity=replace(peer.identity, machine="another"), addresses=peer.addresses)
 
 
@@ -78,27 +86,31 @@ def _here() -> Identity:
     return replace(own_identity(), machine="another")
 
 
-def test_a_question_is_answered(ends: _Ends) -> None:
-    ends.lines[0].start(None)
-
-    assert ask(ends.lines[0].me, {"ask": "state"}, own_identity()) == (Outcome.ANSWERED, {"heard": "state"})
+def _request(endpoint: Endpoint, own: Identity | None = None, **options: float) -> tuple[Outcome, Message | None]:
+    return request(endpoint, {"request": "status"}, own or own_identity(), **options)
 
 
-def test_many_are_asked_at_once_and_each_answers_for_itself(ends: _Ends) -> None:
-    for line in ends.lines:
-        line.start(None)
+def test_a_request_is_answered(pair: _Servers) -> None:
+    pair.servers[0].start(None)
 
-    answers = ask_all([line.me for line in ends.lines], {"ask": "state"}, own_identity())
-
-    assert answers == dict.fromkeys((0, 1), (Outcome.ANSWERED, {"heard": "state"}))
+    assert _request(pair.servers[0].endpoint) == (Outcome.ANSWERED, {"heard": "status"})
 
 
-def test_who_does_not_know_the_token_hears_nothing(ends: _Ends) -> None:
-    ends.lines[0].start(None)
-    stranger = replace(ends.lines[0].me, token="guessed")
+def test_many_ranks_answer_concurrent_requests_each_for_itself(pair: _Servers) -> None:
+    for server in pair.servers:
+        server.start(None)
 
-    assert ask(stranger, {"ask": "state"}, own_identity(), seconds=0.1) == (Outcome.SILENT, None)
-    assert ask(ends.lines[0].me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
+    answers = request_all([server.endpoint for server in pair.servers], {"request": "status"}, own_identity())
+
+    assert answers == dict.fromkeys((0, 1), (Outcome.ANSWERED, {"heard": "status"}))
+
+
+def test_a_request_without_the_token_gets_no_answer(pair: _Servers) -> None:
+    pair.servers[0].start(None)
+    client = replace(pair.servers[0].endpoint, token="guessed")
+
+    assert _request(client, seconds=0.1) == (Outcome.SILENT, None)
+    assert _request(pair.servers[0].endpoint)[0] is Outcome.ANSWERED
 
 
 _STRANGE = [
@@ -106,7 +118,7 @@ _STRANGE = [
     b"\x00\xff\n",
     b"[1, 2]\n",
     b'"text"\n',
-    b'{"ask": 1}\n',
+    b'{"request": 1}\n',
     b"",
     b"[" * 100_000 + b"\n",
     '{"token": "\\ud800é"}\n'.encode(),
@@ -114,37 +126,37 @@ _STRANGE = [
 
 
 @pytest.mark.parametrize("data", _STRANGE)
-def test_strange_bytes_end_the_connection_and_nothing_else(data: bytes, ends: _Ends) -> None:
-    ends.lines[0].start(None)
-    host, port = ends.lines[0].me.addresses[-1]
+def test_strange_bytes_end_the_connection_and_nothing_else(data: bytes, pair: _Servers) -> None:
+    pair.servers[0].start(None)
+    host, port = pair.servers[0].endpoint.addresses[-1]
     with socket.create_connection((host, port), timeout=5) as connection:
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
 
-    assert ask(ends.lines[0].me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
+    assert _request(pair.servers[0].endpoint)[0] is Outcome.ANSWERED
 
 
-def test_a_stranger_that_drips_keeps_nobody_else_waiting(ends: _Ends) -> None:
-    line = ends.lines[0]
-    line.start(None)
-    with socket.create_connection(line.me.addresses[-1], timeout=5) as stranger:
+def test_an_unauthenticated_connection_that_sends_byte_by_byte_delays_no_other(pair: _Servers) -> None:
+    server = pair.servers[0]
+    server.start(None)
+    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as client:
         for _ in range(5):
-            stranger.sendall(b"{")
-            assert ask(line.me, {"ask": "state"}, own_identity(), seconds=0.3)[0] is Outcome.ANSWERED
-        assert stranger.recv(10) == b""  # shown out, though it was about to go on
+            client.sendall(b"{")
+            assert _request(server.endpoint, seconds=0.3)[0] is Outcome.ANSWERED
+        assert client.recv(10) == b""  # evicted in the middle of its message
 
 
-def test_strangers_that_stay_silent_are_shown_out_and_leave_room(ends: _Ends) -> None:
-    line = ends.lines[0]
-    line.start(None)
+def test_silent_unauthenticated_connections_are_evicted_and_release_their_descriptors(pair: _Servers) -> None:
+    server = pair.servers[0]
+    server.start(None)
     before = len(os.listdir("/proc/self/fd"))
-    strangers = [socket.create_connection(line.me.addresses[-1], timeout=5) for _ in range(300)]
+    clients = [socket.create_connection(server.endpoint.addresses[-1], timeout=5) for _ in range(300)]
 
-    assert ask(line.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
-    for stranger in strangers:
-        assert stranger.recv(10) == b""
-        stranger.close()
+    assert _request(server.endpoint)[0] is Outcome.ANSWERED
+    for client in clients:
+        assert client.recv(10) == b""
+        client.close()
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -152,103 +164,114 @@ def test_an_answer_that_cannot_be_made_ends_the_connection_and_nothing_else(capl
     def answer(message: Any) -> dict[str, Any]:
         return {"ratio": 1 / message["divisor"]}
 
-    line = Line(0, answer, print)
-    line.start(None)
+    server = StatusServer(0, answer, print)
+    server.start(None)
 
-    assert ask(line.me, {"ask": "state", "divisor": 0}, own_identity(), seconds=0.2)[0] is Outcome.SILENT
-    assert ask(line.me, {"ask": "state", "divisor": 2}, own_identity()) == (Outcome.ANSWERED, {"ratio": 0.5})
+    assert (
+        request(server.endpoint, {"request": "status", "divisor": 0}, own_identity(), seconds=0.2)[0] is Outcome.SILENT
+    )
+    assert request(server.endpoint, {"request": "status", "divisor": 2}, own_identity()) == (
+        Outcome.ANSWERED,
+        {"ratio": 0.5},
+    )
     assert "ZeroDivisionError" in caplog.text
-    line.close("")
+    server.close("")
 
 
 @pytest.mark.parametrize("rank", [None, "one", [1], 1.5, 1e400, True, -1])
-def test_a_hold_that_names_no_rank_ends_the_connection_and_nothing_else(rank: object, ends: _Ends) -> None:
-    line = ends.lines[0]
-    line.start(None)
-    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
-        neighbour.sendall(encode_message(line.me, {"ask": "hold"} if rank is None else {"ask": "hold", "rank": rank}))
+def test_a_monitor_request_without_a_rank_ends_the_connection_and_nothing_else(rank: object, pair: _Servers) -> None:
+    server = pair.servers[0]
+    server.start(None)
+    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
+        neighbour.sendall(
+            encode_message(
+                server.endpoint, {"request": "monitor"} if rank is None else {"request": "monitor", "rank": rank}
+            )
+        )
         assert neighbour.recv(100) == b""
 
-    assert ask(line.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
-    assert ends.closed == []
+    assert _request(server.endpoint)[0] is Outcome.ANSWERED
+    assert pair.closed == []
 
 
 def test_an_error_in_what_follows_a_neighbour_s_end_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
-    told = threading.Event()
+    was_closed = threading.Event()
 
-    def fail(rank: int, goodbye: str | None) -> None:
-        told.set()
+    def fail(rank: int, exit_reason: str | None) -> None:
+        was_closed.set()
         raise RuntimeError("can't start new thread")
 
-    line = Line(0, lambda message: {"heard": message["ask"]}, fail)
-    line.start(None)
-    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
-        neighbour.sendall(encode_message(line.me, {"ask": "hold", "rank": 1}))
+    server = StatusServer(0, lambda message: {"heard": message["request"]}, fail)
+    server.start(None)
+    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
+        neighbour.sendall(encode_message(server.endpoint, {"request": "monitor", "rank": 1}))
 
-    assert told.wait(5)
-    assert ask(line.me, {"ask": "state"}, own_identity()) == (Outcome.ANSWERED, {"heard": "state"})
+    assert was_closed.wait(5)
+    assert _request(server.endpoint) == (Outcome.ANSWERED, {"heard": "status"})
     assert "can't start new thread" in caplog.text
-    line.close("")
+    server.close("")
 
 
-def test_a_neighbour_that_leaves_says_goodbye_and_one_that_dies_does_not(ends: _Ends) -> None:
-    first, second = ends.lines
+def test_a_neighbour_that_leaves_sends_its_exit_reason(pair: _Servers) -> None:
+    first, second = pair.servers
     first.start(None)
-    second.start(first.me)
-    # Answered in the order of arrival: the second line holds its connection by now.
-    assert ask(first.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED
+    second.start(first.endpoint)
+    # Answered in the order of arrival: the second server holds its connection by now.
+    assert _request(first.endpoint)[0] is Outcome.ANSWERED
 
     second.close("left after call 3")
 
-    assert ends.told.wait(5)
-    assert ends.closed == [(0, 1, "left after call 3")]
+    assert pair.was_closed.wait(5)
+    assert pair.closed == [(0, 1, "left after call 3")]
 
 
-def test_a_goodbye_that_comes_with_the_greeting_is_heard(ends: _Ends) -> None:
-    line = ends.lines[0]
-    line.start(None)
-    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
-        greeting = encode_message(line.me, {"ask": "hold", "rank": 1})
-        neighbour.sendall(greeting + json.dumps({"goodbye": "left after call 3"}).encode() + b"\n")
+def test_an_exit_reason_that_comes_with_the_monitor_request_is_received(pair: _Servers) -> None:
+    server = pair.servers[0]
+    server.start(None)
+    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
+        message = encode_message(server.endpoint, {"request": "monitor", "rank": 1})
+        neighbour.sendall(message + json.dumps({"exit_reason": "left after call 3"}).encode() + b"\n")
 
-    assert ends.told.wait(5)
-    assert ends.closed == [(0, 1, "left after call 3")]
+    assert pair.was_closed.wait(5)
+    assert pair.closed == [(0, 1, "left after call 3")]
 
 
 @pytest.mark.parametrize("_", range(10))
-def test_a_line_that_closes_at_once_says_goodbye_to_who_has_just_come(_: int, ends: _Ends) -> None:
-    line = ends.lines[0]
-    with socket.create_connection(line.me.addresses[-1], timeout=5) as neighbour:
-        neighbour.sendall(json.dumps({"ask": "hold", "rank": 1, "token": line.me.token}).encode() + b"\n")
-        line.start(None)
-        line.close("left at once")
+def test_a_server_that_closes_at_once_sends_its_exit_reason_to_a_new_connection(_: int, pair: _Servers) -> None:
+    server = pair.servers[0]
+    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
+        neighbour.sendall(
+            json.dumps({"request": "monitor", "rank": 1, "token": server.endpoint.token}).encode() + b"\n"
+        )
+        server.start(None)
+        server.close("left at once")
 
-        assert json.loads(neighbour.recv(1000)) == {"goodbye": "left at once"}
+        assert json.loads(neighbour.recv(1000)) == {"exit_reason": "left at once"}
 
 
-def test_the_end_of_a_killed_neighbour_is_noticed(listener: tuple[subprocess.Popen[str], Peer]) -> None:
+def test_the_end_of_a_killed_neighbour_is_noticed(listener: tuple[subprocess.Popen[str], Endpoint]) -> None:
     process, peer = listener
-    told = threading.Event()
+    was_closed = threading.Event()
     said: list[tuple[int, str | None]] = []
 
-    def note(rank: int, goodbye: str | None) -> None:
-        said.append((rank, goodbye))
-        told.set()
+    def note(rank: int, exit_reason: str | None) -> None:
+        said.append((rank, exit_reason))
+        was_closed.set()
 
-    line = Line(0, dict, note)
-    line.start(peer)
-    assert ask(line.me, {"ask": "state"}, own_identity())[0] is Outcome.ANSWERED  # it holds its connection by now
+    server = StatusServer(0, dict, note)
+    server.start(peer)
+    assert _request(server.endpoint)[0] is Outcome.ANSWERED  # it holds its connection by now
 
     process.kill()
 
-    assert told.wait(5)
+    assert was_closed.wait(5)
     assert said == [(1, None)]
-    line.close("")
+    server.close("")
 
 
 @pytest.mark.parametrize("from_elsewhere", [False, True])
 def test_stopped_gone_and_answering_processes_are_told_apart(
-    from_elsewhere: bool, listener: tuple[subprocess.Popen[str], Peer]
+    from_elsewhere: bool, listener: tuple[subprocess.Popen[str], Endpoint]
 ) -> None:
     process, peer = listener
     me = own_identity()
@@ -258,18 +281,18 @@ def test_stopped_gone_and_answering_processes_are_told_apart(
     else:
         assert state_of(peer.identity) == RUNNING
 
-    assert ask(peer, {"ask": "state"}, me)[0] is Outcome.ANSWERED
+    assert _request(peer, me)[0] is Outcome.ANSWERED
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    assert ask(peer, {"ask": "state"}, me)[0] is Outcome.SILENT
+    assert _request(peer, me)[0] is Outcome.SILENT
     assert from_elsewhere or state_of(peer.identity) == STOPPED
     process.send_signal(signal.SIGCONT)
-    assert ask(peer, {"ask": "state"}, me, seconds=5)[0] is Outcome.ANSWERED
+    assert _request(peer, me, seconds=5)[0] is Outcome.ANSWERED
     process.kill()
-    assert ask(peer, {"ask": "state"}, me)[0] is Outcome.GONE  # also before anybody reaped it
+    assert _request(peer, me)[0] is Outcome.ENDED  # also before anybody reaped it
     assert from_elsewhere or state_of(peer.identity) == DEAD
     process.wait()
-    assert ask(peer, {"ask": "state"}, me)[0] is Outcome.GONE
+    assert _request(peer, me)[0] is Outcome.ENDED
 
 
 def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
@@ -277,11 +300,11 @@ def test_a_pid_that_was_given_to_another_process_counts_as_dead() -> None:
     assert state_of(own_identity()) == RUNNING
 
 
-def test_a_card_carries_all_that_peers_need() -> None:
-    peer = Peer(3, Identity("node", 42, "77", "machine"), [("10.0.0.1", 5000)], "word")
+def test_an_encoded_endpoint_is_decoded_without_loss() -> None:
+    peer = Endpoint(3, Identity("node", 42, "77", "machine"), [("10.0.0.1", 5000)], "token")
 
-    assert decode_peer(3, peer.encode()) == peer
-    assert decode_peer(3, b"") is None
+    assert decode_endpoint(3, peer.encode()) == peer
+    assert decode_endpoint(3, b"") is None
 
 
 def test_loopback_is_for_the_same_machine_alone() -> None:
@@ -299,5 +322,5 @@ def test_the_interface_that_gloo_uses_comes_first(monkeypatch: pytest.MonkeyPatc
     assert own_hosts()[-1] == "127.0.0.1"
 
 
-def test_a_message_is_one_line_of_json() -> None:
-    assert json.loads(Peer(0, own_identity(), [], "t").encode())[2] == "t"
+def test_an_encoded_endpoint_is_json_with_the_token() -> None:
+    assert json.loads(Endpoint(0, own_identity(), [], "t").encode())[2] == "t"

@@ -1,4 +1,4 @@
-"""The state of all ranks, asked of real listeners: which ranks are asked a second time, and what that changes."""
+"""Polls of real status servers: which ranks are polled a second time, and what the second answer changes."""
 
 import subprocess
 import sys
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watchdog.client import ANSWER_SECONDS, Outcome, Peer
+from legacy_ddp._watchdog.client import ANSWER_SECONDS, Endpoint, Outcome
 from legacy_ddp._watchdog.processes import RUNNING, own_identity
-from legacy_ddp._watchdog.server import Line
-from legacy_ddp._watchdog.status import Place, ask_everybody, own_state
+from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.status import RankStatus, own_status, poll_ranks
 
 WORDS = "left because another rank was lost"
 
@@ -24,13 +24,13 @@ class _Answers:
         self.count = 0
         self.changes: dict[int, dict[str, Any]] = {}
         self.delays: dict[int, float] = {}
-        self.line = Line(rank, self._answer, lambda _rank, _goodbye: None)
-        self.line.start(None)
+        self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
+        self.server.start(None)
 
     def _answer(self, _message: Any) -> dict[str, Any]:
         self.count += 1
         time.sleep(self.delays.get(self.count, 0.0))
-        return {**own_state(Place(), []), **self.changes.get(self.count, {})}
+        return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
 
 
 @pytest.fixture
@@ -38,42 +38,42 @@ def listeners() -> Iterator[list[_Answers]]:
     made = [_Answers(rank) for rank in range(3)]
     yield made
     for one in made:
-        one.line.close("")
+        one.server.close("")
 
 
-def _dead_peer(rank: int) -> Peer:
+def _dead_peer(rank: int) -> Endpoint:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     identity = own_identity()
-    return Peer(rank, replace(identity, pid=process.pid), [], "")
+    return Endpoint(rank, replace(identity, pid=process.pid), [], "")
 
 
 def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[_Answers]) -> None:
     first = listeners[0]
-    first.changes = {1: {"goodbyes": {}}, 2: {"goodbyes": {"1": WORDS}}}
-    peers = [first.line.me, _dead_peer(1), listeners[2].line.me, _dead_peer(3)]
+    first.changes = {1: {"exit_reasons": {}}, 2: {"exit_reasons": {"1": WORDS}}}
+    peers = [first.server.endpoint, _dead_peer(1), listeners[2].server.endpoint, _dead_peer(3)]
 
-    rows = ask_everybody(peers, first.line.me, twice=False)
+    rows = poll_ranks(peers, first.server.endpoint, twice=False)
 
-    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.GONE, Outcome.ANSWERED, Outcome.GONE]
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.ENDED, Outcome.ANSWERED, Outcome.ENDED]
     assert [row.note for row in rows] == ["", WORDS, "", ""]
-    assert [row.left_for_a_loss for row in rows] == [False, True, False, False]
+    assert [row.left_after_loss for row in rows] == [False, True, False, False]
 
 
 def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers]) -> None:
     asker, other, slow = listeners
     slow.delays = {1: ANSWER_SECONDS + 0.2}
-    asker.changes = {1: {"seen": {"2": RUNNING}}}
-    peers = [asker.line.me, other.line.me, slow.line.me]
+    asker.changes = {1: {"process_states": {"2": RUNNING}}}
+    peers = [asker.server.endpoint, other.server.endpoint, slow.server.endpoint]
 
-    rows = ask_everybody(peers, asker.line.me, twice=False)
+    rows = poll_ranks(peers, asker.server.endpoint, twice=False)
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
     assert [one.count for one in listeners] == [1, 1, 2]
 
 
-def test_nobody_is_asked_twice_where_all_answer(listeners: list[_Answers]) -> None:
-    rows = ask_everybody([one.line.me for one in listeners], listeners[0].line.me, twice=False)
+def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
+    rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
     assert [one.count for one in listeners] == [1, 1, 1]

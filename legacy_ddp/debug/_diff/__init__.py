@@ -1,7 +1,5 @@
-"""Comparison of two runs, or of the ranks of one: the first difference, where it is, and its meaning, as text or JSON.
+"""Comparison of two runs, or of the ranks of one run: the first difference, its location and its explanation.
 
-compare_runs, compare_ranks → pair, rank_digests → sections → locations → call_diff, environment_diff → explain →
-result → text
-
+``compare_runs`` and ``compare_ranks`` collect differences, ``explain`` writes sentences, ``text`` formats the result.
 Imported by the page and the command. Imports the traces.
 """

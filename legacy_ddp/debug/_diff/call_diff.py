@@ -1,4 +1,4 @@
-"""What differs around the calls of two trainings: data, amounts, random generators? Causes, never a verdict."""
+"""Differences around the calls of two runs: data, amounts, random generators. They are causes, never a verdict."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from legacy_ddp.debug._trace.records import CallFacts
 
 SHAPE, DATA, MICRO_BATCHES = "micro-batch shape", "data", "micro-batches"
 SAMPLE_SIZE, TOOK_PART, GENERATORS = "sample_size", "took part", "random generators"
-ITEMS = "micro-batches of all ranks", "sample_size of all ranks"
+TOTALS = "micro-batches of all ranks", "sample_size of all ranks"
 
 # Likeliest first.
 _ORDER = (SHAPE, DATA, MICRO_BATCHES, SAMPLE_SIZE, TOOK_PART, GENERATORS)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _CallDifference:
     step: int
     rank: int
     a: str
@@ -26,16 +26,16 @@ class _Seen:
     detail: str = ""
 
 
-class Calls:
-    """The first step at which each thing differs, of every rank; ranks come in ascending order."""
+class CallDifferences:
+    """The first difference of each kind, on every rank. Ranks are added in ascending order."""
 
     def __init__(self) -> None:
-        self._seen: dict[str, list[_Seen]] = {}
+        self._found: dict[str, list[_CallDifference]] = {}
         self._inputs_known: dict[int, bool] = {}
 
-    def take(self, rank: int, pair: Pair, until: int | None) -> None:
-        """Compare the calls of one rank, up to a step. Costs parsing one short line a step and file."""
-        found: set[str] = set()
+    def add_rank(self, rank: int, pair: Pair, until: int | None) -> None:
+        """Compare the calls of a rank up to a step. Parses one short line per step and file."""
+        kinds: set[str] = set()
         for step in pair.steps:
             if until is not None and step > until:
                 break
@@ -44,36 +44,33 @@ class Calls:
                 self._inputs_known.pop(rank, None)
                 continue
             self._inputs_known[rank] = a.inputs_complete and b.inputs_complete
-            for what, left, right, detail in _differences(a, b):
-                if what not in found:
-                    found.add(what)
-                    self._seen.setdefault(what, []).append(_Seen(step, rank, left, right, detail))
+            for kind, left, right, detail in _differences(a, b):
+                if kind not in kinds:
+                    kinds.add(kind)
+                    self._found.setdefault(kind, []).append(_CallDifference(step, rank, left, right, detail))
 
     def causes(self, until: int) -> list[Cause]:
-        """What differs up to a step, where it does so first."""
+        """The differences up to a step, each with its first step."""
         causes = []
-        for what in _ORDER:
-            seen = [item for item in self._seen.get(what, []) if item.step <= until]
-            if seen:
-                step = min(item.step for item in seen)
-                causes.append(_cause(what, [item for item in seen if item.step == step]))
+        for kind in _ORDER:
+            found = [item for item in self._found.get(kind, []) if item.step <= until]
+            if found:
+                step = min(item.step for item in found)
+                causes.append(_cause(kind, [item for item in found if item.step == step]))
         return causes
 
     def inputs_known(self, rank: int) -> bool:
-        """Whether all that the forward passes of a rank were given is in both traces, in its last step compared."""
+        """Whether both traces hold all inputs of the forward passes in the last compared step of a rank."""
         return self._inputs_known.get(rank, False)
 
-    def knows(self, rank: int) -> bool:
-        """Whether both traces have a rank's last call that was compared."""
+    def call_known(self, rank: int) -> bool:
+        """Whether both traces hold the call in the last compared step of a rank."""
         return rank in self._inputs_known
 
 
 @dataclass
-class Amounts:
-    """What all ranks of one run together took in one step.
-
-    ``inputs``: in the order of the ranks, None if not all are known.
-    """
+class StepTotals:
+    """Amounts of all ranks of a run in one step. ``inputs``: in rank order, None if some are unknown."""
 
     micro_batches: int = 0
     sample_size: int = 0
@@ -81,13 +78,13 @@ class Amounts:
     inputs: list[tuple[str, str]] | None = field(default_factory=list)
 
 
-def amounts(traces: Iterator[RankTrace], until: int, world_size: int) -> dict[int, Amounts]:
-    """The amounts of every step up to one, of those that all ranks recorded."""
-    totals: dict[int, Amounts] = {}
+def step_totals(traces: Iterator[RankTrace], until: int, world_size: int) -> dict[int, StepTotals]:
+    """The totals of every step up to ``until`` which all ranks recorded."""
+    totals: dict[int, StepTotals] = {}
     for trace in traces:
         for step in trace.steps:
             if step <= until and (call := trace.call(step)):
-                total = totals.setdefault(step, Amounts())
+                total = totals.setdefault(step, StepTotals())
                 total.micro_batches += call.micro_batches
                 total.sample_size += call.sample_size or 0
                 total.ranks += 1
@@ -96,73 +93,71 @@ def amounts(traces: Iterator[RankTrace], until: int, world_size: int) -> dict[in
     return {step: total for step, total in totals.items() if total.ranks == world_size}
 
 
-def of_amounts(a: dict[int, Amounts], b: dict[int, Amounts], *, in_one_order: bool) -> list[Cause]:
-    """Where runs of other world sizes first took other amounts, or, if ranks hold them in one order, other inputs."""
-    causes = list(_of_all_inputs(a, b)) if in_one_order else []
-    for what, member in zip(ITEMS, ("micro_batches", "sample_size"), strict=True):
+def total_causes(a: dict[int, StepTotals], b: dict[int, StepTotals], *, reproducible: bool) -> list[Cause]:
+    """The first differences of totals between runs of different world sizes.
+
+    Inputs are compared only between reproducible runs, because there the order of the ranks' inputs has a meaning.
+    """
+    causes = list(_total_input_cause(a, b)) if reproducible else []
+    for kind, attribute in zip(TOTALS, ("micro_batches", "sample_size"), strict=True):
         for step in sorted(set(a) & set(b)):
-            left, right = getattr(a[step], member), getattr(b[step], member)
+            left, right = getattr(a[step], attribute), getattr(b[step], attribute)
             if left != right:
-                causes.append(Cause(what, (("A", str(left)), ("B", str(right))), f"first at step {step}"))
+                causes.append(Cause(kind, (("A", str(left)), ("B", str(right))), f"first at step {step}"))
                 break
     return causes
 
 
-def _of_all_inputs(a: dict[int, Amounts], b: dict[int, Amounts]) -> Iterator[Cause]:
+def _total_input_cause(a: dict[int, StepTotals], b: dict[int, StepTotals]) -> Iterator[Cause]:
     for step in sorted(set(a) & set(b)):
-        left, right = a[step].inputs or [], b[step].inputs or []
-        for index, pair in enumerate(zip(left, right, strict=False)):
-            if pair[0] != pair[1]:
-                (one, word), (other, other_word) = pair
+        inputs = zip(a[step].inputs or [], b[step].inputs or [], strict=False)
+        for index, (left, right) in enumerate(inputs):
+            if left != right:
+                kind, *sides = _input_difference(left, right)
                 where = f"first at step {step}, input {index + 1} of those of all ranks"
-                if one != other:
-                    yield Cause(SHAPE, (("A", one), ("B", other)), where)
-                else:
-                    yield Cause(DATA, (("A", f"{one} {word}"), ("B", f"{other} {other_word}")), where)
+                yield Cause(kind, tuple(zip("AB", sides, strict=True)), where)
                 return
 
 
 def _differences(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
-    yield from _of_inputs(a, b)
+    """Kind, value in A, value in B and detail of every difference."""
+    yield from _first_input_difference(a, b)
     if a.micro_batches != b.micro_batches:
         yield MICRO_BATCHES, str(a.micro_batches), str(b.micro_batches), ""
     if a.sample_size != b.sample_size:
         yield SAMPLE_SIZE, str(a.sample_size), str(b.sample_size), ""
     if a.took_part != b.took_part:
-        yield TOOK_PART, _yes(a.took_part), _yes(b.took_part), ""
+        yield TOOK_PART, "yes" if a.took_part else "no", "yes" if b.took_part else "no", ""
     if a.generators != b.generators:
         yield GENERATORS, a.generators, b.generators, ""
 
 
-def _of_inputs(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
+def _first_input_difference(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
     if not a.inputs or not b.inputs:  # not recorded, or no forward pass
         return
     for index in range(max(len(a.inputs), len(b.inputs))):
         left, right = (call.inputs[index] if index < len(call.inputs) else ("nothing", "") for call in (a, b))
         if left != right:
-            where = _which_input(index, a)
-            if left[0] != right[0]:
-                yield SHAPE, left[0], right[0], where
-            else:
-                yield DATA, " ".join(left), " ".join(right), where
+            yield *_input_difference(left, right), _input_position(index, a)
             return
 
 
-def _which_input(index: int, call: CallFacts) -> str:
+def _input_difference(a: tuple[str, str], b: tuple[str, str]) -> tuple[str, str, str]:
+    """``SHAPE`` with both shapes, or ``DATA`` with shapes and digests."""
+    return (SHAPE, a[0], b[0]) if a[0] != b[0] else (DATA, " ".join(a), " ".join(b))
+
+
+def _input_position(index: int, call: CallFacts) -> str:
     if len(call.inputs) == call.forwards:
         return f"forward pass {index + 1} of {call.forwards}"
     return f"input tensor {index + 1} of {call.forwards} forward passes"
 
 
-def _cause(what: str, seen: list[_Seen]) -> Cause:
-    first = seen[0]
-    words = [f"first at step {first.step} on {name_ranks(item.rank for item in seen)}"]
+def _cause(kind: str, found: list[_CallDifference]) -> Cause:
+    first = found[0]
+    where = [f"first at step {first.step} on {name_ranks(item.rank for item in found)}"]
     if first.detail:
-        words.append(first.detail)
-    if len({(item.a, item.b) for item in seen}) > 1:
-        words.append(f"shown for rank {first.rank}")
-    return Cause(what, (("A", first.a), ("B", first.b)), ", ".join(words))
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
+        where.append(first.detail)
+    if len({(item.a, item.b) for item in found}) > 1:
+        where.append(f"shown for rank {first.rank}")
+    return Cause(kind, (("A", first.a), ("B", first.b)), ", ".join(where))

@@ -1,111 +1,110 @@
-"""Steps and phases in which things differ: what in the first of them, which names and ranks in all. Pure."""
+"""Steps and phases with differences: details of the first, differing names and ranks of all. Pure."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from legacy_ddp.debug._diff.result import Divergence, Place
-from legacy_ddp.debug._diff.sections import Unequal, greatest
+from legacy_ddp.debug._diff.result import Divergence, Location
+from legacy_ddp.debug._diff.sections import EntryDifference, greatest_difference
 from legacy_ddp.debug._trace.line_format import PHASES
 
-MAX_PLACES = 10
+MAX_LOCATIONS = 10
 MAX_OTHERS = 10
 
 Key = tuple[int, int]
-"""Step, and position of the phase in ``PHASES``: the order of training."""
+"""Step, and index of the phase in ``PHASES``: sorts in the order of training."""
 
 
 @dataclass(frozen=True)
-class Mark:
-    """What differs in one place, as sets of bits: on which ranks, and which of its names.
+class LocationMask:
+    """Ranks with a difference, differing names and all names of one step and phase, as bit masks.
 
-    Thousands of places may differ, each with thousands of names.
+    Masks keep memory small: thousands of locations may differ, each with thousands of names.
     """
 
     ranks: int = 0
     differing: int = 0
     names: int = 0
 
-    def with_more(self, ranks: int, differing: int, names: int) -> "Mark":
-        return Mark(self.ranks | ranks, self.differing | differing, self.names | names)
+    def union(self, ranks: int, differing: int, names: int) -> "LocationMask":
+        return LocationMask(self.ranks | ranks, self.differing | differing, self.names | names)
 
 
-def bits_of(places: Collection[int], size: int) -> int:
-    """The number whose binary digits are 1 in these places, all of them below ``size``."""
+def bit_mask(indices: Collection[int], size: int) -> int:
+    """The number with these bits set, all below ``size``."""
     digits = bytearray(b"0" * size)
-    for place in places:
-        digits[-1 - place] = ord("1")
+    for index in indices:
+        digits[-1 - index] = ord("1")
     return int(digits or b"0", 2)
 
 
-class NameBits:
-    """A bit for each name of a phase, in the order in which names come."""
+class NameMasks:
+    """Bit masks of names: every name of a phase has a bit, in the order of arrival."""
 
     def __init__(self) -> None:
-        self._places: dict[int, dict[str, int]] = {}
-        self._known: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._indices: dict[int, dict[str, int]] = {}
+        self._cache: dict[tuple[int, tuple[str, ...]], int] = {}
 
-    def of(self, phase: int, names: Collection[str]) -> int:
-        known = self._places.setdefault(phase, {})
-        places = [known.setdefault(name, len(known)) for name in names]
-        return bits_of(places, len(known))
+    def mask(self, phase: int, names: Collection[str]) -> int:
+        known = self._indices.setdefault(phase, {})
+        indices = [known.setdefault(name, len(known)) for name in names]
+        return bit_mask(indices, len(known))
 
-    def of_all(self, phase: int, names: tuple[str, ...]) -> int:
-        """The same for names that come again and again."""
-        if (phase, names) not in self._known:
-            self._known[phase, names] = self.of(phase, names)
-        return self._known[phase, names]
+    def cached_mask(self, phase: int, names: tuple[str, ...]) -> int:
+        """:meth:`mask` with a cache, for tuples of names which repeat in every step."""
+        if (phase, names) not in self._cache:
+            self._cache[phase, names] = self.mask(phase, names)
+        return self._cache[phase, names]
 
 
 @dataclass
-class _First:
-    """The first place, in detail. ``rank``: the lowest, which came first."""
+class _FirstLocation:
+    """Details of the first location, taken from its lowest rank; ``ranks_of``: differing ranks by name."""
 
     key: Key
-    found: list[Unequal]
+    differences: list[EntryDifference]
     size: float | None
     ranks_of: dict[str, list[int]] = field(default_factory=dict)
 
 
-class Places:
-    """All places, and the first one in detail; ranks come in ascending order."""
+class Locations:
+    """All locations, with details of the first. Ranks are added in ascending order."""
 
     def __init__(self) -> None:
-        self.marks: dict[Key, Mark] = {}
-        self._bits = NameBits()
-        self._first: _First | None = None
+        self.masks: dict[Key, LocationMask] = {}
+        self._names = NameMasks()
+        self._first: _FirstLocation | None = None
 
     def __len__(self) -> int:
-        return len(self.marks)
+        return len(self.masks)
 
     @property
     def first_key(self) -> Key | None:
-        """The first place."""
         return self._first.key if self._first else None
 
     @property
     def first_step(self) -> int | None:
-        """That of the first place."""
         return self._first.key[0] if self._first else None
 
     def may_be_first(self, key: Key) -> bool:
-        """Whether no place before it is known, so that its details are wanted."""
+        """Whether no earlier location is known, so that :meth:`add_details` is wanted."""
         return self._first is None or key <= self._first.key
 
     def add(self, key: Key, rank: int, differing: Collection[str], names: tuple[str, ...]) -> None:
-        """Take which of the names of a place differ on one rank."""
-        bits = self._bits.of(key[1], differing), self._bits.of_all(key[1], names)
-        self.marks[key] = self.marks.get(key, Mark()).with_more(1 << rank, *bits)
+        """Add the differing names, among ``names``, of one rank."""
+        masks = self._names.mask(key[1], differing), self._names.cached_mask(key[1], names)
+        self.masks[key] = self.masks.get(key, LocationMask()).union(1 << rank, *masks)
 
-    def detail(self, key: Key, rank: int, found: Sequence[Unequal], whole: float = 0.0) -> None:
-        """Take what differs on one rank in a place that may be first; ``whole``: as for :func:`greatest`."""
+    def add_details(self, key: Key, rank: int, differences: Sequence[EntryDifference], total: float = 0.0) -> None:
+        """Add the differences of one rank in a possibly first location; ``total``: see :func:`greatest_difference`."""
         if self._first is None or key < self._first.key:
-            self._first = _First(key, list(found[: MAX_OTHERS + 1]), greatest(found, whole))
-        for item in found:
+            kept = list(differences[: MAX_OTHERS + 1])
+            self._first = _FirstLocation(key, kept, greatest_difference(differences, total))
+        for item in differences:
             self._first.ranks_of.setdefault(item.name, []).append(rank)
 
     def divergences(self) -> list[Divergence]:
-        """What differs in the first place on its lowest rank."""
+        """The divergences in the first location, on its lowest rank."""
         if self._first is None:
             return []
         step, phase = self._first.key
@@ -118,41 +117,40 @@ class Places:
                 ranks=tuple(self._first.ranks_of[item.name]),
                 sides=(item.a.side("A"), item.b.side("B")),
             )
-            for item in self._first.found
+            for item in self._first.differences
         ]
 
     @property
     def size(self) -> float | None:
-        """The greatest relative difference of norms in the first place on its lowest rank."""
+        """The greatest relative difference of norms in the first location, on its lowest rank."""
         return self._first.size if self._first else None
 
 
-def join(marks: Mapping[Key, Mark], steps: Sequence[int]) -> tuple[tuple[Place, ...], int]:
-    """The first few places, and how many are in none of them.
+def merge(masks: Mapping[Key, LocationMask], steps: Sequence[int]) -> tuple[tuple[Location, ...], int]:
+    """The first few locations, and the number of steps and phases with differences beyond them.
 
-    Steps that follow each other in ``steps``, and in which the same names of a phase differ on the same ranks, are one
-    place.
+    Steps are merged into one location if they are consecutive in ``steps`` and have equal masks in a phase.
     """
-    after = dict(pairwise(steps))
+    next_step = dict(pairwise(steps))
     runs: dict[Key, list[Key]] = {}
-    latest: dict[int, list[Key]] = {}  # of each phase
-    for key in sorted(marks):
+    latest: dict[int, list[Key]] = {}  # by phase
+    for key in sorted(masks):
         run = latest.get(key[1])
-        if run is None or after.get(run[-1][0]) != key[0] or marks[run[-1]] != marks[key]:
+        if run is None or next_step.get(run[-1][0]) != key[0] or masks[run[-1]] != masks[key]:
             run = runs[key] = latest[key[1]] = []
         run.append(key)
-    kept = [_place(run, marks[first]) for first, run in list(runs.items())[:MAX_PLACES]]
-    return tuple(kept), len(marks) - sum(place.steps for place in kept)
+    kept = [_location(run, masks[first]) for first, run in list(runs.items())[:MAX_LOCATIONS]]
+    return tuple(kept), len(masks) - sum(location.steps for location in kept)
 
 
-def _place(run: Sequence[Key], mark: Mark) -> Place:
+def _location(run: Sequence[Key], mask: LocationMask) -> Location:
     step, phase = run[0]
-    return Place(
+    return Location(
         step,
         PHASES[phase],
-        ranks=tuple(rank for rank in range(mark.ranks.bit_length()) if mark.ranks >> rank & 1),
-        differing=mark.differing.bit_count(),
-        total=mark.names.bit_count(),
+        ranks=tuple(rank for rank in range(mask.ranks.bit_length()) if mask.ranks >> rank & 1),
+        differing=mask.differing.bit_count(),
+        total=mask.names.bit_count(),
         last_step=run[-1][0] if len(run) > 1 else None,
         steps=len(run),
     )

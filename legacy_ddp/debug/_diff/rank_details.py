@@ -1,90 +1,81 @@
-"""What the ranks of one run hold in the first place where they differ, and how much differs in all of them."""
+"""Values of all ranks in the first location with a difference, and differing names and ranks of all locations."""
 
 from collections.abc import Mapping, Sequence
 
 from legacy_ddp._compare import Difference, name_ranks
-from legacy_ddp.debug._diff.locations import Key, Mark, NameBits, bits_of
+from legacy_ddp.debug._diff.locations import Key, LocationMask, NameMasks, bit_mask
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence
-from legacy_ddp.debug._diff.sections import NOTHING, SHARED, Entry, Keep, entries
+from legacy_ddp.debug._diff.sections import ABSENT, SHARED_PHASES, Entry, Keep, entries
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.run import Run
 
-Value = tuple[str, str]
+Group = tuple[Entry, list[int]]
+"""An entry, and the ranks which hold it."""
 
 
-class FirstPlace:
-    """Which ranks hold what, of every name of one place."""
-
-    def __init__(self, key: Key) -> None:
-        self._step, self._phase = key
-        self._holders: dict[str, dict[Value, tuple[Entry, list[int]]]] = {}
-        self._size = 0
-
-    def take(self, rank: int, held: dict[str, Entry]) -> None:
-        """Ranks come in ascending order, and all of them do."""
-        self._size = rank + 1
-        for name, entry in held.items():
-            if entry.value:
-                self._holders.setdefault(name, {}).setdefault(entry.value, (entry, []))[1].append(rank)
-
-    def divergences(self) -> list[Divergence]:
-        """Every name that not all ranks hold alike, in the order of names."""
-        return [self._divergence(name) for name in self._holders if len(self._groups(name)) > 1]
-
-    def _groups(self, name: str) -> list[tuple[Entry, list[int]]]:
-        groups = list(self._holders[name].values())
-        having = {rank for _, ranks in groups for rank in ranks}
-        if without := [rank for rank in range(self._size) if rank not in having]:
-            groups.append((NOTHING, without))
-        return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
-
-    def _divergence(self, name: str) -> Divergence:
-        groups = self._groups(name)
-        return Divergence(
-            step=self._step,
-            phase=PHASES[self._phase],
-            name=name,
-            kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in groups if entry.word is not None)),
-            ranks=outside([ranks for _, ranks in groups]),
-            sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in groups),
-        )
-
-
-def read_first(run: Run, key: Key, keep: Keep) -> FirstPlace:
-    """What all ranks hold in the first place that differs. One file is open at a time."""
-    first = FirstPlace(key)
+def read_divergences(run: Run, key: Key, keep: Keep) -> list[Divergence]:
+    """The divergences in a location, in the order of names. One file is open at a time."""
+    step, phase = key[0], PHASES[key[1]]
+    groups: dict[str, dict[tuple[str, str], Group]] = {}
     for rank in range(run.world_size):
-        with run.open(rank, until=key[0]) as trace:
-            first.take(rank, entries(trace.section(key[0], PHASES[key[1]]), keep))
-    return first
+        with run.open(rank, until=step) as trace:
+            for name, entry in entries(trace.section(step, phase), keep).items():
+                if entry.identity:
+                    groups.setdefault(name, {}).setdefault(entry.identity, (entry, []))[1].append(rank)
+    by_name = {name: _with_absent(list(found.values()), run.world_size) for name, found in groups.items()}
+    return [_divergence(step, phase, name, found) for name, found in by_name.items() if len(found) > 1]
 
 
-def mark_places(run: Run, holders: Mapping[Key, Sequence[Sequence[int]]], keep: Keep) -> dict[Key, Mark]:
-    """How much differs in each of some places, and on which ranks. Two files are open at a time.
+def _with_absent(groups: list[Group], world_size: int) -> list[Group]:
+    """The groups with a group of the remaining ranks, greatest group first."""
+    having = {rank for _, ranks in groups for rank in ranks}
+    if without := [rank for rank in range(world_size) if rank not in having]:
+        groups.append((ABSENT, without))
+    return sorted(groups, key=lambda group: _greatest_first(group[1]))
 
-    ``holders``: of each place the groups of ranks that hold the same. Of each group one rank is compared with rank 0.
+
+def _divergence(step: int, phase: str, name: str, groups: list[Group]) -> Divergence:
+    return Divergence(
+        step=step,
+        phase=phase,
+        name=name,
+        kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in groups if entry.value is not None)),
+        ranks=_outside_majority([ranks for _, ranks in groups]),
+        sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in groups),
+    )
+
+
+def read_masks(run: Run, groups: Mapping[Key, Sequence[Sequence[int]]], keep: Keep) -> dict[Key, LocationMask]:
+    """Ranks and names with a difference, for every location. Two files are open at a time.
+
+    ``groups``: for every location, the groups of ranks with equal digests. One rank of each group is compared with
+    rank 0.
     """
     wanted: dict[int, list[Key]] = {}
-    marks: dict[Key, Mark] = {}
-    for key, groups in holders.items():
-        ranks = outside(sorted((list(group) for group in groups), key=lambda group: (-len(group), group)))
-        marks[key] = Mark(bits_of(ranks, run.world_size))
-        for rank in (group[0] for group in groups if group[0]):
+    masks: dict[Key, LocationMask] = {}
+    for key, found in groups.items():
+        ranks = _outside_majority(sorted(map(list, found), key=_greatest_first))
+        masks[key] = LocationMask(bit_mask(ranks, run.world_size))
+        for rank in (group[0] for group in found if group[0]):
             wanted.setdefault(rank, []).append(key)
-    names = NameBits()
-    with run.open(0, until=max(holders)[0]) as reference:
+    names = NameMasks()
+    with run.open(0, until=max(groups)[0]) as reference:
         for rank, keys in sorted(wanted.items()):
             with run.open(rank, until=keys[-1][0]) as trace:
-                pair = Pair(reference, trace, SHARED, keep)
+                pair = Pair(reference, trace, SHARED_PHASES, keep)
                 for step, phase in keys:
-                    differing, held = pair.differing(step, PHASES[phase])
-                    bits = names.of(phase, differing), names.of_all(phase, held)
-                    marks[step, phase] = marks[step, phase].with_more(0, *bits)
-    return marks
+                    differing, compared = pair.differing_names(step, PHASES[phase])
+                    name_masks = names.mask(phase, differing), names.cached_mask(phase, compared)
+                    masks[step, phase] = masks[step, phase].union(0, *name_masks)
+    return masks
 
 
-def outside(groups: list[list[int]]) -> tuple[int, ...]:
-    """The ranks outside the strict majority; all where there is none. The greatest group comes first."""
+def _greatest_first(ranks: list[int]) -> tuple[int, list[int]]:
+    return -len(ranks), ranks
+
+
+def _outside_majority(groups: list[list[int]]) -> tuple[int, ...]:
+    """Ranks outside the strict majority; all ranks without a majority. ``groups`` begin with the greatest."""
     difference = Difference("", tuple((str(index), tuple(ranks)) for index, ranks in enumerate(groups)))
     return difference.suspects or tuple(sorted(rank for ranks in groups for rank in ranks))

@@ -1,4 +1,4 @@
-"""In which steps and phases do the ranks of one run hold other words? One file is open at a time."""
+"""Digests of all ranks of one run, and the steps and phases in which they differ. One file is open at a time."""
 
 from array import array
 from bisect import bisect_left
@@ -6,28 +6,28 @@ from collections import Counter
 from hashlib import blake2b
 
 from legacy_ddp.debug._diff.locations import Key
-from legacy_ddp.debug._diff.pair import cut_short
-from legacy_ddp.debug._diff.sections import SHARED, Keep, entries, keep_all
-from legacy_ddp.debug._trace.coverage import Extent
+from legacy_ddp.debug._diff.pair import unfinished_step
+from legacy_ddp.debug._diff.sections import SHARED_PHASES, Keep, entries, keep_all
+from legacy_ddp.debug._trace.coverage import RunCoverage
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import Names
 from legacy_ddp.debug._trace.run import Run
 
 _ABSENT = 0
-_WHOLE_STEP = -1  # in place of a phase
+_WHOLE_STEP = -1  # in place of the index of a phase
 
 
-class RankWords:
-    """Per shared phase, step and rank 64 bits of what is held, equal where that is.
+class RankDigests:
+    """A 64-bit digest for every shared phase, step and rank.
 
-    40 bytes a step and rank: 40 MB for 1,000 ranks and 1,000 steps. ``phases``: those that were compared. ``missing``:
-    those that not all ranks recorded. ``by_content``: words do not depend on the order of names; then every section is
-    parsed.
+    Memory: 40 bytes per step and rank, 40 MB for 1,000 ranks and 1,000 steps. ``phases``: the compared phases.
+    ``missing``: phases which some ranks did not record. ``by_content``: digests do not depend on the order of names;
+    every section is parsed.
     """
 
     def __init__(self, run: Run, keep: Keep, progress: Progress, *, by_content: bool = False) -> None:
-        self.extent = Extent("")
+        self.run_coverage = RunCoverage("")
         self._tensors: Counter[Key] = Counter()
         self.names_agree = True
         self.steps: list[int] = []
@@ -35,84 +35,85 @@ class RankWords:
         self._by_content = by_content
         self._names: set[Names] = set()
         self._counted: set[str] = set()
-        self._words: dict[str, list[array[int]]] = {phase: [] for phase in SHARED}
-        self._left_out: set[Key] = set()
+        self._digests: dict[str, list[array[int]]] = {phase: [] for phase in SHARED_PHASES}
+        self._excluded: set[Key] = set()
         for rank in range(run.world_size):
             with run.open(rank, progress) as trace:
-                self._take(rank, trace)
-        held = self.extent.phases
-        self.missing = tuple(phase for phase in SHARED if 0 < len(held.get(phase, ())) < run.world_size)
-        self.phases = tuple(phase for phase in SHARED if phase in self._counted and phase not in self.missing)
+                self._add_rank(rank, trace)
+        recorded = self.run_coverage.phases
+        self.missing = tuple(phase for phase in SHARED_PHASES if 0 < len(recorded.get(phase, ())) < run.world_size)
+        self.phases = tuple(phase for phase in SHARED_PHASES if phase in self._counted and phase not in self.missing)
 
     @property
-    def compared(self) -> list[int]:
-        """The steps that all ranks recorded, or began to."""
-        return [step for step in self.steps if (step, _WHOLE_STEP) not in self._left_out]
+    def compared_steps(self) -> list[int]:
+        """Steps which all ranks recorded, at least in part."""
+        return [step for step in self.steps if (step, _WHOLE_STEP) not in self._excluded]
 
     @property
     def tensors(self) -> int:
-        """How many were compared, on all ranks together."""
+        """Number of compared tensors, on all ranks together."""
         phases = {PHASES.index(phase) for phase in self.phases if phase != "settings"}
-        return sum(number for key, number in self._tensors.items() if key[1] in phases and not self._is_left_out(key))
+        return sum(count for key, count in self._tensors.items() if key[1] in phases and not self._is_excluded(key))
 
     def differing(self) -> list[Key]:
-        """Where not all ranks hold the same word, in the order of training."""
+        """Locations in which digests differ between ranks, in the order of training."""
         found: set[Key] = set()
         for phase in self.phases:
-            first, *others = self._words[phase]
-            for words in others:
-                if words != first:
+            first, *others = self._digests[phase]
+            for digests in others:
+                if digests != first:
                     found.update(
                         (step, PHASES.index(phase))
-                        for step, word, other in zip(self.steps, first, words, strict=True)
-                        if word != other
+                        for step, left, right in zip(self.steps, first, digests, strict=True)
+                        if left != right
                     )
-        return sorted(key for key in found if not self._is_left_out(key))
+        return sorted(key for key in found if not self._is_excluded(key))
 
-    def holders(self, key: Key) -> list[list[int]]:
-        """The ranks that hold the same word there, group by group."""
+    def groups(self, key: Key) -> list[list[int]]:
+        """Groups of ranks with equal digests in a location."""
         step, phase = key
         row = bisect_left(self.steps, step)
-        held: dict[int, list[int]] = {}
-        for rank, words in enumerate(self._words[PHASES[phase]]):
-            held.setdefault(words[row], []).append(rank)
-        return list(held.values())
+        ranks: dict[int, list[int]] = {}
+        for rank, digests in enumerate(self._digests[PHASES[phase]]):
+            ranks.setdefault(digests[row], []).append(rank)
+        return list(ranks.values())
 
-    def _is_left_out(self, key: Key) -> bool:
-        return key in self._left_out or (key[0], _WHOLE_STEP) in self._left_out
+    def _is_excluded(self, key: Key) -> bool:
+        return key in self._excluded or (key[0], _WHOLE_STEP) in self._excluded
 
-    def _take(self, rank: int, trace: RankTrace) -> None:
-        self.extent.take(rank, trace)
+    def _add_rank(self, rank: int, trace: RankTrace) -> None:
+        self.run_coverage.add(rank, trace)
         if rank == 0:
             self.steps = list(trace.steps)
         recorded = set(trace.steps)
-        self._left_out.update((step, _WHOLE_STEP) for step in self.steps if step not in recorded)
+        self._excluded.update((step, _WHOLE_STEP) for step in self.steps if step not in recorded)
         names: dict[int, tuple[Names, int]] = {}
-        for phase in SHARED:
-            self._words[phase].append(array("q", [self._word(trace, step, phase, names) for step in self.steps]))
+        for phase in SHARED_PHASES:
+            self._digests[phase].append(array("q", [self._digest(trace, step, phase, names) for step in self.steps]))
         declared = {item for item, _ in names.values()}
         self.names_agree &= rank == 0 or declared == self._names
         self._names = declared
 
-    def _word(self, trace: RankTrace, step: int, phase: str, seen: dict[int, tuple[Names, int]]) -> int:
-        word, names = trace.word(step, phase), trace.names(step, phase)
-        if word is None or names is None:
-            if cut_short(trace) == step:
-                self._left_out.add((step, PHASES.index(phase)))
+    def _digest(self, trace: RankTrace, step: int, phase: str, known: dict[int, tuple[Names, int]]) -> int:
+        """The digest of a section. ``known``: names, and the number of compared names, by the id of the names."""
+        digest, names = trace.digest(step, phase), trace.names(step, phase)
+        if digest is None or names is None:
+            if unfinished_step(trace) == step:
+                self._excluded.add((step, PHASES.index(phase)))
             return _ABSENT
-        if id(names) not in seen:
-            seen[id(names)] = names, sum(self._keep(phase, name) for name in names.names)
-        if number := seen[id(names)][1]:
+        if id(names) not in known:
+            known[id(names)] = names, sum(self._keep(phase, name) for name in names.names)
+        if count := known[id(names)][1]:
             self._counted.add(phase)
-            self._tensors[step, PHASES.index(phase)] += number
+            self._tensors[step, PHASES.index(phase)] += count
         if self._by_content or (phase == "buffers" and self._keep is not keep_all):
-            return _word_of_content(trace, step, phase, self._keep)
-        return word or 1
+            return _content_digest(trace, step, phase, self._keep)
+        return digest or 1
 
 
-def _word_of_content(trace: RankTrace, step: int, phase: str, keep: Keep) -> int:
-    held = entries(trace.section(step, phase), keep)
-    content = sorted((name, entry.value) for name, entry in held.items() if entry.value)
+def _content_digest(trace: RankTrace, step: int, phase: str, keep: Keep) -> int:
+    by_name = entries(trace.section(step, phase), keep)
+    content = sorted((name, entry.identity) for name, entry in by_name.items() if entry.identity)
     if not content:
         return _ABSENT
     return int.from_bytes(blake2b(repr(content).encode(), digest_size=8).digest(), "little", signed=True) or 1

@@ -1,4 +1,4 @@
-"""What does a comparison of traces find? Records, told as text elsewhere. Pure."""
+"""Records of a comparison: divergences, locations, causes and the verdict. Pure; ``text`` formats them."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -9,25 +9,26 @@ EXIT_STATUS: dict[Verdict, int] = {"same": 0, "different": 1, "unknown": 2}
 
 @dataclass(frozen=True)
 class Side:
-    """One value of a thing that is held differently: whose, and what.
+    """The value of a differing entry on one side.
 
-    ``label``: ``A`` and ``B`` for two runs, ``ranks 0, 2`` for the ranks of one. ``word``: digest or setting, None for
-    nothing. ``norm``: of a tensor's finite elements. ``nonfinite``: how many of its elements are not.
+    ``label``: ``A`` and ``B`` for two runs, ``ranks 0, 2`` for the ranks of one run. ``value``: digest of a tensor or
+    text of a setting, None if absent. ``norm``: of the finite elements. ``nonfinite``: number of NaN and infinite
+    elements.
     """
 
     label: str
-    word: str | None
+    value: str | None
     norm: float | None
     nonfinite: int = 0
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """One thing that is held differently in one step.
+    """A name with differing values in one step and phase.
 
-    ``step``: 0 (the one before ``first_step``) is the start. ``phase``: one of ``PHASES``. ``name``: such as
-    ``gradient of 'fc.weight'``. ``kind``: dtype and shape. ``ranks``: of two runs, those on which they differ in it; of
-    one run, those outside the majority, all where there is none.
+    ``step``: the step before ``first_step`` (usually 0) is the start. ``phase``: an item of ``PHASES``. ``name``: for
+    example ``gradient of 'fc.weight'``. ``kind``: dtype and shape. ``ranks``: for two runs, the ranks on which A and B
+    differ in this name; for one run, the ranks outside the majority, or all ranks without a majority.
     """
 
     step: int
@@ -39,17 +40,17 @@ class Divergence:
 
     @property
     def parameter(self) -> str | None:
-        """The parameter concerned; None for a buffer or a setting of a whole group."""
+        """Name of the parameter; None for a buffer or a setting of a parameter group."""
         before, quote, rest = self.name.partition("'")
         return rest.rpartition("'")[0] if quote and before != "buffer " else None
 
 
 @dataclass(frozen=True)
-class Place:
-    """One phase of a step in which anything differs: how many of its names do, and on which ranks.
+class Location:
+    """A step and phase with differences: number of differing names and the ranks on which they differ.
 
-    ``last_step``: of several compared steps one after the other in which the same names differ on the same ranks; None
-    for a single step. ``steps``: how many they are.
+    A location may cover several consecutive compared steps in which the same names differ on the same ranks:
+    ``last_step`` is then the last of them (None for a single step) and ``steps`` their number.
     """
 
     step: int
@@ -63,10 +64,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Cause:
-    """A difference around the training that may explain one inside it.
+    """A difference around the training which may explain a divergence.
 
-    ``what``: such as ``threads``. ``sides``: label and value of each, as in :class:`Side`. ``where``: such as ``first
-    at step 7 on rank 1``, empty if everywhere.
+    ``what``: for example ``threads``. ``sides``: label and value of each side, labelled as in :class:`Side`.
+    ``where``: for example ``first at step 7 on rank 1``; empty if the difference is everywhere.
     """
 
     what: str
@@ -76,14 +77,15 @@ class Cause:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two runs, or the ranks of one, found.
+    """Result of the comparison of two runs, or of the ranks of one run.
 
-    ``folders``: A and B, or the only one. ``headline``: one sentence. ``steps``: first and last that were compared on
-    every rank, None if none was. ``first``: the first divergence; None unless ``verdict`` is ``different``. ``others``:
-    of its step and phase (and of two runs its lowest rank), the next few. ``size``: of two runs, the greatest relative
-    difference of norms there; None if one cannot be told. ``meaning``: what it means, in sentences. ``causes``: what
-    may explain it, likeliest first. ``places``: the first few phases that differ, in the order of training;
-    ``more_places``: how many phases of a step are in none of them. ``notes``: what was not compared, and why.
+    ``folders``: A and B, or the only folder. ``headline``: one sentence. ``steps``: first and last step compared on
+    every rank, None without any. ``first``: the first divergence; None unless ``verdict`` is ``different``.
+    ``others``: the next few divergences in the same step and phase (for two runs, on the same rank). ``size``: for two
+    runs, the greatest relative difference of norms there; None if unknown. ``explanation``: sentences about the first
+    divergence. ``causes``: possible causes, likeliest first. ``locations``: the first few, in the order of training;
+    ``more_locations``: number of steps and phases with differences beyond ``locations``. ``notes``: parts of the
+    traces without a comparison, with the reason.
     """
 
     folders: tuple[str, ...]
@@ -93,8 +95,8 @@ class Comparison:
     first: Divergence | None = None
     others: tuple[Divergence, ...] = ()
     size: float | None = None
-    meaning: str = ""
+    explanation: str = ""
     causes: tuple[Cause, ...] = ()
-    places: tuple[Place, ...] = ()
-    more_places: int = 0
+    locations: tuple[Location, ...] = ()
+    more_locations: int = 0
     notes: tuple[str, ...] = field(default=())

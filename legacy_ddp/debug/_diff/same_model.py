@@ -1,4 +1,4 @@
-"""Are two traces of one model? Refused if not: of two models nothing can be compared."""
+"""Check of two traces: both must be of one model, because different models have nothing to compare."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +11,10 @@ _MAX_NAMED = 3
 
 
 def check_same_model(pair: Pair, a: Path, b: Path) -> None:
-    """Compare names, dtypes and shapes of parameters where both were recorded first.
+    """Compare names, dtypes and shapes of parameters in the first common step with recorded parameters.
 
     Raises:
-        TraceError: they differ; with the first few that do.
+        TraceError: the parameters differ; the text names the first few.
     """
     left, right = _kinds(pair, pair.a), _kinds(pair, pair.b)
     shared = left.keys() & right.keys()
@@ -24,9 +24,9 @@ def check_same_model(pair: Pair, a: Path, b: Path) -> None:
         if name in shared and _differ(left, right, name)
     ]
     found = [
-        _some("only in A: ", [name for name in left if name not in shared]),
-        _some("only in B: ", [name for name in right if name not in shared]),
-        _some("of another kind: ", reshaped),
+        _first_few("only in A: ", [name for name in left if name not in shared]),
+        _first_few("only in B: ", [name for name in right if name not in shared]),
+        _first_few("of another kind: ", reshaped),
     ]
     if any(found):
         raise TraceError(
@@ -40,7 +40,7 @@ def _differ(a: Mapping[str, str], b: Mapping[str, str], name: str) -> bool:
 
 
 def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:
-    """Kinds of parameters by name at the first step in common; without kinds where none were recorded."""
+    """Kinds of parameters by name; names from the environment, without kinds, if no step has parameters."""
     for step in pair.steps:
         if pair.a.names(step, "parameters") and pair.b.names(step, "parameters"):
             names = trace.names(step, "parameters")
@@ -48,6 +48,6 @@ def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:
     return {f"parameter {name!r}": "" for name in trace.environment.parameters}
 
 
-def _some(title: str, names: Sequence[str]) -> str:
+def _first_few(title: str, names: Sequence[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return f"{title}{', '.join(names[:_MAX_NAMED])}{more}" if names else ""

@@ -1,4 +1,4 @@
-"""How is a comparison told? First divergence first, as text of 80 columns and as an object for JSON. Pure."""
+"""Text of 80 columns and JSON object of a comparison, with the first divergence first. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -6,39 +6,45 @@ from typing import Any
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
 from legacy_ddp._text import table, wrap
-from legacy_ddp.debug._diff.growth import ROUNDING
+from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side
-from legacy_ddp.debug._diff.sections import relative
-from legacy_ddp.debug._trace.line_format import SAYS
+from legacy_ddp.debug._diff.sections import relative_difference
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 
 JSON_FORMAT = "legacy_ddp diff"
 JSON_VERSION = 1
+# Fields with another key in the JSON object of version 1.
+_JSON_KEYS = {"explanation": "meaning", "locations": "places", "more_locations": "more_places", "value": "word"}
 
 
-def lines(found: Comparison) -> list[str]:
-    """The text, a line each."""
-    told = [*wrap(found.headline), *_folders(found)]
-    if found.causes:
-        told += ["", "these differ around the training, and may explain it:"]
-        told += [line for cause in found.causes[:MAX_LINES] for line in wrap(_cause(cause), "  ")]
-        told += _more(len(found.causes) - MAX_LINES)
-    if found.first:
-        told += ["", *_first(found, found.first), "", *wrap(f"meaning: {found.meaning}")]
-    if found.places:
-        told += ["", *_places(found)]
-    if found.notes:
-        told += ["", *(line for note in found.notes for line in wrap(f"note: {note}"))]
-    return told
+def lines(comparison: Comparison) -> list[str]:
+    """The text of a comparison, line by line."""
+    text = [*wrap(comparison.headline), *_folders(comparison)]
+    if comparison.causes:
+        text += ["", "these differ around the training, and may explain it:"]
+        text += [line for cause in comparison.causes[:MAX_LINES] for line in wrap(_cause(cause), "  ")]
+        text += _more(len(comparison.causes) - MAX_LINES)
+    if comparison.first:
+        text += ["", *_first(comparison, comparison.first), "", *wrap(f"meaning: {comparison.explanation}")]
+    if comparison.locations:
+        text += ["", *_locations(comparison)]
+    if comparison.notes:
+        text += ["", *(line for note in comparison.notes for line in wrap(f"note: {note}"))]
+    return text
 
 
-def as_json(found: Comparison) -> dict[str, Any]:
-    """The same for machines; tells its format and version."""
-    told = {"format": JSON_FORMAT, "version": JSON_VERSION, **asdict(found)}
-    return {**told, "first": _object(found.first), "others": [_object(item) for item in found.others]}
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """The comparison as an object for JSON, with name and version of its format."""
+    members = {"format": JSON_FORMAT, "version": JSON_VERSION, **_members(comparison)}
+    return {**members, "first": _divergence(comparison.first), "others": [*map(_divergence, comparison.others)]}
 
 
-def _object(item: Divergence | None) -> dict[str, Any] | None:
-    return None if item is None else {**asdict(item), "parameter": item.parameter}
+def _divergence(item: Divergence | None) -> dict[str, Any] | None:
+    return None if item is None else {**_members(item), "parameter": item.parameter}
+
+
+def _members(record: Comparison | Divergence) -> dict[str, Any]:
+    return asdict(record, dict_factory=lambda fields: {_JSON_KEYS.get(name, name): value for name, value in fields})
 
 
 def _cause(cause: Cause) -> str:
@@ -46,60 +52,61 @@ def _cause(cause: Cause) -> str:
     return f"{cause.what}{f', {cause.where}' if cause.where else ''}: {sides}"
 
 
-def _first(found: Comparison, first: Divergence) -> Iterator[str]:
+def _first(comparison: Comparison, first: Divergence) -> Iterator[str]:
     kind = f", {first.kind}" if first.kind else ""
-    yield from wrap(f"step {first.step}, {SAYS[first.phase]}, {name_ranks(first.ranks)}: {first.name}{kind}")
+    yield from wrap(f"step {first.step}, {PHASE_LABELS[first.phase]}, {name_ranks(first.ranks)}: {first.name}{kind}")
     for side in first.sides[:MAX_SIDES]:
-        yield from wrap(f"{side.label}: {_held(side)}", "  ")
+        yield from wrap(f"{side.label}: {_value(side)}", "  ")
     yield from _more(len(first.sides) - MAX_SIDES, " groups")
-    if share := _share(first, found.size):
-        yield from wrap(share, "  ")
-    total = next((place.differing for place in found.places), 1)
+    if difference := _norm_difference(first, comparison.size):
+        yield from wrap(difference, "  ")
+    total = next((location.differing for location in comparison.locations), 1)
     if total > 1:
-        names = ", ".join(item.name for item in found.others[:2])
+        names = ", ".join(item.name for item in comparison.others[:2])
         yield from wrap(f"{total - 1} more there, {'such as ' if total > 3 else ''}{names}", "  ")
 
 
-def _held(side: Side) -> str:
-    words = [side.word if side.word is not None else "nothing"]
+def _value(side: Side) -> str:
+    parts = [side.value if side.value is not None else "nothing"]
     if side.norm is not None:
-        words.append(f"norm {side.norm:.9g}")
+        parts.append(f"norm {side.norm:.9g}")
     if side.nonfinite:
-        words.append(f"{side.nonfinite} not finite")
-    return ", ".join(words)
+        parts.append(f"{side.nonfinite} not finite")
+    return ", ".join(parts)
 
 
-def _share(first: Divergence, size: float | None) -> str:
+def _norm_difference(first: Divergence, size: float | None) -> str:
     if len(first.sides) != 2 or any(side.norm is None or side.nonfinite for side in first.sides):
         return ""
     a, b = (side.norm or 0.0 for side in first.sides)
     if a == b:
         return "their norms are equal: values in another order, other signs, or a difference below a norm's bits"
-    share = relative(a, b)
-    told = f"relative difference of norms {share:.2g}"
-    if share <= ROUNDING:
-        return f"{told}, of rounding size"
-    return told + (", of rounding size beside the norm of all of them" if size is not None and size <= ROUNDING else "")
+    share = relative_difference(a, b)
+    text = f"relative difference of norms {share:.2g}"
+    if share <= ROUNDING_LIMIT:
+        return f"{text}, of rounding size"
+    small = size is not None and size <= ROUNDING_LIMIT
+    return text + (", of rounding size beside the norm of all of them" if small else "")
 
 
-def _places(found: Comparison) -> list[str]:
-    total = sum(place.steps for place in found.places) + found.more_places
+def _locations(comparison: Comparison) -> list[str]:
+    total = sum(location.steps for location in comparison.locations) + comparison.more_locations
     rows = [("step", "phase", "differ", "")]
-    for place in found.places[:MAX_LINES]:
-        steps = str(place.step) if place.last_step is None else f"{place.step}-{place.last_step}"
-        rows.append((steps, SAYS[place.phase], f"{place.differing} of {place.total}", name_ranks(place.ranks)))
+    for item in comparison.locations[:MAX_LINES]:
+        steps = str(item.step) if item.last_step is None else f"{item.step}-{item.last_step}"
+        rows.append((steps, PHASE_LABELS[item.phase], f"{item.differing} of {item.total}", name_ranks(item.ranks)))
     return [
         f"{total:,} place{'s' * (total != 1)} that differ{'s' * (total == 1)}, in the order of training:",
         *table(rows),
-        *_more(found.more_places + sum(place.steps for place in found.places[MAX_LINES:])),
+        *_more(comparison.more_locations + sum(item.steps for item in comparison.locations[MAX_LINES:])),
     ]
 
 
-def _more(number: int, what: str = "") -> list[str]:
-    return [f"  ... {number:,} more{what}"] if number > 0 else []
+def _more(number: int, unit: str = "") -> list[str]:
+    return [f"  ... {number:,} more{unit}"] if number > 0 else []
 
 
-def _folders(found: Comparison) -> Iterator[str]:
-    labels = ("A", "B") if len(found.folders) == 2 else ("trace",)
-    for label, folder in zip(labels, found.folders, strict=True):
+def _folders(comparison: Comparison) -> Iterator[str]:
+    labels = ("A", "B") if len(comparison.folders) == 2 else ("trace",)
+    for label, folder in zip(labels, comparison.folders, strict=True):
         yield from wrap(f"{label}: {folder}", "  ")

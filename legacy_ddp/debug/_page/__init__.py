@@ -1,6 +1,5 @@
-"""One page of HTML about a run, or about the differences of two; drawn with bokeh.
+"""A page of HTML about one run, or about two runs and their differences, drawn with bokeh.
 
-write_page → series → binning → heatmap_charts (line_charts, heatmap) → render
-
+``series`` reads the traces, the chart modules draw, ``render`` fills the template, ``write_page`` writes the file.
 Imported by the command. Imports the traces and their comparison.
 """

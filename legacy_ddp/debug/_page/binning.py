@@ -1,4 +1,4 @@
-"""How do ten thousand steps fit on a screen? Bins that keep what stands out in them. Pure; needs numpy."""
+"""Down-sampling of steps and parameters to the size of a screen. Bins keep extreme values. Pure; needs numpy."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,44 +9,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Positions = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
-# A column is then at least a pixel wide on a page of 800, and a row a pixel high: none vanishes between two pixels.
-MOST_COLUMNS = 400
-MOST_ROWS = 500
-MOST_POINTS = 2000
+# On a page of 800 pixels a column is at least a pixel wide and a row a pixel high, so no cell vanishes.
+MAX_COLUMNS = 400
+MAX_ROWS = 500
+MAX_POINTS = 2000
 
 
 @dataclass(frozen=True)
 class Bins:
-    """``total`` things in a row, ``size`` of them together; the last bin may have fewer."""
+    """``total`` consecutive items, in bins of ``size``; the last bin may be smaller."""
 
     total: int
     size: int
 
     @staticmethod
-    def at_most(total: int, most: int) -> "Bins":
-        return Bins(total, max(1, -(-total // most)))
+    def at_most(total: int, count: int) -> "Bins":
+        return Bins(total, max(1, -(-total // count)))
 
     @property
     def count(self) -> int:
         return -(-self.total // self.size)
 
     @cached_property
-    def starts(self) -> Positions:
+    def starts(self) -> Indices:
         return np.arange(self.count, dtype=np.intp) * self.size
 
     def span(self, number: int) -> tuple[int, int]:
-        """The first and the last thing in a bin."""
+        """The first and the last item of a bin."""
         return number * self.size, min(self.total, (number + 1) * self.size) - 1
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Columns of equal width over steps that were recorded every so often.
+    """Columns of equal width over steps recorded at equal intervals.
 
-    ``first``: the step in the first place; ``stride``: steps between two places; ``bins``: of places, a column each.
-    ``start``: what is in the first place was held before the first step.
+    ``first``: the first step. ``stride``: interval between steps. ``bins``: of steps; each bin is a column. ``start``:
+    the first step stands for the state before training.
     """
 
     first: int
@@ -55,27 +55,28 @@ class Grid:
     start: bool = False
 
     @staticmethod
-    def of(steps: Collection[int], starts: Collection[int] = (), most: int = MOST_COLUMNS) -> "Grid":
-        """``starts``: steps before the first one; they get the place before it, however far they are from it."""
-        taken = sorted(set(steps)) or sorted(set(starts)) or [0]
-        stride = gcd(*(step - taken[0] for step in taken)) or 1
-        before = taken[0] - min(starts, default=taken[0])
-        first = taken[0] - max(0, -(-before // stride)) * stride
+    def of(steps: Collection[int], starts: Collection[int] = (), max_columns: int = MAX_COLUMNS) -> "Grid":
+        """``starts``: steps before the first of ``steps``. They get the position before it, at any distance."""
+        known = sorted(set(steps)) or sorted(set(starts)) or [0]
+        stride = gcd(*(step - known[0] for step in known)) or 1
+        before = known[0] - min(starts, default=known[0])
+        first = known[0] - max(0, -(-before // stride)) * stride
         start = bool(starts) and (before > 0 or not steps)
-        return Grid(first, stride, Bins.at_most((taken[-1] - first) // stride + 1, most), start)
+        return Grid(first, stride, Bins.at_most((known[-1] - first) // stride + 1, max_columns), start)
 
     @property
     def count(self) -> int:
+        """Number of columns."""
         return self.bins.count
 
     @property
     def width(self) -> int:
-        """Of a column, in steps."""
+        """Width of a column, in steps."""
         return self.bins.size * self.stride
 
     @property
     def left(self) -> float:
-        """Edge of the first column; each step is in the middle of its place."""
+        """Left edge of the first column; every step is in the middle of its interval."""
         return self.first - self.stride / 2
 
     @property
@@ -83,7 +84,7 @@ class Grid:
         return self.first + (self.bins.total - 1) * self.stride
 
     def holds(self, steps: Collection[int]) -> bool:
-        """Whether each of these steps has a place."""
+        """Whether the grid has a position for each of these steps."""
         return all(self.first <= step <= self.last and not (step - self.first) % self.stride for step in steps)
 
     def column(self, step: int) -> int:
@@ -96,43 +97,43 @@ class Grid:
 
 
 class Cells:
-    """Rows and columns, each cell with the largest value that came into it, and whether anything in it stands out.
+    """Table of cells by row and column, each with the extremes of its items.
 
-    ``largest``: NaN where no value came. ``nonfinite``: the largest number of non-finite elements. ``marked``: whether
-    anything differed.
+    ``largest``: the largest value, NaN without any. ``nonfinite``: the largest number of non-finite elements.
+    ``differs``: whether any item differs.
     """
 
     def __init__(self, rows: Bins, columns: int) -> None:
         self.rows = rows
         self.largest = np.full((rows.count, columns), np.nan)
         self.nonfinite = np.zeros((rows.count, columns), dtype=np.int64)
-        self.marked = np.zeros((rows.count, columns), dtype=np.bool_)
+        self.differs = np.zeros((rows.count, columns), dtype=np.bool_)
 
-    def put(self, column: int, values: Floats) -> None:
-        """Take a value for every one of the things in rows, NaN for none."""
+    def add_values(self, column: int, values: Floats) -> None:
+        """Add a value for every item of the rows; NaN for no value."""
         binned = np.fmax.reduceat(values, self.rows.starts) if len(values) else values
         np.fmax(self.largest[:, column], binned, out=self.largest[:, column])
 
-    def count(self, column: int, counts: Mapping[int, int]) -> None:
-        """Take numbers of non-finite elements, by thing."""
-        for thing, number in counts.items():
-            row = thing // self.rows.size
-            self.nonfinite[row, column] = max(number, self.nonfinite[row, column])
+    def add_nonfinite(self, column: int, counts: Mapping[int, int]) -> None:
+        """Add numbers of non-finite elements, by item."""
+        for item, count in counts.items():
+            row = item // self.rows.size
+            self.nonfinite[row, column] = max(count, self.nonfinite[row, column])
 
-    def mark(self, column: int, things: Positions) -> None:
-        """Take things that differ."""
-        self.marked[things // self.rows.size, column] = True
+    def add_differing(self, column: int, items: Indices) -> None:
+        """Add differing items."""
+        self.differs[items // self.rows.size, column] = True
 
 
-def extremes(values: Floats, most: int = MOST_POINTS) -> Positions:
-    """Where to draw a line through: everywhere, or at the smallest and the largest value of each of ``most / 2`` bins.
+def extremes(values: Floats, max_points: int = MAX_POINTS) -> Indices:
+    """Indices of the points of a line: all, or the smallest and the largest value of each of ``max_points / 2`` bins.
 
-    NaN is no value; a bin of nothing else keeps one, so that a gap stays a gap.
+    A bin without any value keeps a NaN, which draws a gap.
     """
-    if len(values) <= most:
+    if len(values) <= max_points:
         return np.arange(len(values), dtype=np.intp)
     kept: list[int] = []
-    for start in (bins := Bins.at_most(len(values), most // 2)).starts:
+    for start in (bins := Bins.at_most(len(values), max_points // 2)).starts:
         part = values[start : start + bins.size]
         ends = {int(np.nanargmin(part)), int(np.nanargmax(part))} if not np.isnan(part).all() else {0}
         kept.extend(int(start) + end for end in sorted(ends))

@@ -1,4 +1,4 @@
-"""What do all charts of a page share? Needs bokeh."""
+"""Chart record, and the axis of steps which all charts share. Needs bokeh."""
 
 from dataclasses import dataclass, field
 
@@ -7,14 +7,20 @@ from bokeh.plotting import figure
 
 LEFT, RIGHT, HEIGHT = 190, 120, 220
 GREY, BLACK, VERMILLION = "#767676", "#000000", "#d55e00"
+WHITE, LIGHT, SKY = "#ffffff", "#e8e8e8", "#56b4e9"
+BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
+BROWNS = ("#ffe9a8", "#fdae4b", "#d95f0e", "#7f2704")
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with the words around it; without one the words say why. ``swatches``: colours and what they mean."""
+    """A figure with title and captions. Without a figure the captions give the reason.
+
+    ``swatches``: colours with their labels. ``table``: rows, the first of them the header.
+    """
 
     title: str
-    words: tuple[str, ...]
+    captions: tuple[str, ...]
     plot: figure | None = None
     swatches: tuple[tuple[str, str], ...] = ()
     table: tuple[tuple[str, ...], ...] = ()
@@ -22,7 +28,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Axis:
-    """The steps, which all charts show together: panning one pans all, and the pointer is marked in all."""
+    """The axis of steps, shared by all charts: panning and the line at the pointer apply to every chart."""
 
     steps: Range1d
     pointer: Span = field(default_factory=lambda: Span(dimension="height", line_color=GREY, line_dash="dotted"))
@@ -36,7 +42,7 @@ class Axis:
             x_range=self.steps,
             frame_height=height,
             sizing_mode="stretch_width",
-            # The same on all sides of all charts, so that a step is in the same place everywhere.
+            # Equal borders align the steps of all charts.
             min_border_left=LEFT,
             min_border_right=RIGHT,
             tools="pan,box_zoom,wheel_zoom,reset,save",

@@ -1,33 +1,33 @@
-"""Where did the runs of a page take place, and in what do they differ? Pure."""
+"""Table of the environments of all ranks of the runs on a page, with a column for differences. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from legacy_ddp._compare import name_ranks
+from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp.debug._trace.records import Environment
 from legacy_ddp.debug._trace.run import Run
 
-_MOST_GROUPS = 6
+_MAX_GROUPS = 6
 _ABSENT = "nothing"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table: a value for each run, and in what it differs, empty if in nothing."""
+    """One fact: a cell for each run, and a text if ranks or runs differ."""
 
-    what: str
+    fact: str
     values: tuple[str, ...]
     differs: str
 
 
 def environment_rows(runs: Sequence[Run], ends: Sequence[Sequence[str]]) -> list[Row]:
-    """Facts of all ranks of the runs; ``ends``: how each rank's trace ends."""
-    told = [
+    """A row for every fact; ``ends``: for every run, the end of each rank's trace."""
+    facts = [
         [_facts(environment, end) for environment, end in zip(run.environments, run_ends, strict=True)]
         for run, run_ends in zip(runs, ends, strict=True)
     ]
-    whats = dict.fromkeys(what for run in told for rank in run for what in rank)
-    return [_row(what, [[rank.get(what, _ABSENT) for rank in run] for run in told]) for what in whats]
+    names = dict.fromkeys(name for run in facts for rank in run for name in rank)
+    return [_row(name, [[rank.get(name, _ABSENT) for rank in run] for run in facts]) for name in names]
 
 
 def _facts(environment: Environment, end: str) -> dict[str, str]:
@@ -43,24 +43,21 @@ def _facts(environment: Environment, end: str) -> dict[str, str]:
     }
 
 
-def _row(what: str, runs: Sequence[Sequence[str]]) -> Row:
+def _row(fact: str, runs: Sequence[Sequence[str]]) -> Row:
     differs = []
-    # A run starts when it starts; that two did not at once explains nothing.
-    if what != "started":
+    if fact != "started":  # always differs, and explains nothing
         if any(len(set(ranks)) > 1 for ranks in runs):
             differs.append("ranks differ")
         if len({tuple(dict.fromkeys(ranks)) for ranks in runs}) > 1:
             differs.append("runs differ")
-    return Row(what, tuple(_told(ranks) for ranks in runs), ", ".join(differs))
+    return Row(fact, tuple(_cell(ranks) for ranks in runs), ", ".join(differs))
 
 
-def _told(ranks: Sequence[str]) -> str:
-    """One value, or which ranks have which."""
-    holders: dict[str, list[int]] = {}
-    for rank, value in enumerate(ranks):
-        holders.setdefault(value, []).append(rank)
-    if len(holders) == 1:
+def _cell(ranks: Sequence[str]) -> str:
+    """The common value of all ranks, or every value with its ranks."""
+    differences = compare_rows([{"": value} for value in ranks]).differences
+    if not differences:
         return ranks[0]
-    groups = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-    more = [f"{len(groups) - _MOST_GROUPS} more values"] if len(groups) > _MOST_GROUPS else []
-    return "; ".join([*(f"{name_ranks(which)}: {value}" for value, which in groups[:_MOST_GROUPS]), *more])
+    groups = differences[0].holders
+    more = [f"{len(groups) - _MAX_GROUPS} more values"] if len(groups) > _MAX_GROUPS else []
+    return "; ".join([*(f"{name_ranks(which)}: {value}" for value, which in groups[:_MAX_GROUPS]), *more])

@@ -1,4 +1,4 @@
-"""How does a report become one HTML page that loads nothing? ``legacy-ddp report``; importing this needs bokeh."""
+"""Writing of the page of ``legacy-ddp report``: a single HTML file which loads nothing. Needs bokeh."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -6,20 +6,20 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._page.render import MARK, render
+from legacy_ddp.debug._page.render import PAGE_TAG, render
 from legacy_ddp.debug._trace.read import Progress
 from legacy_ddp.debug._trace.run import Run
 
-_BEGINNING = f"<!DOCTYPE html>\n<!-- {MARK}".encode()
+_BEGINNING = f"<!DOCTYPE html>\n<!-- {PAGE_TAG}".encode()
 
 
 def write_page(runs: Sequence[Run], output: Path, progress: Progress = lambda _: None) -> None:
-    """One self-contained page about one run, or two. A page of ours at ``output`` is replaced.
+    """Write a self-contained page about one run or two. An earlier report at ``output`` is replaced.
 
-    Every file is read twice, to compare and for the charts, and ``progress`` is told both.
+    Every trace file is read twice, for the comparison and for the charts; ``progress`` gets both.
 
     Raises:
-        TraceError: a trace cannot be read, ``output`` cannot be written, or is something else than a page of ours.
+        TraceError: a trace file cannot be read, ``output`` cannot be written, or ``output`` is no report.
     """
     from legacy_ddp.debug._diff import text
     from legacy_ddp.debug._diff.compare_ranks import compare_ranks
@@ -32,12 +32,12 @@ def write_page(runs: Sequence[Run], output: Path, progress: Progress = lambda _:
 
 @contextmanager
 def reserved(output: Path) -> Iterator[Path]:
-    """A new file beside ``output``, before minutes are spent on what it will hold; gone after the block.
+    """Create a new file beside ``output``, before the long comparison begins. It is removed after the block.
 
     Raises:
         TraceError: see :func:`write_page`.
     """
-    _refuse_what_is_not_ours(output)
+    _refuse_other_files(output)
     part = output.with_name(f".{output.name}.{os.getpid()}.part")
     try:
         part.open("x").close()
@@ -46,25 +46,25 @@ def reserved(output: Path) -> Iterator[Path]:
     try:
         yield part
     finally:
-        with suppress(OSError):  # published, it has another name
+        with suppress(OSError):  # renamed by publish()
             part.unlink()
 
 
 def publish(page: str, part: Path, output: Path) -> None:
-    """Make ``part`` the page, and then ``output`` of it: nobody sees half a page.
+    """Write the page to ``part`` and rename ``part`` to ``output``, so that ``output`` is always complete.
 
     Raises:
-        TraceError: it cannot be written.
+        TraceError: the file cannot be written.
     """
     try:
-        part.write_text(page, encoding="utf-8", errors="backslashreplace")  # it names folders
+        part.write_text(page, encoding="utf-8", errors="backslashreplace")  # folder names may not be UTF-8
         os.replace(part, output)
     except OSError as error:
         raise TraceError(f"{output} cannot be written: {error.strerror}; name another place with -o") from error
 
 
-def _refuse_what_is_not_ours(output: Path) -> None:
-    """-o may name a trace, or somebody's notes, by mistake."""
+def _refuse_other_files(output: Path) -> None:
+    """Refuse to overwrite a file which is no report: -o may name a trace by mistake."""
     try:
         if not output.exists():
             return

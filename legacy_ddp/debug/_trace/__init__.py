@@ -1,4 +1,4 @@
-"""Traces of training runs: what a rank held, written while it trains, one file a rank, and read afterwards.
+"""Traces of training runs: digests and norms of the state of every rank, one file per rank.
 
 snapshot → measure, environment → records → line_format → write ⇒ file ⇒ read → run → summary
 

@@ -1,17 +1,17 @@
-"""How far do the files of a run go, and how did each end? Collected rank by rank, told in groups of ranks. Pure."""
+"""The recorded steps of a run and the end of each rank's file, as text for groups of ranks. Pure."""
 
 from collections.abc import Mapping
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp.debug._trace.line_format import PHASES, RANK_FILE, SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES, RANK_FILE
 from legacy_ddp.debug._trace.read import RankTrace
 
 _MAX_GROUPS = 3
 KILLED = "killed, or still running"
 
 
-def how_it_ended(trace: RankTrace) -> str:
-    """``closed``, or what came between; where nothing did, killed or still running."""
+def end_text(trace: RankTrace) -> str:
+    """``closed``, ``left by`` an exception, damaged, or killed or still running."""
     if trace.damage:
         return f"damaged at {trace.damage}"
     if trace.torn:
@@ -21,10 +21,12 @@ def how_it_ended(trace: RankTrace) -> str:
     return f"left by {trace.end}"
 
 
-class Extent:
-    """The steps of one run, of the ranks that were looked at. ``label``: A or B, empty for the only run.
+class RunCoverage:
+    """The recorded steps of one run, and the ends of its files, collected rank by rank.
 
-    ``recorded``: those of any rank.
+    ``label``: A or B, empty for a single run. ``recorded``: the steps of any rank. ``damage``: rank and damage of each
+    damaged file. ``reasons``: the ``end`` of each file. ``nonfinite``: first step, phase index and rank with NaN or
+    infinity.
     """
 
     def __init__(self, label: str) -> None:
@@ -37,11 +39,11 @@ class Extent:
         self._phases: dict[str, list[int]] = {}
         self._lasts: dict[int, int | None] = {}
 
-    def take(self, rank: int, trace: RankTrace) -> None:
-        """Look at one file."""
+    def add(self, rank: int, trace: RankTrace) -> None:
+        """Add the file of one rank."""
         last = self._lasts[rank] = trace.steps[-1] if trace.steps else None
         self.recorded.update(trace.steps)
-        self._ends.setdefault((last, how_it_ended(trace)), []).append(rank)
+        self._ends.setdefault((last, end_text(trace)), []).append(rank)
         self.reasons.add(trace.end)
         if trace.nonfinite:
             step, phase = trace.nonfinite
@@ -54,16 +56,16 @@ class Extent:
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """The first and the last of any rank, None if there is none."""
+        """The first and the last step of any rank, None without steps."""
         return (min(self.recorded), max(self.recorded)) if self.recorded else None
 
     def ended_before(self, step: int) -> list[int]:
-        """The ranks whose files end before that step."""
+        """The ranks with a last step before ``step``."""
         return [rank for rank, last in self._lasts.items() if last is None or last < step]
 
     @property
     def phases(self) -> Mapping[str, list[int]]:
-        """Those that any of the files holds, and the ranks whose."""
+        """The phases of any file, each with the ranks of these files."""
         return self._phases
 
     def span(self) -> str:
@@ -71,23 +73,27 @@ class Extent:
         return span(self.steps) if self.steps else "no steps"
 
     def notes(self) -> list[str]:
-        """Files that were not closed, ranks that do not go as far as others, and NaN or infinity."""
-        even = len({last for last, _ in self._ends}) == 1
-        told, of = [], f"{self.label}: " if self.label else ""
-        for (last, how), ranks in self._ends.items():
-            if how == "closed" and even:
+        """Notes about files without a regular end, ranks with fewer steps than others, and NaN or infinity."""
+        prefix = f"{self.label}: " if self.label else ""
+        return [f"{prefix}{note}" for note in (*self._end_notes(), *self._nonfinite_notes())]
+
+    def _end_notes(self) -> list[str]:
+        is_even = len({last for last, _ in self._ends}) == 1
+        notes = []
+        for (last, end), ranks in self._ends.items():
+            if end == "closed" and is_even:
                 continue
             after = f"after step {last}" if last is not None else "before its first step"
-            who = "all ranks" if ranks == [*self._lasts] and len(ranks) > 1 else name_ranks(ranks)
-            told.append(f"{of}{who} ended {after}" + ("" if how == "closed" else f" ({how})"))
-        more = [f"{of}{len(told) - _MAX_GROUPS} more ways in which ranks ended"]
-        return told[:_MAX_GROUPS] + (more if len(told) > _MAX_GROUPS else []) + self._say_nonfinite(of)
+            group = "all ranks" if ranks == [*self._lasts] and len(ranks) > 1 else name_ranks(ranks)
+            notes.append(f"{group} ended {after}" + ("" if end == "closed" else f" ({end})"))
+        more = [f"{len(notes) - _MAX_GROUPS} more ways in which ranks ended"] if len(notes) > _MAX_GROUPS else []
+        return notes[:_MAX_GROUPS] + more
 
-    def _say_nonfinite(self, of: str) -> list[str]:
+    def _nonfinite_notes(self) -> list[str]:
         if self.nonfinite is None:
             return []
         step, phase, rank = self.nonfinite
-        return [f"{of}NaN or infinity, first in {SAYS[PHASES[phase]]} of step {step} on rank {rank}"]
+        return [f"NaN or infinity, first in {PHASE_LABELS[PHASES[phase]]} of step {step} on rank {rank}"]
 
 
 def span(steps: tuple[int, int]) -> str:

@@ -1,4 +1,4 @@
-"""Where does this rank run, in words? What may explain that two runs differ, or two ranks of one."""
+"""Facts about the surroundings of this rank, as text: possible causes of a difference between runs or ranks."""
 
 import os
 import platform
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import distinct, fingerprint, plan_layout
+from legacy_ddp._buckets.inventory import distinct, fingerprint
+from legacy_ddp._buckets.layout import plan_layout
 from legacy_ddp._settings import Settings
 from legacy_ddp.debug._trace.records import Environment
 
@@ -49,15 +50,15 @@ def facts_of(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> dict[str, str]:
     """Versions, threads, flags and settings; docs/trace-format.md lists them."""
-    found = sorted({str(device) for device in devices})
+    names = sorted({str(device) for device in devices})
     facts = {
         "torch": torch.__version__,
-        "legacy_ddp": _own_version(),
+        "legacy_ddp": _package_version(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": f"{_cpu_model()}, kernels for {torch.backends.cpu.get_cpu_capability()}",
-        "devices": ", ".join(_describe(device) for device in found),
-        "backend": ", ".join(_backend(group, device) for device in found),
+        "devices": ", ".join(_describe(device) for device in names),
+        "backend": ", ".join(_backend(group, device) for device in names),
         "threads": str(torch.get_num_threads()),
         "interop threads": str(torch.get_num_interop_threads()),
         "default dtype": _short(torch.get_default_dtype()),
@@ -75,11 +76,11 @@ def facts_of(
         "host": platform.node(),
         "pid": str(os.getpid()),
     }
-    return {**facts, **_cuda_facts()} if any(device.startswith("cuda") for device in found) else facts
+    return {**facts, **_cuda_facts()} if any(device.startswith("cuda") for device in names) else facts
 
 
 def _local_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
-    """The patterns, and the names of buffers that they match by another name only."""
+    """The patterns, and the first names of shared buffers of which only a further name matches a pattern."""
     buffers = distinct(module.named_buffers(remove_duplicate=False))
 
     def matches(name: str) -> bool:
@@ -89,7 +90,7 @@ def _local_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...
 
 
 def _job() -> str:
-    """What torchrun, or whoever sets the environment, gives to all ranks that it starts together."""
+    """64 bits from the environment variables that a launcher such as torchrun sets alike on all ranks of a job."""
     names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
     return f"{fingerprint(repr([os.environ.get(name) for name in names]).encode()) % 2**64:016x}"
 
@@ -118,8 +119,8 @@ def _nccl_version() -> str:
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
-def _own_version() -> str:
-    import legacy_ddp  # the front door, which has not opened yet when this file is loaded
+def _package_version() -> str:
+    import legacy_ddp  # not at the top: this file is loaded while legacy_ddp is being imported
 
     return legacy_ddp.__version__
 
@@ -140,7 +141,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 @cache
 def _cpu_model() -> str:
-    """What /proc/cpuinfo calls it; elsewhere what Python knows."""
+    """The model name of /proc/cpuinfo; without this file, the name that Python reports."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

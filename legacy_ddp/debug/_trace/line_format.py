@@ -1,6 +1,7 @@
-"""What is one line of a trace? A JSON object that ends in its number and a checksum of itself. Pure.
+"""Encoding, decoding and checksum of one line of a trace. Pure.
 
-docs/trace-format.md describes every line; a change to what they mean is a new ``VERSION``.
+A line is a JSON object whose last two keys are the line number and a checksum. docs/trace-format.md describes every
+line; a change of their meaning needs a new ``VERSION``.
 """
 
 import json
@@ -14,9 +15,8 @@ from legacy_ddp._errors import TraceError
 FORMAT = "legacy_ddp trace"
 VERSION = 1
 
-# The phases in the order in which they come about in a step, and what a reader calls them; docs/trace-format.md says
-# what each holds.
-SAYS = {
+# The phases of a step in the order of training, with their labels in texts; docs/trace-format.md has the contents.
+PHASE_LABELS = {
     "local_gradients": "local gradients",
     "reduced_gradients": "reduced gradients",
     "settings": "settings",
@@ -24,7 +24,7 @@ SAYS = {
     "parameters": "parameters",
     "buffers": "buffers",
 }
-PHASES = tuple(SAYS)
+PHASES = tuple(PHASE_LABELS)
 RANK_FILE = "rank-{:05d}.jsonl"
 
 _END = re.compile(rb',"at":(\d{1,18}),"crc32":"([0-9a-f]{8})"\}\n')
@@ -32,34 +32,34 @@ _LONGEST_END = len(',"at":,"crc32":"12345678"}\n') + 18
 
 
 class DamagedLineError(TraceError):
-    """A line that is not what was written."""
+    """The bytes of a line are not the bytes that a recorder wrote."""
 
 
-def encode(members: Mapping[str, Any], at: int) -> bytes:
-    """Line number ``at``, from 1, of a file, with its newline."""
-    checked = json.dumps(members, separators=(",", ":"), allow_nan=False).encode()[:-1] + f',"at":{at}'.encode()
+def encode(values: Mapping[str, Any], at: int) -> bytes:
+    """The JSON object ``values`` as line number ``at`` of a file (from 1), with the newline."""
+    checked = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()[:-1] + f',"at":{at}'.encode()
     return checked + f',"crc32":"{zlib.crc32(checked):08x}"}}\n'.encode()
 
 
 def decode(line: bytes) -> dict[str, Any]:
-    """The members of a line, given with its newline.
+    """The JSON object of a line; ``line`` includes the newline.
 
     Raises:
         DamagedLineError: as :func:`check`.
     """
     check(line)
     try:
-        members: dict[str, Any] = json.loads(line)  # it ends like an object, so that it can be nothing else
+        values: dict[str, Any] = json.loads(line)  # the checked end of the line is the end of an object
     except (ValueError, RecursionError) as error:
         raise DamagedLineError(f"it is no JSON ({error})") from error
-    return members
+    return values
 
 
 def check(line: bytes) -> tuple[bytes, int]:
-    """What the line says before its last two members, and which number it has.
+    """The bytes of the line before its last two keys, and the line number.
 
     Raises:
-        DamagedLineError: the line is torn, or its checksum is not that of its bytes.
+        DamagedLineError: the line is torn, or the checksum does not match the bytes.
     """
     if not line.endswith(b"\n"):
         raise DamagedLineError("it is torn")

@@ -1,4 +1,4 @@
-"""What does a trace say of a value? A word for its bits, to compare, and a norm, to see how far apart two are."""
+"""Digest, 2-norm and number of non-finite elements of each value of a trace."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,27 +14,27 @@ Measured = tuple[str | None, float | None, int]
 PART_NUMEL = 2**14
 BATCH_NUMEL = 2**22
 # Squares of fp32 numbers below 1e-19 lose digits, and vanish below 1e-23.
-SURE_OF_FP32 = 1e-15
+LEAST_FP32_NORM = 1e-15
 
 
 @torch.no_grad()
 def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
-    """Of each value its word, its 2-norm, and how many of its elements are NaN or infinite.
+    """For each value: its digest or text, its 2-norm, and its number of NaN or infinite elements.
 
-    A string is its own word, None has none; neither has a norm. A tensor's word is its digest in 16 hex digits; its
-    norm is that of its finite elements, rounded to 9 digits, and None where no float64 is large enough for it, or where
-    elements are no numbers (packed ones of 4 bits, say).
+    A tensor has a digest of 16 hex digits. Its norm is the norm of the finite elements, rounded to 9 digits; None if
+    a float64 is too small for the norm, or if the elements are no numbers (packed 4-bit elements, for example). A
+    string stays as it is, without a norm; None stays None.
 
-    The host waits twice per device, once more if any norm is zero or nearly, and for what is sparse or not finite.
+    The host waits twice per device, once more if any norm is nearly zero, and for each sparse or non-finite tensor.
 
     Raises:
         TypeError: as :func:`legacy_ddp._replicas.digest.digest`.
     """
     tensors = [_coalesced(value) for value in values if isinstance(value, torch.Tensor)]
-    words = iter(digest_each(tensors))
-    told = iter(_finite_norms([tensor for tensor in tensors if _has_numbers(tensor.dtype)]))
+    digests = iter(digest_each(tensors))
+    norms = iter(_finite_norms([tensor for tensor in tensors if _has_numbers(tensor.dtype)]))
     return [
-        (f"{next(words) % 2**64:016x}", *(next(told) if _has_numbers(value.dtype) else (None, 0)))
+        (f"{next(digests) % 2**64:016x}", *(next(norms) if _has_numbers(value.dtype) else (None, 0)))
         if isinstance(value, torch.Tensor)
         else (value, None, 0)
         for value in values
@@ -46,35 +46,35 @@ def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finite_norms(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, int]]:
-    """Of each tensor the norm of its finite elements, and the number of all others."""
+    """For each tensor: the norm of the finite elements, and the number of non-finite elements."""
     norms = _norms(tensors, torch.float32)
-    small = [index for index, norm in enumerate(norms) if norm < SURE_OF_FP32]
+    small = [index for index, norm in enumerate(norms) if norm < LEAST_FP32_NORM]
     for index, norm in zip(small, _norms([tensors[index] for index in small], torch.float64), strict=True):
         norms[index] = norm
     return [
-        (_rounded(norm), 0) if math.isfinite(norm) else _looked_at_closely(tensor)
+        (_rounded(norm), 0) if math.isfinite(norm) else _norm_by_parts(tensor)
         for tensor, norm in zip(tensors, norms, strict=True)
     ]
 
 
 def _norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[float]:
-    """2-norms, in the precision of the tensor or in ``dtype`` where that is higher."""
-    owners: dict[torch.device, list[int]] = {}
+    """2-norms, in the precision of the tensor or of ``dtype``, whichever is higher."""
+    indices_of: dict[torch.device, list[int]] = {}
     found: dict[torch.device, list[torch.Tensor]] = {}
     for indices, batch in _batches(tensors):
         first = batch[0]
         norms = torch._foreach_norm(batch, 2, dtype=torch.promote_types(first.dtype, dtype))
-        owners.setdefault(first.device, []).extend(indices)
+        indices_of.setdefault(first.device, []).extend(indices)
         found.setdefault(first.device, []).append(torch.stack(norms).double())
     parts: list[list[float]] = [[] for _ in tensors]
     for device, batches in found.items():
-        for index, norm in zip(owners[device], torch.cat(batches).tolist(), strict=True):
+        for index, norm in zip(indices_of[device], torch.cat(batches).tolist(), strict=True):
             parts[index].append(norm)
     return [math.hypot(*part) for part in parts]
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """Parts of one device and dtype, with the positions of their tensors; no more than are worth holding as copies."""
+    """Parts of equal device and dtype, with the indices of their tensors; limited in size, as parts may be copies."""
     waiting: dict[tuple[torch.device, torch.dtype], tuple[list[int], list[torch.Tensor]]] = {}
     numels: dict[tuple[torch.device, torch.dtype], int] = {}
     for index, tensor in enumerate(tensors):
@@ -91,7 +91,7 @@ def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The elements as real floating point numbers that torch can take norms of."""
+    """The elements as real floating point numbers of a dtype with norms in torch."""
     elements = tensor.values() if tensor.layout is torch.sparse_coo else tensor
     if elements.is_complex():
         elements = torch.view_as_real(elements.resolve_conj())
@@ -108,7 +108,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 @cache
 def _has_numbers(dtype: torch.dtype) -> bool:
-    """Whether torch can make numbers of such elements; not of packed or opaque ones."""
+    """Whether torch can convert elements of this dtype to numbers. Packed and opaque elements have no conversion."""
     try:
         torch.zeros(8, dtype=torch.uint8, device="cpu").view(dtype).to(torch.complex128)
     except (RuntimeError, TypeError):
@@ -116,8 +116,8 @@ def _has_numbers(dtype: torch.dtype) -> bool:
     return True
 
 
-def _looked_at_closely(tensor: torch.Tensor) -> tuple[float | None, int]:
-    """The same for a tensor with elements that are not finite, or too large to square."""
+def _norm_by_parts(tensor: torch.Tensor) -> tuple[float | None, int]:
+    """Norm and number of non-finite elements, for a tensor with elements that are not finite or too large to square."""
     rows = []
     for part in _parts(tensor):
         finite = part.isfinite()
@@ -131,5 +131,5 @@ def _looked_at_closely(tensor: torch.Tensor) -> tuple[float | None, int]:
 
 
 def _rounded(norm: float) -> float:
-    """To 9 digits, which tell any two fp32 numbers apart."""
+    """The norm with 9 digits: enough to distinguish any two fp32 numbers."""
     return float(f"{norm:.8e}")

@@ -1,4 +1,4 @@
-"""What does one rank's file say? Looked through once; what a step held is read when asked for."""
+"""Reader of the file of one rank: one scan of all lines, then sections on demand."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from typing import Any
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import PHASES, DamagedLineError, check, decode
 from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
+from legacy_ddp.debug._trace.validate import FOREIGN
 
 _FIRST = b'{"line":"environment","format":'
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')
@@ -26,18 +27,18 @@ Progress = Callable[[int], object]
 
 
 class RankTrace:
-    """One rank's file, up to its end or to the first line that is not what was written.
+    """The file of one rank, up to its end or to the first damaged line.
 
-    ``steps``: those with any line, ascending; the one before ``first_step`` is the start. ``damage``: which line is
-    damaged and how, empty if none is. ``torn``: the last line is not whole. ``end``: how the recorder's block was left
-    (``"closed"``, or the name of an exception), empty if it was not: killed, or still running. ``phases``: those that
-    any step has. ``nonfinite``: first step and phase with elements that are NaN or infinite. With ``until``, all of
-    these are of what was read: up to the first line of a step after that one.
+    ``steps``: all steps with a line, ascending; the start is the step before ``first_step``. ``damage``: number and
+    damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
+    block ended (``"closed"``, or the name of an exception), empty for a rank killed or still running. ``phases``: the
+    phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. With ``until``, these
+    attributes cover the part read: up to the first line of a step after ``until``.
 
-    Memory grows with the number of steps, 260 bytes each, and not with that of tensors.
+    Memory is 260 bytes per step, independent of the number of tensors.
 
     Raises:
-        TraceError: it cannot be read, or is no trace of this version.
+        TraceError: the file cannot be read, or is no trace of this version.
     """
 
     def __init__(self, path: Path, progress: Progress = lambda _: None, until: int | None = None) -> None:
@@ -49,14 +50,14 @@ class RankTrace:
         self.steps = array("q")
         self._names: dict[int, tuple[Names, bytes]] = {}
         self._offsets = {column: array("q") for column in _COLUMNS}
-        self._words = {phase: array("q") for phase in PHASES}
+        self._digests = {phase: array("q") for phase in PHASES}
         self._numbers = {phase: array("q") for phase in PHASES}
         self._rows: dict[int, int] = {}
         self._file = open_trace(path)
         try:
             self.environment, first_bytes = first_line(path, self._file)
             self.size_bytes = os.fstat(self._file.fileno()).st_size
-            self._look_through(first_bytes, progress, until)
+            self._scan(first_bytes, progress, until)
         except BaseException as error:
             self._file.close()
             if isinstance(error, OSError):
@@ -74,36 +75,33 @@ class RankTrace:
         return tuple(phase for phase in PHASES if any(offset != _ABSENT for offset in self._offsets[phase]))
 
     def declared(self, phase: str) -> tuple[Names, ...]:
-        """What the entries of a phase are called, once more for each time that this changed."""
+        """All names of a phase, in the order of their declaration."""
         return tuple(names for names, _ in self._names.values() if names.phase == phase)
 
-    def word(self, step: int, phase: str) -> int | None:
-        """64 bits that are equal where names and words of a section are; None if it has none."""
-        row = self._rows.get(step)
-        if row is None or self._offsets[phase][row] == _ABSENT:
-            return None
-        return self._words[phase][row]
+    def digest(self, step: int, phase: str) -> int | None:
+        """64 bits, equal for sections with equal names and equal ``words``; None for a missing section."""
+        row = self._row(step, phase)
+        return None if row is None else self._digests[phase][row]
 
     def names(self, step: int, phase: str) -> Names | None:
-        """What the entries of a phase of a step are called, without reading them; None if it has none."""
-        if self.word(step, phase) is None:
-            return None
-        return self._names[self._numbers[phase][self._rows[step]]][0]
+        """The names of a section, without reading the section; None for a missing section."""
+        row = self._row(step, phase)
+        return None if row is None else self._names[self._numbers[phase][row]][0]
 
     def section(self, step: int, phase: str) -> Section | None:
-        """What was held in a phase of a step; None if that is not in the trace.
+        """The state in one phase of a step; None for a missing section.
 
         Raises:
-            TraceError: the line says something that no recorder writes.
+            TraceError: the line has contents that no recorder writes.
         """
-        members = self._members(step, phase)
-        if members is None:
+        values = self._decoded(step, phase)
+        if values is None:
             return None
-        names = self._reading(self._names_of, members, phase)
-        return Section(names, self._reading(Values.of, members, len(names.names)))
+        names = self._parsed(self._names_of, values, phase)
+        return Section(names, self._parsed(Values.from_json, values, len(names.names)))
 
     def words(self, step: int, phase: str) -> list[Any]:
-        """The words of a section alone, as it lists them: a fraction of what reading all of it takes.
+        """The ``words`` of a section, in a fraction of the time of :meth:`section`.
 
         Raises:
             TraceError: as :meth:`section`.
@@ -116,19 +114,24 @@ class RankTrace:
         except (ValueError, RecursionError):
             words = None
         if names is None or not isinstance(words, list) or len(words) != len(names.names):
-            raise TraceError(f"{self.path}: a line of step {step} says what no recorder writes: its words are no list")
+            raise TraceError(f"{self.path}: a line of step {step} {FOREIGN}: key 'words' has not one entry per name")
         return words
 
     def call(self, step: int) -> CallFacts | None:
-        """The host's side of a step's call; None if that is not in the trace.
+        """The facts about the call of a step; None for a missing line.
 
         Raises:
             TraceError: as :meth:`section`.
         """
-        members = self._members(step, "call")
-        return None if members is None else self._reading(CallFacts.of, members)
+        values = self._decoded(step, "call")
+        return None if values is None else self._parsed(CallFacts.from_json, values)
 
-    def _members(self, step: int, column: str) -> dict[str, Any] | None:
+    def _row(self, step: int, column: str) -> int | None:
+        """The index of the step in the arrays; None without a line in this column."""
+        row = self._rows.get(step)
+        return None if row is None or self._offsets[column][row] == _ABSENT else row
+
+    def _decoded(self, step: int, column: str) -> dict[str, Any] | None:
         line = self._line(step, column)
         try:
             return None if line is None else decode(line)
@@ -136,8 +139,8 @@ class RankTrace:
             raise TraceError(f"{self.path}: a line of step {step} cannot be read: {error}") from error
 
     def _line(self, step: int, column: str) -> bytes | None:
-        row = self._rows.get(step)
-        if row is None or self._offsets[column][row] == _ABSENT:
+        row = self._row(step, column)
+        if row is None:
             return None
         try:
             self._file.seek(self._offsets[column][row])
@@ -145,27 +148,27 @@ class RankTrace:
         except OSError as error:
             raise TraceError(_unreadable(self.path, error)) from error
 
-    def _names_of(self, members: dict[str, Any], phase: str) -> Names:
-        # A member that comes twice is the last of the two for JSON, the first for who looks through lines.
-        number = members["names"]
+    def _names_of(self, values: dict[str, Any], phase: str) -> Names:
+        # JSON takes the last of two equal keys; the scan took the first.
+        number = values["names"]
         if type(number) is not int or number not in self._names or self._names[number][0].phase != phase:
-            raise TraceError("says what no recorder writes: member 'names' is not a number declared for that phase")
+            raise TraceError(f"{FOREIGN}: key 'names' is not a number declared for that phase")
         return self._names[number][0]
 
-    def _reading(self, read: Callable[..., Any], *args: Any) -> Any:
+    def _parsed(self, parse: Callable[..., Any], *args: Any) -> Any:
         try:
-            return read(*args)
+            return parse(*args)
         except TraceError as error:
             raise TraceError(f"{self.path}: a line {error}") from error
 
-    def _look_through(self, offset: int, progress: Progress, until: int | None) -> None:
+    def _scan(self, offset: int, progress: Progress, until: int | None) -> None:
         progress(offset)
         for number, line in enumerate(self._file, start=2):
             try:
                 body, at = check(line)
                 if at != number:
                     raise DamagedLineError(f"it was written as line {at}")
-                self._take(line, body, offset)
+                self._add_line(line, body, offset)
             except TraceError as error:
                 self.torn = not line.endswith(b"\n")
                 self.damage = "" if self.torn else f"line {number}: {error}"
@@ -175,43 +178,46 @@ class RankTrace:
             if until is not None and self.steps and self.steps[-1] > until:
                 return
 
-    def _take(self, line: bytes, body: bytes, offset: int) -> None:
+    def _add_line(self, line: bytes, body: bytes, offset: int) -> None:
         if self.end:
             raise DamagedLineError("it follows the end of the trace")
         if found := _VALUES.match(body):
-            step, phase, number = int(found[1]), found[2].decode(), int(found[3])
-            norms = body.rfind(b',"norms":')
-            if phase not in PHASES or number not in self._names or norms < 0 or self._names[number][0].phase != phase:
-                raise DamagedLineError("it says what no recorder writes")
-            row = self._row(step, phase, offset)
-            self._words[phase][row] = _hash_of(self._names[number][1] + body[found.end() : norms])
-            self._numbers[phase][row] = number
-            if self.nonfinite is None and not body.endswith(_ALL_FINITE):
-                self.nonfinite = step, phase
+            self._add_values(found, body, offset)
         elif found := _CALL.match(body):
-            self._row(int(found[1]), "call", offset)
+            self._add_row(int(found[1]), "call", offset)
         else:
-            self._take_rare(decode(line), body)
+            self._add_rare_line(decode(line), body)
 
-    def _take_rare(self, members: dict[str, Any], body: bytes) -> None:
-        if members.get("line") == "names":
-            number, names = Names.of(members)
+    def _add_values(self, found: re.Match[bytes], body: bytes, offset: int) -> None:
+        step, phase, number = int(found[1]), found[2].decode(), int(found[3])
+        norms = body.rfind(b',"norms":')
+        if phase not in PHASES or number not in self._names or norms < 0 or self._names[number][0].phase != phase:
+            raise DamagedLineError(f"it {FOREIGN}")
+        row = self._add_row(step, phase, offset)
+        self._digests[phase][row] = _digest(self._names[number][1] + body[found.end() : norms])
+        self._numbers[phase][row] = number
+        if self.nonfinite is None and not body.endswith(_ALL_FINITE):
+            self.nonfinite = step, phase
+
+    def _add_rare_line(self, values: dict[str, Any], body: bytes) -> None:
+        if values.get("line") == "names":
+            number, names = Names.from_json(values)
             if number != len(self._names):
                 raise DamagedLineError("its number is not the next one")
             self._names[number] = names, blake2b(body.partition(b',"phase":')[2], digest_size=8).digest()
-        elif members.get("line") == "end":
-            self.end = end_reason(members)
+        elif values.get("line") == "end":
+            self.end = end_reason(values)
         else:
             raise DamagedLineError("it is of a kind that no recorder writes")
 
-    def _row(self, step: int, column: str, offset: int) -> int:
-        """Where the arrays have that step, with the place of one more of its lines."""
+    def _add_row(self, step: int, column: str, offset: int) -> int:
+        """The index of the step in the arrays, after storing the offset of its line."""
         if not self.steps or step > self.steps[-1]:
             self._rows[step] = len(self.steps)
             self.steps.append(step)
             for name in _COLUMNS:
                 self._offsets[name].append(_ABSENT)
-            for values in (*self._words.values(), *self._numbers.values()):
+            for values in (*self._digests.values(), *self._numbers.values()):
                 values.append(0)
         row = self._rows.get(step, _ABSENT)
         if row != len(self.steps) - 1 or self._offsets[column][row] != _ABSENT:
@@ -221,19 +227,23 @@ class RankTrace:
 
 
 def open_trace(path: Path) -> BufferedReader:
-    """Raises TraceError: it cannot be opened, or is no plain file."""
+    """The file, opened for reading.
+
+    Raises:
+        TraceError: the file cannot be opened, or is a pipe.
+    """
     try:
-        file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - whoever asked closes it
+        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller closes the file
     except OSError as error:
         raise TraceError(_unreadable(path, error)) from error
     if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise TraceError(f"{path} is a pipe, expected a file; save what comes out of it")
+        raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
     return file
 
 
-def _without_waiting(path: str, flags: int) -> int:
-    """A pipe would wait for somebody to write."""
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe would wait for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -242,10 +252,10 @@ def _unreadable(path: Path, error: OSError) -> str:
 
 
 def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
-    """The environment that a file begins with, and the length of its line in bytes.
+    """The environment at the beginning of a file, and the length of the line in bytes.
 
     Raises:
-        TraceError: it begins with something else; the text names the file.
+        TraceError: the file begins with another line; the text names the file.
     """
     try:
         beginning = file.peek(len(_FIRST))
@@ -253,18 +263,18 @@ def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
         raise TraceError(_unreadable(path, error)) from error
     if not beginning:
         raise TraceError(f"{path} is empty, expected a trace; was the run killed before its first step?")
-    if not beginning.startswith(_FIRST):  # before the line is read: junk may be one line of any length
+    if not beginning.startswith(_FIRST):  # checked before readline(): junk may be one line of any length
         raise TraceError(f"{path} is no trace: its first line is not what a recorder writes")
     line = file.readline()
     try:
-        members = decode(line)
-        check_version(members)
-        return Environment.of(members), len(line)
+        values = decode(line)
+        check_version(values)
+        return Environment.from_json(values), len(line)
     except DamagedLineError as error:
         raise TraceError(f"{path}: line 1 is damaged: {error}") from error
     except TraceError as error:
         raise TraceError(f"{path} {error}") from error
 
 
-def _hash_of(data: bytes) -> int:
+def _digest(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -1,4 +1,4 @@
-"""Which files make up the trace of a run? A folder with one file of every rank."""
+"""The trace of a run: a folder with one file per rank."""
 
 import re
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _MAX_NAMED = 3
 class Run:
     """The trace of one run: the environment of every rank, in rank order. Files are opened one at a time.
 
-    A thousand ranks would be more open files than a process may have.
+    Open files of a thousand ranks would exceed the limit of a process.
     """
 
     folder: Path
@@ -32,12 +32,12 @@ class Run:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(path.stat().st_size for path in self.paths)
 
     def with_local_buffers(self, patterns: Sequence[str]) -> "Run":
-        """The same run, but that ranks may have those buffers of their own, too."""
-        changed = (replace(one, local_buffers=(*one.local_buffers, *patterns)) for one in self.environments)
+        """The same run, with ``patterns`` added to the buffers that may differ between ranks."""
+        changed = (replace(item, local_buffers=(*item.local_buffers, *patterns)) for item in self.environments)
         return replace(self, environments=tuple(changed))
 
     @property
@@ -46,19 +46,19 @@ class Run:
         return tuple(self.folder / RANK_FILE.format(rank) for rank in range(self.world_size))
 
     def open(self, rank: int, progress: Progress = lambda _: None, until: int | None = None) -> RankTrace:
-        """One rank's file, looked through, or its steps up to ``until``; reports the bytes it has read.
+        """The scanned file of one rank, or its steps up to ``until``. ``progress`` gets the number of bytes read.
 
         Raises:
-            TraceError: it cannot be read.
+            TraceError: the file cannot be read.
         """
         return RankTrace(self.paths[rank], progress, until)
 
 
 def open_run(folder: Path) -> Run:
-    """The run whose trace is in ``folder``; files of other names there are nobody's business.
+    """The run with its trace in ``folder``. Files of other names are ignored.
 
     Raises:
-        TraceError: no folder, no trace in it, a rank missing, or files of two runs.
+        TraceError: no folder, no trace in the folder, a missing rank, or files of two runs.
     """
     found = _rank_files(folder)
     environments = {rank: _environment(path) for rank, path in sorted(found.items())}
@@ -75,9 +75,9 @@ def open_run(folder: Path) -> Run:
         raise TraceError(
             f"{folder} holds files of several runs: got {name_ranks(unknown)}, expected ranks below {size}"
         )
-    for what in ("job", "first_step", "every"):
-        if len(values := {getattr(environment, what) for environment in environments.values()}) > 1:
-            raise TraceError(f"{folder} holds files of several runs: got {what} {sorted(values)}, expected one value")
+    for field in ("job", "first_step", "every"):
+        if len(values := {getattr(environment, field) for environment in environments.values()}) > 1:
+            raise TraceError(f"{folder} holds files of several runs: got {field} {sorted(values)}, expected one value")
     return Run(folder, tuple(environments.values()))
 
 

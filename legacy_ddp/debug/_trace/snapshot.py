@@ -1,4 +1,4 @@
-"""What does this rank hold right now, phase by phase? Tensors become words, norms and counts."""
+"""The present state of this rank, phase by phase, with tensors reduced to digests, norms and counts."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._replicas import state as hold
 from legacy_ddp.debug._trace.measure import measure
 from legacy_ddp.debug._trace.records import MAX_INPUTS, Names, Section, Values
 
-Held = tuple[str, Sequence[hold.StateItem]]
-
 
 def gradients(phase: str, held: Sequence[hold.StateItem]) -> list[Section]:
-    """These gradients, called those of ``phase``."""
+    """The gradients ``held``, as the section of ``phase``."""
     return _sections([(phase, held)])
 
 
@@ -27,7 +25,7 @@ def left_by_step(
     optimizers: Sequence[torch.optim.Optimizer],
     settings_of: Callable[[torch.optim.Optimizer], Iterable[hold.Fact]],
 ) -> list[Section]:
-    """What a step used and leaves: settings and state of the optimizers, and parameters."""
+    """The settings used by a step, and the optimizer state and parameters after the step."""
     held = [
         ("settings", hold.optimizer_settings(optimizers, settings_of)),
         ("optimizer", hold.optimizer_states(optimizers, module)),
@@ -37,16 +35,16 @@ def left_by_step(
 
 
 def buffers(module: nn.Module, ignore: Collection[str]) -> list[Section]:
-    """All buffers, if there are any."""
+    """The section of all buffers; empty without buffers."""
     found = hold.buffers(module, ignore, local=())
     return _sections([("buffers", found)]) if found else []
 
 
 class Inputs:
-    """What the forward passes since the last call were given.
+    """The arguments of the forward passes since the last call.
 
-    ``found``: the first ``MAX_INPUTS`` values: what each is (dtype and shape of a tensor, or type), and 64 bits.
-    ``complete``: there was nothing else.
+    ``found``: the first ``MAX_INPUTS`` values: dtype and shape of a tensor or type of a number or text, and 64 bits.
+    ``complete``: no other arguments were passed.
     """
 
     def __init__(self) -> None:
@@ -55,21 +53,21 @@ class Inputs:
         self.complete = True
 
     def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Take one more pass. A value that cannot be told makes it incomplete."""
+        """Add one pass. A value without a digest makes the inputs incomplete."""
         self.forwards += 1
         try:
             room = MAX_INPUTS - len(self.found)
             values = list(islice(_leaves([args, kwargs]), room + 1))
             self.complete &= len(values) <= room and not any(isinstance(value, _Unknown) for value in values)
-            told = [value for value in values[:room] if not isinstance(value, _Unknown)]
-            measured = measure([value if isinstance(value, torch.Tensor) else _word(value) for value in told])
-            self.found += [(_kind(value), str(word)) for value, (word, _, _) in zip(told, measured, strict=True)]
-        except Exception:  # noqa: BLE001 - tensors that only look like some, as under vmap: no reason to end a training
+            known = [value for value in values[:room] if not isinstance(value, _Unknown)]
+            measured = measure([value if isinstance(value, torch.Tensor) else _digest(value) for value in known])
+            self.found += [(_kind(value), str(digest)) for value, (digest, _, _) in zip(known, measured, strict=True)]
+        except Exception:  # noqa: BLE001 - wrapper tensors, as under vmap, are no reason to end a training
             self.complete = False
 
 
 class _Unknown:
-    """In place of a value that may hold anything."""
+    """Placeholder for a value of an unsupported type."""
 
 
 def _leaves(value: object) -> Iterator[Any]:
@@ -87,8 +85,8 @@ def _leaves(value: object) -> Iterator[Any]:
         yield _Unknown()
 
 
-def _word(value: object) -> str:
-    """Not the value: a text may be anybody's business."""
+def _digest(value: object) -> str:
+    """64 bits instead of the value, as a text may be confidential."""
     return f"{fingerprint(repr(value).encode()) % 2**64:016x}"
 
 
@@ -96,8 +94,8 @@ def _kind(value: object) -> str:
     return hold.format_type(value) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
-def _sections(held: Sequence[Held]) -> list[Section]:
-    """All of it measured at once: few calls of torch, and one wait for a device."""
+def _sections(held: Sequence[tuple[str, Sequence[hold.StateItem]]]) -> list[Section]:
+    """The sections of all phases, measured together: few calls of torch, and one wait per device."""
     values = [holding.value for _, holdings in held for holding in holdings]
     measured = iter(measure([None if value is hold.NONE else value for value in values]))
     return [_section(phase, holdings, [next(measured) for _ in holdings]) for phase, holdings in held]
@@ -107,18 +105,18 @@ def _section(
     phase: str, holdings: Sequence[hold.StateItem], measured: Sequence[tuple[str | None, float | None, int]]
 ) -> Section:
     kinds = ["" if isinstance(holding.value, str) else hold.format_type(holding.value) for holding in holdings]
-    words, norms, counts = zip(*measured, strict=True) if measured else ((), (), ())
+    digests, norms, counts = zip(*measured, strict=True) if measured else ((), (), ())
     return Section(
         Names(phase, _distinct([holding.name for holding in holdings]), tuple(kinds)),
-        Values(words, norms, {index: count for index, count in enumerate(counts) if count}),
+        Values(digests, norms, {index: count for index, count in enumerate(counts) if count}),
     )
 
 
 def _distinct(names: Sequence[str]) -> tuple[str, ...]:
-    """The names; where one comes again (keys ``1`` and ``"1"`` of a state, say) with a number."""
-    seen: Counter[str] = Counter()
-    told = []
+    """The names, with a number after each repetition (of keys ``1`` and ``"1"`` of an optimizer state, for example)."""
+    counts: Counter[str] = Counter()
+    distinct = []
     for name in names:
-        seen[name] += 1
-        told.append(f"{name} ({seen[name]})" if seen[name] > 1 else name)
-    return tuple(told)
+        counts[name] += 1
+        distinct.append(f"{name} ({counts[name]})" if counts[name] > 1 else name)
+    return tuple(distinct)

@@ -1,13 +1,14 @@
-"""What is in a trace? One run, looked through once: steps, environment, phases, norms, who waited for whom."""
+"""Summary of one trace: steps, ends, phases, norms, waiting times and environment, from one scan of every file."""
 
 import math
 from array import array
+from collections import Counter
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from legacy_ddp._compare import compare_rows
-from legacy_ddp.debug._trace.coverage import how_it_ended
+from legacy_ddp.debug._trace.coverage import end_text
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.run import Run
@@ -15,12 +16,12 @@ from legacy_ddp.debug._trace.run import Run
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1
 
-_OF_A_RANK = ("pid",)
+_RANK_FACTS = ("pid",)
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """The first element that is NaN or infinite: in which step, phase and tensor of which rank; and how many."""
+    """The first tensor with NaN or infinite elements. ``name``: of the tensor; ``count``: of such elements."""
 
     step: int
     phase: str
@@ -31,9 +32,9 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The rank that waited least, so that the others waited for it: in how many of the steps, and how long they did.
+    """The rank with the shortest wait, which the other ranks waited for, in ``steps`` of ``of_steps`` steps.
 
-    ``median_seconds``: over all steps, what the rank that waited longest waited more than the one that waited least.
+    ``median_seconds``: median over all steps of the longest wait minus the shortest wait.
     """
 
     rank: int
@@ -44,12 +45,12 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a trace holds.
+    """The contents of a trace, in brief.
 
-    ``steps``: first and last of any rank, None if there is none; ``recorded``: how many. ``ends``: how files end, and
-    the ranks whose do. ``phases``: names in each, at its last step on rank 0. ``facts``: what all ranks share;
-    ``own_facts``: what they do not, each value with its ranks. ``norms``: of the reduced gradients as a whole, on rank
-    0, with their steps: the first and the last, if a float64 holds them.
+    ``steps``: first and last step of any rank, None without steps; ``recorded``: number of steps. ``ends``: ranks by
+    the end of their files. ``phases``: number of names per phase, at its last step on rank 0. ``facts``: equal on all
+    ranks; ``own_facts``: different between ranks, each value with its ranks. ``norms``: step and norm of all reduced
+    gradients together, on rank 0, at the first and the last step; without norms too large for a float64.
     """
 
     folder: str
@@ -68,41 +69,43 @@ class Summary:
     waiting: Waiting | None
 
     def as_json(self) -> dict[str, Any]:
-        """For machines; tells its format and version."""
+        """The JSON object of the summary, with its format and version."""
         return {"format": JSON_FORMAT, "version": JSON_VERSION, **asdict(self)}
 
 
 def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
-    """Look every file through once, one at a time.
+    """The summary of a run. Scans the files one at a time.
 
     Raises:
         TraceError: the trace cannot be read.
     """
-    seen = _Seen()
+    found = _Findings()
     for rank in range(run.world_size):
         with run.open(rank, progress) as trace:
-            seen.take(rank, trace)
-    facts, own = _facts(run)
+            found.add(rank, trace)
+    facts, differing = _facts(run)
     environment = run.environments[0]
     return Summary(
         folder=str(run.folder),
         world_size=run.world_size,
         every=environment.every,
         started=environment.started,
-        steps=(min(seen.steps), max(seen.steps)) if seen.steps else None,
-        recorded=len(seen.steps),
+        steps=(min(found.steps), max(found.steps)) if found.steps else None,
+        recorded=len(found.steps),
         size_bytes=run.size_bytes,
-        ends=seen.ends,
-        phases=seen.phases,
+        ends=found.ends,
+        phases=found.phases,
         facts=facts,
-        own_facts=own,
-        norms=seen.norms,
-        nonfinite=seen.nonfinite,
-        waiting=seen.waits.told(run.world_size),
+        own_facts=differing,
+        norms=found.norms,
+        nonfinite=found.nonfinite,
+        waiting=found.waits.summary(run.world_size),
     )
 
 
-class _Seen:
+class _Findings:
+    """The findings of all files, collected rank by rank."""
+
     def __init__(self) -> None:
         self.steps: set[int] = set()
         self.ends: dict[str, list[int]] = {}
@@ -111,21 +114,21 @@ class _Seen:
         self.nonfinite: NonFinite | None = None
         self.waits = _Waits()
 
-    def take(self, rank: int, trace: RankTrace) -> None:
+    def add(self, rank: int, trace: RankTrace) -> None:
         self.steps.update(trace.steps)
         self.ends.setdefault(_end(trace), []).append(rank)
-        self.waits.take(rank, trace)
-        self._take_nonfinite(rank, trace)
+        self.waits.add(rank, trace)
+        self._add_nonfinite(rank, trace)
         if rank == 0:
             self.phases = {phase: _size_of(trace, phase) for phase in trace.phases}
             self.norms = _norms(trace)
 
-    def _take_nonfinite(self, rank: int, trace: RankTrace) -> None:
+    def _add_nonfinite(self, rank: int, trace: RankTrace) -> None:
         if trace.nonfinite is None:
             return
         step, phase = trace.nonfinite
-        so_far = self.nonfinite
-        if so_far and (so_far.step, PHASES.index(so_far.phase)) <= (step, PHASES.index(phase)):
+        first = self.nonfinite
+        if first and (first.step, PHASES.index(first.phase)) <= (step, PHASES.index(phase)):
             return
         if (section := trace.section(step, phase)) and section.nonfinite:
             name, count = next(iter(section.nonfinite.items()))
@@ -133,48 +136,46 @@ class _Seen:
 
 
 class _Waits:
-    """Of every step: the rank that waited least, how long it did, and the longest wait."""
+    """For every step: the rank with the shortest wait, the shortest and the longest wait."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, int] = {}
+        self._rows: dict[int, int] = {}
         self._least = array("d")
         self._longest = array("d")
-        self._who = array("q")
-        self._ranks = array("q")
+        self._least_ranks = array("q")
+        self._rank_counts = array("q")
 
-    def take(self, rank: int, trace: RankTrace) -> None:
+    def add(self, rank: int, trace: RankTrace) -> None:
         for step in trace.steps:
             if call := trace.call(step):
-                self._add(step, rank, call.seconds_waited)
+                self._add_wait(step, rank, call.seconds_waited)
 
-    def told(self, world_size: int) -> Waiting | None:
-        """Over the steps that all ranks recorded; None for one rank, or no step."""
-        rows = [row for row, ranks in enumerate(self._ranks) if ranks == world_size]
+    def summary(self, world_size: int) -> Waiting | None:
+        """Over the steps recorded by all ranks; None for a single rank or without such steps."""
+        rows = [row for row, ranks in enumerate(self._rank_counts) if ranks == world_size]
         if world_size == 1 or not rows:
             return None
-        who = [self._who[row] for row in rows]
-        counts = {rank: who.count(rank) for rank in sorted(set(who))}
-        rank = max(counts, key=lambda item: counts[item])
-        return Waiting(rank, counts[rank], len(rows), median(self._longest[row] - self._least[row] for row in rows))
+        counts = Counter(sorted(self._least_ranks[row] for row in rows))
+        rank, steps = counts.most_common(1)[0]
+        return Waiting(rank, steps, len(rows), median(self._longest[row] - self._least[row] for row in rows))
 
-    def _add(self, step: int, rank: int, seconds: float) -> None:
-        row = self._steps.get(step)
-        if row is None:
-            self._steps[step] = len(self._who)
-            for values, value in ((self._least, seconds), (self._longest, seconds)):
-                values.append(value)
-            self._who.append(rank)
-            self._ranks.append(1)
+    def _add_wait(self, step: int, rank: int, seconds: float) -> None:
+        row = self._rows.setdefault(step, len(self._rows))
+        if row == len(self._least):
+            self._least.append(seconds)
+            self._longest.append(seconds)
+            self._least_ranks.append(rank)
+            self._rank_counts.append(1)
             return
-        self._ranks[row] += 1
+        self._rank_counts[row] += 1
         self._longest[row] = max(self._longest[row], seconds)
         if seconds < self._least[row]:
-            self._least[row], self._who[row] = seconds, rank
+            self._least[row], self._least_ranks[row] = seconds, rank
 
 
 def _end(trace: RankTrace) -> str:
     last = f" after step {trace.steps[-1]}" if trace.steps else ", no step recorded"
-    return f"{how_it_ended(trace)}{last}"
+    return f"{end_text(trace)}{last}"
 
 
 def _size_of(trace: RankTrace, phase: str) -> int:
@@ -184,18 +185,18 @@ def _size_of(trace: RankTrace, phase: str) -> int:
 
 def _norms(trace: RankTrace) -> tuple[tuple[int, float], ...]:
     steps = [step for step in trace.steps if trace.names(step, "reduced_gradients")]
-    told = []
+    norms = []
     for step in dict.fromkeys(steps[:1] + steps[-1:]):
         if section := trace.section(step, "reduced_gradients"):
             norm = math.hypot(*(norm for norm in section.values.norms if norm is not None))
-            told += [(step, norm)] if math.isfinite(norm) else []  # that of all may be too large for a float64
-    return tuple(told)
+            norms += [(step, norm)] if math.isfinite(norm) else []  # the joined norm may be too large for a float64
+    return tuple(norms)
 
 
 def _facts(run: Run) -> tuple[dict[str, str], tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]]:
     rows = [
-        {fact: value for fact, value in environment.facts.items() if fact not in _OF_A_RANK}
+        {fact: value for fact, value in environment.facts.items() if fact not in _RANK_FACTS}
         for environment in run.environments
     ]
-    own = {item.what: item.holders for item in compare_rows(rows).differences}
-    return {fact: value for fact, value in rows[0].items() if fact not in own}, tuple(own.items())
+    differing = {item.name: item.holders for item in compare_rows(rows).differences}
+    return {fact: value for fact, value in rows[0].items() if fact not in differing}, tuple(differing.items())

@@ -1,30 +1,30 @@
-"""How is a summary told? As text of 80 columns. Pure."""
+"""A summary as text of 80 columns. Pure."""
 
 from collections.abc import Iterator
 
 from legacy_ddp._compare import MAX_SIDES, name_ranks
-from legacy_ddp._text import say_bytes, wrap
+from legacy_ddp._text import format_bytes, wrap
 from legacy_ddp.debug._trace.coverage import span
-from legacy_ddp.debug._trace.line_format import SAYS
+from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 from legacy_ddp.debug._trace.summary import Summary
 
 
 def lines(found: Summary) -> list[str]:
-    """The text, a line each."""
-    told = wrap(f"{found.folder}: {_count(found.world_size, 'rank')}, {_steps(found)}, begun {found.started}")
+    """The lines of the text."""
+    text = wrap(f"{found.folder}: {_count(found.world_size, 'rank')}, {_steps(found)}, begun {found.started}")
     for item in [*_ends(found), f"size: {_size(found)}", f"phases: {_phases(found)}"]:
-        told += wrap(item, "  ")
+        text += wrap(item, "  ")
     for item in [*_norms(found), _nonfinite(found), *_waiting(found)]:
-        told += wrap(item, "  ")
-    told += ["environment of all ranks:" if found.world_size > 1 else "environment:"]
-    told += [line for fact, value in found.facts.items() for line in wrap(f"{fact}: {value}", "  ")]
+        text += wrap(item, "  ")
+    text += ["environment of all ranks:" if found.world_size > 1 else "environment:"]
+    text += [line for fact, value in found.facts.items() for line in wrap(f"{fact}: {value}", "  ")]
     if found.own_facts:
-        told += ["of some:"]
+        text += ["of some:"]
     for fact, holders in found.own_facts:
         values = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders[:MAX_SIDES]]
         more = [f"{len(holders) - MAX_SIDES} more"] if len(holders) > MAX_SIDES else []
-        told += wrap(f"{fact}: {'; '.join([*values, *more])}", "  ")
-    return told
+        text += wrap(f"{fact}: {'; '.join([*values, *more])}", "  ")
+    return text
 
 
 def _steps(found: Summary) -> str:
@@ -36,27 +36,28 @@ def _steps(found: Summary) -> str:
 
 def _ends(found: Summary) -> Iterator[str]:
     ends = list(found.ends.items())
-    for how, ranks in ends[:MAX_SIDES]:
-        who = "all ranks" if len(ranks) == found.world_size > 1 else name_ranks(ranks)
-        yield f"end: {who}: {how}"
+    for end, ranks in ends[:MAX_SIDES]:
+        group = "all ranks" if len(ranks) == found.world_size > 1 else name_ranks(ranks)
+        yield f"end: {group}: {end}"
     if len(ends) > MAX_SIDES:
         yield f"... {len(ends) - MAX_SIDES} more ends"
 
 
 def _size(found: Summary) -> str:
-    total = say_bytes(found.size_bytes)
+    total = format_bytes(found.size_bytes)
     if not found.recorded:
         return total
-    return f"{total}, {say_bytes(found.size_bytes / found.recorded / found.world_size)} a step and rank"
+    return f"{total}, {format_bytes(found.size_bytes / found.recorded / found.world_size)} a step and rank"
 
 
 def _phases(found: Summary) -> str:
-    return ", ".join(f"{SAYS[phase]} {number:,}" for phase, number in found.phases.items()) or "none"
+    return ", ".join(f"{PHASE_LABELS[phase]} {number:,}" for phase, number in found.phases.items()) or "none"
 
 
 def _norms(found: Summary) -> Iterator[str]:
     if found.norms:
-        yield f"norm of the reduced gradients: {', '.join(f'{norm:.6g} at step {step}' for step, norm in found.norms)}"
+        norms = ", ".join(f"{norm:.6g} at step {step}" for step, norm in found.norms)
+        yield f"norm of the reduced gradients: {norms}"
 
 
 def _nonfinite(found: Summary) -> str:
@@ -64,8 +65,8 @@ def _nonfinite(found: Summary) -> str:
     if first is None:
         return "NaN or infinity: none"
     return (
-        f"NaN or infinity: first at step {first.step} in {SAYS[first.phase]} of rank {first.rank}: {first.name}, "
-        f"{_count(first.count, 'element')}"
+        f"NaN or infinity: first at step {first.step} in {PHASE_LABELS[first.phase]} of rank {first.rank}: "
+        f"{first.name}, {_count(first.count, 'element')}"
     )
 
 
@@ -77,5 +78,5 @@ def _waiting(found: Summary) -> Iterator[str]:
         )
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

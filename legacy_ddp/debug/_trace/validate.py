@@ -1,41 +1,88 @@
-"""Is a member of a line what it should be? Said by name, if not. Pure."""
+"""Conversion of JSON values to fields of a record, checked by the type of each field. Pure."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import PHASES
 
+FOREIGN = "has contents that no recorder writes"
+
 T = TypeVar("T")
-S = TypeVar("S")
+Convert = Callable[[Any], T]  # raises TypeError, ValueError or OverflowError for a value of the wrong type
 
 
-class Members:
-    """Looks members up, and says which one is not what it should be."""
+def read_fields(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of the dataclass ``record``, taken by name from the JSON object ``values``.
 
-    def __init__(self, members: Mapping[str, Any]) -> None:
-        self._members = members
+    A field annotated with ``Annotated[type, convert]`` is converted by ``convert``.
 
-    def __call__(self, name: str, convert: Callable[[Any], T], size: int | None = None) -> T:
-        try:
-            value = convert(self._members[name])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise TraceError(f"says what no recorder writes: member {name!r} is missing or of another kind") from error
-        if size is not None and isinstance(value, tuple) and len(value) != size:
-            raise TraceError(
-                f"says what no recorder writes: member {name!r} has {len(value)} entries, expected {size}, one for each"
-            )
+    Raises:
+        TraceError: as :func:`read_field`.
+    """
+    return {name: read_field(values, name, convert) for name, convert in _converters(record).items()}
+
+
+def read_field(values: Mapping[str, Any], name: str, convert: Convert[T], size: int | None = None) -> T:
+    """The converted value of one key. ``size``: the expected length of a sequence.
+
+    Raises:
+        TraceError: the key is missing, or the value has the wrong type or length.
+    """
+    try:
+        value = convert(values[name])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"{FOREIGN}: key {name!r} is missing or of the wrong type") from error
+    if size is not None and isinstance(value, tuple) and len(value) != size:
+        raise TraceError(f"{FOREIGN}: key {name!r} has {len(value)} entries, expected {size}, one per name")
+    return value
+
+
+@cache
+def _converters(record: type) -> dict[str, Convert[Any]]:
+    return {name: _converter(hint) for name, hint in get_type_hints(record, include_extras=True).items()}
+
+
+def _converter(hint: Any) -> Convert[Any]:
+    """The conversion for an annotation of a field."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return arguments[1]  # type: ignore[no-any-return]
+    if origin in (Union, UnionType):
+        present = _converter(arguments[0])
+        return lambda value: None if value is None else present(value)
+    if origin is tuple and arguments[1] is not ...:
+        return pair_of(_converter(arguments[0]), _converter(arguments[1]))
+    if origin is tuple:
+        return sequence_of(_converter(arguments[0]))
+    if origin is Mapping:
+        return _mapping_of(_converter(arguments[1]))
+    return _OF_TYPE[hint]
+
+
+def _exactly(kind: type[T]) -> Convert[T]:
+    def convert(value: Any) -> T:
+        if type(value) is not kind:
+            raise TypeError
         return value
 
-    def count(self, name: str) -> int:
-        return self(name, as_whole)
+    return convert
 
 
-def as_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError
-    return value
+def count_below(limit: float) -> Convert[int]:
+    def convert(value: Any) -> int:
+        if type(value) is not int or not 0 <= value < limit:
+            raise ValueError
+        return value
+
+    return convert
+
+
+as_text = _exactly(str)
+as_count = count_below(math.inf)
 
 
 def distinct_texts(value: Any) -> tuple[str, ...]:
@@ -45,46 +92,27 @@ def distinct_texts(value: Any) -> tuple[str, ...]:
     return names
 
 
-def as_whole(value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise TypeError
-    return value
-
-
-def below(size: int) -> Callable[[Any], int]:
-    def converted(value: Any) -> int:
-        if (position := as_whole(value)) >= size:
-            raise ValueError
-        return position
-
-    return converted
-
-
-def as_number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError
-    if not math.isfinite(number := float(value)):
-        raise ValueError
-    return number
-
-
-def as_truth(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError
-    return value
-
-
 def as_phase(value: Any) -> str:
     if value not in PHASES:
         raise ValueError
     return str(value)
 
 
-def optional(convert: Callable[[Any], T]) -> Callable[[Any], T | None]:
-    return lambda value: None if value is None else convert(value)
+def as_digests(value: Any) -> tuple[str | None, ...]:
+    return _entries(value, str)
 
 
-def sequence_of(convert: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
+def as_norms(value: Any) -> tuple[float | None, ...]:
+    entries = _entries(value, float, int)
+    # Python reads 1e999, NaN and Infinity as floats; neither a page nor JSON has a place for them.
+    if not all(map(math.isfinite, filter(None, entries))):
+        raise ValueError
+    if int not in map(type, entries):
+        return entries
+    return tuple([entry if entry is None else float(entry) for entry in entries])
+
+
+def sequence_of(convert: Convert[T]) -> Convert[tuple[T, ...]]:
     def converted(value: Any) -> tuple[T, ...]:
         if not isinstance(value, list):
             raise TypeError
@@ -93,28 +121,30 @@ def sequence_of(convert: Callable[[Any], T]) -> Callable[[Any], tuple[T, ...]]:
     return converted
 
 
-def entries_of(*kinds: type) -> Callable[[Any], tuple[Any, ...]]:
-    """A long sequence of those or None: looked at as a whole, for a trace holds millions of them."""
-
-    def converted(value: Any) -> tuple[Any, ...]:
-        if not isinstance(value, list) or not {*map(type, value)} <= {*kinds, type(None)}:
+def pair_of(first: Convert[Any], second: Convert[Any]) -> Convert[tuple[Any, Any]]:
+    def converted(value: Any) -> tuple[Any, Any]:
+        if not isinstance(value, list):
             raise TypeError
-        return tuple(value)
+        left, right = value
+        return first(left), second(right)
 
     return converted
 
 
-def as_norms(value: Any) -> tuple[float | None, ...]:
-    entries = entries_of(float, int)(value)
-    # Python reads 1e999, NaN and Infinity as floats; neither a page nor JSON has a place for them.
-    if not all(map(math.isfinite, filter(None, entries))):
+def _entries(value: Any, *types: type) -> tuple[Any, ...]:
+    """A sequence of these types or None, checked as a whole: a trace holds millions of entries."""
+    if not isinstance(value, list) or not {*map(type, value)} <= {*types, type(None)}:
+        raise TypeError
+    return tuple(value)
+
+
+def _as_number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(number := float(value)):
         raise ValueError
-    return (
-        tuple([entry if entry is None else float(entry) for entry in entries]) if int in map(type, entries) else entries
-    )
+    return number
 
 
-def mapping_of(convert: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
+def _mapping_of(convert: Convert[T]) -> Convert[dict[str, T]]:
     def converted(value: Any) -> dict[str, T]:
         if not isinstance(value, dict):
             raise TypeError
@@ -123,11 +153,4 @@ def mapping_of(convert: Callable[[Any], T]) -> Callable[[Any], dict[str, T]]:
     return converted
 
 
-def pair_of(first: Callable[[Any], T], second: Callable[[Any], S]) -> Callable[[Any], tuple[T, S]]:
-    def converted(value: Any) -> tuple[T, S]:
-        if not isinstance(value, list):
-            raise TypeError
-        one, other = value
-        return first(one), second(other)
-
-    return converted
+_OF_TYPE: dict[type, Convert[Any]] = {str: as_text, int: as_count, float: _as_number, bool: _exactly(bool)}

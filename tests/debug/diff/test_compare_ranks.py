@@ -1,4 +1,4 @@
-"""Are ranks of one run that part found, by majority where there is one, and in what they share alone?"""
+"""Comparison of the ranks of one run: differences, majorities and the phases which ranks share."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.rank_digests import SHARED
-from legacy_ddp.debug._diff.result import Comparison, Place, Side
+from legacy_ddp.debug._diff.result import Comparison, Location, Side
+from legacy_ddp.debug._diff.sections import SHARED_PHASES
 from legacy_ddp.debug._trace.line_format import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import KIND, NAMES, START, end_after, environment, without, write_trace
 
-WORD, OTHER = "ab" * 8, "cd" * 8
+DIGEST, OTHER = "ab" * 8, "cd" * 8
 WEIGHT = "parameter 'a'"
 
 
@@ -33,30 +33,30 @@ def test_ranks_that_agree_are_the_same_whatever_their_local_gradients(tmp_path: 
 
 
 def test_a_rank_outside_the_majority_is_named_even_if_it_is_rank_0(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=3, planted={(0, 3, "parameters", WEIGHT): (WORD, 2.0)})
+    found = compared(tmp_path, world_size=3, planted={(0, 3, "parameters", WEIGHT): (DIGEST, 2.0)})
 
     assert found.verdict == "different"
     assert found.headline == "different: ranks part at step 3 in parameters: rank 0 against ranks 1-2: parameter 'a'"
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name) == (3, "parameters", WEIGHT)
     assert (found.first.ranks, found.first.kind) == ((0,), KIND)
-    assert found.first.sides == (Side("ranks 1-2", "0000000003040000", 1.375), Side("rank 0", WORD, 2.0))
-    assert found.places == (Place(3, "parameters", (0,), 1, 2),)
-    assert "2 of 3 ranks agree; a majority speaks against rank 0." in found.meaning
+    assert found.first.sides == (Side("ranks 1-2", "0000000003040000", 1.375), Side("rank 0", DIGEST, 2.0))
+    assert found.locations == (Location(3, "parameters", (0,), 1, 2),)
+    assert "2 of 3 ranks agree; a majority speaks against rank 0." in found.explanation
 
 
 def test_without_a_majority_all_ranks_are_named(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=2, planted={(1, 3, "parameters", WEIGHT): (WORD, 2.0)})
+    found = compared(tmp_path, world_size=2, planted={(1, 3, "parameters", WEIGHT): (DIGEST, 2.0)})
 
     assert found.first is not None
-    assert (found.first.ranks, found.places[0].ranks) == ((0, 1), (0, 1))
-    assert found.meaning.startswith("No majority: nothing tells which ranks to look at.")
+    assert (found.first.ranks, found.locations[0].ranks) == ((0, 1), (0, 1))
+    assert found.explanation.startswith("No majority: nothing tells which ranks to look at.")
 
 
-def test_the_earliest_place_comes_first_and_counts_every_name_that_differs(tmp_path: Path) -> None:
+def test_the_earliest_location_comes_first_and_counts_every_name_that_differs(tmp_path: Path) -> None:
     planted = {
-        (1, 4, "reduced_gradients", "gradient of 'a'"): (WORD, 1.0),
-        (2, 3, "parameters", "parameter 'b'"): (WORD, 1.0),
+        (1, 4, "reduced_gradients", "gradient of 'a'"): (DIGEST, 1.0),
+        (2, 3, "parameters", "parameter 'b'"): (DIGEST, 1.0),
         (3, 3, "parameters", "parameter 'a'"): (OTHER, 1.0),
     }
 
@@ -65,47 +65,47 @@ def test_the_earliest_place_comes_first_and_counts_every_name_that_differs(tmp_p
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (3, WEIGHT, (3,))
     assert [(other.name, other.ranks) for other in found.others] == [("parameter 'b'", (2,))]
-    assert found.places == (Place(3, "parameters", (2, 3), 2, 2), Place(4, "reduced_gradients", (1,), 1, 2))
+    assert found.locations == (Location(3, "parameters", (2, 3), 2, 2), Location(4, "reduced_gradients", (1,), 1, 2))
 
 
-def test_the_first_ten_places_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+def test_the_first_ten_locations_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
     # no two steps alike, so that none are joined
-    planted = {(1, step, "parameters", NAMES["parameters"][step % 2]): (WORD, 1.0) for step in range(13)}
+    planted = {(1, step, "parameters", NAMES["parameters"][step % 2]): (DIGEST, 1.0) for step in range(13)}
 
     found = compared(tmp_path, world_size=3, steps=12, planted=planted)
 
-    assert [place.step for place in found.places] == list(range(10))
-    assert found.more_places == 3
+    assert [location.step for location in found.locations] == list(range(10))
+    assert found.more_locations == 3
     assert found.headline.startswith("different: ranks part at the start (step 0) in parameters: ")
 
 
 @pytest.mark.parametrize("odd", [0, 1])
-def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_place(
+def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_location(
     tmp_path: Path, odd: int
 ) -> None:
-    planted = {(odd, step, "parameters", WEIGHT): (WORD, 1.0) for step in (*range(3, 8), *range(9, 13))}
-    planted[2, 11, "optimizer", "exp_avg of 'a'"] = (WORD, 1.0)
+    planted = {(odd, step, "parameters", WEIGHT): (DIGEST, 1.0) for step in (*range(3, 8), *range(9, 13))}
+    planted[2, 11, "optimizer", "exp_avg of 'a'"] = (DIGEST, 1.0)
 
     found = compared(tmp_path, world_size=3, steps=12, planted=planted)
 
-    assert found.places == (
-        Place(3, "parameters", (odd,), 1, 2, last_step=7, steps=5),
-        Place(9, "parameters", (odd,), 1, 2, last_step=12, steps=4),
-        Place(11, "optimizer", (2,), 1, 2),
+    assert found.locations == (
+        Location(3, "parameters", (odd,), 1, 2, last_step=7, steps=5),
+        Location(9, "parameters", (odd,), 1, 2, last_step=12, steps=4),
+        Location(11, "optimizer", (2,), 1, 2),
     )
-    assert found.more_places == 0
+    assert found.more_locations == 0
 
 
 def test_where_every_rank_has_its_own_all_names_count(tmp_path: Path) -> None:
     planted = {(rank, 3, "parameters", WEIGHT): (f"{rank:016x}", 1.0) for rank in (1, 2)}
-    planted[3, 3, "parameters", "parameter 'b'"] = (WORD, 1.0)
+    planted[3, 3, "parameters", "parameter 'b'"] = (DIGEST, 1.0)
 
     found = compared(tmp_path, world_size=4, planted=planted)
 
-    assert found.places == (Place(3, "parameters", (0, 1, 2, 3), 2, 2),)
+    assert found.locations == (Location(3, "parameters", (0, 1, 2, 3), 2, 2),)
 
 
-def test_one_rank_cannot_be_told(tmp_path: Path) -> None:
+def test_one_rank_is_unknown(tmp_path: Path) -> None:
     found = compared(tmp_path, world_size=1)
 
     assert found.verdict == "unknown"
@@ -127,11 +127,11 @@ def test_buffers_that_each_rank_has_of_its_own_are_left_out_and_others_are_not(t
     assert found.notes == ("not compared, for each rank has its own: buffers *.running_*",)
     assert ", 114 tensors," in found.headline
 
-    found = compared(tmp_path / "table", **written, planted={**own, (1, 4, "buffers", "buffer 'table'"): (WORD, 1.0)})
+    found = compared(tmp_path / "table", **written, planted={**own, (1, 4, "buffers", "buffer 'table'"): (DIGEST, 1.0)})
 
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (4, "buffer 'table'", (1,))
-    assert found.places == (Place(4, "buffers", (1,), 1, 1),)
+    assert found.locations == (Location(4, "buffers", (1,), 1, 1),)
 
 
 def test_names_in_another_order_on_one_rank_are_no_difference(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_difference_besides_names_in_another_order_is_found(tmp_path: Path) ->
     planted = {
         (r, s, "parameters", f"parameter '{n}'"): (n * 16, 1.0) for r in range(3) for s in range(6) for n in "ab"
     }
-    write_trace(folder, world_size=3, planted={**planted, (2, 4, "parameters", WEIGHT): (WORD, 1.0)})
+    write_trace(folder, world_size=3, planted={**planted, (2, 4, "parameters", WEIGHT): (DIGEST, 1.0)})
     turned = {**NAMES, "parameters": NAMES["parameters"][::-1]}
     write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
     (tmp_path / "turned" / RANK_FILE.format(1)).replace(folder / RANK_FILE.format(1))
@@ -161,7 +161,7 @@ def test_a_difference_besides_names_in_another_order_is_found(tmp_path: Path) ->
 
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (4, WEIGHT, (2,))
-    assert found.places == (Place(4, "parameters", (2,), 1, 2),)
+    assert found.locations == (Location(4, "parameters", (2,), 1, 2),)
 
 
 def test_a_name_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_name_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
 
 
 def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path: Path) -> None:
-    folder = write_trace(tmp_path / "trace", end=None, planted={(0, 5, "parameters", WEIGHT): (WORD, 1.0)})
+    folder = write_trace(tmp_path / "trace", end=None, planted={(0, 5, "parameters", WEIGHT): (DIGEST, 1.0)})
     path = folder / RANK_FILE.format(1)
     without(path, lambda line: b'"step":5' in line)
 
@@ -236,7 +236,7 @@ def test_a_phase_missing_in_the_midst_is_a_difference(tmp_path: Path) -> None:
     assert (found.first.step, found.first.phase, found.first.ranks) == (3, "buffers", (1,))
 
 
-def test_a_damaged_rank_that_agrees_up_to_there_cannot_be_told(tmp_path: Path) -> None:
+def test_a_damaged_rank_that_agrees_up_to_there_is_unknown(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "trace")
     path = folder / RANK_FILE.format(1)
     path.write_bytes(path.read_bytes().replace(b'"step":3,"phase":"parameters"', b'"step":3,"phase":"parametres"'))
@@ -252,7 +252,7 @@ def test_environments_that_ranks_do_not_share_are_causes_but_for_seeds(tmp_path:
     def odd(rank: int, size: int) -> Any:
         return environment(rank, size, facts={"torch": f"2.{13 + (rank == 1)}.0", "seed": str(rank), "pid": str(rank)})
 
-    planted = {(1, 2, "parameters", WEIGHT): (WORD, 1.0)}
+    planted = {(1, 2, "parameters", WEIGHT): (DIGEST, 1.0)}
     found = compared(tmp_path, world_size=3, environments=odd, planted=planted)
 
     assert [(cause.what, cause.sides) for cause in found.causes] == [
@@ -263,7 +263,7 @@ def test_environments_that_ranks_do_not_share_are_causes_but_for_seeds(tmp_path:
 def test_many_ranks_are_compared_with_one_file_open_at_a_time(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     run = open_run(
-        write_trace(tmp_path / "t", world_size=200, steps=2, planted={(77, 2, "parameters", WEIGHT): (WORD, 1.0)})
+        write_trace(tmp_path / "t", world_size=200, steps=2, planted={(77, 2, "parameters", WEIGHT): (DIGEST, 1.0)})
     )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -277,23 +277,23 @@ def test_many_ranks_are_compared_with_one_file_open_at_a_time(tmp_path: Path) ->
     assert found.first.sides[0].label == "ranks 0-76, 78-199"
 
 
-_PLACES = [(phase, name) for phase in SHARED for name in NAMES[phase]]
+_LOCATIONS = [(phase, name) for phase in SHARED_PHASES for name in NAMES[phase]]
 
 
 @settings(max_examples=40)
 @given(st.data())
 def test_one_difference_anywhere_is_found_on_its_rank(data: st.DataObject) -> None:
     world_size, steps = data.draw(st.integers(3, 6)), data.draw(st.integers(1, 8))
-    phase, name = data.draw(st.sampled_from(_PLACES))
+    phase, name = data.draw(st.sampled_from(_LOCATIONS))
     step = data.draw(st.integers(0 if phase in START else 1, steps))
     rank = data.draw(st.integers(0, world_size - 1))
     with TemporaryDirectory() as folder:
-        planted = {(rank, step, phase, name): (WORD, 0.5)}
+        planted = {(rank, step, phase, name): (DIGEST, 0.5)}
         found = compared(Path(folder), world_size=world_size, steps=steps, planted=planted)
 
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name, found.first.ranks) == (step, phase, name, (rank,))
-    assert found.places == (Place(step, phase, (rank,), 1, len(NAMES[phase])),)
+    assert found.locations == (Location(step, phase, (rank,), 1, len(NAMES[phase])),)
 
 
 def test_a_run_that_ended_because_its_ranks_parted_is_not_the_same(tmp_path: Path) -> None:
@@ -304,14 +304,14 @@ def test_a_run_that_ended_because_its_ranks_parted_is_not_the_same(tmp_path: Pat
 
 
 def test_nan_on_a_rank_is_a_note(tmp_path: Path) -> None:
-    planted = {(1, 3, "local_gradients", "gradient of 'a'"): (WORD, 1.0, 2)}
+    planted = {(1, 3, "local_gradients", "gradient of 'a'"): (DIGEST, 1.0, 2)}
     found = compare_ranks(open_run(write_trace(tmp_path / "a", planted=planted)))
 
     assert found.notes == ("NaN or infinity, first in local gradients of step 3 on rank 1",)
 
 
 def test_buffers_can_be_left_out_afterwards(tmp_path: Path) -> None:
-    run = open_run(write_trace(tmp_path / "a", planted={(1, 3, "buffers", "buffer 'mean'"): (WORD, 1.0)}))
+    run = open_run(write_trace(tmp_path / "a", planted={(1, 3, "buffers", "buffer 'mean'"): (DIGEST, 1.0)}))
 
     assert compare_ranks(run).verdict == "different"
     assert compare_ranks(run.with_local_buffers(["me*"])).verdict == "same"

@@ -1,4 +1,4 @@
-"""Is what parts two runs found, and nothing else: step, phase, name and ranks, and what may explain it?"""
+"""Comparison of two runs: step, phase, name and ranks of the first difference, and its possible causes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._diff.compare_runs import compare_runs
-from legacy_ddp.debug._diff.result import Comparison, Place, Side
+from legacy_ddp.debug._diff.result import Comparison, Location, Side
 from legacy_ddp.debug._trace.line_format import PHASES, RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import KIND, NAMES, START, call_facts, end_after, environment, without, write_trace
@@ -57,7 +57,7 @@ def test_equal_runs_are_the_same_and_the_headline_counts_what_was_compared(tmp_p
     assert (found.steps, found.first, found.causes, found.notes) == ((0, 5), None, (), ())
 
 
-def test_one_planted_difference_is_told_with_both_sides(tmp_path: Path) -> None:
+def test_one_planted_difference_has_both_sides(tmp_path: Path) -> None:
     where = (1, 3, "optimizer", "exp_avg of 'b'")
 
     found = pair(tmp_path, b={"planted": {where: (WORD, 3.5)}})
@@ -69,8 +69,8 @@ def test_one_planted_difference_is_told_with_both_sides(tmp_path: Path) -> None:
     assert (found.first.ranks, found.first.kind) == ((1,), KIND)
     assert found.first.sides == (Side("A", "0000000003030100", 2.375), Side("B", WORD, 3.5))
     assert found.size == pytest.approx(1.125 / 3.5)
-    assert found.places == (Place(3, "optimizer", (1,), 1, 2),)
-    assert (found.others, found.more_places) == ((), 0)
+    assert found.locations == (Location(3, "optimizer", (1,), 1, 2),)
+    assert (found.others, found.more_locations) == ((), 0)
 
 
 def test_the_earliest_step_comes_first_then_the_phase_then_the_lowest_rank_then_the_name(tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_the_earliest_step_comes_first_then_the_phase_then_the_lowest_rank_then_
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name) == (3, "reduced_gradients", "gradient of 'b'")
     assert found.first.ranks == (1, 2)
-    assert found.places == (
-        Place(3, "reduced_gradients", (1, 2), 2, 2),
-        Place(3, "parameters", (0,), 1, 2),
-        Place(4, "local_gradients", (0,), 1, 2),
+    assert found.locations == (
+        Location(3, "reduced_gradients", (1, 2), 2, 2),
+        Location(3, "parameters", (0,), 1, 2),
+        Location(4, "local_gradients", (0,), 1, 2),
     )
 
 
-def test_further_names_of_the_first_place_are_others(tmp_path: Path) -> None:
+def test_further_names_of_the_first_location_are_others(tmp_path: Path) -> None:
     planted = {(0, 2, "parameters", f"parameter '{name}'"): (WORD, 1.0) for name in "ab"}
 
     found = pair(tmp_path, b={"planted": planted})
@@ -103,24 +103,24 @@ def test_further_names_of_the_first_place_are_others(tmp_path: Path) -> None:
     assert [found.first.name, *(other.name for other in found.others)] == ["parameter 'a'", "parameter 'b'"]
 
 
-def test_the_first_ten_places_are_told_and_the_rest_counted(tmp_path: Path) -> None:
+def test_the_first_ten_locations_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
     planted = {
         (rank, step, phase, NAMES[phase][step % 2]): (WORD, 1.0)  # no two steps alike, so that none are joined
         for rank in (0, 1)
         for step in range(2, 9)
         for phase in ("reduced_gradients", "parameters")
-        if (rank, step) != (0, 2)  # so that rank 1 pushes a place of rank 0 out
+        if (rank, step) != (0, 2)  # so that rank 1 pushes a location of rank 0 out
     }
 
     found = pair(tmp_path, {"steps": 8}, {"steps": 8, "planted": planted})
 
     expected = [(step, phase) for step in range(2, 7) for phase in ("reduced_gradients", "parameters")]
-    assert [(place.step, place.phase) for place in found.places] == expected
-    assert [place.ranks for place in found.places] == [(1,), (1,), *[(0, 1)] * 8]
-    assert found.more_places == 4
+    assert [(location.step, location.phase) for location in found.locations] == expected
+    assert [location.ranks for location in found.locations] == [(1,), (1,), *[(0, 1)] * 8]
+    assert found.more_locations == 4
 
 
-def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_place(
+def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_location(
     tmp_path: Path,
 ) -> None:
     planted = {(1, step, "parameters", "parameter 'b'"): (WORD, 1.0) for step in range(62, 121)}
@@ -128,11 +128,11 @@ def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ra
 
     found = pair(tmp_path, {"steps": 120}, {"steps": 120, "planted": planted})
 
-    assert found.places == (
-        Place(62, "parameters", (1,), 1, 2, last_step=120, steps=59),
-        Place(119, "buffers", (0, 1), 1, 1),
+    assert found.locations == (
+        Location(62, "parameters", (1,), 1, 2, last_step=120, steps=59),
+        Location(119, "buffers", (0, 1), 1, 1),
     )
-    assert found.more_places == 0
+    assert found.more_locations == 0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_step_that_differs_in_another_way_or_not_at_all_parts_the_steps_around
 
     found = pair(tmp_path, {"steps": 6}, {"steps": 6, "planted": {**around, **other}})
 
-    spans = [(place.step, place.last_step) for place in found.places]
+    spans = [(location.step, location.last_step) for location in found.locations]
     assert spans == ([(2, 3), (4, None), (5, 6)] if other else [(2, 3), (5, 6)])
 
 
@@ -162,13 +162,13 @@ def test_ranks_that_differ_in_the_same_names_are_joined_only_as_a_whole(tmp_path
 
     found = pair(tmp_path, b={"planted": planted})
 
-    assert found.places == (Place(1, "parameters", (0, 1), 2, 2), Place(2, "parameters", (0, 1), 1, 2))
+    assert found.locations == (Location(1, "parameters", (0, 1), 2, 2), Location(2, "parameters", (0, 1), 1, 2))
 
 
 def test_settings_that_change_no_tensor_are_a_note(tmp_path: Path) -> None:
     found = pair(tmp_path, b={"planted": {(0, step, "settings", RATE): ("0.002", None) for step in (2, 3, 4)}})
 
-    assert (found.verdict, found.first, found.places) == ("same", None, ())
+    assert (found.verdict, found.first, found.locations) == ("same", None, ())
     assert found.notes == (f"{RATE} differs and changed no bit: 0.001 in A and 0.002 in B (from step 2)",)
 
 
@@ -181,8 +181,8 @@ def test_settings_that_differ_before_anything_else_does_are_a_cause_and_not_the_
     assert found.first is not None
     assert (found.first.step, found.first.phase) == (4, "parameters")
     assert [(cause.what, cause.where) for cause in found.causes] == [(RATE, "from step 2")]
-    assert [(place.step, place.phase) for place in found.places] == [(4, "parameters")]
-    assert found.more_places == 0
+    assert [(location.step, location.phase) for location in found.locations] == [(4, "parameters")]
+    assert found.more_locations == 0
 
 
 def test_a_setting_is_compared_by_its_value(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ def test_a_setting_is_compared_by_its_value(tmp_path: Path) -> None:
     assert found.first is not None
     assert found.first.sides == (Side("A", "0.001", None), Side("B", "0.002", None))
     assert found.size is None
-    assert "lr of parameter group 0 is 0.001 in A and 0.002 in B" in found.meaning
+    assert "lr of parameter group 0 is 0.001 in A and 0.002 in B" in found.explanation
 
 
 @pytest.mark.parametrize("name", ["lr of parameter group 0", "momentum of parameter group 0"])
@@ -202,7 +202,7 @@ def test_names_in_another_order_are_no_difference(tmp_path: Path, name: str) -> 
         {**NAMES, "settings": order, "parameters": NAMES["parameters"][::step]}
         for order, step in ((settings, 1), (settings[::-1], -1))
     ]
-    # by position the words of parameters would differ; by name they are what the first order says
+    # by position the digests of parameters would differ; by name they equal those of the first order
     words = {
         (rank, step, "parameters", f"parameter '{letter}'"): (letter * 16, 1.0)
         for rank in (0, 1)
@@ -219,7 +219,7 @@ def test_names_in_another_order_are_no_difference(tmp_path: Path, name: str) -> 
 
     assert found.first is not None
     assert (found.first.step, found.first.name) == (3, name)
-    assert [(place.step, place.phase) for place in found.places] == [(3, "settings"), (3, "buffers")]
+    assert [(location.step, location.phase) for location in found.locations] == [(3, "settings"), (3, "buffers")]
 
 
 def test_runs_of_other_length_are_compared_in_the_steps_that_both_have(tmp_path: Path) -> None:
@@ -341,8 +341,8 @@ def test_the_start_of_a_resumed_run_is_compared_with_that_step_of_a_whole_one(tm
     assert found.first is not None
     assert found.headline.startswith("different: runs part at the start (step 3) in optimizer state of ranks 0-1: ")
     assert found.first.sides[1] == Side("B", None, None)
-    assert "was the optimizer's state left out" in found.meaning
-    assert [(place.step, place.phase) for place in found.places] == [(3, "optimizer"), (3, "parameters")]
+    assert "was the optimizer's state left out" in found.explanation
+    assert [(location.step, location.phase) for location in found.locations] == [(3, "optimizer"), (3, "parameters")]
     assert found.notes == ("A begins with step 0",)
 
 
@@ -370,7 +370,7 @@ def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compared(tmp_pat
     )
 
 
-def test_runs_without_a_common_step_cannot_be_told(tmp_path: Path) -> None:
+def test_runs_without_a_common_step_is_unknown(tmp_path: Path) -> None:
     later = {"environments": lambda rank, size: environment(rank, size, first_step=20)}
 
     found = pair(tmp_path, b=later)
@@ -419,7 +419,7 @@ def test_a_phase_missing_in_the_midst_of_a_run_is_a_difference(tmp_path: Path) -
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.ranks) == (3, "parameters", (0,))
     assert found.first.sides[1] == Side("B", None, None)
-    assert "Only A holds parameter 'a'." in found.meaning
+    assert "Only A holds parameter 'a'." in found.explanation
 
 
 def test_buffers_that_one_recorder_could_not_take_are_not_compared(tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ def test_a_torn_last_line_is_only_a_note(tmp_path: Path) -> None:
     assert found.notes == ("B: rank 1 ended after step 5 (killed, or still running; its last line is torn)",)
 
 
-def test_a_damaged_trace_that_agrees_up_to_there_cannot_be_told(tmp_path: Path) -> None:
+def test_a_damaged_trace_that_agrees_up_to_there_is_unknown(tmp_path: Path) -> None:
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
     line = damage(b, 1, b'"step":3,"phase":"parameters"')
 
@@ -584,7 +584,7 @@ def test_what_differs_around_a_call_is_a_cause_with_its_step_and_rank(
     assert cause.where == f"first at step 3 on rank 1{detail}"
 
 
-def test_a_cause_is_told_where_it_differs_first_on_any_rank(tmp_path: Path) -> None:
+def test_a_cause_has_the_first_step_on_any_rank(tmp_path: Path) -> None:
     def calls(step: int, rank: int) -> Any:
         return call_facts(step, rank, micro_batches=9 if step >= 3 - rank else 2)
 
@@ -607,8 +607,8 @@ def test_timings_and_norms_of_calls_are_no_causes(tmp_path: Path) -> None:
 def test_equal_inputs_and_generators_rule_data_and_dropout_out(tmp_path: Path) -> None:
     found = pair(tmp_path, b=with_call(3, 1))
 
-    assert "The forward passes were given equal data" in found.meaning
-    assert "dropout has drawn from the same numbers" in found.meaning
+    assert "The forward passes were given equal data" in found.explanation
+    assert "dropout has drawn from the same numbers" in found.explanation
 
 
 def test_a_call_that_was_not_recorded_rules_nothing_out(tmp_path: Path) -> None:
@@ -616,10 +616,10 @@ def test_a_call_that_was_not_recorded_rules_nothing_out(tmp_path: Path) -> None:
     path = b / RANK_FILE.format(1)
     without(path, lambda line: line.startswith(b'{"line":"call","step":3,'))
 
-    meaning = compared(a, b).meaning
+    explanation = compared(a, b).explanation
 
-    assert "equal data" not in meaning
-    assert "ruled out" not in meaning
+    assert "equal data" not in explanation
+    assert "ruled out" not in explanation
 
 
 def test_inputs_that_were_not_recorded_rule_nothing_out(tmp_path: Path) -> None:
@@ -628,15 +628,15 @@ def test_inputs_that_were_not_recorded_rule_nothing_out(tmp_path: Path) -> None:
     found = pair(tmp_path, nothing, {**with_call(9, 9), **nothing})
 
     assert found.causes == ()
-    assert "Whether the data differ cannot be told" in found.meaning
-    assert "equal data" not in found.meaning
+    assert "Whether the data differ cannot be told" in found.explanation
+    assert "equal data" not in found.explanation
 
 
 def test_more_inputs_than_a_trace_holds_rule_nothing_out(tmp_path: Path) -> None:
     inputs = (("int64 (1,)", WORD),) * 64
     many = {"calls": lambda step, rank: call_facts(step, rank, inputs=inputs, inputs_complete=False)}
 
-    assert "Whether the data differ cannot be told" in pair(tmp_path, many, {**with_call(9, 9), **many}).meaning
+    assert "Whether the data differ cannot be told" in pair(tmp_path, many, {**with_call(9, 9), **many}).explanation
 
 
 def test_a_difference_of_rounding_size_is_followed_until_norms_part(tmp_path: Path) -> None:
@@ -651,7 +651,9 @@ def test_a_difference_of_rounding_size_is_followed_until_norms_part(tmp_path: Pa
     found = pair(tmp_path, b={"planted": planted})
 
     assert found.size == pytest.approx(1e-6, rel=1e-3)
-    assert "of rounding size, judged by norms alone. It grows beyond 0.1% at step 4: parameter 'b'." in found.meaning
+    assert (
+        "of rounding size, judged by norms alone. It grows beyond 0.1% at step 4: parameter 'b'." in found.explanation
+    )
 
 
 def test_a_difference_may_grow_within_its_first_step(tmp_path: Path) -> None:
@@ -660,13 +662,13 @@ def test_a_difference_may_grow_within_its_first_step(tmp_path: Path) -> None:
         (0, 2, "parameters", "parameter 'a'"): (WORD, 9.0),
     }
 
-    assert "It grows beyond 0.1% at step 2: parameter 'a'." in pair(tmp_path, b={"planted": planted}).meaning
+    assert "It grows beyond 0.1% at step 2: parameter 'a'." in pair(tmp_path, b={"planted": planted}).explanation
 
 
-def test_a_difference_that_stays_small_says_up_to_where(tmp_path: Path) -> None:
+def test_a_difference_that_stays_small_names_the_last_step(tmp_path: Path) -> None:
     found = pair(tmp_path, b={"planted": {(0, 2, "parameters", "parameter 'a'"): (WORD, 1.25)}})
 
-    assert "Up to step 5, no norm of weights or reduced gradients differs by more than 0.1%." in found.meaning
+    assert "Up to step 5, no norm of weights or reduced gradients differs by more than 0.1%." in found.explanation
 
 
 def test_elements_that_are_not_finite_are_not_of_rounding_size(tmp_path: Path) -> None:
@@ -675,7 +677,7 @@ def test_elements_that_are_not_finite_are_not_of_rounding_size(tmp_path: Path) -
     assert found.first is not None
     assert found.first.sides[1] == Side("B", WORD, 1.25, 3)
     assert found.size is None
-    assert "rounding" not in found.meaning
+    assert "rounding" not in found.explanation
 
 
 def test_runs_of_other_world_sizes_are_compared_in_what_ranks_share(tmp_path: Path) -> None:
@@ -707,11 +709,11 @@ def test_runs_of_other_world_sizes_explain_themselves_by_the_amounts_of_all_rank
         ("micro-batches of all ranks", (("A", "4"), ("B", "8")), "first at step 1"),
         ("sample_size of all ranks", (("A", "128"), ("B", "256")), "first at step 1"),
     ]
-    assert "only if sums are taken in the same order" in found.meaning
-    assert "of rounding size" in found.meaning
+    assert "only if sums are taken in the same order" in found.explanation
+    assert "of rounding size" in found.explanation
 
 
-def _in_one_order(rank: int, size: int) -> Any:
+def _reproducible(rank: int, size: int) -> Any:
     return environment(rank, size, facts={"reproducible": "True"})
 
 
@@ -735,26 +737,26 @@ def test_reproducible_runs_of_other_world_sizes_compare_their_data(
     tmp_path: Path, data: str, expected: list[tuple[str, str]]
 ) -> None:
     planted = {(0, 3, "reduced_gradients", "gradient of 'a'"): (WORD, 1.375000001)}
-    a = {"environments": _in_one_order, "calls": _share(2, "3-2")}
-    b = {"environments": _in_one_order, "calls": _share(1, data), "world_size": 4, "planted": planted}
+    a = {"environments": _reproducible, "calls": _share(2, "3-2")}
+    b = {"environments": _reproducible, "calls": _share(1, data), "world_size": 4, "planted": planted}
 
     found = pair(tmp_path, a, b)
 
     assert [(cause.what, cause.where) for cause in found.causes] == [("world size", ""), *expected]
-    assert "the order of the sum is not the reason" in found.meaning
-    assert "only if sums are taken in the same order" not in found.meaning
-    assert ("The forward passes were given other data." in found.meaning) == bool(expected)
+    assert "the order of the sum is not the reason" in found.explanation
+    assert "only if sums are taken in the same order" not in found.explanation
+    assert ("The forward passes were given other data." in found.explanation) == bool(expected)
     assert found.notes[0] == "world sizes 2 and 4: local gradients were not compared"
 
 
-def test_reproducible_runs_with_another_micro_batch_shape_are_told_so(tmp_path: Path) -> None:
+def test_reproducible_runs_with_another_micro_batch_shape_say_so(tmp_path: Path) -> None:
     def wide(step: int, rank: int) -> Any:
         return call_facts(step, rank, inputs=(("int64 (8,)", "a"),), forwards=1, micro_batches=1)
 
     planted = {(0, 1, "reduced_gradients", "gradient of 'a'"): (WORD, 1.0)}
-    a = {"environments": _in_one_order, "calls": _share(2, "3-2")}
+    a = {"environments": _reproducible, "calls": _share(2, "3-2")}
 
-    found = pair(tmp_path, a, {"environments": _in_one_order, "calls": wide, "world_size": 1, "planted": planted})
+    found = pair(tmp_path, a, {"environments": _reproducible, "calls": wide, "world_size": 1, "planted": planted})
 
     assert ("micro-batch shape", (("A", "int64 (4,)"), ("B", "int64 (8,)"))) in [
         (cause.what, cause.sides) for cause in found.causes
@@ -811,12 +813,12 @@ def test_other_intervals_of_recording_are_compared_where_both_recorded(tmp_path:
 
     every_step = {(0, step, "parameters", "parameter 'a'"): (WORD, 1.0) for step in range(1, 6)}
     joined = compared(a, write_trace(tmp_path / "d", planted=every_step))
-    assert joined.places == (Place(2, "parameters", (0,), 1, 2, last_step=4, steps=2),)
+    assert joined.locations == (Location(2, "parameters", (0,), 1, 2, last_step=4, steps=2),)
     same = compared(a, write_trace(tmp_path / "c"))
     assert same.headline.startswith("same: 2 ranks, steps 0-4 (3 compared), ")
     assert found.steps == (0, 4)
     assert "A recorded every 2 steps, B every 1: 3 in common" in found.notes
-    assert "Steps after 2 and before this one were not compared" in found.meaning
+    assert "Steps after 2 and before this one were not compared" in found.explanation
 
 
 def test_a_parameter_that_one_run_adds_later_is_a_difference(tmp_path: Path) -> None:
@@ -831,7 +833,7 @@ def test_a_parameter_that_one_run_adds_later_is_a_difference(tmp_path: Path) -> 
 
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (3, "parameter 'lora'", (0,))
-    assert "Only A holds parameter 'lora'." in found.meaning
+    assert "Only A holds parameter 'lora'." in found.explanation
 
 
 def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -> None:
@@ -850,13 +852,13 @@ def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -
     assert (found.first.phase, found.first.ranks) == ("buffers", (77,))
 
 
-_PLACES = [(phase, name) for phase in PHASES for name in NAMES[phase]]
+_LOCATIONS = [(phase, name) for phase in PHASES for name in NAMES[phase]]
 
 
 @st.composite
 def planted_differences(draw: st.DrawFn) -> tuple[int, int, tuple[int, int, str, str]]:
     world_size, steps = draw(st.integers(1, 4)), draw(st.integers(1, 12))
-    phase, name = draw(st.sampled_from([place for place in _PLACES if place[0] != "settings"]))
+    phase, name = draw(st.sampled_from([location for location in _LOCATIONS if location[0] != "settings"]))
     first = 0 if phase in START else 1
     return world_size, steps, (draw(st.integers(0, world_size - 1)), draw(st.integers(first, steps)), phase, name)
 
@@ -876,11 +878,11 @@ def test_one_difference_anywhere_is_found_there_and_from_both_sides(
     rank, step, phase, name = where
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name, found.first.ranks) == (step, phase, name, (rank,))
-    assert found.places == (Place(step, phase, (rank,), 1, len(NAMES[phase])),)
+    assert found.locations == (Location(step, phase, (rank,), 1, len(NAMES[phase])),)
     assert reverse.first == replace(
         found.first, sides=tuple(replace(side, label="AB"[side.label == "A"]) for side in found.first.sides[::-1])
     )
-    assert (reverse.verdict, reverse.places, reverse.size) == (found.verdict, found.places, found.size)
+    assert (reverse.verdict, reverse.locations, reverse.size) == (found.verdict, found.locations, found.size)
 
 
 @settings(max_examples=25)
@@ -934,7 +936,7 @@ def test_only_the_start_in_common_is_no_comparison(tmp_path: Path) -> None:
     assert found.headline == "cannot tell: only the start (step 0) was recorded by both, where they agree"
 
 
-def test_the_same_folder_twice_is_said(tmp_path: Path) -> None:
+def test_the_same_folder_twice_is_a_note(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "a")
 
     assert compared(folder, folder).notes == ("A and B are the same folder",)
@@ -950,10 +952,10 @@ def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_that_all_is(tmp_p
 
     assert found.size is not None
     assert found.size < 1e-10
-    assert "of rounding size" in found.meaning
+    assert "of rounding size" in found.explanation
 
 
-def test_of_a_resumed_run_only_that_one_is_said_to_begin(tmp_path: Path) -> None:
+def test_of_a_resumed_run_only_the_resumed_run_begins_there(tmp_path: Path) -> None:
     later = {"environments": lambda rank, size: environment(rank, size, first_step=4), "steps": 2}
     planted = {(rank, 3, "parameters", "parameter 'a'"): (WORD, 1.0) for rank in (0, 1)}
 
@@ -961,7 +963,9 @@ def test_of_a_resumed_run_only_that_one_is_said_to_begin(tmp_path: Path) -> None
 
     assert found.first is not None
     assert (found.first.step, found.first.phase) == (3, "parameters")
-    assert "B begins there, and the other run has trained up to there. It begins with other weights" in found.meaning
+    assert (
+        "B begins there, and the other run has trained up to there. It begins with other weights" in found.explanation
+    )
 
 
 def test_local_gradients_that_part_in_the_same_step_come_before_settings(tmp_path: Path) -> None:

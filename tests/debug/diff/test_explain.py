@@ -1,17 +1,18 @@
-"""Does the meaning of a divergence follow from its phase and from what is known, and from no more?"""
+"""Explanations follow from the phase of a divergence and from the evidence."""
 
 from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._diff.explain import Evidence, meaning
+from legacy_ddp.debug._diff.evidence import Evidence
+from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.growth import Growth
 from legacy_ddp.debug._diff.result import Divergence, Side
 from legacy_ddp.debug._trace.line_format import PHASES
 
 
-def told(phase: str, **changes: Any) -> str:
-    """The meaning of a divergence at step 7, of which everything is known and nothing differs around it."""
+def explained(phase: str, **changes: Any) -> str:
+    """The explanation of a divergence at step 7 with complete evidence and no cause."""
     sides = changes.pop("sides", (Side("A", "0.1", None), Side("B", "0.2", None)))
     given: dict[str, Any] = {
         "kind": "runs",
@@ -22,7 +23,7 @@ def told(phase: str, **changes: Any) -> str:
         "inputs_known": True,
         "generators_known": True,
     }
-    return meaning(Evidence(**{**given, **changes}))
+    return explain(Evidence(**{**given, **changes}))
 
 
 @pytest.mark.parametrize(
@@ -35,25 +36,25 @@ def told(phase: str, **changes: Any) -> str:
     ],
 )
 def test_a_divergence_at_the_start_comes_from_before_training(phase: str, words: str) -> None:
-    text = told(phase, is_start=True)
+    text = explained(phase, is_start=True)
 
     assert words in text
     assert "step" not in text
 
 
 def test_weights_that_differ_at_the_start_name_seeds_only_if_they_differ() -> None:
-    assert "Their seeds differ." in told("parameters", is_start=True, causes=frozenset({"seed"}))
-    assert "Their seeds differ." not in told("parameters", is_start=True)
+    assert "Their seeds differ." in explained("parameters", is_start=True, causes=frozenset({"seed"}))
+    assert "Their seeds differ." not in explained("parameters", is_start=True)
 
 
 def test_state_that_one_run_lacks_at_the_start_was_not_restored() -> None:
-    text = told("optimizer", is_start=True, sides=(Side("A", "ab", 1.0), Side("B", None, None)))
+    text = explained("optimizer", is_start=True, sides=(Side("A", "ab", 1.0), Side("B", None, None)))
 
     assert text == "Only A holds it there: was the optimizer's state left out of a checkpoint, or of loading it?"
 
 
 @pytest.mark.parametrize(
-    "causes, said",
+    "causes, expected",
     [
         ({"data"}, "The forward passes were given other data."),
         ({"micro-batch shape"}, "The forward passes were given micro-batches of another shape."),
@@ -61,10 +62,10 @@ def test_state_that_one_run_lacks_at_the_start_was_not_restored() -> None:
         ({"random generators"}, "Random generators differ, so dropout may have drawn other masks."),
     ],
 )
-def test_what_differs_around_local_gradients_is_said_and_not_ruled_out(causes: set[str], said: str) -> None:
-    text = told("local_gradients", causes=frozenset(causes))
+def test_what_differs_around_local_gradients_is_named_and_not_ruled_out(causes: set[str], expected: str) -> None:
+    text = explained("local_gradients", causes=frozenset(causes))
 
-    assert said in text
+    assert expected in text
     assert "Look at: other code" not in text
     assert ("equal data" in text) == (not causes & {"data", "micro-batch shape"})
     # Equal generators give the same masks, but perhaps not to the same data.
@@ -72,9 +73,9 @@ def test_what_differs_around_local_gradients_is_said_and_not_ruled_out(causes: s
 
 
 def test_equal_data_and_generators_leave_arithmetic_and_what_is_outside_the_module() -> None:
-    text = told("local_gradients")
+    text = explained("local_gradients")
 
-    assert text.startswith("All that was compared up to step 6 agrees. The gradients that a rank made itself part them")
+    assert text.startswith("All that was compared up to step 6 agrees. Local gradients are the first to differ:")
     assert "The forward passes were given equal data, so the data are ruled out. Random generators are equal" in text
     assert "Look at: other code or arguments of the model" in text
     assert "other targets in a loss outside the module" in text
@@ -82,7 +83,7 @@ def test_equal_data_and_generators_leave_arithmetic_and_what_is_outside_the_modu
 
 @pytest.mark.parametrize("unknown", ["inputs_known", "generators_known"])
 def test_nothing_is_ruled_out_that_was_not_recorded(unknown: str) -> None:
-    text = told("local_gradients", **{unknown: False})
+    text = explained("local_gradients", **{unknown: False})
 
     assert "Look at: other code" not in text
     assert ("cannot be told: not all inputs were recorded" in text) == (unknown == "inputs_known")
@@ -90,24 +91,24 @@ def test_nothing_is_ruled_out_that_was_not_recorded(unknown: str) -> None:
 
 
 def test_reduced_gradients_part_in_the_sum_only_if_local_ones_are_known_to_agree() -> None:
-    assert "All local gradients agree, so their reduction parts the runs" in told("reduced_gradients")
-    unknown = told("reduced_gradients", compared=PHASES[1:])
+    assert "All local gradients agree, so their reduction parts the runs" in explained("reduced_gradients")
+    unknown = explained("reduced_gradients", compared=PHASES[1:])
     assert "All local gradients agree" not in unknown
     assert "Local gradients were not recorded by both" in unknown
-    shares = told("reduced_gradients", causes=frozenset({"sample_size"}))
+    shares = explained("reduced_gradients", causes=frozenset({"sample_size"}))
     assert "The ranks took other amounts" in shares
 
 
 def test_other_world_sizes_sum_in_another_order() -> None:
-    text = told("reduced_gradients", kind="sizes", compared=PHASES[1:], size=3e-7)
+    text = explained("reduced_gradients", kind="sizes", compared=PHASES[1:], size=3e-7)
 
     assert "Local gradients of other world sizes cannot be compared" in text
     assert "only if sums are taken in the same order" in text
     assert "differ by at most 3e-07 relative: of rounding size, judged by norms alone" in text
 
 
-def test_settings_are_told_with_both_values() -> None:
-    assert "lr of parameter group 0 is 0.1 in A and 0.2 in B. Another schedule" in told("settings")
+def test_settings_are_named_with_both_values() -> None:
+    assert "lr of parameter group 0 is 0.1 in A and 0.2 in B. Another schedule" in explained("settings")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_settings_are_told_with_both_values() -> None:
         (
             "optimizer",
             PHASES,
-            "Reduced gradients and settings agree, so what came after the step before, apart from them, parts",
+            "Reduced gradients and settings agree, so something else after the previous step parts the runs.",
         ),
         ("parameters", PHASES, "Reduced gradients, settings and optimizer state agree, so only weights part the runs."),
         ("parameters", ("reduced_gradients", "parameters"), "Settings were not recorded; reduced gradients agree, so "),
@@ -124,16 +125,16 @@ def test_settings_are_told_with_both_values() -> None:
         ("buffers", PHASES, "Only buffers part the runs. Forward passes in training mode that made no gradients"),
     ],
 )
-def test_after_the_call_what_agrees_is_said_as_far_as_it_was_recorded(
+def test_after_the_call_what_agrees_is_named_as_far_as_it_was_recorded(
     phase: str, compared: tuple[str, ...], words: str
 ) -> None:
-    assert words in told(phase, compared=compared)
+    assert words in explained(phase, compared=compared)
 
 
 def test_steps_that_were_not_compared_are_where_the_cause_may_lie() -> None:
-    assert "Steps after 2 and before this one were not compared" in told("parameters", previous=2)
-    assert "Nothing before this step was compared" in told("parameters", previous=None)
-    assert "All that was compared" not in told("parameters", previous=2)
+    assert "Steps after 2 and before this one were not compared" in explained("parameters", previous=2)
+    assert "Nothing before this step was compared" in explained("parameters", previous=None)
+    assert "All that was compared" not in explained("parameters", previous=2)
 
 
 @pytest.mark.parametrize(
@@ -149,11 +150,11 @@ def test_steps_that_were_not_compared_are_where_the_cause_may_lie() -> None:
     ],
 )
 def test_the_size_of_a_difference_is_judged_by_norms(size: float, growth: Growth | None, words: str) -> None:
-    assert words in told("local_gradients", size=size, growth=growth)
+    assert words in explained("local_gradients", size=size, growth=growth)
 
 
-def test_without_norms_nothing_is_said_of_size() -> None:
-    assert "Norms" not in told("local_gradients", size=None)
+def test_without_norms_the_size_is_left_out() -> None:
+    assert "Norms" not in explained("local_gradients", size=None)
 
 
 @pytest.mark.parametrize(
@@ -169,17 +170,17 @@ def test_without_norms_nothing_is_said_of_size() -> None:
     ],
 )
 def test_between_ranks_every_phase_has_causes_of_its_own(phase: str, is_start: bool, words: str) -> None:
-    assert words in told(phase, kind="ranks", is_start=is_start)
+    assert words in explained(phase, kind="ranks", is_start=is_start)
 
 
 @pytest.mark.parametrize("kind", ["runs", "sizes", "ranks"])
 @pytest.mark.parametrize("is_start", [True, False])
 @pytest.mark.parametrize("phase", PHASES)
-def test_every_phase_that_can_part_has_a_meaning(kind: str, is_start: bool, phase: str) -> None:
+def test_every_phase_that_can_part_has_an_explanation(kind: str, is_start: bool, phase: str) -> None:
     if (is_start and phase.endswith("gradients")) or (kind != "runs" and phase == "local_gradients"):
         return  # no call was made before the start, and local gradients are each rank's own
 
-    text = told(phase, kind=kind, is_start=is_start)
+    text = explained(phase, kind=kind, is_start=is_start)
 
     assert text.endswith((".", "?"))
     assert "  " not in text

@@ -1,9 +1,18 @@
-"""Are entries of two sections compared by name, by what they hold, and only where they are to be?"""
+"""Comparison of the entries of two sections by name, kind and value."""
 
 import pytest
 
-from legacy_ddp.debug._diff.locations import Places, join
-from legacy_ddp.debug._diff.sections import Entry, Unequal, entries, greatest, keep_all, keep_shared, relative, unequal
+from legacy_ddp.debug._diff.locations import Locations, merge
+from legacy_ddp.debug._diff.sections import (
+    Entry,
+    EntryDifference,
+    entries,
+    entry_differences,
+    greatest_difference,
+    keep_all,
+    keep_shared,
+    relative_difference,
+)
 from legacy_ddp.debug._trace.records import Names, Section, Values
 
 ONE = Entry("float32 (2,)", "ab", 1.0, 0)
@@ -23,35 +32,35 @@ def test_entries_are_what_a_section_holds_by_name() -> None:
 
 
 def test_names_of_both_sides_are_compared_and_those_of_b_come_last() -> None:
-    found = unequal({"z": ONE, "a": ONE, "same": TWO}, {"b": TWO, "a": TWO, "same": TWO})
+    found = entry_differences({"z": ONE, "a": ONE, "same": TWO}, {"b": TWO, "a": TWO, "same": TWO})
 
     assert [item.name for item in found] == ["z", "a", "b"]
-    assert [(item.a.word, item.b.word) for item in found] == [("ab", None), ("ab", "cd"), (None, "cd")]
+    assert [(item.a.value, item.b.value) for item in found] == [("ab", None), ("ab", "cd"), (None, "cd")]
 
 
 def test_nothing_is_as_good_as_absent_whatever_its_kind() -> None:
-    assert unequal({"a": NONE}, {}) == []
-    assert unequal({"a": NONE}, {"a": Entry("float64 (3,)", None, None, 0)}) == []
+    assert entry_differences({"a": NONE}, {}) == []
+    assert entry_differences({"a": NONE}, {"a": Entry("float64 (3,)", None, None, 0)}) == []
 
 
 def test_the_same_digest_of_another_kind_is_a_difference_of_kinds() -> None:
-    (item,) = unequal({"a": ONE}, {"a": Entry("float32 (1, 2)", "ab", 1.0, 0)})
+    (item,) = entry_differences({"a": ONE}, {"a": Entry("float32 (1, 2)", "ab", 1.0, 0)})
 
     assert item.kind == "float32 (2,) in A, float32 (1, 2) in B"
-    assert Unequal("a", ONE, NONE).kind == "float32 (2,)"
+    assert EntryDifference("a", ONE, NONE).kind == "float32 (2,)"
 
 
 @pytest.mark.parametrize("a, b, share", [(1.0, 2.0, 0.5), (2.0, 1.0, 0.5), (0.0, 3.0, 1.0), (0.0, 0.0, 0.0)])
 def test_a_relative_difference_is_a_share_of_the_greater_norm(a: float, b: float, share: float) -> None:
-    assert relative(a, b) == share
+    assert relative_difference(a, b) == share
 
 
 def test_the_greatest_difference_needs_all_norms() -> None:
-    small, great = Unequal("a", ONE, Entry("", "x", 0.75, 0)), Unequal("b", ONE, TWO)
+    small, great = EntryDifference("a", ONE, Entry("", "x", 0.75, 0)), EntryDifference("b", ONE, TWO)
 
-    assert greatest([small, great]) == 0.5
-    assert greatest([small, Unequal("c", ONE, NONE)]) is None
-    assert greatest([]) is None
+    assert greatest_difference([small, great]) == 0.5
+    assert greatest_difference([small, EntryDifference("c", ONE, NONE)]) is None
+    assert greatest_difference([]) is None
 
 
 @pytest.mark.parametrize(
@@ -72,11 +81,11 @@ def test_buffers_are_left_out_by_their_raw_name_or_a_pattern(name: str, pattern:
     assert keep("parameters", name)
 
 
-def test_the_names_of_a_place_are_those_of_all_ranks() -> None:
-    places = Places()
+def test_the_names_of_a_location_are_those_of_all_ranks() -> None:
+    locations = Locations()
     for rank, names in ((0, ("a", "b")), (1, ("b", "a", "c")), (2, ("a", "c"))):
-        places.add((4, 0), rank, ["a"], names)
+        locations.add((4, 0), rank, ["a"], names)
 
-    (place,), more = join(places.marks, [4])
+    (location,), more = merge(locations.masks, [4])
 
-    assert (place.ranks, place.differing, place.total, more) == ((0, 1, 2), 1, 3, 0)
+    assert (location.ranks, location.differing, location.total, more) == ((0, 1, 2), 1, 3, 0)

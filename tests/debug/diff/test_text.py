@@ -1,4 +1,4 @@
-"""Is a comparison told with the first divergence first, in 80 columns, and whole for machines?"""
+"""Text and JSON of a comparison: first divergence first, 80 columns, complete JSON."""
 
 import json
 from dataclasses import replace
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH, printable, shorten, table, wrap
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Place, Side
+from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Location, Side
 from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._trace.line_format import PHASES
 
@@ -27,18 +27,18 @@ DIFFERENT = Comparison(
     headline="different: runs part at step 3 in local gradients of rank 1: gradient of 'b'",
     steps=(0, 5),
     first=FIRST,
-    meaning="Forward or backward of this step parts them.",
+    explanation="Forward or backward of this step parts them.",
     causes=(
         Cause("threads", (("A", "1"), ("B", "4"))),
         Cause("random generators", (("A", "00"), ("B", "11")), "first at step 2 on rank 0"),
     ),
-    places=(Place(3, "local_gradients", (1,), 1, 2), Place(4, "parameters", (0, 1), 2, 2)),
-    more_places=7,
+    locations=(Location(3, "local_gradients", (1,), 1, 2), Location(4, "parameters", (0, 1), 2, 2)),
+    more_locations=7,
     notes=("A goes on to step 9",),
 )
 
 
-def test_a_difference_is_told_from_the_headline_to_the_notes() -> None:
+def test_a_difference_is_printed_from_the_headline_to_the_notes() -> None:
     assert lines(DIFFERENT) == [
         "different: runs part at step 3 in local gradients of rank 1: gradient of 'b'",
         "  A: run-a",
@@ -65,77 +65,77 @@ def test_a_difference_is_told_from_the_headline_to_the_notes() -> None:
     ]
 
 
-def test_equal_runs_are_told_in_a_line_with_their_folders_and_notes() -> None:
+def test_equal_runs_are_printed_in_a_line_with_their_folders_and_notes() -> None:
     found = Comparison(("run-a",), "same", "same: 2 ranks hold the same", (0, 5), notes=("threads differ",))
 
     assert lines(found) == ["same: 2 ranks hold the same", "  trace: run-a", "", "note: threads differ"]
 
 
-def sides_told(*sides: Side) -> list[str]:
-    told = lines(replace(DIFFERENT, first=replace(FIRST, sides=sides)))
-    start = next(index for index, line in enumerate(told) if line.startswith("step 3, "))
-    return told[start + 1 : told.index("", start)]
+def sides_text(*sides: Side) -> list[str]:
+    text = lines(replace(DIFFERENT, first=replace(FIRST, sides=sides)))
+    start = next(index for index, line in enumerate(text) if line.startswith("step 3, "))
+    return text[start + 1 : text.index("", start)]
 
 
-def test_a_side_that_holds_nothing_or_no_finite_norm_says_so() -> None:
-    assert sides_told(Side("A", None, None), Side("B", "ab", 1.5, 3)) == [
+def test_a_side_that_holds_nothing_or_no_finite_norm_is_printed_so() -> None:
+    assert sides_text(Side("A", None, None), Side("B", "ab", 1.5, 3)) == [
         "  A: nothing",
         "  B: ab, norm 1.5, 3 not finite",
     ]
 
 
-def test_values_of_a_setting_are_told_without_norms() -> None:
-    assert sides_told(Side("A", "0.1", None), Side("B", "0.2", None)) == ["  A: 0.1", "  B: 0.2"]
+def test_values_of_a_setting_are_printed_without_norms() -> None:
+    assert sides_text(Side("A", "0.1", None), Side("B", "0.2", None)) == ["  A: 0.1", "  B: 0.2"]
 
 
 def test_equal_norms_are_not_called_small() -> None:
-    told = sides_told(Side("A", "0a", 1.5), Side("B", "0b", 1.5))
+    text = sides_text(Side("A", "0a", 1.5), Side("B", "0b", 1.5))
 
-    assert told[2].startswith("  their norms are equal: values in another order, other signs")
+    assert text[2].startswith("  their norms are equal: values in another order, other signs")
 
 
 def test_a_greater_difference_is_not_called_rounding() -> None:
-    assert sides_told(Side("A", "0a", 1.0), Side("B", "0b", 2.0))[2] == "  relative difference of norms 0.5"
+    assert sides_text(Side("A", "0a", 1.0), Side("B", "0b", 2.0))[2] == "  relative difference of norms 0.5"
 
 
 def test_many_sides_are_cut_and_counted() -> None:
-    told = sides_told(*(Side(f"rank {rank}", f"{rank:016x}", 1.0) for rank in range(9)))
+    text = sides_text(*(Side(f"rank {rank}", f"{rank:016x}", 1.0) for rank in range(9)))
 
-    assert told[3:] == ["  rank 3: 0000000000000003, norm 1", "  ... 5 more groups"]
+    assert text[3:] == ["  rank 3: 0000000000000003, norm 1", "  ... 5 more groups"]
 
 
-def test_other_names_of_the_place_are_counted() -> None:
+def test_other_names_of_the_location_are_counted() -> None:
     others = tuple(replace(FIRST, name=f"gradient of '{letter}'") for letter in "cdefg")
-    places = (Place(3, "local_gradients", (1,), 6, 9),)
+    locations = (Location(3, "local_gradients", (1,), 6, 9),)
 
-    told = lines(replace(DIFFERENT, others=others, places=places))
+    text = lines(replace(DIFFERENT, others=others, locations=locations))
 
-    assert "  5 more there, such as gradient of 'c', gradient of 'd'" in told
+    assert "  5 more there, such as gradient of 'c', gradient of 'd'" in text
 
 
-def test_steps_that_differ_alike_are_told_in_one_row_and_counted_each() -> None:
-    places = (Place(62, "parameters", (1,), 1, 29, last_step=120, steps=59), Place(70, "buffers", (1,), 1, 1))
+def test_steps_that_differ_alike_are_in_one_row_and_counted_each() -> None:
+    locations = (Location(62, "parameters", (1,), 1, 29, last_step=120, steps=59), Location(70, "buffers", (1,), 1, 1))
 
-    told = lines(replace(DIFFERENT, places=places, more_places=0))
+    text = lines(replace(DIFFERENT, locations=locations, more_locations=0))
 
-    assert told[told.index("60 places that differ, in the order of training:") + 1 : -2] == [
+    assert text[text.index("60 places that differ, in the order of training:") + 1 : -2] == [
         "  step    phase       differ",
         "  62-120  parameters  1 of 29  rank 1",
         "  70      buffers     1 of 1   rank 1",
     ]
 
 
-def test_machines_get_everything_with_format_and_version() -> None:
-    told = json.loads(json.dumps(as_json(DIFFERENT), allow_nan=False))
+def test_the_json_object_is_complete_with_format_and_version() -> None:
+    members = json.loads(json.dumps(as_json(DIFFERENT), allow_nan=False))
 
-    assert (told["format"], told["version"]) == ("legacy_ddp diff", 1)
-    assert (told["verdict"], told["headline"]) == ("different", DIFFERENT.headline)
-    assert told["first"]["sides"][1] == {"label": "B", "word": "ab" * 8, "norm": 2.375001, "nonfinite": 0}
-    assert told["first"]["parameter"] == "b"
-    assert told["causes"][0] == {"what": "threads", "sides": [["A", "1"], ["B", "4"]], "where": ""}
-    place = {"step": 4, "phase": "parameters", "ranks": [0, 1], "differing": 2, "total": 2}
-    assert told["places"][1] == {**place, "last_step": None, "steps": 1}
-    assert told["more_places"] == 7
+    assert (members["format"], members["version"]) == ("legacy_ddp diff", 1)
+    assert (members["verdict"], members["headline"]) == ("different", DIFFERENT.headline)
+    assert members["first"]["sides"][1] == {"label": "B", "word": "ab" * 8, "norm": 2.375001, "nonfinite": 0}
+    assert members["first"]["parameter"] == "b"
+    assert members["causes"][0] == {"what": "threads", "sides": [["A", "1"], ["B", "4"]], "where": ""}
+    location = {"step": 4, "phase": "parameters", "ranks": [0, 1], "differing": 2, "total": 2}
+    assert members["places"][1] == {**location, "last_step": None, "steps": 1}
+    assert members["more_places"] == 7
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ _COMPARISON: Any = st.builds(
     st.lists(st.builds(Cause, _TEXT, st.lists(st.tuples(_TEXT, _TEXT), max_size=4).map(tuple), _TEXT)).map(tuple),
     st.lists(
         st.builds(
-            Place,
+            Location,
             st.integers(0, 10**12),
             st.sampled_from(PHASES),
             _RANKS,
@@ -204,9 +204,9 @@ _COMPARISON: Any = st.builds(
 
 @given(_COMPARISON)
 def test_no_line_is_wider_than_80_columns_or_holds_what_cannot_be_printed(found: Comparison) -> None:
-    told = lines(found)
+    text = lines(found)
 
-    assert all(len(line) <= WIDTH and line.isprintable() for line in told)
+    assert all(len(line) <= WIDTH and line.isprintable() for line in text)
     json.dumps(as_json(found), allow_nan=False)
 
 

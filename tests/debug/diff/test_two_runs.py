@@ -1,4 +1,4 @@
-"""Two real trainings that differ in one thing: is it found at the right step, phase and parameter, and explained?"""
+"""Comparison of two real trainings with one difference: step, phase, parameter and explanation."""
 
 import os
 import signal
@@ -117,11 +117,11 @@ def test_one_initial_weight_shows_at_the_start_with_its_name(original: Path, tmp
 def test_another_number_of_threads_is_named_whatever_it_does(original: Path, tmp_path: Path) -> None:
     comparison = _compare(original, tmp_path, threads=2)
 
-    said = [cause for cause in comparison.causes if cause.what == "threads"]
+    found = [cause for cause in comparison.causes if cause.what == "threads"]
     if comparison.verdict == "same":  # so small a net is computed by one thread anyway
         assert any("threads" in note for note in comparison.notes)
     else:
-        assert said[0].sides == (("A", "1"), ("B", "2"))
+        assert found[0].sides == (("A", "1"), ("B", "2"))
 
 
 def test_another_order_of_batches_shows_in_the_step_in_which_it_is_read(original: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Does down-sampling keep what stands out, whatever the sizes?"""
+"""Down-sampling keeps extreme values, for all sizes."""
 
 import numpy as np
 import pytest
@@ -16,42 +16,42 @@ def test_bins_hold_everything_once_and_are_no_more_than_allowed(total: int, most
     spans = [bins.span(number) for number in range(bins.count)]
 
     assert bins.count <= most
-    assert [thing for first, last in spans for thing in range(first, last + 1)] == list(range(total))
+    assert [item for first, last in spans for item in range(first, last + 1)] == list(range(total))
     assert bins.starts.tolist() == [first for first, _ in spans]
     assert total > most or bins.size == 1
 
 
 @given(st.data(), st.integers(1, 25), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
 def test_every_cell_keeps_the_largest_value_and_whatever_stands_out(
-    data: st.DataObject, things: int, steps: int, most_rows: int, most_columns: int
+    data: st.DataObject, items: int, steps: int, most_rows: int, most_columns: int
 ) -> None:
-    rows, columns = Bins.at_most(things, most_rows), Bins.at_most(steps, most_columns)
+    rows, columns = Bins.at_most(items, most_rows), Bins.at_most(steps, most_columns)
     cells = Cells(rows, columns.count)
-    values = [[data.draw(VALUES) for _ in range(things)] for _ in range(steps)]
-    places = st.tuples(st.integers(0, steps - 1), st.integers(0, things - 1))
+    values = [[data.draw(VALUES) for _ in range(items)] for _ in range(steps)]
+    places = st.tuples(st.integers(0, steps - 1), st.integers(0, items - 1))
     counts = data.draw(st.dictionaries(places, st.integers(1, 10**6), max_size=5))
     differing = data.draw(st.sets(places, max_size=5))
 
     for step in range(steps):
         column = step // columns.size
-        cells.put(column, np.array(values[step]))
-        cells.count(column, {thing: number for (at, thing), number in counts.items() if at == step})
-        cells.mark(column, np.array([thing for at, thing in differing if at == step], dtype=np.intp))
+        cells.add_values(column, np.array(values[step]))
+        cells.add_nonfinite(column, {item: number for (at, item), number in counts.items() if at == step})
+        cells.add_differing(column, np.array([item for at, item in differing if at == step], dtype=np.intp))
 
     for row in range(rows.count):
         for column in range(columns.count):
             (first, last), (begin, end) = rows.span(row), columns.span(column)
-            inside = [(step, thing) for step in range(begin, end + 1) for thing in range(first, last + 1)]
-            known = [values[step][thing] for step, thing in inside if not np.isnan(values[step][thing])]
+            inside = [(step, item) for step in range(begin, end + 1) for item in range(first, last + 1)]
+            known = [values[step][item] for step, item in inside if not np.isnan(values[step][item])]
             assert np.array_equal(cells.largest[row, column], max(known, default=float("nan")), equal_nan=True)
             assert cells.nonfinite[row, column] == max((counts.get(place, 0) for place in inside), default=0)
-            assert cells.marked[row, column] == any(place in differing for place in inside)
+            assert cells.differs[row, column] == any(place in differing for place in inside)
 
 
 def test_cells_without_parameters_take_nothing() -> None:
     cells = Cells(Bins.at_most(0, 10), 3)
 
-    cells.put(1, np.zeros(0))
+    cells.add_values(1, np.zeros(0))
 
     assert cells.largest.shape == (0, 3)
 
@@ -80,7 +80,7 @@ def test_a_short_line_is_kept_as_it_is() -> None:
 @given(st.sets(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 30))
 def test_every_step_is_in_the_column_that_says_so(numbers: set[int], every: int, most: int) -> None:
     steps = {number * every for number in numbers}
-    grid = Grid.of(steps, most=most)
+    grid = Grid.of(steps, max_columns=most)
 
     assert grid.count <= most
     assert grid.stride % every == 0 or len(steps) == 1
@@ -134,7 +134,7 @@ def test_a_trace_of_a_start_alone_has_one_column() -> None:
 
 
 def test_a_column_of_several_recorded_steps_is_as_wide_as_they_are() -> None:
-    grid = Grid.of(range(10, 10010, 10), most=400)
+    grid = Grid.of(range(10, 10010, 10), max_columns=400)
 
     assert (grid.bins.size, grid.width, grid.count) == (3, 30, 334)
     assert grid.span(0) == (10, 30)

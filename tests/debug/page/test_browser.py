@@ -1,4 +1,4 @@
-"""Does a real browser draw the page, say what is under the pointer, and ask nobody for anything?"""
+"""The page in a browser: drawing, hover texts and network requests."""
 
 import os
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def driver() -> Iterator[webdriver.Chrome]:
 
 
 def _page(folder: Path, *, runs: int = 1) -> Path:
-    """A page about two ranks that hold something else from step 7 on, and names that do no good."""
+    """A page about two ranks that differ from step 7 on, and names with markup."""
     parameters = ("a.bias", HOVERED, EVIL)
     names = {
         **NAMES,
@@ -101,7 +101,7 @@ def test_every_chart_is_drawn_and_nobody_is_asked_for_anything(
     assert all(width > 500 and height >= 100 for _, _, width, height in frames), frames
     assert len([size for size in canvases if size[0] > 500 and size[1] > 100 and size[2] > 10]) >= charts, canvases
     assert len({(left, width) for left, _, width, _ in frames}) == 1, "a step is not in the same place in all charts"
-    assert page.complaints() == []
+    assert page.console_errors() == []
     assert page.requests() == [page.url]
     assert page.run("return performance.getEntriesByType('resource').map(entry => entry.name)") == []
 
@@ -153,7 +153,7 @@ def test_the_pointer_shows_the_parameter_under_it(
 
     assert all(part in shown for part in expected), shown
     assert page.run("return document.title") == "Report: run-0"
-    assert page.complaints() == []
+    assert page.console_errors() == []
 
 
 BLACK, RED, WHITE, GREY, SKY = (0, 0, 0), (213, 94, 0), (255, 255, 255), (232, 232, 232), (86, 180, 233)

@@ -1,4 +1,4 @@
-"""Does the page say what was found, escape what it was given, load nothing, and arrive whole or not at all?"""
+"""The report page: content, escaping, no network access, and atomic replacement of the file."""
 
 import os
 import re
@@ -84,7 +84,7 @@ def test_a_long_name_keeps_its_numbers_and_its_end(name: str, more: int, label: 
 
 
 @pytest.mark.parametrize("verdict", ["same", "different", "unknown"])
-def test_the_verdict_is_said_in_words_and_not_by_colour_alone(tmp_path: Path, verdict: Verdict) -> None:
+def test_the_verdict_is_text_and_not_by_colour_alone(tmp_path: Path, verdict: Verdict) -> None:
     headline = f"{VERDICT_WORDS[verdict].lower()}: What was found."  # the word comes once
     page = _read(_run(tmp_path / "a"), verdict=verdict, headline=headline, text="first line\n  second line")
 
@@ -188,7 +188,7 @@ def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "facts, other, said",
+    "facts, other, expected",
     [
         ({"threads": "1"}, {"threads": "1"}, "threads 1 1 "),
         ({"threads": "1"}, {"threads": "2"}, "threads 1 2 runs differ"),
@@ -196,7 +196,7 @@ def test_the_page_asks_for_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_facts_that_differ_between_runs_are_marked_in_words(
-    tmp_path: Path, facts: dict[str, str], other: dict[str, str], said: str
+    tmp_path: Path, facts: dict[str, str], other: dict[str, str], expected: str
 ) -> None:
     runs = [
         _run(tmp_path / name, environments=lambda rank, size, held=held: environment(rank, size, facts=held))
@@ -204,7 +204,7 @@ def test_facts_that_differ_between_runs_are_marked_in_words(
     ]
     text = _read(*runs).text
 
-    assert said in text
+    assert expected in text
     assert ("1 of 8 lines differ" in text) == (facts != other)
 
 
@@ -231,7 +231,7 @@ def test_many_values_of_a_fact_are_cut(tmp_path: Path) -> None:
     assert "rank 5: 105; 3 more values ranks differ" in _read(run).text
 
 
-def test_the_end_of_every_trace_is_told(tmp_path: Path) -> None:
+def test_the_end_of_every_trace_is_shown(tmp_path: Path) -> None:
     text = _read(_run(tmp_path / "a"), _run(tmp_path / "b", end=None)).text
 
     assert "end of the trace closed no last line: killed, or still running runs differ" in text
@@ -283,7 +283,7 @@ def test_what_cannot_be_shown_is_left_out_with_a_reason(tmp_path: Path) -> None:
     text = _read(run).text
 
     assert "Left out: it compares ranks, and there is only one." in text
-    assert "Left out: a single rank waits for nobody." in text
+    assert "Left out: a single rank waits for no other rank." in text
     assert "Left out: no finite norm of a local gradient is in the trace." in text
 
 

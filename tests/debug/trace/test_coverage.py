@@ -1,21 +1,21 @@
-"""Is it told how far the files of a run go, and how each ended, in groups of ranks?"""
+"""Recorded steps and ends of the files of a run, in groups of ranks."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._trace.coverage import Extent, span
+from legacy_ddp.debug._trace.coverage import RunCoverage, span
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import environment, write_trace
 
 
-def extent(label: str, *runs: Path) -> Extent:
+def extent(label: str, *runs: Path) -> RunCoverage:
     """Of ranks that are each the rank 0 of a run."""
-    seen = Extent(label)
+    seen = RunCoverage(label)
     for rank, folder in enumerate(runs):
         with open_run(folder).open(0) as trace:
-            seen.take(rank, trace)
+            seen.add(rank, trace)
     return seen
 
 
@@ -40,14 +40,14 @@ def test_files_that_were_all_closed_after_the_same_step_need_no_note(tmp_path: P
     assert extent("A", a, b).notes() == []
 
 
-def test_ranks_that_end_at_other_steps_are_told_even_if_closed(tmp_path: Path) -> None:
+def test_ranks_that_end_at_other_steps_are_reported_even_if_closed(tmp_path: Path) -> None:
     a, b, c = written(tmp_path / "a"), written(tmp_path / "b", steps=3), written(tmp_path / "c")
 
     assert extent("A", a, b, c).notes() == ["A: ranks 0, 2 ended after step 5", "A: rank 1 ended after step 3"]
     assert extent("", a, b).notes() == ["rank 0 ended after step 5", "rank 1 ended after step 3"]
 
 
-def test_how_files_end_is_told_apart(tmp_path: Path) -> None:
+def test_how_files_end_is_distinguished(tmp_path: Path) -> None:
     a, b = written(tmp_path / "a", end="KeyError"), written(tmp_path / "b", end=None)
 
     assert extent("B", a, b).notes() == [

@@ -1,4 +1,4 @@
-"""Does a rank's file say what was written, and never anything else, whatever happened to it?"""
+"""Files of a rank after cuts, damage and repetition: whole lines are read, damaged lines are refused."""
 
 import gzip
 import os
@@ -16,7 +16,16 @@ from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import Names, Section, Values
 from legacy_ddp.debug._trace.write import Writer
-from tests.helpers.trace_scenarios import Story, held, held_by, reading, room, sections, stories, told
+from tests.helpers.trace_scenarios import (
+    Scenario,
+    contents_of,
+    held,
+    scenarios,
+    sections,
+    temporary_folder,
+    trace_of,
+    write_scenario,
+)
 from tests.helpers.traces import environment, lines_of, sealed, section, write_trace
 
 
@@ -32,13 +41,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def _words(sections: list[Section]) -> list[int | None]:
     """The word of each, all held in one phase, at steps one after the other."""
-    with room() as folder:
+    with temporary_folder() as folder:
         writer = Writer(folder, environment(0, 1))
         for step, given_section in enumerate(sections):
             writer.section(step, given_section)
         writer.close(len(sections), "closed")
         with RankTrace(writer.path) as trace:
-            return [trace.word(step, "buffers") for step in range(len(sections))]
+            return [trace.digest(step, "buffers") for step in range(len(sections))]
 
 
 @given(sections("buffers"), sections("buffers"), sections("buffers"))
@@ -70,20 +79,20 @@ def test_a_word_that_moves_to_the_next_name_is_seen() -> None:
 # --- cut -------------------------------------------------------------------------------------------------------------
 
 
-@given(stories(), st.data())
-def test_a_cut_file_keeps_every_whole_line(story: Story, data: st.DataObject) -> None:
-    with room() as folder:
-        path, sizes = told(story, folder)
+@given(scenarios(), st.data())
+def test_a_cut_file_keeps_every_whole_line(scenario: Scenario, data: st.DataObject) -> None:
+    with temporary_folder() as folder:
+        path, sizes = write_scenario(scenario, folder)
         written = path.read_bytes()
     cut = data.draw(st.integers(0, len(written) - 1))
     if cut < sizes[0]:
-        with pytest.raises(TraceError), reading(written[:cut]):
+        with pytest.raises(TraceError), trace_of(written[:cut]):
             pass
         return
-    with reading(written[:cut]) as trace:
-        left = [event for event, size in zip(story.events, sizes[1:], strict=False) if size <= cut]
-        assert held_by(trace) == held(left)
-        assert trace.environment == story.environment
+    with trace_of(written[:cut]) as trace:
+        left = [event for event, size in zip(scenario.events, sizes[1:], strict=False) if size <= cut]
+        assert contents_of(trace) == held(left)
+        assert trace.environment == scenario.environment
         assert (trace.damage, trace.end, trace.torn) == ("", "", not written[:cut].endswith(b"\n"))
 
 
@@ -92,7 +101,7 @@ def test_a_file_cut_at_any_byte_is_read_or_refused(whole: bytes, tmp_path: Path)
     path.write_bytes(whole)
     first = whole.index(b"\n") + 1
     with RankTrace(path) as trace:
-        everything = held_by(trace)
+        everything = contents_of(trace)
     for cut in reversed(range(len(whole))):
         os.truncate(path, cut)
         if cut < first:
@@ -100,7 +109,7 @@ def test_a_file_cut_at_any_byte_is_read_or_refused(whole: bytes, tmp_path: Path)
                 RankTrace(path)
             continue
         with RankTrace(path) as trace:
-            left = held_by(trace)
+            left = contents_of(trace)
             assert left.items() <= everything.items()
             assert len(left) == sum(
                 line.startswith((b'{"line":"values"', b'{"line":"call"')) for line in _whole(whole[:cut])
@@ -138,10 +147,10 @@ def test_a_file_with_damaged_bytes_says_where_and_nothing_else(whole: bytes, dat
     _assert_honest(whole, data.draw(_edits(whole)))
 
 
-@given(stories(), st.data())
-def test_damaged_bytes_of_any_trace_are_found(story: Story, data: st.DataObject) -> None:
-    with room() as folder:
-        written = told(story, folder)[0].read_bytes()
+@given(scenarios(), st.data())
+def test_damaged_bytes_of_any_trace_are_found(scenario: Scenario, data: st.DataObject) -> None:
+    with temporary_folder() as folder:
+        written = write_scenario(scenario, folder)[0].read_bytes()
     _assert_honest(written, data.draw(_edits(written)))
 
 
@@ -151,15 +160,16 @@ def _assert_honest(written: bytes, found: bytes) -> None:
     pairs = zip([*lines, None], [*after, None], strict=False)
     first = next((number for number, (one, other) in enumerate(pairs, start=1) if one != other), None)
     if first == 1:
-        with pytest.raises(TraceError), reading(found):
+        with pytest.raises(TraceError), trace_of(found):
             pass
         return
-    with reading(written) as trace:
-        everything, words = held_by(trace), {key: trace.word(*key) for key in held_by(trace) if key[1] != "call"}
-    with reading(found) as trace:
-        left = held_by(trace)
+    with trace_of(written) as trace:
+        everything = contents_of(trace)
+        digests = {key: trace.digest(*key) for key in everything if key[1] != "call"}
+    with trace_of(found) as trace:
+        left = contents_of(trace)
         assert left.items() <= everything.items()
-        assert all(trace.word(*key) == word for key, word in words.items() if key in left)
+        assert all(trace.digest(*key) == digest for key, digest in digests.items() if key in left)
         if first is None or first > len(after):  # the same, or the rest is gone line by line
             assert (trace.damage, trace.torn) == ("", False)
         elif after[first - 1].endswith(b"\n"):
@@ -188,13 +198,13 @@ def test_lines_that_moved_or_are_missing_are_damage(whole: bytes, data: st.DataO
 def test_a_line_that_comes_twice_is_damage(whole: bytes, kind: bytes) -> None:
     lines = lines_of(whole)
     last = max(number for number, line in enumerate(lines) if line.startswith(b'{"line":"' + kind))
-    with reading(b"".join([*lines, lines[last]])) as trace:
+    with trace_of(b"".join([*lines, lines[last]])) as trace:
         assert trace.damage == f"line {len(lines) + 1}: it was written as line {last + 1}"
 
 
 def test_a_line_that_follows_the_end_is_damage(whole: bytes) -> None:
     number = len(lines_of(whole)) + 1
-    with reading(whole + sealed(b'{"line":"end","step":2,"reason":"closed"', number)) as trace:
+    with trace_of(whole + sealed(b'{"line":"end","step":2,"reason":"closed"', number)) as trace:
         assert trace.damage == f"line {number}: it follows the end of the trace"
 
 
@@ -202,7 +212,7 @@ def test_a_line_that_follows_the_end_is_damage(whole: bytes) -> None:
 def test_a_second_trace_in_the_same_file_is_damage(tmp_path: Path, ended: bool) -> None:
     folders = [write_trace(tmp_path / name, world_size=1, steps=2, end="closed" if ended else None) for name in "ab"]
     first, second = ((folder / "rank-00000.jsonl").read_bytes() for folder in folders)
-    with reading(first + second) as trace:
+    with trace_of(first + second) as trace:
         assert trace.damage == f"line {len(lines_of(first)) + 1}: it was written as line 1"
         assert list(trace.steps) == [0, 1, 2]
 
@@ -211,7 +221,7 @@ def test_a_step_that_comes_again_is_damage(whole: bytes) -> None:
     lines = lines_of(whole)[:-1]
     first = next(line for line in lines if line.startswith(b'{"line":"values"'))
     number = len(lines) + 1
-    with reading(b"".join([*lines, sealed(first.rpartition(b',"at":')[0], number)])) as trace:
+    with trace_of(b"".join([*lines, sealed(first.rpartition(b',"at":')[0], number)])) as trace:
         assert trace.damage == f"line {number}: step 0 comes again; are these two runs in one file?"
 
 
@@ -230,7 +240,7 @@ def test_a_step_that_comes_again_is_damage(whole: bytes) -> None:
     ],
 )
 def test_what_is_no_trace_is_refused(whole: bytes, made: Callable[[bytes], bytes], what: str) -> None:
-    with pytest.raises(TraceError, match=f"rank-00000.jsonl:? {what}"), reading(made(whole)):
+    with pytest.raises(TraceError, match=f"rank-00000.jsonl:? {what}"), trace_of(made(whole)):
         pass
 
 
@@ -268,10 +278,10 @@ def test_a_huge_file_of_one_line_is_refused_without_reading_it(tmp_path: Path) -
 
 
 def test_what_is_not_in_a_trace_is_none(whole: bytes) -> None:
-    with reading(whole) as trace:
+    with trace_of(whole) as trace:
         assert trace.phases == PHASES
-        assert (trace.section(9, "buffers"), trace.word(9, "buffers"), trace.call(9)) == (None, None, None)
-        assert (trace.section(0, "optimizer"), trace.word(0, "optimizer"), trace.call(0)) == (None, None, None)
+        assert (trace.section(9, "buffers"), trace.digest(9, "buffers"), trace.call(9)) == (None, None, None)
+        assert (trace.section(0, "optimizer"), trace.digest(0, "optimizer"), trace.call(0)) == (None, None, None)
 
 
 def test_phases_are_those_that_any_step_has(tmp_path: Path) -> None:
@@ -279,7 +289,7 @@ def test_phases_are_those_that_any_step_has(tmp_path: Path) -> None:
         assert trace.phases == ("buffers",)
 
 
-def test_a_line_that_changes_after_it_was_looked_through_is_refused(tmp_path: Path) -> None:
+def test_a_line_that_changes_after_it_was_scanned_is_refused(tmp_path: Path) -> None:
     path = _one_section(tmp_path)
     with RankTrace(path) as trace:
         assert trace.section(1, "buffers") is not None

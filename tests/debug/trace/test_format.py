@@ -1,4 +1,4 @@
-"""Is what docs/trace-format.md says of a trace true?"""
+"""The statements of docs/trace-format.md hold for recorded traces."""
 
 import re
 from pathlib import Path

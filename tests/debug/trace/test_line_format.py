@@ -1,4 +1,4 @@
-"""Does a line of a trace say what was written, or that it does not?"""
+"""Lines of a trace: round trips, and the refusal of damaged or foreign lines."""
 
 import json
 import zlib
@@ -14,16 +14,16 @@ from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
 from tests.helpers.trace_scenarios import (
     JSON,
-    Story,
+    Scenario,
     calls,
+    contents_of,
     environments,
     held,
-    held_by,
-    room,
+    scenarios,
     sections,
-    stories,
+    temporary_folder,
     texts,
-    told,
+    write_scenario,
 )
 from tests.helpers.traces import call_facts, environment, sealed
 
@@ -103,39 +103,39 @@ def test_no_line_says_nan_which_json_lacks() -> None:
 
 @given(environments)
 def test_an_environment_comes_back(given_environment: Environment) -> None:
-    members = _through_json(given_environment.members())
+    members = _through_json(given_environment.to_json())
     check_version(members)
 
-    assert Environment.of(members) == given_environment
+    assert Environment.from_json(members) == given_environment
 
 
 @given(calls, st.integers(0))
 def test_facts_of_a_call_come_back(facts: CallFacts, step: int) -> None:
-    members = _through_json(facts.members(step))
+    members = _through_json(facts.to_json(step))
 
     assert (members["line"], members["step"]) == ("call", step)
-    assert CallFacts.of(members) == facts
+    assert CallFacts.from_json(members) == facts
 
 
 @given(sections("optimizer"), st.integers(0), st.integers(0))
 def test_names_and_values_come_back(section: Section, step: int, number: int) -> None:
-    names = _through_json(section.names.members(number))
-    values = _through_json(section.values.members(step, "optimizer", number))
+    names = _through_json(section.names.to_json(number))
+    values = _through_json(section.values.to_json(step, "optimizer", number))
 
-    assert Names.of(names) == (number, section.names)
+    assert Names.from_json(names) == (number, section.names)
     assert (values["step"], values["phase"], values["names"]) == (step, "optimizer", number)
-    assert Values.of(values, len(section.names.names)) == section.values
+    assert Values.from_json(values, len(section.names.names)) == section.values
 
 
-@given(stories())
-def test_a_rank_reads_as_it_was_written(story: Story) -> None:
-    with room() as folder:
-        path, sizes = told(story, folder)
+@given(scenarios())
+def test_a_rank_reads_as_it_was_written(scenario: Scenario) -> None:
+    with temporary_folder() as folder:
+        path, sizes = write_scenario(scenario, folder)
         with RankTrace(path) as trace:
-            assert trace.environment == story.environment
-            assert held_by(trace) == held(story.events)
-            assert list(trace.steps) == sorted({step for step, _ in story.events})
-            assert (trace.damage, trace.torn, trace.end) == ("", False, story.end or "")
+            assert trace.environment == scenario.environment
+            assert contents_of(trace) == held(scenario.events)
+            assert list(trace.steps) == sorted({step for step, _ in scenario.events})
+            assert (trace.damage, trace.torn, trace.end) == ("", False, scenario.end or "")
             assert trace.size_bytes == sizes[-1]
 
 
@@ -173,21 +173,23 @@ WRONG: list[tuple[type[Any], str, Any]] = [
 def test_a_member_of_another_kind_is_named(record: Any, member: str, value: Any) -> None:
     members = {**_right(record), member: value}
 
-    with pytest.raises(TraceError, match=f"^says what no recorder writes: member '{member}' is missing or of another"):
-        record.of(members)
+    with pytest.raises(
+        TraceError, match=f"^has contents that no recorder writes: key '{member}' is missing or of the wrong"
+    ):
+        record.from_json(members)
 
 
 @pytest.mark.parametrize("record", [Environment, CallFacts])
 def test_a_missing_member_is_named(record: Any) -> None:
     right = _right(record)
-    record.of(right)
+    record.from_json(right)
     for member in right.keys() - {"line", "format", "version", "step"}:
-        with pytest.raises(TraceError, match=f"member '{member}' is missing"):
-            record.of({name: value for name, value in right.items() if name != member})
+        with pytest.raises(TraceError, match=f"key '{member}' is missing"):
+            record.from_json({name: value for name, value in right.items() if name != member})
 
 
 def _right(record: type[Any]) -> dict[str, Any]:
-    members = environment(0, 2).members() if record is Environment else call_facts(1, 0).members(1)
+    members = environment(0, 2).to_json() if record is Environment else call_facts(1, 0).to_json(1)
     found: dict[str, Any] = json.loads(json.dumps(members))
     return found
 
@@ -195,37 +197,37 @@ def _right(record: type[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "member, value, what",
     [
-        ("words", ["a"], "member 'words' has 1 entries, expected 2"),
-        ("words", ["a", 1], "member 'words' is missing or of another kind"),
-        ("words", "ab", "member 'words' is missing or of another kind"),
-        ("norms", [1.0, 2.0, 3.0], "member 'norms' has 3 entries, expected 2"),
-        ("norms", [1.0, 10**400], "member 'norms' is missing or of another kind"),
-        ("nonfinite", [[2, 1]], "member 'nonfinite' is missing or of another kind"),
-        ("nonfinite", [[-1, 1]], "member 'nonfinite' is missing or of another kind"),
-        ("nonfinite", [[0]], "member 'nonfinite' is missing or of another kind"),
-        ("nonfinite", {"0": 1}, "member 'nonfinite' is missing or of another kind"),
-        ("nonfinite", None, "member 'nonfinite' is missing or of another kind"),
+        ("words", ["a"], "key 'words' has 1 entries, expected 2"),
+        ("words", ["a", 1], "key 'words' is missing or of the wrong type"),
+        ("words", "ab", "key 'words' is missing or of the wrong type"),
+        ("norms", [1.0, 2.0, 3.0], "key 'norms' has 3 entries, expected 2"),
+        ("norms", [1.0, 10**400], "key 'norms' is missing or of the wrong type"),
+        ("nonfinite", [[2, 1]], "key 'nonfinite' is missing or of the wrong type"),
+        ("nonfinite", [[-1, 1]], "key 'nonfinite' is missing or of the wrong type"),
+        ("nonfinite", [[0]], "key 'nonfinite' is missing or of the wrong type"),
+        ("nonfinite", {"0": 1}, "key 'nonfinite' is missing or of the wrong type"),
+        ("nonfinite", None, "key 'nonfinite' is missing or of the wrong type"),
     ],
 )
 def test_values_that_do_not_fit_their_names_are_refused(member: str, value: Any, what: str) -> None:
     members = {"words": ["a", None], "norms": [1.0, None], "nonfinite": [[1, 3]]}
-    assert Values.of(members, 2) == Values(("a", None), (1.0, None), {1: 3})
+    assert Values.from_json(members, 2) == Values(("a", None), (1.0, None), {1: 3})
 
     with pytest.raises(TraceError, match=what):
-        Values.of({**members, member: value}, 2)
+        Values.from_json({**members, member: value}, 2)
 
 
 @pytest.mark.parametrize("changes", [{"phase": "lunch"}, {"phase": []}, {"kinds": ["a"]}, {"number": "0"}])
 def test_names_that_are_not_declared_properly_are_refused(changes: dict[str, Any]) -> None:
     members = {"number": 0, "phase": "buffers", "names": ["a", "b"], "kinds": ["", ""]}
-    assert Names.of(members) == (0, Names("buffers", ("a", "b"), ("", "")))
+    assert Names.from_json(members) == (0, Names("buffers", ("a", "b"), ("", "")))
 
-    with pytest.raises(TraceError, match="says what no recorder writes"):
-        Names.of({**members, **changes})
+    with pytest.raises(TraceError, match="has contents that no recorder writes"):
+        Names.from_json({**members, **changes})
 
 
-def test_another_version_is_said() -> None:
-    members = {**environment(0, 1).members(), "version": 2}
+def test_another_version_is_reported() -> None:
+    members = {**environment(0, 1).to_json(), "version": 2}
 
     with pytest.raises(TraceError, match="is of another version: got 2, expected 1; read it with the legacy_ddp that"):
         check_version(members)
@@ -234,9 +236,9 @@ def test_another_version_is_said() -> None:
 @pytest.mark.parametrize("changes", [{"format": "other"}, {"line": "values"}])
 def test_another_first_line_is_no_trace(changes: dict[str, Any]) -> None:
     with pytest.raises(TraceError, match="is no trace: got a first line of another kind, expected one of format"):
-        check_version({**environment(0, 1).members(), **changes})
+        check_version({**environment(0, 1).to_json(), **changes})
 
 
 def test_an_end_without_a_reason_is_refused() -> None:
-    with pytest.raises(TraceError, match="member 'reason' is missing"):
+    with pytest.raises(TraceError, match="key 'reason' is missing"):
         end_reason({"line": "end", "step": 1})

@@ -1,4 +1,4 @@
-"""Is what a trace says of a value its bits, its norm and its NaNs?"""
+"""Digests, norms and non-finite counts of values."""
 
 import math
 import struct

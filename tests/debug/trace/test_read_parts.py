@@ -1,4 +1,4 @@
-"""Does a rank's file tell the names of a section, what is not finite and its first steps without parsing it all?"""
+"""Names of sections, first non-finite section and first steps, read without parsing the whole file."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import KIND, NAMES, write_trace
 
 
-def test_names_of_a_section_are_told_without_its_values(tmp_path: Path) -> None:
+def test_names_of_a_section_are_reported_without_its_values(tmp_path: Path) -> None:
     with open_run(write_trace(tmp_path / "t")).open(1) as trace:
         names = trace.names(3, "optimizer")
 

@@ -1,4 +1,4 @@
-"""Is a folder's trace that of one whole run, and what is said if it is not?"""
+"""Folders of traces: one whole run is accepted, anything else is refused with a reason."""
 
 import os
 import resource
@@ -47,7 +47,7 @@ def test_ranks_of_more_digits_are_found(tmp_path: Path) -> None:
     assert _refused(tmp_path).startswith(f"{tmp_path} lacks ranks 0-123455 of 123457; ")
 
 
-def test_no_folder_is_said(tmp_path: Path) -> None:
+def test_no_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     assert _refused(tmp_path / "none") == (
@@ -160,7 +160,7 @@ def test_ranks_of_a_whole_and_of_a_resumed_run_are_refused_together(tmp_path: Pa
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-00000.jsonl")
 
-    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save what comes out of it")
+    assert _refused(tmp_path).endswith("rank-00000.jsonl is a pipe, expected a file; save its output to a file")
 
 
 def test_ranks_of_two_jobs_are_refused_together(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Does a summary say what is in a trace?"""
+"""Summaries have the contents of a trace."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from legacy_ddp.debug._trace.line_format import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.summary import NonFinite, Summary, Waiting, summarise
-from legacy_ddp.debug._trace.summary_text import lines, say_bytes
+from legacy_ddp.debug._trace.summary_text import format_bytes, lines
 from tests.helpers.traces import call_facts, environment, without, write_trace
 
 
@@ -40,7 +40,7 @@ def test_norms_are_those_of_the_whole_gradient_at_the_first_and_last_step(tmp_pa
     assert summary(tmp_path).norms == ((1, math.hypot(1.125, 2.125)), (5, math.hypot(1.625, 2.625)))
 
 
-def test_ranks_that_ended_otherwise_are_told_apart(tmp_path: Path) -> None:
+def test_ranks_that_ended_otherwise_are_distinguished(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "trace", world_size=3)
     path = folder / RANK_FILE.format(1)
     path.write_bytes(path.read_bytes()[:-30])
@@ -54,7 +54,7 @@ def test_ranks_that_ended_otherwise_are_told_apart(tmp_path: Path) -> None:
     assert "  end: ranks 0, 2: closed after step 5" in lines(found)
 
 
-def test_facts_of_all_ranks_are_told_once_and_others_by_rank(tmp_path: Path) -> None:
+def test_facts_of_all_ranks_are_reported_once_and_others_by_rank(tmp_path: Path) -> None:
     def odd(rank: int, size: int) -> Any:
         return environment(rank, size, facts={"torch": "2.13.0", "host": f"node-{rank // 2}", "pid": str(rank)})
 
@@ -156,8 +156,8 @@ def test_machines_get_the_format_and_its_version(tmp_path: Path) -> None:
     "number, text",
     [(0, "0 bytes"), (999, "999 bytes"), (1340, "1.34 kB"), (138_500_000, "138 MB"), (2_500_000_000, "2.5 GB")],
 )
-def test_sizes_are_said_in_powers_of_ten(number: float, text: str) -> None:
-    assert say_bytes(number) == text
+def test_sizes_are_reported_in_powers_of_ten(number: float, text: str) -> None:
+    assert format_bytes(number) == text
 
 
 _TEXT = st.text(max_size=200)

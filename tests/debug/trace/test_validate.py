@@ -1,4 +1,4 @@
-"""Is a line with the right checksum and the wrong content refused, and never believed?"""
+"""Lines with a right checksum and wrong contents are refused."""
 
 import json
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import PHASES, encode
 from legacy_ddp.debug._trace.records import Names
-from tests.helpers.trace_scenarios import JSON, held_by, reading
+from tests.helpers.trace_scenarios import JSON, contents_of, trace_of
 from tests.helpers.traces import call_facts, environment, lines_of, sealed, write_trace
 
 
@@ -23,8 +23,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def _tried(data: bytes) -> str:
     """What was wrong with it, having asked for all that it says."""
     try:
-        with reading(data) as trace:
-            held_by(trace)
+        with trace_of(data) as trace:
+            contents_of(trace)
             return trace.damage
     except TraceError as error:
         return str(error)
@@ -58,16 +58,16 @@ def test_sealed_lines_with_any_number_raise_nothing_but_trace_errors(whole: byte
 
 
 VALUES = b'{"line":"values","step":1,"phase":"buffers","names":0,"words":["a"],"norms":[null],"nonfinite":[]'
-CALL = json.dumps(call_facts(1, 0).members(1), separators=(",", ":")).encode()[:-1]
+CALL = json.dumps(call_facts(1, 0).to_json(1), separators=(",", ":")).encode()[:-1]
 
 
 @pytest.mark.parametrize(
     "body, what",
     [
-        (VALUES.replace(b'"names":0', b'"names":1'), "line 3: it says what no recorder writes"),
-        (VALUES.replace(b"buffers", b"settings"), "line 3: it says what no recorder writes"),
-        (VALUES.replace(b"buffers", b"lunch"), "line 3: it says what no recorder writes"),
-        (VALUES.replace(b',"norms":[null]', b""), "line 3: it says what no recorder writes"),
+        (VALUES.replace(b'"names":0', b'"names":1'), "line 3: it has contents that no recorder writes"),
+        (VALUES.replace(b"buffers", b"settings"), "line 3: it has contents that no recorder writes"),
+        (VALUES.replace(b"buffers", b"lunch"), "line 3: it has contents that no recorder writes"),
+        (VALUES.replace(b',"norms":[null]', b""), "line 3: it has contents that no recorder writes"),
         (VALUES.replace(b'"step":1', b'"step":-1'), "line 3: it is of a kind that no recorder writes"),
         (VALUES.replace(b'"step":1', b'"step":' + b"9" * 30), "line 3: it is of a kind that no recorder writes"),
         (b'{"line":"lunch"', "line 3: it is of a kind that no recorder writes"),
@@ -76,31 +76,37 @@ CALL = json.dumps(call_facts(1, 0).members(1), separators=(",", ":")).encode()[:
             b'{"line":"names","number":3,"phase":"buffers","names":[],"kinds":[]',
             "line 3: its number is not the next one",
         ),
-        (b'{"line":"names","number":1,"phase":"lunch","names":[],"kinds":[]', "line 3: says what no recorder writes"),
-        (b'{"line":"end","step":1', "line 3: says what no recorder writes: member 'reason'"),
+        (
+            b'{"line":"names","number":1,"phase":"lunch","names":[],"kinds":[]',
+            "line 3: has contents that no recorder writes",
+        ),
+        (b'{"line":"end","step":1', "line 3: has contents that no recorder writes: key 'reason'"),
         (VALUES.replace(b'["a"]', b'["a","b"]'), "'words' has 2 entries, expected 1"),
-        (VALUES.replace(b'["a"]', b'"a"'), "'words' is missing or of another kind"),
-        (VALUES.replace(b"[null]", b"[" + b"9" * 400 + b"]"), "'norms' is missing or of another kind"),
-        (VALUES.replace(b"[null]", b"[1e999]"), "'norms' is missing or of another kind"),
-        (VALUES.replace(b"[null]", b"[-Infinity]"), "'norms' is missing or of another kind"),
-        (VALUES.replace(b"[null]", b"[NaN]"), "'norms' is missing or of another kind"),
+        (VALUES.replace(b'["a"]', b'"a"'), "'words' is missing or of the wrong type"),
+        (VALUES.replace(b"[null]", b"[" + b"9" * 400 + b"]"), "'norms' is missing or of the wrong type"),
+        (VALUES.replace(b"[null]", b"[1e999]"), "'norms' is missing or of the wrong type"),
+        (VALUES.replace(b"[null]", b"[-Infinity]"), "'norms' is missing or of the wrong type"),
+        (VALUES.replace(b"[null]", b"[NaN]"), "'norms' is missing or of the wrong type"),
         (
             VALUES.replace(b'"nonfinite":[]', b'"nonfinite":[[0,9223372036854775808]]'),
-            "'nonfinite' is missing or of another kind",
+            "'nonfinite' is missing or of the wrong type",
         ),
         (VALUES.replace(b"[null]", b"[" * 50_000), "a line of step 1 cannot be read: it is no JSON"),
-        (VALUES.replace(b'"nonfinite":[]', b'"nonfinite":[[1,1]]'), "'nonfinite' is missing or of another kind"),
-        (VALUES + b',"names":"x"', "member 'names' is not a number declared for that phase"),
-        (VALUES + b',"names":[]', "member 'names' is not a number declared for that phase"),
-        (VALUES + b',"names":7', "member 'names' is not a number declared for that phase"),
-        (VALUES + b',"names":true', "member 'names' is not a number declared for that phase"),
-        (CALL.replace(b'"call":1', b'"call":-1'), "member 'call' is missing or of another kind"),
-        (CALL.replace(b'"sample_size":64', b'"sample_size":1' + b"0" * 400), "'sample_size' is missing or of another"),
-        (b'{"line":"call","step":1,"x":0', "member 'call' is missing or of another kind"),
+        (VALUES.replace(b'"nonfinite":[]', b'"nonfinite":[[1,1]]'), "'nonfinite' is missing or of the wrong type"),
+        (VALUES + b',"names":"x"', "key 'names' is not a number declared for that phase"),
+        (VALUES + b',"names":[]', "key 'names' is not a number declared for that phase"),
+        (VALUES + b',"names":7', "key 'names' is not a number declared for that phase"),
+        (VALUES + b',"names":true', "key 'names' is not a number declared for that phase"),
+        (CALL.replace(b'"call":1', b'"call":-1'), "key 'call' is missing or of the wrong type"),
+        (
+            CALL.replace(b'"sample_size":64', b'"sample_size":1' + b"0" * 400),
+            "'sample_size' is missing or of the wrong",
+        ),
+        (b'{"line":"call","step":1,"x":0', "key 'call' is missing or of the wrong type"),
     ],
 )
-def test_a_sealed_line_that_no_recorder_writes_is_said(body: bytes, what: str) -> None:
-    before = [environment(0, 1).members(), Names("buffers", ("x",), ("",)).members(0)]
+def test_a_sealed_line_that_no_recorder_writes_is_reported(body: bytes, what: str) -> None:
+    before = [environment(0, 1).to_json(), Names("buffers", ("x",), ("",)).to_json(0)]
     found = _tried(b"".join(encode(members, at) for at, members in enumerate(before, start=1)) + sealed(body, 3))
 
     assert what in found
@@ -109,11 +115,11 @@ def test_a_sealed_line_that_no_recorder_writes_is_said(body: bytes, what: str) -
 
 @pytest.mark.parametrize("words", [b'"a"', b"[]", b'["a","b"]', b'["a"', b"[" * 20_000, b'["a"],"more":[1]'])
 def test_words_that_no_recorder_writes_are_refused_without_the_rest_of_their_line(words: bytes) -> None:
-    before = [environment(0, 1).members(), Names("buffers", ("x",), ("",)).members(0)]
+    before = [environment(0, 1).to_json(), Names("buffers", ("x",), ("",)).to_json(0)]
     lines = [encode(members, at) for at, members in enumerate(before, start=1)]
-    with reading(b"".join([*lines, sealed(VALUES.replace(b'["a"]', words), 3)])) as trace:
+    with trace_of(b"".join([*lines, sealed(VALUES.replace(b'["a"]', words), 3)])) as trace:
         with pytest.raises(
-            TraceError, match=r"rank-00000\.jsonl: a line of step 1 says what no recorder writes: its words"
+            TraceError, match=r"rank-00000\.jsonl: a line of step 1 has contents that no recorder writes: key 'words'"
         ):
             trace.words(1, "buffers")
         with pytest.raises(TraceError):

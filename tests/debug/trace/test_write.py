@@ -1,4 +1,4 @@
-"""Does what a rank writes survive: a kill, a full disk, a folder that somebody else wrote to?"""
+"""Files of a rank after a kill, on a full disk, and in a folder with other files."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import Names, Section, Values
 from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.write import Writer
-from tests.helpers.trace_scenarios import held_by
+from tests.helpers.trace_scenarios import contents_of
 from tests.helpers.traces import call_facts, environment, write_trace
 
 PRELOAD = [
@@ -60,17 +60,17 @@ def test_files_of_other_ranks_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["rank-00000.jsonl", "rank-00001.jsonl"]
 
 
-def test_a_file_in_place_of_the_folder_is_said(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_reported(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
 
-    with pytest.raises(TraceError, match=f"^{file} is no folder; name another one"):
+    with pytest.raises(TraceError, match=f"^{file} is no folder; name another folder"):
         Writer(file, environment(0, 1))
     with pytest.raises(TraceError, match=f"^{file}/below/rank-00000.jsonl cannot be written: Not a directory; name"):
         Writer(file / "below", environment(0, 1))
 
 
-def test_a_place_where_nothing_can_be_made_is_said() -> None:
+def test_a_place_where_nothing_can_be_made_is_reported() -> None:
     with pytest.raises(TraceError, match=r"^/proc/none/rank-00000.jsonl cannot be written: .*; name another folder"):
         Writer(Path("/proc/none"), environment(0, 1))
 
@@ -112,7 +112,7 @@ def _left(path: Path) -> list[int]:
     """The steps in a file, all of which are as they were written, up to a torn line if there is one."""
     with RankTrace(path) as trace:
         assert trace.damage == ""
-        for (step, phase), what in held_by(trace).items():
+        for (step, phase), what in contents_of(trace).items():
             if phase == "buffers":
                 assert isinstance(what, Section)
                 assert what == _section(step, len(what.names.names))
@@ -203,7 +203,7 @@ def test_nothing_follows_a_torn_line_when_there_is_room_again(tmp_path: Path) ->
         assert (trace.torn, trace.damage, trace.end) == (True, "", "")
 
 
-def test_a_disk_that_is_full_from_the_start_is_said_and_no_file_stays_open(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_from_the_start_is_reported_and_no_file_stays_open(tmp_path: Path) -> None:
     before = os.listdir("/proc/self/fd")
     with _files_of_at_most(10), pytest.raises(TraceError, match=r"rank-00000.jsonl cannot be written: File too large"):
         Writer(tmp_path, environment(0, 1))

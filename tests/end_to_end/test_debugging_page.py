@@ -1,35 +1,22 @@
-"""Do the hunts find what docs/hunting.md says they find?"""
+"""The commands and printed results of docs/debugging.md."""
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import fork_ranks, fork_script
 
-PAGE = (ROOT / "docs" / "hunting.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "debugging.md").read_text(encoding="utf-8")
 NUMBER = re.compile(r"\b[0-9a-f]{16}\b|-?\d+(\.\d+)?(e-?\d+)?")
 
 
 def _launch(
     script: str, *arguments: str, ranks: int = 3, folder: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
-    return _run([*launcher, str(ROOT / "examples" / script), *arguments], folder)
-
-
-def _run(command: list[str], folder: Path | None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    return fork_ranks(ranks, str(ROOT / "examples" / script), *arguments, cwd=folder or ROOT)
 
 
 def _shown_after(text: str) -> list[str]:
@@ -108,7 +95,7 @@ def test_the_hunt_for_two_runs_prints_what_the_page_shows(tmp_path: Path) -> Non
         trained = _launch("train_lm.py", *command.split(), ranks=2, folder=tmp_path)
         assert trained.returncode == 0, trained.stderr
 
-    found = _run([sys.executable, "-m", "legacy_ddp", "diff", "before", "after"], tmp_path)
+    found = fork_script("-m", "legacy_ddp", "diff", "before", "after", cwd=tmp_path)
 
     assert found.returncode == 1, found.stderr
     shown = _shown_after("(Without installing: `python -m legacy_ddp diff before after`.)\n")

@@ -1,4 +1,4 @@
-"""The synchronizer of a module or of parameters that have no wrapper."""
+"""Synchronizers of modules and parameters without a wrapper."""
 
 from collections.abc import Iterable, MutableMapping, Sequence
 from functools import cache
@@ -12,11 +12,12 @@ from legacy_ddp._collectives.state import NamedTensors, Synchronizer
 from legacy_ddp._settings import Checks, Settings, resolve_checks
 
 
-def remember(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:
-    """The synchronizer of a module or of parameters, and their names.
+def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:
+    """The synchronizer of a module or of parameters, and the names of the parameters.
 
-    It lives as long as the module, or the first of the parameters. An error of the argument is raised where the names
-    are read: inside the call, so that the other ranks hear of it. Without a process group it is raised here.
+    The synchronizer lives as long as the module, or the first of the parameters. A wrong argument raises its error when
+    the names are read: inside the call, which announces the error to the other ranks. Without a process
+    group the error is raised at once.
     """
     try:
         if isinstance(module_or_params, nn.Module):
@@ -24,10 +25,10 @@ def remember(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Sync
             return _of_module(module_or_params), named
         parameters = _tensors(module_or_params)
         return _of_parameters(parameters), [(f"{index:06d}", tensor) for index, tensor in enumerate(parameters)]
-    except (TypeError, ValueError) as problem:
+    except (TypeError, ValueError) as error:
         if not dist.is_initialized():
             raise
-        return Synchronizer(Settings(checks=_UNGUARDED)), _raising(problem)
+        return Synchronizer(Settings(checks=_UNGUARDED)), _raising(error)
 
 
 _UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
@@ -49,9 +50,9 @@ def _of_nothing() -> Synchronizer:
     return _new()
 
 
-class _Memory:
-    """A hook that does nothing. It keeps a synchronizer for as long as the parameter lives: torch swaps the contents of
-    no tensor that has a weak reference."""
+class _SynchronizerHook:
+    """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak reference to the
+    parameter would not do: torch refuses to swap the contents of a tensor with weak references."""
 
     def __init__(self) -> None:
         self.synchronizer = _new()
@@ -64,12 +65,12 @@ def _of_parameters(parameters: Sequence[torch.Tensor]) -> Synchronizer:
     if not parameters:
         return _of_nothing()
     (hooks,) = internals.accumulate_hooks(parameters[:1])
-    memory = next((hook for hook in hooks.values() if isinstance(hook, _Memory)), None)
-    if memory is None:
-        memory = _Memory()
-        if parameters[0].is_leaf:  # another one is refused in the call
-            internals.add_accumulate_hook(parameters[0], memory)
-    return memory.synchronizer
+    hook = next((hook for hook in hooks.values() if isinstance(hook, _SynchronizerHook)), None)
+    if hook is None:
+        hook = _SynchronizerHook()
+        if parameters[0].is_leaf:  # the call refuses a tensor that is no leaf
+            internals.add_accumulate_hook(parameters[0], hook)
+    return hook.synchronizer
 
 
 def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -80,6 +81,6 @@ def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return parameters
 
 
-def _raising(problem: Exception) -> NamedTensors:
-    raise problem
-    yield  # type: ignore[unreachable]  # makes it a generator, which raises only when it is looked at
+def _raising(error: Exception) -> NamedTensors:
+    raise error
+    yield  # type: ignore[unreachable]  # makes this function a generator, which raises when it is iterated

@@ -1,4 +1,4 @@
-"""What do the strategies of the Trainer and of Fabric share? The wrapper's arguments, and the names in the registry."""
+"""The common part of the strategies of the Trainer and of Fabric: the wrapper's arguments, and the registration."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -13,13 +13,13 @@ from legacy_ddp._settings import Checks, LossScaler, Settings, as_names, resolve
 from legacy_ddp._unsupported import refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.lightning._arguments import INSTEAD
-from legacy_ddp.lightning._ending import leave_in_order
+from legacy_ddp.lightning._shutdown import set_up_exit
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}
 
 
-class Wrapping:
-    """Comes before one of Lightning's DDPStrategy classes: takes the wrapper's arguments, and makes the wrapper."""
+class StrategyMixin:
+    """Takes the wrapper's arguments and makes the wrapper. A base class to the left of a DDPStrategy of Lightning."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class Wrapping:
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self), kwargs, Wrapping.__init__, super().__init__, instead=INSTEAD)
+        refuse_unknown(type(self), kwargs, StrategyMixin.__init__, super().__init__, instead=INSTEAD)
         del find_unused_parameters  # there is nothing to search
-        # What is wrong shows here, in one process and before others are started.
+        # Check here, in a single process, before ranks are started.
         settings = Settings(
             buffer_size=buffer_size,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -52,12 +52,12 @@ class Wrapping:
         self._settings = settings
 
     def setup_environment(self) -> None:
-        """Make the process group, and see to how this process will leave."""
+        """Make the process group, and set up the exit of this process."""
         super().setup_environment()  # type: ignore[misc]  # of the class that comes next
-        leave_in_order(self._launcher)  # type: ignore[attr-defined]
+        set_up_exit(self._launcher)  # type: ignore[attr-defined]
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Step; a forgotten reduction is told in Lightning's words, too."""
+        """Step. The error for a forgotten reduction gets a note with the calls of Lightning."""
         try:
             return super().optimizer_step(*args, **kwargs)  # type: ignore[misc]  # of the class that comes next
         except UnsynchronizedStepError as error:
@@ -68,7 +68,7 @@ class Wrapping:
             raise
 
     def _wrap(self, module: nn.Module, scaler: LossScaler | None) -> LegacyDistributedDataParallel:
-        """Collective: the wrapper. ``scaler``: Lightning's, told to the checks unless they have another."""
+        """Collective: the wrapper. ``scaler``: of Lightning, for the checks unless ``checks`` has a scaler."""
         settings = self._settings
         checks = settings.checks
         if scaler is not None and checks.grad_scaler is None:
@@ -86,7 +86,7 @@ class Wrapping:
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        """Add the names; a second import under the same name changes nothing."""
+        """Register the names; a second registration replaces the first."""
         for name, start_method in _START_METHODS.items():
             strategy_registry.register(
                 name,

@@ -1,4 +1,4 @@
-"""Do the loops of docs/migrating.md train as the page says: as one process, and for torch DDP to the same bits?"""
+"""The loops of docs/migration.md: equal to one process on all data, and to torch DDP bit by bit."""
 
 import re
 from functools import partial
@@ -16,7 +16,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import assert_same_bits
 
-PAGE = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 LOOPS = dict(re.findall(r"^<!-- loop: ([^\n]*) -->\n```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 RANKS, STEPS, MICRO_BATCHES = 2, 6, 2
 State = dict[str, torch.Tensor]
@@ -56,7 +56,7 @@ def _run(rank: int, program: str, dtype: torch.dtype) -> State:
         "steps": steps,
         "batches": list(chain(*steps)),
     }
-    exec(compile(program, "docs/migrating.md", "exec"), names)
+    exec(compile(program, "docs/migration.md", "exec"), names)
     return module.state_dict()
 
 

@@ -1,0 +1,158 @@
+"""Comparison of the headers of all ranks: the error for the first mismatch.
+
+Every rank reads the same rows and therefore finds the same error. Functions with the argument ``call`` are collective
+after a mismatch: the ranks exchange details.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from legacy_ddp._agreement.header import Flag, Header, Participation
+from legacy_ddp._compare import Finding, compare_rows, name_ranks
+from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
+from legacy_ddp._reproducible.splits import format_splits, is_aligned
+from legacy_ddp._transport.gather import Gatherer
+
+
+def find_mismatch(
+    call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], uneven: str
+) -> AgreedError | None:
+    """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call."""
+    return (
+        find_failure(call, rows, "")
+        or _find_other_call(rows)
+        or _find_other_layout(call, rows, inventory)
+        or find_other_meaning(rows, uneven)
+    )
+
+
+def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> AgreedError | None:
+    """The error for failed ranks; None also if all ranks failed with the same text. ``own_text``: of this rank's error.
+
+    Collective if a rank failed.
+    """
+    failed = [rank for rank, row in enumerate(rows) if row.flags & Flag.FAILED]
+    if not failed:
+        return None
+    texts = call.gather_objects(own_text)
+    if len(failed) == len(rows) and len(set(texts)) == 1:
+        return None
+    who, listed = name_ranks(failed), "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+    text = f"{who} failed before the exchange, so nothing was exchanged and no gradient changed. {listed}"
+    return _error(PeerError, rows, text, failed)
+
+
+def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
+    if len({(row.version, row.wrapper_id, row.operation, row.call, row.argument) for row in rows}) == 1:
+        return None
+    finding = compare_rows(
+        [
+            {
+                "header version": str(row.version),
+                "wrapper": f"number {row.wrapper_id} on this group",
+                "call": row.call_name,
+                "src": str(row.argument),
+            }
+            for row in rows
+        ]
+    )
+    text = f"ranks met in different calls:\n{finding}\nlet every rank make the same calls in the same order"
+    return _error(DesyncError, rows, text, finding.ranks)
+
+
+def _find_other_layout(call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str]) -> AgreedError | None:
+    if len({row.layout for row in rows}) == 1:
+        return None
+    finding = compare_rows(call.gather_objects(dict(inventory)))
+    advice = "make the module and the settings alike on every rank"
+    text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
+    error = _error(LayoutError, rows, text, finding.ranks)
+    names = [item.name for item in finding.differences]
+    if len(names) == 1 and names[0].startswith("parameter "):
+        error.parameter = names[0].removeprefix("parameter ").strip("'")
+    return error
+
+
+def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | None:
+    """The error for ranks in the same all_reduce() with different meanings.
+
+    Facts, which are evidence against a rank, come before numbers, for which only a majority can name a rank.
+    """
+    if repeating := _ranks_alone_with(Flag.REPEAT, rows):
+        return _slipped(rows, repeating, "no backward since the last call, gradients unchanged: an extra call")
+    stepping = _ranks_alone_with(Flag.STEPPED, rows)
+    # Weights change for other reasons, too. Together with more backward passes than elsewhere it was an unshared step.
+    if stepping and _describe_backwards(rows):
+        return _slipped(rows, stepping, "weights changed between its first backward and now: a skipped call")
+    if problem := _find_mixed_participation(rows) or _find_bad_split(rows):
+        return problem
+    if uneven == "raise" and (finding := describe_uneven_work(rows)):
+        return _error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
+    return None
+
+
+def describe_uneven_work(rows: Sequence[Header]) -> Finding | None:
+    """The numbers of micro-batches, if the participants differ. A block of ``reproducible=True`` is a micro-batch, also
+    an empty block."""
+    return _describe_counts(rows, [row.leaves or row.micro_batches for row in rows])
+
+
+def _describe_backwards(rows: Sequence[Header]) -> Finding | None:
+    """The numbers of backward passes, if the participants differ."""
+    return _describe_counts(rows, [row.micro_batches for row in rows])
+
+
+def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Finding | None:
+    ranks = _participants(rows)
+    if len({micro_batches[rank] for rank in ranks}) <= 1:
+        return None
+    return compare_rows([{"micro-batches since the last call": str(micro_batches[rank])} for rank in ranks], ranks)
+
+
+def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
+    arguments = {Participation.PLAIN: "sample_size=None", Participation.SAMPLES: "an int sample_size"}
+    ranks = [rank for rank, row in enumerate(rows) if row.participation != Participation.SKIP]
+    finding = compare_rows([{"argument": arguments[Participation(rows[rank].participation)]} for rank in ranks], ranks)
+    if not finding:
+        return None
+    text = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"
+    return _error(DesyncError, rows, text, finding.ranks)
+
+
+def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
+    """The error for a split of micro-batches unsuitable for a tree. A rank without gradients counts as zeros."""
+    ranks = _participants(rows)
+    most = max((rows[rank].leaves for rank in ranks), default=0)
+    if not most:
+        return None
+    finding = compare_rows([{"micro-batches": str(rows[rank].leaves)} for rank in ranks], ranks)
+    if not finding and is_aligned(len(rows), most):
+        return None
+    found = str(finding) if finding else f"  {most} on each of {len(rows)} ranks, which is no power of two"
+    splits = format_splits(len(rows) * most)
+    text = f"micro-batches are not split over the ranks as reproducible=True needs it:\n{found}\n{splits}"
+    return _error(DesyncError, rows, text, finding.ranks)
+
+
+def _participants(rows: Sequence[Header]) -> list[int]:
+    return [rank for rank, row in enumerate(rows) if row.takes_part]
+
+
+def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
+    """The participants with ``flag``; empty if all participants have the flag: then the loop works like this."""
+    participants = _participants(rows)
+    ranks = [rank for rank in participants if rows[rank].flags & flag]
+    return ranks if len(ranks) < len(participants) else []
+
+
+def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> AgreedError:
+    lines = [f"{name_ranks(ranks)}: {reading}", str(_describe_backwards(rows) or "")]
+    lines.append("call all_reduce() once per step on every rank")
+    return _error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
+
+
+def _error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:
+    """An error made from the rows alone. Names no call if the ranks are in different calls."""
+    names = {row.call_name for row in rows}
+    shared = len(names) == 1
+    text = f"{names.pop()}: {text}" if shared else text[0].upper() + text[1:]
+    return kind(text, ranks=ranks, call=rows[0].call if shared else None, phase="agree")

@@ -1,0 +1,116 @@
+"""Sum of dense gradients over the ranks. Collective (payload).
+
+Division comes after the sum. Only fp16 on the wire is divided before and after the sum: see :func:`split_divisor`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
+from legacy_ddp._buckets.gradient import DENSE
+from legacy_ddp._buckets.layout import Run, cut_runs
+from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._collectives.pack import Packed
+from legacy_ddp._transport.call import Call
+
+# A smaller second collective costs more than it gains. More than two gain nothing: a gloo group has two threads.
+SMALLEST_PIECE_BYTES = 8 * 2**20
+
+
+def reduce_dense(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int) -> int:
+    """Replace every run of dense gradients by its sum over the ranks divided by ``divisor``; return the bytes sent.
+
+    All collectives are started before the first wait.
+    """
+    started = []
+    for buffer, share in plan.slot_ranges:
+        runs = merged_runs(buffer, kinds[share])
+        fill_missing(buffer, packed, kinds, share, runs, buffer.flat)
+        with call.profiled(f"start {buffer.bucket.label}"):
+            pieces = _cut(call, buffer, runs, plan.layout.buffer_size)
+            started += [(buffer, run, _start(call, buffer, run, divisor)) for run in pieces]
+    size_bytes = 0
+    for buffer, (start, stop), work in started:
+        with call.profiled(f"finish {buffer.bucket.label}"):
+            if work is not None:
+                call.wait(call.groups.payload(buffer.bucket.device), work)
+                size_bytes += (stop - start) * buffer.payload.itemsize
+            _finish(call, buffer, (start, stop), divisor)
+    return size_bytes
+
+
+def merged_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> list[Run]:
+    """The runs of slots with a dense gradient on any rank; runs with a small gap between them are merged."""
+    return buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap)
+
+
+def fill_missing(
+    buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice, runs: Sequence[Run], flat: torch.Tensor
+) -> None:
+    """Fill the slots left out by packing: zeros for absent gradients, and sparse gradients converted to dense."""
+    buffer.zero(packed.kinds[share], runs=runs, flat=flat)
+    for index, grad in packed.sparse.items():
+        if kinds[index] == DENSE and share.start <= index < share.stop:
+            slot = buffer.bucket.slots[index - share.start]
+            flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(grad.to_dense())
+
+
+def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, float]:
+    """(before, after): divisors before and after the sum over ``size`` ranks.
+
+    fp16 is divided by about the square root of ``size`` on either side of the sum (the split that PyTorch's FSDP2 uses,
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py``), and by a sample count before the sum. The divisor
+    before the sum is a power of two: an exact division, unless it underflows.
+    """
+    if wire != torch.float16 or size == 1:
+        return 1.0, float(divisor)
+    samples_per_rank = 2 ** max(0, (divisor // size).bit_length() - 1)
+    before = float(samples_per_rank * 2 ** (((size - 1).bit_length() + 1) // 2))
+    return before, divisor / before
+
+
+def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) -> list[Run]:
+    """The piece of each collective. On gloo a bucket is cut in halves: the first half is divided while the second
+    half is in flight."""
+    piece = buffer_size
+    if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
+        half = (sum(stop - start for start, stop in runs) + 1) // 2
+        piece = min(piece, max(half, SMALLEST_PIECE_BYTES // buffer.payload.itemsize))
+    return cut_runs(runs, max_numel=piece)
+
+
+def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
+    if call.groups.size == 1:
+        return None
+    start, stop = run
+    flat, wire = buffer.flat[start:stop], buffer.payload[start:stop]
+    before, _ = split_divisor(divisor, call.groups.size, wire.dtype)
+    if before != 1.0:
+        torch.div(flat, before, out=wire)
+    elif buffer.wire is not None:
+        wire.copy_(flat)
+    options = call.options("Allreduce")
+    options.reduceOp = dist.ReduceOp.SUM
+    return call.start(call.groups.payload(flat.device), lambda group: group.allreduce([as_real(wire)], options))
+
+
+def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
+    start, stop = run
+    flat = buffer.flat[start:stop]
+    if call.groups.size == 1:
+        after = float(divisor)
+    else:
+        wire = buffer.payload[start:stop]
+        _, after = split_divisor(divisor, call.groups.size, wire.dtype)
+        if buffer.wire is not None:
+            # The sum may need the wider range of the two dtypes, the quotient does not.
+            if torch.finfo(wire.dtype).max > torch.finfo(flat.dtype).max:
+                wire.div_(after)
+                after = 1.0
+            flat.copy_(wire)
+    if after != 1.0:
+        flat.div_(after)

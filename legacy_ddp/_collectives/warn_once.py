@@ -1,0 +1,97 @@
+"""Warnings about the ranks of a call: which were given already, and which wait for the end of the call."""
+
+import weakref
+from collections.abc import Callable
+
+from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._log import warn
+from legacy_ddp._settings import Settings
+from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.groups import Groups
+
+
+class Warnings:
+    """The warnings of a set of parameters.
+
+    ``open``: the checks that have not warned yet. Each returns the text of a warning, or an empty text. A warning is
+    given once per run and on rank 0, and its check goes. ``nonfinite_groups``: the process groups with a streak of
+    non-finite gradients, after the warning on every rank.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        checks = settings.checks
+        self.pending: list[tuple[int, str]] = []  # the rank of the log record, and the text
+        self.nonfinite_groups: weakref.WeakSet[Groups] = weakref.WeakSet()
+        wanted: tuple[tuple[bool, Callable[[Call, Agreement], str]], ...] = (
+            (checks.uneven == "warn", _describe_uneven_work),
+            (checks.warns_of_same_data, _SameData().describe),
+            (settings.reproducible and checks.level != "off", _describe_merged_micro_batches),
+        )
+        self.open = [check for is_wanted, check in wanted if is_wanted]
+
+    def check(self, call: Call, agreement: Agreement) -> None:
+        """Run the open checks on the rows of a call."""
+        if call.groups.rank != 0:
+            return
+        for check in tuple(self.open):
+            if text := check(call, agreement):
+                self.open.remove(check)
+                self.pending.append((0, text))
+
+    def emit(self) -> None:
+        """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
+        while self.pending:
+            warn(*self.pending.pop(0), stacklevel=3)
+
+
+def _describe_uneven_work(call: Call, agreement: Agreement) -> str:
+    """Ranks bring different numbers of micro-batches to a plain mean. With ``sample_size`` every item counts the same,
+    however a rank cuts its items into micro-batches."""
+    if agreement.sample_size is not None or not (finding := agreement.uneven_work()):
+        return ""
+    return (
+        f"{call}: ranks bring uneven work (warned once):\n{finding}\n"
+        "pass all_reduce(sample_size=...) if they should, or see legacy_ddp.Checks(uneven=...)"
+    )
+
+
+def _describe_merged_micro_batches(call: Call, agreement: Agreement) -> str:
+    """Several backward passes were added as a single leaf of the tree."""
+    merged = {rank: row for rank, row in enumerate(agreement.rows) if 0 < row.leaves < row.micro_batches}
+    if not merged:
+        return ""
+    row = next(iter(merged.values()))
+    return (
+        f"{call}: {name_ranks(merged)} ran several backward passes in one micro-batch (warned once):\n"
+        f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
+        "or another split of them over ranks gives other bits"
+    )
+
+
+class _SameData:
+    """Check for ranks with the same data: equal norms of local gradients, call after call."""
+
+    def __init__(self) -> None:
+        # By process group; only while norms are equal, so that an ordinary call costs one set.
+        self._streaks: weakref.WeakKeyDictionary[Groups, SameDataDetector] = weakref.WeakKeyDictionary()
+
+    def describe(self, call: Call, agreement: Agreement) -> str:
+        """The warning after ``SUSPICIOUS_CALLS`` calls, else an empty text."""
+        rows = agreement.rows
+        if len({row.norm_bits for row in rows}) == len(rows):
+            if self._streaks:
+                self._streaks.pop(call.groups, None)
+            return ""
+        # Without a backward pass since the last call the gradients are the result of that call, equal on all ranks.
+        norms = [comparable_norm(row.local_norm, row.finite) if row.micro_batches else None for row in rows]
+        groups = self._streaks.setdefault(call.groups, SameDataDetector()).add(norms)
+        if not groups:
+            return ""
+        who = ", and ".join(f"{name_ranks(ranks)} hold identical local gradients" for ranks in groups)
+        return (
+            f"{call}: {who} for {SUSPICIOUS_CALLS} calls (norms equal to the last bit; warned once):\n"
+            "they probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
+            "see legacy_ddp.Checks(same_data=...)"
+        )

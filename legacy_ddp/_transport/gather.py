@@ -1,0 +1,39 @@
+"""Small exchanges of a call on the control group: rows, JSON values and maxima of all ranks."""
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from legacy_ddp._transport.wait import Waiter
+
+
+class Gatherer(Waiter):
+    """Exchanges host tensors and JSON values."""
+
+    def gather(self, row: torch.Tensor) -> torch.Tensor:
+        """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
+        rows = torch.empty((self.groups.size, *row.shape), dtype=row.dtype, device="cpu")
+        if self.groups.size == 1:
+            return rows.copy_(row)
+        options = self.options("Allgather")
+        self.run(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
+        return rows
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Collective: the JSON value of every rank, in rank order; tuples arrive as lists."""
+        data = json.dumps(value).encode("ascii")  # escapes for all else, also for lone surrogates
+        lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
+        rows = self.gather(padded)
+        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+    def maximum(self, values: torch.Tensor) -> torch.Tensor:
+        """Collective: element-wise maximum of a host tensor over the ranks, in place."""
+        if self.groups.size > 1:
+            options = self.options("Allreduce")
+            options.reduceOp = dist.ReduceOp.MAX
+            self.run(self.groups.control, lambda group: group.allreduce([values], options))
+        return values

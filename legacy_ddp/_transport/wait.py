@@ -1,0 +1,131 @@
+"""Waiting for the other ranks: in slices, with a deadline, and with an error about the missing ranks."""
+
+import re
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._error_text import first_line
+from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._transport.groups import Groups
+from legacy_ddp._watchdog import Failure
+
+# Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run. The end of a slice breaks nothing.
+SLICE = timedelta(milliseconds=100)
+
+
+class Waiter:
+    """Starts asynchronous operations of a call and waits for them."""
+
+    def __init__(self, groups: Groups, timeout: timedelta) -> None:
+        self.groups = groups
+        self.timeout = timeout
+        self.name = ""  # for example "all_reduce() call 3"
+        self.number = 0
+        self.phase_name = ""
+        self._has_communicated = False  # this rank started an operation: the other ranks count this call, too
+        self._peers_waiting = False  # the other ranks wait, or may wait, for the next operation of this rank
+
+    def options(self, kind: str) -> Any:
+        """Options for one operation (``Allreduce``, ``AllToAll``, ...), with the timeout of this call."""
+        return internals.operation_options(kind, self.timeout)
+
+    def run(self, group: Any, start: Callable[[Any], Any]) -> None:
+        """Start an operation on ``group`` and wait for it."""
+        self.wait(group, self.start(group, start))
+
+    def start(self, group: Any, start: Callable[[Any], Any]) -> Any:
+        """Return ``start(group)``. From here on the other ranks depend on this rank."""
+        self._has_communicated = self._peers_waiting = True
+        return start(group)
+
+    def wait(self, group: Any, work: Any) -> None:
+        """Wait for ``work``. On gloo a signal handler may raise; on other backends only the stream waits.
+
+        Raises:
+            SyncTimeoutError: a rank did not arrive in time.
+            PeerLostError: a connection broke.
+        """
+        if not self.groups.is_private(group):
+            work.wait()
+            return
+        start = time.perf_counter()
+        while not self._is_done(work, start):
+            self._check_watchdog(time.perf_counter() - start)
+
+    def wait_until_deadline(self, work: Any) -> None:
+        """Wait for ``work`` on the user's group, which may have no timeout of its own.
+
+        Raises:
+            SyncTimeoutError, PeerLostError: as :meth:`wait`.
+        """
+        self._has_communicated = self._peers_waiting = True
+        start = time.perf_counter()
+        while not self._is_done(work, start):
+            self.check_deadline(time.perf_counter() - start)
+
+    def check_deadline(self, waited_seconds: float, problem: str = "no answer") -> None:
+        """Call this regularly during a wait without a timeout. ``problem``: for the text of the error.
+
+        Raises:
+            SyncTimeoutError: the wait took longer than the timeout of this call.
+            LostPeerError: the watchdog knows of a lost rank.
+        """
+        self._check_watchdog(waited_seconds)
+        limit = self.timeout.total_seconds()
+        if waited_seconds > limit:
+            raise self._peer_error(Failure(f"{problem} within {limit:g} s", is_late=True))
+
+    def lost_error(self, error: RuntimeError, waited_seconds: float) -> LostPeerError:
+        """The error to raise for ``error`` of the transport after a wait of ``waited_seconds``."""
+        limit, reason = self.timeout.total_seconds(), _gloo_reason(error)
+        # The text counts, too: the operation's time may have begun while this rank still waited for an earlier one.
+        if waited_seconds >= 0.99 * limit or "timed out" in reason.lower():
+            return self._peer_error(Failure(f"no answer within {limit:g} s", is_late=True))
+        return self._peer_error(Failure(f"connection lost after {waited_seconds:.2f} s ({reason})"))
+
+    def _is_done(self, work: Any, start: float) -> bool:
+        outcome = _poll(work)
+        if isinstance(outcome, RuntimeError):
+            raise self.lost_error(outcome, time.perf_counter() - start) from None  # quotes the text of gloo
+        return outcome is True
+
+    def _check_watchdog(self, waited_seconds: float) -> None:
+        if self.groups.watchdog is not None and (failure := self.groups.watchdog.check_peers(waited_seconds)):
+            raise self._peer_error(failure)
+
+    def _peer_error(self, failure: Failure) -> LostPeerError:
+        watchdog = self.groups.watchdog
+        kind = SyncTimeoutError if failure.is_late else PeerLostError
+        if watchdog is None:
+            text = f'{self.name}: {failure.reason}; missing ranks unknown, because checks="off" starts no watchdog'
+            return kind(text, call=self.number, phase=self.phase_name)
+        report = watchdog.finalize(failure)
+        kind = SyncTimeoutError if report.is_late else PeerLostError
+        text = f"{report.text}\n\n({watchdog.file.where('also in')})"
+        error = kind(text, ranks=report.missing, call=self.number, phase=self.phase_name)
+        error.report = report.text
+        return error
+
+
+def _gloo_reason(error: RuntimeError) -> str:
+    """The reason in an error of gloo, without the place in gloo's source and without the advice."""
+    return re.sub(r"^\[[^\]]*\] ?", "", first_line(error)).split(". ")[0]
+
+
+def _poll(work: Any) -> bool | RuntimeError | None:
+    """True after success, the error after a failure, None if ``work`` is still under way after a slice."""
+    with suppress(RuntimeError):  # left at once: otherwise Ctrl-C would have the slice's error as its context
+        work.wait(SLICE)
+        return True
+    if not work.is_completed():
+        return None
+    # It may have finished between the end of the slice and is_completed(): wait() now gives the real outcome.
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return True

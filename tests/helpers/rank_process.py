@@ -1,0 +1,116 @@
+"""The process of one rank: one job after the other, each in a process group of its own."""
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers import logged_warnings
+from tests.helpers.process_state import process_state
+
+# faulthandler.dump_traceback_later is one timer per process, and the code under test may own it.
+STACK_SIGNAL = signal.SIGUSR2
+_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+# Threads and connections of a destroyed group end a moment after it.
+_SETTLE_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a function on one rank. ``is_last``: the process ends after it."""
+
+    rank: int
+    world_size: int
+    call: bytes  # pickled function and arguments
+    store: str
+    directory: Path
+    is_last: bool
+
+
+def serve(pipe: Connection, stack_path: Path) -> None:
+    """Child: run jobs from ``pipe`` until the last one, the first failure, or the end of the pipe."""
+    faulthandler.register(STACK_SIGNAL, file=os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
+    torch.set_num_threads(1)
+    logged_warnings.listen()
+    gc.freeze()  # what is loaded by now stays: a collection after each job looks at the job's objects alone
+    generator_state = torch.get_rng_state()
+    with suppress(EOFError):
+        while message := pipe.recv_bytes():
+            job: Job = pickle.loads(message)
+            warnings.resetwarnings()
+            warnings.simplefilter("error")
+            before = None if job.is_last else process_state()
+            torch.set_rng_state(generator_state)  # as in a new process
+            if not _run(job, pipe) or before is None:
+                return
+            tell(pipe, "settled", _changes(before))
+
+
+def _run(job: Job, pipe: Connection) -> bool:
+    """Whether the job returned. A result is sent before the group is destroyed, which may block."""
+    tempfile.tempdir = str(job.directory)  # what a rank leaves behind when it is killed goes with the test
+    own_hook = torchs_hook = sys.excepthook
+    try:
+        function, arguments = pickle.loads(job.call)
+        store = _meet(job)
+        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size)
+        torchs_hook = sys.excepthook  # set by each start of a group, and by no end
+        tell(pipe, "ready", None)
+        pipe.recv_bytes()  # all are ready: a rank that dies at once cannot disturb another's start
+        result = function(job.rank, *arguments)
+        logged_warnings.assert_nothing_left()
+        tell(pipe, "returned", pickle.dumps(result))
+    except SystemExit:
+        raise  # an exit code is a way to die, not an exception
+    except BaseException:  # noqa: BLE001 - all of it is reported, and pytest.fail() is no Exception
+        tell(pipe, "raised", traceback.format_exc())
+        return False
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if sys.excepthook is torchs_hook:
+            sys.excepthook = own_hook
+    return True
+
+
+def _meet(job: Job) -> dist.Store:
+    shared = dist.FileStore(str(job.directory / "store"), job.world_size)
+    if job.store == "file":
+        return shared
+    if job.rank > 0:
+        return dist.TCPStore("127.0.0.1", int(shared.get("port")), job.world_size, wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", 0, job.world_size, is_master=True, wait_for_workers=False)
+    shared.set("port", str(server.port))
+    return server
+
+
+def _changes(before: dict[str, object]) -> list[str]:
+    """What the job left changed in this process, some time after its group was destroyed."""
+    give_up = time.monotonic() + _SETTLE_SECONDS
+    while True:
+        gc.collect()
+        now = process_state()
+        changed = [f"{name}: {before[name]} -> {now[name]}" for name in before if before[name] != now[name]]
+        if not changed or time.monotonic() > give_up:
+            return changed
+        time.sleep(0.02)
+
+
+def tell(pipe: Connection, kind: str, payload: object) -> None:
+    """Send a message with the time. Not pipe.send(): torch's pickler shares tensors through descriptors, which die
+    with the rank."""
+    pipe.send_bytes(pickle.dumps((kind, payload, time.monotonic())))
