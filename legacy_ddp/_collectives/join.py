@@ -110,8 +110,8 @@ class Joining(Joinable):
         """torch's Join() sets the configuration on every rank: early enough to refuse what would hang."""
         if config.enable and not config.is_first_joinable:
             raise ValueError(
-                "Join([...]) has this wrapper behind another one, where ranks that left would wait elsewhere than in "
-                "all_reduce(), expected it first; write Join([model, ...])"
+                "the wrapper is not the first in Join([...]): got it behind another object, expected it first, because "
+                "ranks that left wait for a collective of the first object; write Join([model, ...])"
             )
         self._joining = config if config.enable else None
 
@@ -131,8 +131,8 @@ class Joining(Joinable):
         """
         if self._joining is not None:
             raise LegacyDDPError(
-                f"{operation} was called inside join(): ranks that have left it would not take part; "
-                "call it before or behind the block"
+                f"{operation} was called inside join(): ranks that have left the block would not take part; "
+                "call it before or after the block"
             )
 
 

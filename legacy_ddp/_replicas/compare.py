@@ -196,8 +196,8 @@ def _compare_elements(call: Call, own: torch.Tensor, majority: Sequence[int]) ->
     flat = reference.view(-1).view(torch.uint8)
     call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
     found = None if call.groups.rank in majority else _try_compare(own, reference)
-    rows = call.gather_objects(found and found.to_json())
-    return {rank: ElementDifference.from_json(row) for rank, row in enumerate(rows) if row is not None}
+    gathered = call.gather_objects(found and found.to_json())
+    return {rank: ElementDifference.from_json(item) for rank, item in enumerate(gathered) if item is not None}
 
 
 def _can_compare_elements(tensor: torch.Tensor) -> bool:

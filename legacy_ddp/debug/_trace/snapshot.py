@@ -31,7 +31,7 @@ def left_by_step(
         ("optimizer", hold.optimizer_states(optimizers, module)),
         ("parameters", hold.parameters(module, ignore)),
     ]
-    return _sections([(phase, holdings) for phase, holdings in held if holdings])
+    return _sections([(phase, items) for phase, items in held if items])
 
 
 def buffers(module: nn.Module, ignore: Collection[str]) -> list[Section]:
@@ -96,18 +96,18 @@ def _kind(value: object) -> str:
 
 def _sections(held: Sequence[tuple[str, Sequence[hold.StateItem]]]) -> list[Section]:
     """The sections of all phases, measured together: few calls of torch, and one wait per device."""
-    values = [holding.value for _, holdings in held for holding in holdings]
+    values = [item.value for _, items in held for item in items]
     measured = iter(measure([None if value is hold.NONE else value for value in values]))
-    return [_section(phase, holdings, [next(measured) for _ in holdings]) for phase, holdings in held]
+    return [_section(phase, items, [next(measured) for _ in items]) for phase, items in held]
 
 
 def _section(
-    phase: str, holdings: Sequence[hold.StateItem], measured: Sequence[tuple[str | None, float | None, int]]
+    phase: str, items: Sequence[hold.StateItem], measured: Sequence[tuple[str | None, float | None, int]]
 ) -> Section:
-    kinds = ["" if isinstance(holding.value, str) else hold.format_type(holding.value) for holding in holdings]
+    kinds = ["" if isinstance(item.value, str) else hold.format_type(item.value) for item in items]
     digests, norms, counts = zip(*measured, strict=True) if measured else ((), (), ())
     return Section(
-        Names(phase, _distinct([holding.name for holding in holdings]), tuple(kinds)),
+        Names(phase, _distinct([item.name for item in items]), tuple(kinds)),
         Values(digests, norms, {index: count for index, count in enumerate(counts) if count}),
     )
 
