@@ -10,22 +10,20 @@ from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._transport.call import Call
 
 
-def add_digest(call: Call, history: StepHistory | None, header: Header) -> Header:
-    """``header`` with the digest of this rank, if the wrapper keeps a history."""
-    if history is None:
-        return header
+def add_digest(call: Call, history: StepHistory, header: Header) -> Header:
+    """``header`` with the digest of this rank."""
     with call.phase("digest"):
         return header._replace(state=history.update_digest())
 
 
-def check(call: Call, history: StepHistory | None, rows: Sequence[Header]) -> None:
+def check(call: Call, history: StepHistory, rows: Sequence[Header]) -> None:
     """Collective only if the digests differ.
 
     Raises:
         ReplicaDivergenceError: digests differ. Raised on every rank, before any gradient moves.
     """
     left = {rank for rank, row in enumerate(rows) if row.flags & Flag.JOINED}  # ranks that make no more steps
-    if history is not None and len({row.state for rank, row in enumerate(rows) if rank not in left}) > 1:
+    if len({row.state for rank, row in enumerate(rows) if rank not in left}) > 1:
         error = divergence_error(call, compare_items(call, history.items(), history.snapshot, left_out=left))
         history.restart()  # the difference is reported; an unrepaired difference shows again in the next call
         raise error

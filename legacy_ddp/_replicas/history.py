@@ -197,7 +197,7 @@ _histories: "weakref.WeakSet[StepHistory]" = weakref.WeakSet()
 
 @cache
 def _register_step_hooks() -> None:
-    internals.before_every_step(_begin_step)  # after the optimizer's own pre-hooks: one of them may make the call
+    internals.before_every_step(_begin_step)  # after the pre-hooks of the optimizer: a pre-hook may make the call
     register_optimizer_step_post_hook(_after_step)
 
 

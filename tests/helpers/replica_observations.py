@@ -10,7 +10,7 @@ from torch import nn
 
 from legacy_ddp.debug import ReplicaReport
 from tests.helpers.ranks import run_ranks
-from tests.helpers.replica_scenes import Element, Sights, elements_of
+from tests.helpers.replica_scenes import Element, SharedOutcomes, elements_of
 
 Check = Callable[[bool, int], ReplicaReport]  # whether this rank deviates, and its number
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,9 +40,9 @@ def observe(report: ReplicaReport) -> Observation:
 
 
 @cache
-def observations(table: str, world_size: int, *deviating: int) -> Sights[Observation]:
+def observations(table: str, world_size: int, *deviating: int) -> SharedOutcomes[Observation]:
     """The reports of all ranks for each check in ``table``, "module:NAME"."""
-    return Sights(run_ranks(partial(_observe_all, table, deviating), world_size))
+    return SharedOutcomes(run_ranks(partial(_observe_all, table, deviating), world_size))
 
 
 def _observe_all(table: str, deviating: Sequence[int], rank: int) -> dict[str, Observation]:

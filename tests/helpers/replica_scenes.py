@@ -115,7 +115,7 @@ class _HasText(Protocol):
 T = TypeVar("T", bound=_HasText)
 
 
-class Sights(Generic[T]):
+class SharedOutcomes(Generic[T]):
     """The outcomes of all ranks, by name; checks that they are equal and have at most 80 columns."""
 
     def __init__(self, of_ranks: Sequence[Mapping[str, T]]) -> None:
@@ -130,9 +130,11 @@ class Sights(Generic[T]):
         return first
 
 
-def run_scenarios(scenarios: Mapping[str, Scenario], world_size: int, *faulty: tuple[int, ...]) -> Sights[CallOutcome]:
+def run_scenarios(
+    scenarios: Mapping[str, Scenario], world_size: int, *faulty: tuple[int, ...]
+) -> SharedOutcomes[CallOutcome]:
     """Run every scenario on its own wrapper, one after the other, in one start of the ranks."""
-    return Sights(run_ranks(partial(_run_all, scenarios, faulty), world_size, timeout_seconds=240))
+    return SharedOutcomes(run_ranks(partial(_run_all, scenarios, faulty), world_size, timeout_seconds=240))
 
 
 def _run_all(scenarios: Mapping[str, Scenario], faulty: Sequence[tuple[int, ...]], rank: int) -> dict[str, CallOutcome]:

@@ -11,7 +11,7 @@ from tests.helpers.replica_scenes import (
     Action,
     CallOutcome,
     Scenario,
-    Sights,
+    SharedOutcomes,
     check_harmless,
     run_scenarios,
     scenario,
@@ -150,7 +150,7 @@ SCENARIOS = {name: fault.scenario for name, fault in FAULTS.items()}
 
 
 @cache
-def _outcomes(world_size: int, *faulty: int) -> Sights[CallOutcome]:
+def _outcomes(world_size: int, *faulty: int) -> SharedOutcomes[CallOutcome]:
     return run_scenarios(SCENARIOS, world_size, faulty)
 
 

@@ -13,7 +13,7 @@ from tests.helpers.replica_scenes import (
     Element,
     Scenario,
     Scene,
-    Sights,
+    SharedOutcomes,
     check_harmless,
     run_scenarios,
     scenario,
@@ -53,7 +53,7 @@ ALL_DIFFER = {
 
 
 @cache
-def _outcomes_two(world_size: int, first: int, second: int) -> Sights[CallOutcome]:
+def _outcomes_two(world_size: int, first: int, second: int) -> SharedOutcomes[CallOutcome]:
     return run_scenarios(TWO, world_size, (first,), (second,))
 
 
@@ -148,7 +148,7 @@ def test_a_broadcast_of_buffers_hides_nothing_that_parameters_went_through(
 
 
 @cache
-def _outcomes_before_a_broadcast() -> Sights[CallOutcome]:
+def _outcomes_before_a_broadcast() -> SharedOutcomes[CallOutcome]:
     return run_scenarios(BEFORE_A_BROADCAST, 2, (1,), (0, 1))
 
 
@@ -215,7 +215,7 @@ FREEDOMS = {
 
 
 @cache
-def _outcomes_free(world_size: int, *faulty: int) -> Sights[CallOutcome]:
+def _outcomes_free(world_size: int, *faulty: int) -> SharedOutcomes[CallOutcome]:
     return run_scenarios(FREEDOMS, world_size, faulty)
 
 
