@@ -51,4 +51,7 @@ def test_a_large_bucket_travels_in_two_halves(
 ) -> None:
     size_bytes = numel * (2 if "reduce_dtype" in options else 4)
 
-    assert run_ranks(partial(_reduce_once, smallest_bytes, numel, options), 2) == [(pieces, size_bytes, [2.0])] * 2
+    assert (
+        run_ranks(partial(_reduce_once, smallest_bytes, numel, options), 2, fresh=True)
+        == [(pieces, size_bytes, [2.0])] * 2
+    )

@@ -7,4 +7,4 @@ from tests.helpers.ranks import run_ranks
 
 
 def test_300_random_programs_end_in_the_gradients_of_plain_torch() -> None:
-    assert run_ranks(partial(run_programs, size=2, count=300), 2) == [300, 300]
+    assert run_ranks(partial(run_programs, size=2, count=300), 2, fresh=True) == [300, 300]

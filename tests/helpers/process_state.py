@@ -8,8 +8,10 @@ import signal
 import sys
 import threading
 from contextlib import suppress
+from functools import cache
 from multiprocessing.util import _finalizer_registry
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch._dynamo.utils import counters
@@ -35,6 +37,7 @@ def process_state() -> dict[str, object]:
         "limits": [resource.getrlimit(limit) for limit in _LIMITS],
         "hooks of Python": (sys.excepthook, sys.unraisablehook, threading.excepthook, sys.gettrace(), sys.getprofile()),
         "loggers": _loggers(),
+        "constants of the library": _constants(),
         "defaults of torch": _torch_defaults(),
         "compiled frames": counters["frames"]["total"],
         "global hooks": [len(hooks) for hooks in _global_hooks()],
@@ -71,6 +74,22 @@ def _loggers() -> dict[str, object]:
     return {name: facts for name, facts in described.items() if facts != usual} | {
         "disable": logging.root.manager.disable
     }
+
+
+def _constants() -> dict[str, object]:
+    """Numbers in capital letters of the library's modules, which some tests change."""
+    return {
+        f"{module.__name__}.{constant}": value
+        for module in _modules()
+        for constant, value in vars(module).items()
+        if constant.isupper() and isinstance(value, int | float)
+    }
+
+
+@cache
+def _modules() -> list[ModuleType]:
+    """Modules of the library that were loaded before the first job: loading another one changes nothing."""
+    return [module for name, module in sys.modules.items() if name.startswith("legacy_ddp")]
 
 
 def _torch_defaults() -> tuple[object, ...]:

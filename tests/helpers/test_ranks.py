@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook
 
+from legacy_ddp._buckets import backward_copy
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
 
@@ -118,6 +119,7 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.DEBUG),
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
+    "constant": lambda: setattr(backward_copy, "SMALLEST_BYTES", 1),
     "child": lambda: subprocess.Popen(["sleep", "2"]),
 }
 
