@@ -27,6 +27,9 @@ PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 LAUNCH := $(PY) -m torch.distributed.run --standalone --nproc-per-node
 TORCHRUN := $(LAUNCH) $(RANKS)
 
+TEST_PACKAGES := torch pytest xdist hypothesis numpy sklearn tqdm bokeh selenium
+PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))
 define CHECK
@@ -46,7 +49,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay restart test browser picture lint bench bench-full clean
+.PHONY: help demo digits hunt replay restart test test-fast soak browser picture lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -76,8 +79,16 @@ restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
 test: $(READY) ## run the tests, WORKERS files at a time
-	$(call needs,torch pytest xdist hypothesis numpy sklearn tqdm bokeh selenium)
-	$(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	$(call needs,$(TEST_PACKAGES))
+	$(PYTEST) $(ARGS)
+
+test-fast: $(READY) ## run the tests that start no process, and a few of ranks
+	$(call needs,$(TEST_PACKAGES))
+	$(PYTEST) -m fast $(ARGS)
+
+soak: $(READY) ## run the tests with every repetition: twenty kills, not three
+	$(call needs,$(TEST_PACKAGES))
+	SOAK=1 $(PYTEST) $(ARGS)
 
 browser: ## install Debian's Chromium for the tests of the page
 	@$(foreach program,chromium chromedriver,command -v $(program) >/dev/null &&) exit 0; \

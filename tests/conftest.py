@@ -1,7 +1,11 @@
-"""What holds for every test: reproducible examples in CI, and skipping what needs a GPU."""
+"""Settings for every test: reproducible examples in CI, skipping without a GPU, and the mark of quick tests."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import cache
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,13 +21,36 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
+_LONG_FOLDERS = ("tests/end_to_end/", "tests/lightning/", "tests/benchmarks/")
+# Helpers that start processes.
+_STARTERS = frozenset(
+    f"tests.helpers.{name}" for name in ("browser", "forked_scripts", "namespaces", "rank_pool", "scripts")
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes.
+
+    Folders with long tests come first: a worker that begins a long file last keeps the others waiting.
+    """
+    items.sort(key=lambda item: not item.nodeid.startswith(_LONG_FOLDERS))
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+        if isinstance(item, pytest.Function) and not _starts_processes(item.module.__name__):
+            item.add_marker(pytest.mark.fast)
+
+
+@cache
+def _starts_processes(name: str) -> bool:
+    """Whether the module imports ``subprocess``, or a helper that starts processes, itself or through other helpers."""
+    module = sys.modules[name]
+    values = list(vars(module).values())
+    helpers = {
+        value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") for value in values
+    }
+    others = {helper for helper in helpers - {name} if helper and helper.startswith("tests.helpers.")}
+    return subprocess in values or bool(others & _STARTERS) or any(map(_starts_processes, others))
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from legacy_ddp._watchdog.client import request_all
 from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.log_policy import WarningPolicy
+from legacy_ddp._watchdog.missing_ranks import LEFT_AFTER_LOSS
 from legacy_ddp._watchdog.report import Report, compose, format_loss
-from legacy_ddp._watchdog.rows import LEFT_AFTER_LOSS
 from legacy_ddp._watchdog.status import GroupView
 
 # A collective may still complete if a rank ends after its own part of the collective.

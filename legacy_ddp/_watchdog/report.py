@@ -10,8 +10,8 @@ from legacy_ddp._text import encodable
 from legacy_ddp._watchdog.activity import HOOK, Sample
 from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.failure import Failure
+from legacy_ddp._watchdog.missing_ranks import Row, missing_after_loss, missing_ranks
 from legacy_ddp._watchdog.processes import DEAD, RUNNING, STOPPED, TRACED
-from legacy_ddp._watchdog.rows import Row, missing_after_loss, missing_ranks
 
 MAX_ROWS = 24
 MAX_STACKS = 8

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from legacy_ddp._watchdog.activity import Activity, Sample, process_activity
 from legacy_ddp._watchdog.client import Endpoint, Message, Outcome, request_all
 from legacy_ddp._watchdog.failure import Failure
+from legacy_ddp._watchdog.missing_ranks import Row
 from legacy_ddp._watchdog.processes import DEAD, RUNNING, moved_bytes, state_of
-from legacy_ddp._watchdog.rows import Row
 
 # Pause between two polls; the difference of the answers shows whether a rank is advancing.
 _SECOND_POLL_SECONDS = 0.3

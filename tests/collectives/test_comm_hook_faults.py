@@ -337,7 +337,7 @@ def test_what_cannot_be_a_hook_is_refused_with_the_reason() -> None:
     assert [kind for kind, _ in said] == ["TypeError", "ValueError", "ValueError", "ValueError"]
     for (_, text), words in zip(
         said,
-        ["got 'allreduce', expected hook(state, bucket)", "there already", "reduce_dtype", "reproducible"],
+        ["got 'allreduce', expected hook(state, bucket)", "registered already", "reduce_dtype", "reproducible"],
         strict=True,
     ):
         assert words in text

@@ -1,27 +1,14 @@
 """The example and the commands of the README."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import fork_ranks, fork_script, run_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-
-
-def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
 
 
 def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(tmp_path: Path) -> None:
@@ -31,7 +18,7 @@ def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(t
     count = "\nimport os\nopen(f'calls-{os.environ[\"RANK\"]}', 'w').write(str(record.call))\n"
     (tmp_path / "train.py").write_text(EXAMPLES[0] + count)
 
-    run = _run(tmp_path, *TORCHRUN, "train.py")
+    run = run_script(*TORCHRUN, "train.py", cwd=tmp_path)
 
     assert run.returncode == 0, run.stderr
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["20", "20"]
@@ -43,10 +30,10 @@ def test_the_readme_s_recorder_goes_around_the_loop_of_its_example(tmp_path: Pat
     recorded = EXAMPLES[1].replace("    ...\n", re.sub(r"(?m)^", "    ", loop).rstrip() + "\n")
     for folder in ("before", "after"):
         (tmp_path / "train.py").write_text(begin + recorded.replace('"before"', repr(folder)) + end)
-        run = _run(tmp_path, *TORCHRUN, "train.py")
+        run = fork_ranks(2, "train.py", cwd=tmp_path)
         assert run.returncode == 0, run.stderr
 
-    found = _run(tmp_path, sys.executable, "-m", "legacy_ddp", "diff", "before", "after")
+    found = fork_script("-m", "legacy_ddp", "diff", "before", "after", cwd=tmp_path)
 
     assert found.returncode == 1, found.stderr  # the example has no seed
     assert "The runs begin with other weights" in found.stdout
@@ -58,10 +45,10 @@ def test_the_command_answers_what_the_readme_shows(tmp_path: Path) -> None:
     assert shown
     for folder, rate in (("before", "0.004"), ("after", "0.005")):
         script = str(ROOT / "examples" / "train_lm.py")
-        run = _run(tmp_path, *TORCHRUN, script, "--steps", "2", "--lr", rate, "--record", folder)
+        run = fork_ranks(2, script, "--steps", "2", "--lr", rate, "--record", folder, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
 
-    found = _run(tmp_path, sys.executable, "-m", "legacy_ddp", "diff", "before", "after")
+    found = fork_script("-m", "legacy_ddp", "diff", "before", "after", cwd=tmp_path)
 
     assert found.returncode == 1, found.stderr
     printed = "".join(f"    {line}\n" if line else "\n" for line in found.stdout.splitlines())

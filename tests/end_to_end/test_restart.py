@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, load, run_script
+from tests.helpers.tiers import count
 
-KILLS = 20
+KILLS = count(20, 3)
 STEPS = 60
 LIMIT_SECONDS = 400
 

@@ -79,6 +79,7 @@ def _run(script: Script) -> None:
         os.dup2(file, end)
         os.close(file)
     torch.set_num_threads(int(script.environment.get("OMP_NUM_THREADS", 1)))
+    torch.seed()  # a new Python does not start with the numbers of the last
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         _run_as_main(script.command)

@@ -43,7 +43,7 @@ def reports(folder: Path) -> list[Path]:
 
 def run(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> tuple[list[Any], list[str]]:
     """What the ranks return, and all lines that they said; they leave no report."""
-    results = run_ranks(partial(listen, function, folder), world_size, *args)
+    results = run_ranks(partial(listen, function, folder), world_size, *args, fresh=True)
     assert [path.read_text() for path in reports(folder)] == []
     return results, [line for rank in range(world_size) for line in said(folder, rank)]
 

@@ -288,7 +288,7 @@ def killed_in_payload(stage: Stage) -> None:
         stage.note_the_fault()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.setprofile(do_when("finish_own" if stage.scene.reproducible else "_finish", end, nth=3))
+    sys.setprofile(do_when("reduce_own_shard" if stage.scene.reproducible else "_finish", end, nth=3))
     stage.reduce()
 
 

@@ -42,7 +42,8 @@ def run_ranks(
     ``fn`` is a module-level function or a :func:`functools.partial` of one. Arguments and results
     travel by value. Warnings on a rank are errors, also those that the library logs instead. Changes
     a test makes to ``os.environ`` do not reach the ranks. The clock of ``timeout_seconds`` starts when
-    the group is up on every rank, and again for the end of the job once every result is there.
+    the group is up on every rank, and again for the end of the job once every result is there. Limits grow with the
+    load of the machine.
 
     Processes may have run other jobs. ``fresh=True``: new ones, which must exit in order after the job.
 
@@ -67,7 +68,8 @@ def run_ranks(
             for r in ranks:
                 with suppress(OSError):  # it is dead, which its sentinel reports
                     r.host.send(Job(r.rank, world_size, call, store, Path(directory), is_last))
-            watch(ranks, timeout_seconds, start_seconds, lost, survivors_exit)
+            slowness = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # limits are for hanging, not for waiting
+            watch(ranks, slowness * timeout_seconds, slowness * start_seconds, lost, survivors_exit)
             blame_hung(ranks, lost, survivors_exit)
         finally:
             _settle(ranks)
