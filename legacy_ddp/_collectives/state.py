@@ -41,7 +41,7 @@ class Synchronizer:
         if settings.checks.guards_steps:
             guard_steps()
         # By the user's group: a wrapper that comes back to a group finds its counters there.
-        self._seats: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+        self._group_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
         self._is_notifying = False
 
     @property
@@ -68,9 +68,9 @@ class Synchronizer:
         seconds = self.settings.timeout_seconds
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         groups = groups_of(group, timeout)
-        if group not in self._seats:
-            self._seats[group] = GroupState(groups)
-        return Call(self._seats[group], operation, timeout, self.settings.checks)
+        if group not in self._group_states:
+            self._group_states[group] = GroupState(groups)
+        return Call(self._group_states[group], operation, timeout, self.settings.checks)
 
     def notify_returned(self, record: SyncRecord) -> None:
         """Call the ``on_sync()`` callbacks."""

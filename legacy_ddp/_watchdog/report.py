@@ -1,12 +1,11 @@
 """The report on a waiting or failed call: its text of 80 columns, composed from the rows of all ranks. Pure."""
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._text import encodable
+from legacy_ddp._text import WIDTH, encodable, wrap
 from legacy_ddp._watchdog.activity import HOOK, Sample
 from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.failure import Failure
@@ -188,5 +187,6 @@ def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     return lines
 
 
-def _wrap(text: str, indent: int = 2, width: int = 80) -> list[str]:
-    return textwrap.wrap(text, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: int = 2, width: int = WIDTH) -> list[str]:
+    """Lines that keep paths whole, so that a path can be copied."""
+    return wrap(" ".join(text.splitlines()), deeper=" " * indent, columns=width, break_words=False)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.helpers import logged_warnings
 from tests.helpers.process_state import process_state
@@ -55,13 +56,19 @@ def serve(pipe: Connection, stack_path: Path) -> None:
             warnings.simplefilter("error")
             before = None if job.is_last else process_state()
             torch.set_rng_state(generator_state)  # as in a new process
-            if not _run(job, pipe) or before is None:
+            groups = _run(job, pipe)
+            if groups is None or before is None:
                 return
-            tell(pipe, "settled", _changes(before))
+            # torch keeps other groups than the default one in places of its own, and its DDP may then crash.
+            more = [f"{groups} process groups"] if groups > 1 else []
+            tell(pipe, "settled", more or _changes(before))
 
 
-def _run(job: Job, pipe: Connection) -> bool:
-    """Whether the job returned. A result is sent before the group is destroyed, which may block."""
+def _run(job: Job, pipe: Connection) -> int | None:
+    """The number of process groups at the end of the job; None after an exception.
+
+    A result is sent before the groups are destroyed, which may block.
+    """
     tempfile.tempdir = str(job.directory)  # what a rank leaves behind when it is killed goes with the test
     own_hook = torchs_hook = sys.excepthook
     try:
@@ -74,17 +81,17 @@ def _run(job: Job, pipe: Connection) -> bool:
         result = function(job.rank, *arguments)
         logged_warnings.assert_nothing_left()
         tell(pipe, "returned", pickle.dumps(result))
+        return len(distributed_c10d._world.pg_map)
     except SystemExit:
         raise  # an exit code is a way to die, not an exception
     except BaseException:  # noqa: BLE001 - all of it is reported, and pytest.fail() is no Exception
         tell(pipe, "raised", traceback.format_exc())
-        return False
+        return None
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         if sys.excepthook is torchs_hook:
             sys.excepthook = own_hook
-    return True
 
 
 def _meet(job: Job) -> dist.Store:

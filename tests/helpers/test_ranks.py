@@ -120,6 +120,7 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
     "constant": lambda: setattr(backward_copy, "SMALLEST_BYTES", 1),
+    "process group": lambda: dist.new_group([0]),
     "child": lambda: subprocess.Popen(["sleep", "2"]),
 }
 
