@@ -33,7 +33,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="restart.py finds the
 
 @linux
 @pytest.mark.slow
-def test_a_training_killed_twenty_times_at_random_moments_ends_in_the_bits_of_the_undisturbed_one(
+def test_a_training_killed_at_random_moments_ends_in_the_bits_of_the_undisturbed_one(
     tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
     kept = tmp_path / "kept"

@@ -30,7 +30,7 @@ class Script:
 
 
 def run_forked(scripts: Sequence[Script], limit_seconds: float) -> list[int]:
-    """The exit codes of scripts that run at the same time; the others are killed once one failed.
+    """The exit codes of scripts that run at the same time. After a failure the other scripts get SIGTERM.
 
     Raises:
         subprocess.TimeoutExpired: not all ended in time; all were killed.
@@ -39,7 +39,8 @@ def run_forked(scripts: Sequence[Script], limit_seconds: float) -> list[int]:
     for process in processes:
         process.start()
     try:
-        _await(processes, scripts, time.monotonic() + limit_seconds)
+        if not _await(processes, limit_seconds):
+            raise subprocess.TimeoutExpired(scripts[0].command, limit_seconds, Path(scripts[0].output).read_bytes())
     finally:
         for process in processes:
             process.kill()
@@ -50,14 +51,17 @@ def run_forked(scripts: Sequence[Script], limit_seconds: float) -> list[int]:
     return [code if code is not None else -signal.SIGKILL for code in codes]
 
 
-def _await(processes: Sequence[ForkServerProcess], scripts: Sequence[Script], deadline: float) -> None:
+def _await(processes: Sequence[ForkServerProcess], limit_seconds: float) -> bool:
+    """Whether all ended in time, or one failed and the others were told to end."""
+    deadline = time.monotonic() + limit_seconds
     while running := [process for process in processes if process.is_alive()]:
         if time.monotonic() > deadline:
-            raise subprocess.TimeoutExpired(scripts[0].command, deadline, Path(scripts[0].output).read_bytes())
+            return False
         wait([process.sentinel for process in running], 1.0)
         if any(process.exitcode for process in processes):
-            return _end(running)
-    return None
+            _end(running)
+            break
+    return True
 
 
 def _end(processes: Sequence[ForkServerProcess]) -> None:

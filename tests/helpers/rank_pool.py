@@ -54,14 +54,19 @@ class RankPool:
         self._idle: list[RankProcess] = []
 
     def take(self, count: int, *, fresh: bool) -> list[RankProcess]:
-        """``count`` processes, new ones where ``fresh`` or none is left."""
+        """``count`` processes, new ones where ``fresh`` or none is left.
+
+        Raises:
+            AssertionError: a process died between two jobs: a job broke it after all its assertions.
+        """
         taken: list[RankProcess] = []
         while not fresh and self._idle and len(taken) < count:
             process = self._idle.pop()
-            if process.process.is_alive():
-                taken.append(process)
-            else:
-                process.kill()
+            code = process.process.exitcode
+            assert code is None, (
+                f"a rank died after {process.jobs} jobs: got exit code {code}, expected a waiting process"
+            )
+            taken.append(process)
         return taken + [RankProcess() for _ in range(count - len(taken))]
 
     def give_back(self, process: RankProcess) -> None:

@@ -97,8 +97,11 @@ def note_exit(r: Rank, code: int | None) -> None:
     """Blame a rank whose process did not end in order: it returned, and its exit code is 0."""
     if code == 0 and r.returned is not None:
         return
+    if code is None:
+        r.blame("did not exit after returning", _HUNG, time.monotonic())
+        return
     when = "after returning" if r.returned is not None else "before returning"
-    how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     r.blame(f"died {when}: {how}", _CAUSE, time.monotonic())
 
 
