@@ -44,9 +44,15 @@ def fork_script(
     environment: Mapping[str, str] | None = None,
     limit_seconds: float = LIMIT_SECONDS,
     cwd: Path = ROOT,
+    forks_children: bool = False,
+    preloaded: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """``FILE ...`` or ``-m MODULE ...`` in a child that has torch loaded, where the start is not what is tested."""
-    return _fork(command, [{}], environment, limit_seconds, cwd)
+    """``FILE ...``, ``-m MODULE ...`` or ``-c CODE ...`` in a child that has torch loaded.
+
+    Where the start is not what is tested. ``forks_children``: so are the Python processes that it starts; they have the
+    modules ``preloaded``, too.
+    """
+    return _fork(command, [{}], environment, limit_seconds, cwd, forks_children, preloaded)
 
 
 def fork_ranks(
@@ -71,13 +77,23 @@ def _fork(
     environment: Mapping[str, str] | None,
     limit_seconds: float,
     cwd: Path,
+    forks_children: bool = False,
+    preloaded: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
         output.touch()
         errors.touch()
         scripts = [
-            Script(command, {**_environment(environment), **place}, str(cwd), str(output), str(errors))
+            Script(
+                command,
+                {**_environment(environment), **place},
+                str(cwd),
+                str(output),
+                str(errors),
+                forks_children,
+                preloaded,
+            )
             for place in places
         ]
         codes = run_forked(scripts, limit_seconds)
@@ -96,8 +112,17 @@ def heed_ctrl_c() -> None:
 
 def torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Start one of the examples on several ranks, as a user does."""
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
-    return run_script(*launcher, str(EXAMPLES / script), *arguments, **options)
+    return run_script(*_launcher(world_size), str(EXAMPLES / script), *arguments, **options)
+
+
+def fork_torchrun(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The same, quickly: torchrun and its ranks are forked."""
+    command = (*_launcher(world_size), str(EXAMPLES / script), *arguments)
+    return fork_script(*command, forks_children=True, **options)
+
+
+def _launcher(world_size: int) -> tuple[str, ...]:
+    return ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size))
 
 
 def example(world_size: int, script: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,307 @@
+"""Are the forked children of a script children like any other?"""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.scripts import fork_script, fork_torchrun
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+
+BEFORE = """
+import json, os, signal, subprocess, sys
+def start(*command, **options):
+    return subprocess.Popen([sys.executable, *command], stdout=subprocess.PIPE, text=True, **options)
+def said(*command, **options):
+    return json.loads(start(*command, **options).communicate()[0])
+"""
+LOADED = "import sys, json; print(json.dumps('torch' in sys.modules))"
+
+
+def _said(program: str, **options: Any) -> Any:
+    """What a script prints as JSON whose children are forked."""
+    run = fork_script("-c", BEFORE + program, forks_children=True, **options)
+    assert (run.returncode, run.stderr) == (0, "")
+    return json.loads(run.stdout)
+
+
+def test_a_child_has_torch_loaded_and_is_a_child_of_the_script() -> None:
+    child = "import json, os, sys; print(json.dumps(['torch' in sys.modules, os.getppid(), os.getpid()]))"
+    program = f"process = start('-c', {child!r}); told = json.loads(process.communicate()[0])"
+
+    loaded, parent, own, script, known = _said(f"{program}; print(json.dumps([*told, os.getpid(), process.pid]))")
+
+    assert loaded
+    assert (parent, own) == (script, known)
+
+
+ENDS = {
+    "pass": 0,
+    "import sys; sys.exit(3)": 3,
+    "import sys; sys.exit(-1)": 255,
+    "import sys; sys.exit('a message')": 1,
+    "raise ValueError": 1,
+    "import os; os._exit(5)": 5,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "import os; os.abort()": -signal.SIGABRT,
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)": -signal.SIGKILL,
+}
+
+
+def test_a_child_ends_with_the_status_that_it_would_have_as_a_new_python() -> None:
+    program = f"""
+processes = [start("-c", code, stderr=subprocess.DEVNULL) for code in {list(ENDS)!r}]
+[process.communicate() for process in processes]
+print(json.dumps([process.returncode for process in processes]))
+"""
+    assert _said(program) == list(ENDS.values())
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_so_does_a_forked_script(code: str) -> None:
+    assert fork_script("-c", code).returncode == ENDS[code]
+
+
+def test_at_its_end_a_child_waits_for_threads_and_calls_exit_functions_and_keeps_its_objects_till_then() -> None:
+    child = """
+import atexit, threading, time
+class Kept:
+    def __del__(self):
+        print("deleted")
+kept = Kept()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
+"""
+    program = f"print(json.dumps(start('-c', {child!r}).communicate()[0].split()))"
+
+    assert _said(program) == ["thread", "at", "exit", "deleted"]
+
+
+def test_what_goes_through_pipes_arrives(tmp_path: Path) -> None:
+    child = "import sys; text = sys.stdin.read(); sys.stderr.write(text[:9]); sys.stdout.write(text.upper())"
+    program = f"""
+process = start("-c", {child!r}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+output, errors = process.communicate("more than a pipe holds" * 10_000)
+print(json.dumps([output == "MORE THAN A PIPE HOLDS" * 10_000, errors]))
+"""
+    assert _said(program) == [True, "more than"]
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_only_an_unbuffered_child_has_said_all_before_it_is_killed(unbuffered: list[str]) -> None:
+    child = "import os, signal; print(1); os.kill(os.getpid(), signal.SIGKILL)"
+
+    program = f"print(json.dumps(start(*{unbuffered!r}, '-c', {child!r}).communicate()[0]))"
+    said = _said(program, environment={"PYTHONUNBUFFERED": ""})
+
+    assert said == ("1\n" if unbuffered else "")
+
+
+def test_a_child_that_raises_shows_it_on_stderr() -> None:
+    program = "print(json.dumps(start('-c', 'raise ValueError(\"planted\")', stderr=-1).communicate()[1]))"
+
+    assert _said(program).splitlines()[-1] == "ValueError: planted"
+
+
+def test_a_file_and_a_module_get_their_arguments_and_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("import json, sys; print(json.dumps([__name__, sys.argv, sys.path[0]]))")
+    commands = (["told.py", "-x", "1"], ["-m", "told", "-x", "1"])
+
+    file, module = _said(f"print(json.dumps([said(*command) for command in {commands!r}]))", cwd=tmp_path)
+
+    assert file == ["__main__", ["told.py", "-x", "1"], str(tmp_path)]
+    assert module == ["__main__", [str(tmp_path / "told.py"), "-x", "1"], str(tmp_path)]
+
+
+ENVIRONMENT = """
+import json, os
+shown = open("/proc/self/environ").read().split("\\0")
+print(json.dumps([os.environ.get("A"), os.environ.get("B"), [text for text in shown if text[:2] in ("A=", "B=")]]))
+"""
+
+
+def test_environment_and_folder_are_those_asked_for_and_shown_in_proc(tmp_path: Path) -> None:
+    program = f"""
+os.environ["A"] = "1"
+inherited = said("-c", {ENVIRONMENT!r})
+given = said("-c", {ENVIRONMENT!r}, env={{**os.environ, "B": "2"}})
+folders = [said("-c", "import json, os; print(json.dumps(os.getcwd()))", cwd=cwd) for cwd in (None, {str(tmp_path)!r})]
+print(json.dumps([inherited, given, folders]))
+"""
+    inherited, given, folders = _said(program, cwd=Path("/"))
+
+    assert inherited == ["1", None, ["A=1"]]
+    assert given == ["1", "2", ["A=1", "B=2"]]
+    assert folders == ["/", str(tmp_path)]
+
+
+WAITS = "import time; print('ready', flush=True); time.sleep(60)"
+HEARS = "import signal; signal.signal(signal.SIGTERM, lambda *_: exit(7))\n" + WAITS
+
+
+@pytest.mark.parametrize(
+    "child, number, status",
+    [
+        (WAITS, signal.SIGTERM, -signal.SIGTERM),
+        (WAITS, signal.SIGINT, -signal.SIGINT),
+        (WAITS, signal.SIGKILL, -signal.SIGKILL),
+        (HEARS, signal.SIGTERM, 7),
+    ],
+)
+@pytest.mark.parametrize("whom", ["kill", "killpg"])
+def test_signals_reach_a_child_and_its_group(child: str, number: int, status: int, whom: str) -> None:
+    program = f"""
+process = start("-c", {child!r}, stderr=subprocess.DEVNULL, start_new_session={whom == "killpg"})
+process.stdout.readline()
+os.{whom}(process.pid, {int(number)})
+process.communicate()
+print(json.dumps(process.returncode))
+"""
+    assert _said(program) == status
+
+
+def test_sessions_and_groups_are_those_asked_for() -> None:
+    child = "import json, os; print(json.dumps([os.getpid(), os.getpgid(0), os.getsid(0)]))"
+    options: tuple[dict[str, object], ...] = ({}, {"start_new_session": True}, {"process_group": 0})
+    program = f"told = [said('-c', {child!r}, **options) for options in {options!r}]"
+
+    (group, session), inherits, sessions, groups = _said(
+        f"{program}; print(json.dumps([[os.getpgid(0), os.getsid(0)], *told]))"
+    )
+
+    assert inherits[1:] == [group, session]
+    assert sessions == [sessions[0]] * 3
+    assert groups == [groups[0], groups[0], session]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "[sys.executable, '-I', '-c', code], {}",  # options of the interpreter
+        "[sys.executable, '-c', code], {'env': {**os.environ, 'PYTHONPATH': '/'}}",
+        "[sys.executable, '-c', code], {'pass_fds': (0,)}",
+        "['sh', '-c', 'exec $0 -c \"$1\"', sys.executable, code], {}",
+    ],
+)
+def test_what_needs_a_new_process_gets_one(how: str) -> None:
+    program = f"""
+code = {LOADED!r}
+command, options = {how}
+print(json.dumps(json.loads(subprocess.run(command, capture_output=True, text=True, **options).stdout)))
+"""
+    assert _said(program) is False
+
+
+def test_without_being_asked_for_children_are_new_processes() -> None:
+    assert fork_script("-c", BEFORE + f"print(said('-c', {LOADED!r}))").stdout == "False\n"
+
+
+def test_a_missing_folder_is_an_error_of_the_start() -> None:
+    program = """
+try:
+    start("-c", "pass", cwd="/no/such/folder")
+except FileNotFoundError as error:
+    print(json.dumps(error.filename))
+"""
+    assert _said(program) == "/no/such/folder"
+
+
+def test_threads_may_start_children_at_the_same_time() -> None:
+    program = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(8) as pool:
+    codes = ["import sys; print(%d); sys.exit(%d)" % (number, number) for number in range(16)]
+    processes = list(pool.map(lambda code: start("-c", code), codes))
+print(json.dumps([[int(process.communicate()[0]), process.returncode] for process in processes]))
+"""
+    assert _said(program) == [[number, number] for number in range(16)]
+
+
+def test_an_orphan_is_no_child_of_the_script(tmp_path: Path) -> None:
+    grandchild = """
+import os, time
+child = os.getppid()
+open("ready", "w").close()
+while os.getppid() == child:
+    time.sleep(0.01)
+os.rename("ready", str(os.getppid()))
+"""
+    child = f"""
+import os, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {grandchild!r}])
+while not os.path.exists("ready"):
+    time.sleep(0.01)
+os._exit(0)
+"""
+    program = f"""
+import time
+subprocess.run([sys.executable, "-c", {child!r}])
+while os.listdir() in ([], ["ready"]):
+    time.sleep(0.01)
+print(json.dumps([os.getpid(), *map(int, os.listdir())]))
+"""
+    script, parent = _said(program, cwd=tmp_path)
+
+    assert parent != script
+
+
+def test_of_a_killed_script_nothing_is_left_but_what_it_started(tmp_path: Path) -> None:
+    program = f"""
+process = start("-c", {WAITS!r})
+process.stdout.readline()
+children = open(f"/proc/self/task/{{os.getpid()}}/children").read().split()
+open({str(tmp_path / "children")!r}, "w").write(json.dumps([process.pid, *map(int, children)]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = fork_script("-c", BEFORE + program, forks_children=True)
+    child, *children = json.loads((tmp_path / "children").read_text())
+
+    assert run.returncode == -signal.SIGKILL
+    assert len(children) == 2  # the other one is the template
+    (template,) = set(children) - {child}
+    assert _is_gone(template)
+    assert not _has_ended(child)  # as any other process
+    os.kill(child, signal.SIGKILL)
+
+
+def _is_gone(pid: int) -> bool:
+    give_up = time.monotonic() + 30
+    while not _has_ended(pid) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    return _has_ended(pid)
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+RANK = """
+import sys
+is_forked = "torch" in sys.modules
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(total)
+open(sys.argv[1] + os.environ["RANK"], "w").write(f"{is_forked} {total.item()}")
+dist.destroy_process_group()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_ranks_of_torchrun_are_forked_and_their_failure_is_that_of_torchrun(status: int, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+
+    run = fork_torchrun(2, str(script), f"{tmp_path}/", str(status))
+
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["True 3"] * 2
+    assert (run.returncode, "exitcode  : 3" in run.stderr) == ((1, True) if status else (0, False)), run.stderr
