@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
+from tests.helpers.scripts import fork_script
 
 sys.path.append(str(ROOT / "benchmarks"))
 bench_wire = importlib.import_module("bench_wire")
@@ -25,7 +26,12 @@ def test_differences_are_taken_seed_by_seed() -> None:
 def test_each_training_is_run_with_its_own_wire(tmp_path: Path) -> None:
     path = tmp_path / "wire.json"
 
-    bench_wire.main(["--seeds", "0", "--wires", "their own", "float16", "--steps", "3", "--json", str(path)])
+    run = fork_script(
+        str(ROOT / "benchmarks" / "bench_wire.py"),
+        *("--seeds", "0", "--wires", "their own", "float16", "--steps", "3", "--json", str(path)),
+        forks_children=True,
+    )
+    assert run.returncode == 0, run.stderr
     results = json.loads(path.read_text())["results"]
 
     assert list(results) == ["their own", "float16"]

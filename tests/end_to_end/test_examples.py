@@ -31,10 +31,9 @@ from tests.helpers.scripts import (
     assert_same_bits,
     example,
     fork_script,
+    fork_torchrun,
     heed_ctrl_c,
     load,
-    run_script,
-    torchrun,
 )
 from tests.helpers.traces import write_trace
 
@@ -63,7 +62,7 @@ def undisturbed(
 ) -> tuple[int, Path, subprocess.CompletedProcess[str]]:
     """World size, checkpoint folder and output of a short run that nothing interrupted."""
     folder = tmp_path_factory.mktemp(f"undisturbed-{request.param}")
-    result = torchrun(request.param, "train_lm.py", *SHORT_LM, "--save", str(folder))
+    result = fork_torchrun(request.param, "train_lm.py", *SHORT_LM, "--save", str(folder))
     assert result.returncode == 0, result.stderr
     return request.param, folder, result
 
@@ -148,7 +147,7 @@ def test_a_checkpoint_killed_in_mid_write_leaves_the_one_before(undisturbed: Any
     folder = _killed_after_first_checkpoint(original, tmp_path / "killed")
     arguments = (str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume")
 
-    killed = run_script("-c", KILLED_WHILE_WRITING, *arguments)
+    killed = fork_script("-c", KILLED_WHILE_WRITING, *arguments)
 
     assert killed.returncode == -signal.SIGXFSZ, killed.stderr
     assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.tmp"]

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.rank_faults import do_when
+from tests.helpers.scripts import fork_script
 from tests.helpers.tiers import count
 
 RANKS = 3
@@ -79,15 +79,19 @@ def _happen(story: str, rank: int, layer: torch.nn.Linear) -> None:
 
 
 def _start(folder: Path, story: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
     return subprocess.Popen(
-        [*command, __file__, str(folder), story],
+        [sys.executable, *_command(folder, story)],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
     )
+
+
+def _command(folder: Path, story: str) -> tuple[str, ...]:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    return (*launch, __file__, str(folder), story)
 
 
 def _end(job: "subprocess.Popen[str]") -> None:
@@ -100,11 +104,8 @@ def _end(job: "subprocess.Popen[str]") -> None:
 def _lose_one(folder: Path, number: int, victim: int, moment: str) -> bool:
     """Whether every survivor's file names the victim; that each of them tells something is asserted."""
     mine = folder / str(number)
-    job = _start(mine, f"{victim} {moment}")
-    try:
-        output = job.communicate(timeout=LIMIT_SECONDS)[0]
-    finally:
-        _end(job)
+    job = fork_script(*_command(mine, f"{victim} {moment}"), limit_seconds=LIMIT_SECONDS, forks_children=True)
+    output = job.stdout + job.stderr
     assert job.returncode != 0
     told = []
     for rank in sorted({*range(RANKS)} - {victim}):
@@ -125,9 +126,7 @@ def test_every_survivor_of_a_killed_rank_leaves_word(
     # A step of 7 in the list of 18: the first few runs differ in the victim and in the moment.
     every = list(product(range(RANKS), MOMENTS))
     stories = [every[7 * number % len(every)] for number in range(RUNS)]
-    with ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(_lose_one, tmp_path, number, *story) for number, story in enumerate(stories)]
-        named = sum(run.result() for run in runs)
+    named = sum(_lose_one(tmp_path, number, *story) for number, story in enumerate(stories))
     record_property("runs_with_the_victim_named_by_all", named)
     print(f"\nthe killed rank is named in every survivor's file in {named} of {RUNS} runs")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, load, torchrun
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, fork_torchrun, load
 
 REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2")
 
@@ -27,7 +27,7 @@ def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: 
 
 
 def test_replay_finds_equal_weights_and_then_the_mistake() -> None:
-    result = fork_script(str(EXAMPLES / "replay.py"), "--steps", "3", "--micro-batches", "2", limit_seconds=300)
+    result = fork_script(str(EXAMPLES / "replay.py"), "--steps", "3", "--micro-batches", "2", forks_children=True)
 
     assert result.returncode == 0, result.stdout + result.stderr
     hashes = [line.split()[-1] for line in result.stdout.splitlines() if "bits/byte, weights" in line]
@@ -48,7 +48,7 @@ def test_replay_of_a_training_that_depends_on_the_ranks_fails(tmp_path: Path) ->
             text = text.replace(seeded, "")
         (tmp_path / path.name).write_text(text)
 
-    result = fork_script(str(tmp_path / "replay.py"), "--steps", "1", "--micro-batches", "2", limit_seconds=300)
+    result = fork_script(str(tmp_path / "replay.py"), "--steps", "1", "--micro-batches", "2", forks_children=True)
 
     assert result.returncode == 1
     assert "DIFFERENT WEIGHTS" in result.stdout
@@ -109,7 +109,7 @@ def test_train_lm_refuses_what_does_not_go_together(arguments: tuple[str, ...], 
 
 
 def test_train_lm_lists_the_splits_that_would_work() -> None:
-    result = torchrun(2, "train_lm.py", "--reproducible", "--micro-batches", "6")
+    result = fork_torchrun(2, "train_lm.py", "--reproducible", "--micro-batches", "6")
 
     assert result.returncode != 0
     assert "got 6 on 2 ranks; splits of 6 that add in one order (ranks x each): 1 x 6, 3 x 2, 6 x 1" in result.stderr

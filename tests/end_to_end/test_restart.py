@@ -4,9 +4,7 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, load, run_script
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, fork_script, load
 from tests.helpers.tiers import count
 
 KILLS = count(20, 3)
@@ -38,14 +35,9 @@ def test_a_training_killed_at_random_moments_ends_in_the_bits_of_the_undisturbed
 ) -> None:
     kept = tmp_path / "kept"
     arguments = ("--kills", str(KILLS), "--steps", str(STEPS), "--keep", str(kept))
-    command = [sys.executable, str(EXAMPLES / "restart.py"), *arguments]
-    with subprocess.Popen(
-        command, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as run:
-        try:
-            said = run.communicate(timeout=LIMIT_SECONDS)[0]
-        finally:
-            run.terminate()  # not SIGKILL: it ends the job that it started; nothing happens if it has ended
+    script = str(EXAMPLES / "restart.py")
+    run = fork_script(script, *arguments, limit_seconds=LIMIT_SECONDS, forks_children=True)
+    said = run.stdout + run.stderr
 
     assert run.returncode == 0, said  # the seed is in it
     record_property("seed", re.search(r"seed (\d+)", said)[1])  # type: ignore[index]  # it is
@@ -55,10 +47,6 @@ def test_a_training_killed_at_random_moments_ends_in_the_bits_of_the_undisturbed
     assert [path.name for path in _checkpoint.checkpoints(kept / "killed")] == [last, f"step-{STEPS - 1:08d}.pt"]
     # Weights, optimizer, and every rank's random generators.
     assert_same_bits(*(load(kept / name / last) for name in ("undisturbed", "killed")))
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 # Kills itself at line n of what save_checkpoint() runs through here, for every n: forked, so that torch loads once.
@@ -106,7 +94,7 @@ print(json.dumps(left))
 def test_a_kill_at_any_line_of_saving_leaves_two_whole_checkpoints_and_the_next_saving_mends_the_rest(
     tmp_path: Path,
 ) -> None:
-    result = run_script("-c", KILLED_AT_EVERY_LINE, str(EXAMPLES), str(tmp_path))
+    result = fork_script("-c", KILLED_AT_EVERY_LINE, str(EXAMPLES), str(tmp_path))
 
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""  # nothing was damaged

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import assert_same_bits, load, run_script
+from tests.helpers.scripts import assert_same_bits, fork_script, load
 
 KILL = """    if (step, rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, 1, "0"):
         os.kill(os.getpid(), 9)
@@ -25,10 +25,11 @@ def test_the_loop_of_the_page_survives_a_kill(tmp_path: Path) -> None:
         folder = tmp_path / name
         folder.mkdir()
         (folder / "train.py").write_text(text)
-        run = run_script(
+        run = fork_script(
             *("-m", "torch.distributed.run", *launch.split(), str(folder / "train.py")),
             environment=dict([variable.split("=")]),
             cwd=folder,
+            forks_children=True,
         )
         assert run.returncode == 0, run.stderr
         assert run.stderr.count("exitcode: -9") == (name == "killed"), run.stderr

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.forked_children import _ENVIRON
 from tests.helpers.scripts import fork_script, fork_torchrun
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs Linux")
+pytestmark = pytest.mark.skipif(not _ENVIRON.exists(), reason="needs Linux")
 
 BEFORE = """
 import json, os, signal, subprocess, sys
@@ -286,11 +287,13 @@ def _has_ended(pid: int) -> bool:
 RANK = """
 import sys
 is_forked = "torch" in sys.modules
+shown = open("/proc/self/environ").read().split("\\0")
+is_shown = all(any(word.startswith(name) for word in shown) for name in ("GIVEN=1", "RANK=", "TORCHELASTIC_RUN_ID="))
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(total)
-open(sys.argv[1] + os.environ["RANK"], "w").write(f"{is_forked} {total.item()}")
+open(sys.argv[1] + os.environ["RANK"], "w").write(f"{is_forked} {is_shown} {total.item()}")
 dist.destroy_process_group()
 sys.exit(int(sys.argv[2]))
 """
@@ -301,7 +304,7 @@ def test_ranks_of_torchrun_are_forked_and_their_failure_is_that_of_torchrun(stat
     script = tmp_path / "rank.py"
     script.write_text(RANK)
 
-    run = fork_torchrun(2, str(script), f"{tmp_path}/", str(status))
+    run = fork_torchrun(2, str(script), f"{tmp_path}/", str(status), environment={"GIVEN": "1"})
 
-    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["True 3"] * 2
+    assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["True True 3"] * 2
     assert (run.returncode, "exitcode  : 3" in run.stderr) == ((1, True) if status else (0, False)), run.stderr
