@@ -40,6 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="M",
         help="with --reproducible: per step, of all ranks together (default: 8)",
     )
+    parser.add_argument(
+        "--held-out", type=positive_int, metavar="N", help="windows of held-out text to evaluate (default: all of them)"
+    )
     parser.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints here")
     parser.add_argument(
         "--save-every", type=positive_int, default=100, metavar="N", help="steps between checkpoints (default: 100)"

@@ -21,6 +21,7 @@ from legacy_ddp.data import aligned_splits
 
 EXAMPLES = Path(__file__).parent
 BATCH_SIZE = 4  # windows in a micro-batch: small, for eight ranks on two cores
+HELD_OUT = 512  # windows, a twelfth of all: what is compared are weights
 
 
 def main() -> None:
@@ -76,6 +77,7 @@ def train(trace: Path, split: str, steps: int, micro_batches: int, mistake: Mist
     """Run train_lm.py on the ranks of a split; return the hash of its weights."""
     script = EXAMPLES / ("_planted.py" if mistake else "train_lm.py")
     asked = ["--reproducible", "--micro-batches", str(micro_batches), "--batch-size", str(BATCH_SIZE)]
+    asked += ["--held-out", str(HELD_OUT)]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", split.partition("x")[0]]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **(mistake.environment if mistake else {})}
     run = subprocess.run(

@@ -24,7 +24,7 @@ from _lm_options import positive_int
 from train_lm import ByteModel, hash_of
 
 EXAMPLES = Path(__file__).parent
-SETTINGS = ("--update-freq", "1", "--batch-size", "4", "--save-every", "1", "--keep", "2")
+SETTINGS = ("--update-freq", "1", "--batch-size", "4", "--save-every", "1", "--keep", "2", "--held-out", "512")
 POLL_SECONDS = 0.01
 
 

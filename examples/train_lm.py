@@ -54,7 +54,7 @@ def main() -> None:
             require_equal_settings(settings)
             training = start_training(args, checkpoint, device)
             train(training, args, text, settings)
-            print_result(training, text)
+            print_result(training, text, cut_windows(text.held_out, CONTEXT)[: args.held_out])
     except KeyboardInterrupt:
         if rank == 0:
             hint = "; --resume goes on from the newest checkpoint" if args.save else ""
@@ -220,9 +220,8 @@ def in_bits(nats: float) -> float:
     return nats / math.log(2)
 
 
-def print_result(training: Training, text: Text) -> None:
+def print_result(training: Training, text: Text, held_out: torch.Tensor) -> None:
     """Collective: rank 0 prints the result, after a check that all ranks have equal bits."""
-    held_out = cut_windows(text.held_out, CONTEXT)
     bits = evaluate(training.model, held_out, training.device)
     require_identical_replicas(training.model, training.optimizer)
     if dist.get_rank() == 0:

@@ -38,7 +38,7 @@ from tests.helpers.scripts import (
 from tests.helpers.traces import write_trace
 
 STEPS = 4
-SHORT_LM = ("--steps", str(STEPS), "--update-freq", "2", "--batch-size", "4", "--save-every", "2")
+SHORT_LM = ("--steps", str(STEPS), "--update-freq", "2", "--batch-size", "4", "--save-every", "2", "--held-out", "256")
 DONE = re.compile(r"done: \d+\.\d{3} bits/byte \(bigram \d\.\d{3}\), (\d+) steps, (\d+) all_reduce calls, (.*)\n")
 
 sys.path.append(str(EXAMPLES))  # the scripts find their neighbours because Python puts a script's folder there
@@ -94,6 +94,13 @@ def test_checking_the_replicas_in_every_step_of_train_lm_changes_no_bit(undistur
     assert result.returncode == 0, result.stderr
     assert result.stdout == unchecked.stdout
     assert_same_bits(*(load(folder / "step-00000004.pt") for folder in (original, tmp_path)))
+
+
+def test_a_rank_may_have_no_window_to_evaluate() -> None:
+    result = example(2, "train_lm.py", "--steps", "1", "--batch-size", "4", "--held-out", "1")
+
+    assert result.returncode == 0, result.stderr
+    assert DONE.fullmatch(result.stdout)
 
 
 def test_train_lm_resumes_to_the_same_bits(undisturbed: Any, tmp_path: Path) -> None:

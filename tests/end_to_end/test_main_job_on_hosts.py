@@ -18,7 +18,10 @@ from tests.helpers.hosts import Hosts, reason_not_permitted
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, load, torchrun
 
 STEPS = 4
-SHORT = ("--steps", str(STEPS), "--update-freq", "1", "--batch-size", "4", "--save-every", "1", "--resume", "auto")
+SHORT = (
+    *("--steps", str(STEPS), "--update-freq", "1", "--batch-size", "4", "--held-out", "256"),
+    *("--save-every", "1", "--resume", "auto"),
+)
 KILLED_IN_STEP = 3
 PORT = 29400
 RENDEZVOUS = ("--rdzv-backend=c10d", "--rdzv-id=job", "--max-restarts=1")

@@ -45,7 +45,7 @@ def test_the_command_answers_what_the_readme_shows(tmp_path: Path) -> None:
     assert shown
     for folder, rate in (("before", "0.004"), ("after", "0.005")):
         script = str(ROOT / "examples" / "train_lm.py")
-        run = fork_ranks(2, script, "--steps", "2", "--lr", rate, "--record", folder, cwd=tmp_path)
+        run = fork_ranks(2, script, "--steps", "2", "--lr", rate, "--held-out", "256", "--record", folder, cwd=tmp_path)
         assert run.returncode == 0, run.stderr
 
     found = fork_script("-m", "legacy_ddp", "diff", "before", "after", cwd=tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_script, fork_torchrun, load
 
-REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2")
+REPRODUCIBLE = ("--reproducible", "--micro-batches", "4", "--batch-size", "2", "--held-out", "256")
 
 
 def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.helpers.scripts import EXAMPLES, assert_same_bits, fork_script, load
 from tests.helpers.tiers import count
 
 KILLS = count(20, 3)
-STEPS = 60
+STEPS = count(60, 34)
 LIMIT_SECONDS = 400
 
 sys.path.append(str(EXAMPLES))  # the scripts find their neighbours because Python puts a script's folder there
