@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, run_script, torchrun
+from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_torchrun, run_script
 
 PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
 ACCELERATE, TRANSFORMERS = re.findall(
@@ -113,7 +113,7 @@ accelerator.end_training()
     program = f"{before}{ACCELERATE}{ask}{again}"
     script.write_text(program.replace('"calls-', f'"{tmp_path}/calls-').replace('"state"', f'"{tmp_path}/state"'))
 
-    result = torchrun(2, str(script), environment={**sealed, "ACCELERATE_USE_CPU": "true"})
+    result = fork_torchrun(2, str(script), environment={**sealed, "ACCELERATE_USE_CPU": "true"})
 
     assert result.returncode == 0, result.stderr
     # 10 micro-batches a rank are steps of 4, 4 and 2; the call that asks is the fourth.
@@ -142,7 +142,7 @@ torch.distributed.destroy_process_group()
 """
     )
 
-    result = torchrun(2, str(script), environment=sealed)
+    result = fork_torchrun(2, str(script), environment=sealed)
 
     assert result.returncode == 0, result.stderr
 

@@ -33,8 +33,10 @@ class Script:
     preloaded: tuple[str, ...] = ()
 
 
-def run_forked(scripts: Sequence[Script], limit_seconds: float) -> list[int]:
-    """The exit codes of scripts that run at the same time. After a failure the other scripts get SIGTERM.
+def run_forked(scripts: Sequence[Script], limit_seconds: float, *, end_together: bool) -> list[int]:
+    """The exit codes of scripts that run at the same time.
+
+    ``end_together``: after a failure the others get SIGTERM.
 
     Raises:
         subprocess.TimeoutExpired: not all ended in time; all got SIGTERM, and were killed if that did not end them.
@@ -43,7 +45,7 @@ def run_forked(scripts: Sequence[Script], limit_seconds: float) -> list[int]:
     for process in processes:
         process.start()
     try:
-        if not _await(processes, limit_seconds):
+        if not _await(processes, limit_seconds, end_together):
             _end(processes)
             raise subprocess.TimeoutExpired(scripts[0].command, limit_seconds, Path(scripts[0].output).read_bytes())
     finally:
@@ -56,14 +58,14 @@ def run_forked(scripts: Sequence[Script], limit_seconds: float) -> list[int]:
     return [code if code is not None else -signal.SIGKILL for code in codes]
 
 
-def _await(processes: Sequence[ForkServerProcess], limit_seconds: float) -> bool:
+def _await(processes: Sequence[ForkServerProcess], limit_seconds: float, end_together: bool) -> bool:
     """Whether all ended in time, or one failed and the others were told to end."""
     deadline = time.monotonic() + limit_seconds
     while running := [process for process in processes if process.is_alive()]:
         if time.monotonic() > deadline:
             return False
         wait([process.sentinel for process in running], 1.0)
-        if any(process.exitcode for process in processes):
+        if end_together and any(process.exitcode for process in processes):
             _end(running)
             break
     return True

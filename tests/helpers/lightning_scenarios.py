@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_ranks, run_script
+from tests.helpers.scripts import fork_ranks, fork_script
 
 Result = dict[str, Any]
 Story = Callable[[str, Path], Result]
 RANKS = 2
+LOADED = ("lightning.pytorch", "lightning.fabric")  # in processes whose start is not what is tested
 QUIET = {
     "logger": False,
     "enable_checkpointing": False,
@@ -45,8 +46,8 @@ def run_stories(stories: Mapping[Story, Sequence[str]]) -> None:
 
 @cache
 def by_trainer(*stories: str) -> Callable[..., list[Result]]:
-    """What all stories of the Trainer left, or those: a job that is started once, as a user does, by Lightning."""
-    return _run(run_script, "lightning_jobs.py", stories)
+    """What all stories of the Trainer left, or those: a job that is started once, of ranks that Lightning starts."""
+    return _run(partial(fork_script, forks_children=True, preloaded=LOADED), "lightning_jobs.py", stories)
 
 
 @cache

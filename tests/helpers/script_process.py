@@ -61,6 +61,7 @@ def _run(command: Sequence[str]) -> int:
     except SystemExit as end:
         status = _status(end.code)
     except BaseException as error:  # noqa: BLE001 - shown as the interpreter shows it
+        sys.last_type, sys.last_value, sys.last_traceback = sys.exc_info()
         sys.excepthook(*sys.exc_info())
         status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
@@ -79,17 +80,22 @@ def _status(code: object) -> int:
 
 
 def _run_as_main(command: Sequence[str]) -> dict[str, Any]:
+    """The variables of the script. Not runpy: torchrun looks for the modules of its callers, frozen ones at length."""
     first, *others = command
+    main = sys.modules["__main__"] = ModuleType("__main__")
     if first == "-m":
-        sys.argv = ["-m", *others[1:]]
         sys.path.insert(0, os.getcwd())
-        return runpy.run_module(others[0], run_name="__main__", alter_sys=True)
-    if first == "-c":
-        sys.argv = ["-c", *others[1:]]
+        _, main.__spec__, code = runpy._get_module_details(others[0])  # type: ignore[attr-defined]
+        main.__package__, main.__file__ = main.__spec__.parent, main.__spec__.origin
+        sys.argv = [str(main.__file__), *others[1:]]
+    elif first == "-c":
         sys.path.insert(0, "")
-        main = sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(others[0], "<string>", "exec"), vars(main))
-        return vars(main)
-    sys.argv = list(command)
-    sys.path.insert(0, str(Path(first).absolute().parent))
-    return runpy.run_path(first, run_name="__main__")
+        code = compile(others[0], "<string>", "exec")
+        sys.argv = ["-c", *others[1:]]
+    else:
+        sys.path.insert(0, str(Path(first).absolute().parent))
+        main.__file__ = first
+        code = compile(Path(first).read_bytes(), first, "exec")
+        sys.argv = list(command)
+    exec(code, vars(main))
+    return vars(main)

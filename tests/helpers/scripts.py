@@ -52,7 +52,34 @@ def fork_script(
     Where the start is not what is tested. ``forks_children``: so are the Python processes that it starts; they have the
     modules ``preloaded``, too.
     """
-    return _fork(command, [{}], environment, limit_seconds, cwd, forks_children, preloaded)
+    (run,) = fork_scripts(
+        [command],
+        [environment or {}],
+        limit_seconds=limit_seconds,
+        cwd=cwd,
+        forks_children=forks_children,
+        preloaded=preloaded,
+    )
+    return run
+
+
+def fork_scripts(
+    commands: Sequence[tuple[str, ...]],
+    environments: Sequence[Mapping[str, str]],
+    *,
+    limit_seconds: float = LIMIT_SECONDS,
+    cwd: Path = ROOT,
+    forks_children: bool = False,
+    preloaded: tuple[str, ...] = (),
+) -> list[subprocess.CompletedProcess[str]]:
+    """The same of several scripts at the same time, each with variables of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        scripts = [
+            _script(command, variables, cwd, Path(folder, str(number)), forks_children, preloaded)
+            for number, (command, variables) in enumerate(zip(commands, environments, strict=True))
+        ]
+        codes = run_forked(scripts, limit_seconds, end_together=False)
+        return [_completed(script, code) for script, code in zip(scripts, codes, strict=True)]
 
 
 def fork_ranks(
@@ -68,37 +95,32 @@ def fork_ranks(
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"}
     sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     places = [dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)) for rank in range(world_size)]
-    return _fork(command, [{**job, **sizes, **place} for place in places], environment, limit_seconds, cwd)
-
-
-def _fork(
-    command: tuple[str, ...],
-    places: Sequence[Mapping[str, str]],
-    environment: Mapping[str, str] | None,
-    limit_seconds: float,
-    cwd: Path,
-    forks_children: bool = False,
-    preloaded: tuple[str, ...] = (),
-) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder, "output"), Path(folder, "errors")
-        output.touch()
-        errors.touch()
         scripts = [
-            Script(
-                command,
-                {**_environment(environment), **place},
-                str(cwd),
-                str(output),
-                str(errors),
-                forks_children,
-                preloaded,
-            )
+            _script(command, {**job, **sizes, **place, **(environment or {})}, cwd, Path(folder, "all"))
             for place in places
         ]
-        codes = run_forked(scripts, limit_seconds)
-        code = next((code for code in codes if code), 0)
-        return subprocess.CompletedProcess(command, code, output.read_text(), errors.read_text())
+        codes = run_forked(scripts, limit_seconds, end_together=True)
+        return _completed(scripts[0], next((code for code in codes if code), 0))
+
+
+def _script(
+    command: tuple[str, ...],
+    variables: Mapping[str, str],
+    cwd: Path,
+    said: Path,
+    forks_children: bool = False,
+    preloaded: tuple[str, ...] = (),
+) -> Script:
+    output, errors = said.with_suffix(".output"), said.with_suffix(".errors")
+    output.touch()
+    errors.touch()
+    return Script(command, _environment(variables), str(cwd), str(output), str(errors), forks_children, preloaded)
+
+
+def _completed(script: Script, code: int) -> subprocess.CompletedProcess[str]:
+    said = (Path(path).read_text() for path in (script.output, script.errors))
+    return subprocess.CompletedProcess(script.command, code, *said)
 
 
 def _environment(more: Mapping[str, str] | None) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,11 +9,13 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.helpers.lightning_scenarios import LOADED
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import fork_script, fork_scripts
 
 pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
 
+FAULTS = str(ROOT / "tests" / "helpers" / "lightning_faults.py")
 JOBS = (("trainer", "raise"), ("trainer", "hang"), ("fabric", "hang"))
 
 
@@ -30,18 +31,16 @@ class Ended:
 @cache
 def ended() -> dict[tuple[str, str], Ended]:
     """All jobs, at the same time, because they wait most of it."""
-    with ThreadPoolExecutor(len(JOBS)) as pool:
-        return dict(zip(JOBS, pool.map(_run, JOBS), strict=True))
-
-
-def _run(job: tuple[str, str]) -> Ended:
     with TemporaryDirectory() as folder:
-        child = Path(folder) / "pid-1"
+        folders = [Path(folder, "-".join(job)) for job in JOBS]
+        for mine in folders:
+            mine.mkdir()
+        commands = [(FAULTS, str(mine), *job) for mine, job in zip(folders, JOBS, strict=True)]
         try:
-            result = run_script(str(ROOT / "tests" / "helpers" / "lightning_faults.py"), folder, *job)
+            runs = fork_scripts(commands, [{}] * len(JOBS), forks_children=True, preloaded=LOADED)
         finally:
-            is_gone = _end(child)
-        return Ended(result.returncode, result.stderr, is_gone)
+            gone = [_end(mine / "pid-1") for mine in folders]
+    return {job: Ended(run.returncode, run.stderr, is_gone) for job, run, is_gone in zip(JOBS, runs, gone, strict=True)}
 
 
 def _end(pid_file: Path) -> bool:
@@ -86,7 +85,7 @@ pathlib.Path({str(pid_file)!r}).write_text(str(launched.pid))
 set_up_exit(types.SimpleNamespace(procs=[launched]))
 raise ValueError("planted")
 """
-    result = run_script("-c", program)
+    result = fork_script("-c", program)
 
     assert _end(pid_file)
     assert "ValueError: planted" in result.stderr

@@ -1,18 +1,15 @@
 """Ways to start ranks (script, spawn, fork, torchrun, SLURM): all train alike."""
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.lightning_scenarios import RANKS, by_fabric, by_trainer
+from tests.helpers.lightning_scenarios import LOADED, RANKS, by_fabric, by_trainer
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import LIMIT_SECONDS, assert_same_bits, run_script
+from tests.helpers.scripts import assert_same_bits, fork_script, fork_scripts
 
 pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
 
@@ -42,7 +39,7 @@ def test_a_trainer_under_torchrun_leaves_the_weights_of_a_trainer_that_starts_it
 
 def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(tmp_path: Path) -> None:
     names = ("trainer=legacy_ddp_fork", "fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn")
-    result = run_script(STARTS, str(tmp_path), *names)
+    result = fork_script(STARTS, str(tmp_path), *names, preloaded=LOADED)
 
     assert result.returncode == 0, result.stderr
     _assert_left(tmp_path, *(name.replace("=", "-") for name in names))
@@ -52,15 +49,16 @@ def test_ranks_that_slurm_has_started_find_each_other_and_leave_no_process_group
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
-    processes = [_start_as_slurm_does(rank, port, tmp_path) for rank in range(RANKS)]
-    outputs = [process.communicate(timeout=LIMIT_SECONDS)[0] for process in processes]
+    command = (STARTS, str(tmp_path), "trainer=legacy_ddp", "fabric=legacy_ddp")
+    runs = fork_scripts([command] * RANKS, [_set_by_slurm(rank, port) for rank in range(RANKS)], preloaded=LOADED)
+    outputs = [run.stdout + run.stderr for run in runs]
 
-    assert [process.returncode for process in processes] == [0] * RANKS, outputs
+    assert [run.returncode for run in runs] == [0] * RANKS, outputs
     assert ["process group at exit: False" in output for output in outputs] == [True] * RANKS, outputs
     _assert_left(tmp_path, "trainer-legacy_ddp", "fabric-legacy_ddp")
 
 
-def _start_as_slurm_does(rank: int, port: int, folder: Path) -> "subprocess.Popen[str]":
+def _set_by_slurm(rank: int, port: int) -> dict[str, str]:
     slurm = {
         "JOB_ID": "1",
         "JOB_NAME": "train",
@@ -71,17 +69,5 @@ def _start_as_slurm_does(rank: int, port: int, folder: Path) -> "subprocess.Pope
         "NTASKS_PER_NODE": str(RANKS),
         "PROCID": str(rank),
     }
-    return subprocess.Popen(
-        [sys.executable, STARTS, str(folder), "trainer=legacy_ddp", "fabric=legacy_ddp"],
-        env={
-            **os.environ,
-            **{f"SLURM_{name}": value for name, value in slurm.items()},
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-        },
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    variables = {f"SLURM_{name}": value for name, value in slurm.items()}
+    return {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

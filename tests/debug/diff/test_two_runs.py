@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 from functools import partial
 from os import sched_yield
@@ -23,6 +22,7 @@ from legacy_ddp.debug._diff.compare_runs import compare_runs
 from legacy_ddp.debug._diff.result import Comparison, Divergence
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import fork_script
 
 STEPS, BATCHES = 6, 3  # per step and rank
 
@@ -183,8 +183,7 @@ def test_the_ranks_of_a_good_run_are_the_same(original: Path) -> None:
 
 
 def _diff(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "legacy_ddp", "diff", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return fork_script("-m", "legacy_ddp", "diff", *arguments)
 
 
 def test_the_command_answers_with_its_exit_status(original: Path, tmp_path: Path) -> None:
