@@ -49,7 +49,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay restart test test-fast soak browser picture lint bench bench-full clean
+.PHONY: help demo digits hunt replay restart test test-programs test-fast soak browser picture lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -78,9 +78,13 @@ restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
 	$(call needs,torch)
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
-test: $(READY) ## run the tests, WORKERS files at a time
+test: $(READY) ## run the tests of the library, WORKERS files at a time
 	$(call needs,$(TEST_PACKAGES))
-	$(PYTEST) $(ARGS)
+	$(PYTEST) -m "not program" $(ARGS)
+
+test-programs: $(READY) ## run the tests of examples, benchmarks, pages and Lightning
+	$(call needs,$(TEST_PACKAGES))
+	$(PYTEST) -m program $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no process, and a few of ranks
 	$(call needs,$(TEST_PACKAGES))
