@@ -15,6 +15,7 @@ from legacy_ddp._errors import (
     ReplicaDivergenceError,
     SyncTimeoutError,
     TraceError,
+    TransportError,
     UnsynchronizedStepError,
 )
 from legacy_ddp._record import RankRow, SyncRecord
@@ -41,6 +42,7 @@ __all__ = [
     "SyncRecord",
     "SyncTimeoutError",
     "TraceError",
+    "TransportError",
     "UnsynchronizedStepError",
     "all_reduce_gradients",
 ]

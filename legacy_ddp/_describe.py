@@ -1,6 +1,6 @@
 """Text for ``print(model)``: layout, group and settings of a wrapper. Pure, except for the rank in the group."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch.distributed as dist
@@ -11,9 +11,17 @@ from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.process_group import GroupHandle
 
 
-def describe_wrapper(layout: Layout | None, group: GroupHandle, settings: Settings) -> str:
-    """A few lines. ``layout``: the last layout, None before the first plan. Never raises."""
-    return "\n".join([*_layout_lines(layout), _group_line(group), _settings_line(settings)])
+def describe_wrapper(
+    layout: Layout | None,
+    group: GroupHandle,
+    transport_text: Callable[[dist.ProcessGroup], str],
+    settings: Settings,
+) -> str:
+    """A few lines. Never raises.
+
+    ``layout``: the last layout, None before the first plan. ``transport_text``: the transport on a group, may be empty.
+    """
+    return "\n".join([*_layout_lines(layout), *_group_lines(group, transport_text), _settings_line(settings)])
 
 
 def _layout_lines(layout: Layout | None) -> Iterator[str]:
@@ -27,15 +35,17 @@ def _layout_lines(layout: Layout | None) -> Iterator[str]:
         yield "no trainable parameters"
 
 
-def _group_line(group: GroupHandle) -> str:
+def _group_lines(group: GroupHandle, transport_text: Callable[[dist.ProcessGroup], str]) -> list[str]:
     with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
         found = group.resolve()
-        return f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"
-    return "group: none available"
+        lines = [f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"]
+        return lines + [f"transport: {text}" for text in [transport_text(found)] if text]
+    return ["group: none available"]
 
 
 def _settings_line(settings: Settings) -> str:
     defaults = Settings()
     changed = {name: value for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    changed.pop("transport", None)  # shown with the group
     checks = changed.pop("checks", None) or repr(settings.checks.level)
     return ", ".join([*(f"{name}={value!r}" for name, value in changed.items()), f"checks={checks}"])

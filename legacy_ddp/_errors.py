@@ -8,7 +8,8 @@ LegacyDDPError(RuntimeError)
 │   ├── PeerError              a rank failed locally before the exchange; the text has its error
 │   ├── ReplicaDivergenceError  replicas hold different bits; the text names tensors, phase and cause
 │   ├── NonFiniteGradientError  a gradient holds NaN or infinity, with ``nonfinite="raise"``
-│   └── CommHookError          a communication hook returned no usable gradient
+│   ├── CommHookError          a communication hook returned no usable gradient
+│   └── TransportError         ``transport="host"`` is not possible, or not any more
 ├── LostPeerError          a rank did not answer; the group is not usable any more
 │   ├── PeerLostError          its connection broke
 │   └── SyncTimeoutError       it was silent for ``timeout_seconds``
@@ -88,6 +89,10 @@ class NonFiniteGradientError(AgreedError):
 
 class CommHookError(AgreedError):
     """A communication hook returned no usable gradient; the text names the ranks and the expected result."""
+
+
+class TransportError(AgreedError):
+    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank with one."""
 
 
 class LostPeerError(LegacyDDPError):

@@ -31,6 +31,11 @@ def log_construction(rank: int, describe: Callable[[], str]) -> None:
         logger_of(rank).info("rank %d, new wrapper: %s", rank, describe().replace("\n", "; "))
 
 
+def log_transport(rank: int, transport: str) -> None:
+    """Log the choice of a transport, level INFO."""
+    logger_of(rank).info("rank %d, transport: %s", rank, transport)
+
+
 def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
     """Log a completed call. The caller has tested for level DEBUG."""
     phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())

@@ -39,9 +39,10 @@ class SyncRecord:
     ``call``: number of the call on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``.
     ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
     sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``payload_bytes``:
-    gradient bytes from this rank to collectives. ``seconds``: wall time of this rank per phase (plan, pack,
-    agree, payload, alias; with ``checks="detail"`` also digest, with a communication hook hook, inside :meth:`join`
-    join, under a recorder observe). ``rank``: number of this rank, and index of its row.
+    gradient bytes from this rank to collectives. ``transport``: the carrier of dense gradients on CPU, ``host`` (memory
+    shared by the ranks of a host) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank per phase
+    (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with a communication hook hook, inside
+    :meth:`join` join, under a recorder observe). ``rank``: number of this rank, and index of its row.
     """
 
     call: int
@@ -51,6 +52,7 @@ class SyncRecord:
     divisor: int = 1
     skipped_ranks: tuple[int, ...] = ()
     payload_bytes: int = 0
+    transport: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
     _headers: torch.Tensor | None = field(default=None, repr=False, compare=False)

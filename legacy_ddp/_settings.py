@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
+TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
+_TRANSPORTS = ("auto", "gloo", "host")
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
 _ALLOWED = {
@@ -179,6 +181,18 @@ def resolve_checks(checks: str | Checks) -> Checks:
         raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
 
 
+def resolve_transport(transport: str) -> str:
+    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller.
+
+    Raises:
+        ValueError: unknown, here or in the environment.
+    """
+    chosen = os.environ.get(TRANSPORT_VARIABLE)
+    if chosen and chosen not in _TRANSPORTS:
+        raise ValueError(f"environment variable {TRANSPORT_VARIABLE}: got {chosen!r}, expected one of {_TRANSPORTS}")
+    return chosen or transport
+
+
 @dataclass(frozen=True)
 class CommHook:
     """``function(state, bucket)`` starts the communication and returns a Future of the bucket's mean over the ranks.
@@ -216,6 +230,7 @@ class Settings:
     ignore: frozenset[str] = frozenset()
     checks: Checks = Checks()
     timeout_seconds: float | None = None
+    transport: str = "auto"
     comm_hook: CommHook | None = None
 
     def __post_init__(self) -> None:
@@ -224,6 +239,8 @@ class Settings:
             raise ValueError(
                 f"buffer_size is not usable: got {size!r}, expected a number of elements, an int of at least 1"
             )
+        if self.transport not in _TRANSPORTS:
+            raise ValueError(f"transport is unknown: got {self.transport!r}, expected one of {_TRANSPORTS}")
         for name in ("gradient_as_bucket_view", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is not usable: got {getattr(self, name)!r}, expected True or False")
@@ -267,6 +284,7 @@ class Settings:
             "reduce_dtype": str(self.reduce_dtype),
             "reproducible": str(self.reproducible),
             "comm_hook": str(self.comm_hook),
+            "transport": self.transport,
             "uneven": self.checks.uneven,
             'checks="detail"': f"{self.checks.compares_replicas}, local_buffers={sorted(self.checks.local_buffers)}",
             "nonfinite": self.checks.nonfinite_policy,

@@ -17,10 +17,11 @@ from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_param
 from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.state import Synchronizer
+from legacy_ddp._collectives.transport_choice import prepare_transport
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, resolve_checks
+from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, resolve_checks, resolve_transport
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_unknown
@@ -37,8 +38,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         world_size: only compared with the size of the group.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
             inside the group. Assignable between steps.
-        buffer_size: maximum number of elements per collective. Changes no result, except the rounding of the sum: from
-            three ranks on, a backend's order of addition may depend on the place of an element.
+        buffer_size: maximum number of elements per collective. Changes no result, except the rounding of a sum over
+            gloo: from three ranks on, its order of addition may depend on the place of an element.
         init_sync: copy all parameters (also frozen ones) and buffers of rank 0. False: the caller guarantees equality.
         gradient_as_bucket_view: after a call ``.grad`` is a view of one flat tensor per device and dtype, without a
             copy in the next call; on CPU, from 64 KiB on, already in ``backward()``, unless something holds it.
@@ -50,6 +51,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             Needs up to log2(micro-batches per rank) + 2 copies of all gradients, fp32 for fp16.
         ignore: names of parameters and buffers to leave out, in addition to torch DDP's list in the module
             (``_ddp_params_and_buffers_to_ignore``).
+        transport: the carrier of dense gradients on CPU, equal on all ranks. ``"auto"``: memory shared by the ranks if
+            they run on one host, else gloo; ``"gloo"``; ``"host"``: an error without shared memory. The environment
+            variable ``LEGACY_DDP_TRANSPORT``, read here, overrides it. See docs/transport.md.
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
             read here, overrides the level.
         timeout_seconds: limit of every wait for other ranks; None: the timeout of the group.
@@ -58,6 +62,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         TypeError, ValueError: an unusable argument; a lazy, meta or DTensor parameter; a wrapper inside ``module``; no
             process group.
         LayoutError: ranks hold different parameters, buffers or settings; on every rank, with their names.
+        TransportError: ``transport="host"`` is not possible; on every rank.
         PeerError, DesyncError, LostPeerError: as for :meth:`all_reduce`.
     """
 
@@ -73,6 +78,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         reduce_dtype: torch.dtype | None = None,
         reproducible: bool = False,
         ignore: Iterable[str] = (),
+        transport: str = "auto",
         checks: str | Checks = "info",
         timeout_seconds: float | None = None,
         **unknown: Never,
@@ -93,6 +99,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
                 reduce_dtype=reduce_dtype,
                 reproducible=reproducible,
                 ignore=names_to_ignore(module, ignore),
+                transport=resolve_transport(transport),
                 checks=resolve_checks(checks),
                 timeout_seconds=timeout_seconds,
             )
@@ -103,6 +110,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         with self._synchronizer.planner.released_on_failure():
             with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
                 construct(call, module, self._settings, plan, world_size=world_size, wrapper=kind, problem=problem)
+                prepare_transport(call.group_state, self._synchronizer.planner)
                 log_construction(call.groups.rank, self.extra_repr)
             if init_sync:
                 self.broadcast_parameters()
@@ -156,8 +164,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
                 step since the last call used different gradients.
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
             CommHookError: a hook (:meth:`register_comm_hook`) returned no usable gradient.
-            LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` every ``.grad``
-                becomes None.
+            TransportError: shared memory is not possible and was asked for, or is not possible any more.
+            LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` (on the host
+                transport also in ``agree``) every ``.grad`` becomes None.
 
         After all errors but LostPeerError every ``.grad`` is unchanged on every rank, and the next call may succeed.
         """
@@ -269,8 +278,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         self._group = GroupHandle(process_group)
 
     def extra_repr(self) -> str:
-        """The part of ``print(model)`` about buckets, group, checks and settings other than the defaults."""
-        return describe_wrapper(self._synchronizer.planner.layout, self._group, self._settings)
+        """The part of ``print(model)`` about buckets, group, transport, checks and settings other than the defaults."""
+        synchronizer = self._synchronizer
+        return describe_wrapper(synchronizer.planner.layout, self._group, synchronizer.transport_text, self._settings)
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings. The first collective of the copy makes all state of the process again."""

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
-from tests.helpers import logged_warnings
+from tests.helpers import logged_warnings, transports
+from tests.helpers.transports import transport  # noqa: F401 - a fixture
 
 # No deadline: a shared machine makes any example slow once in a while.
 settings.register_profile("default", deadline=None)
@@ -21,36 +22,51 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-_LONG_FOLDERS = ("tests/end_to_end/", "tests/lightning/", "tests/benchmarks/")
-# Helpers that start processes.
-_STARTERS = frozenset(
-    f"tests.helpers.{name}" for name in ("browser", "forked_scripts", "namespaces", "rank_pool", "scripts")
-)
+# Tests of programs: examples, benchmarks, pages and Lightning, and of the helpers that start them.
+_PROGRAM_FOLDERS = ("tests/end_to_end/", "tests/lightning/", "tests/benchmarks/", "tests/helpers/")
+
+
+def _helpers(*names: str) -> frozenset[str]:
+    return frozenset(f"tests.helpers.{name}" for name in names)
+
+
+_PROGRAM_STARTERS = _helpers("forked_children", "forked_scripts", "hosts", "namespaces", "scripts")
+_STARTERS = _PROGRAM_STARTERS | _helpers("browser", "rank_pool")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes.
+    """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes, and
+    ``program`` whose file starts whole programs.
 
     Folders with long tests come first: a worker that begins a long file last keeps the others waiting.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(_LONG_FOLDERS))
+    items.sort(key=lambda item: not item.nodeid.startswith(_PROGRAM_FOLDERS))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-        if isinstance(item, pytest.Function) and not _starts_processes(item.module.__name__):
+        if not isinstance(item, pytest.Function):
+            continue
+        if not _starts(item.module.__name__, _STARTERS):
             item.add_marker(pytest.mark.fast)
+        elif item.nodeid.startswith(_PROGRAM_FOLDERS) and _starts(item.module.__name__, _PROGRAM_STARTERS):
+            item.add_marker(pytest.mark.program)
 
 
 @cache
-def _starts_processes(name: str) -> bool:
-    """Whether the module imports ``subprocess``, or a helper that starts processes, itself or through other helpers."""
+def _starts(name: str, starters: frozenset[str]) -> bool:
+    """Whether the module imports ``subprocess`` or one of the helpers ``starters``, itself or through other helpers."""
     module = sys.modules[name]
     values = list(vars(module).values())
     helpers = {
         value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") for value in values
     }
     others = {helper for helper in helpers - {name} if helper and helper.startswith("tests.helpers.")}
-    return subprocess in values or bool(others & _STARTERS) or any(map(_starts_processes, others))
+    return subprocess in values or bool(others & starters) or any(_starts(other, starters) for other in others)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the tests of ranks on both transports."""
+    transports.parametrize(metafunc)
 
 
 @pytest.fixture(autouse=True)

@@ -27,6 +27,7 @@ from legacy_ddp import (
     SyncRecord,
     SyncTimeoutError,
     TraceError,
+    TransportError,
     UnsynchronizedStepError,
     debug,
 )
@@ -45,6 +46,7 @@ _ERRORS = [
     ReplicaDivergenceError,
     SyncTimeoutError,
     TraceError,
+    TransportError,
     UnsynchronizedStepError,
 ]
 
@@ -102,6 +104,7 @@ def test_the_errors_form_one_tree() -> None:
         "UnsynchronizedStepError": "LegacyDDPError",
         "TraceError": "LegacyDDPError",
         "CommHookError": "AgreedError",
+        "TransportError": "AgreedError",
         "LayoutError": "AgreedError",
         "DesyncError": "AgreedError",
         "PeerError": "AgreedError",

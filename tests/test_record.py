@@ -80,12 +80,18 @@ def _mixed_bytes(rank: int, reduce_dtype: torch.dtype | None) -> tuple[int, floa
 
 
 @pytest.mark.parametrize(
-    "reduce_dtype, size_bytes",
-    # fp16 travels as fp32 unless asked otherwise; complex numbers as they are; unused ones not at all
-    [(None, 5 * 4 + 3 * 4 + 2 * 8 + 8), (torch.bfloat16, (5 + 3 + 2) * 2 + 8), (torch.float64, (5 + 3 + 2) * 8 + 8)],
+    "transport, reduce_dtype, size_bytes",
+    # over gloo fp16 travels as fp32 unless asked otherwise; complex numbers as they are; unused ones not at all
+    [
+        ("host", None, 5 * 2 + 3 * 4 + 2 * 8 + 8),
+        ("gloo", None, 5 * 4 + 3 * 4 + 2 * 8 + 8),
+        ("gloo", torch.bfloat16, (5 + 3 + 2) * 2 + 8),
+        ("gloo", torch.float64, (5 + 3 + 2) * 8 + 8),
+    ],
+    indirect=["transport"],
 )
 def test_payload_bytes_and_norm_are_those_of_the_gradients_that_travel(
-    reduce_dtype: torch.dtype | None, size_bytes: int
+    transport: str, reduce_dtype: torch.dtype | None, size_bytes: int
 ) -> None:
     for payload_bytes, local_norm, expected in run_ranks(_mixed_bytes, 2, reduce_dtype):
         assert payload_bytes == size_bytes

@@ -39,6 +39,11 @@ class Agreement:
         return len(set(map(_compared, self.rows))) == 1 and not first.leaves and not first.flags & FAILED_BIT
 
     @cached_property
+    def has_same_mask(self) -> bool:
+        """Whether every rank has gradients of the same kinds in the same slots."""
+        return len({row.mask for row in self.rows}) == 1
+
+    @cached_property
     def participants(self) -> tuple[int, ...]:
         """The ranks with counting gradients."""
         return tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
@@ -83,7 +88,7 @@ def announcing_failures(call: Call) -> Iterator[None]:
             error.call, error.phase = call.number, call.phase_name
         header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
-            rows = decode_rows(call.gather(encode_row(header)))
+            rows = decode_rows(call.exchange_headers(encode_row(header)))
             problem = find_failure(call, rows, error_text(error))
         if problem is None:
             call.mark_finished()
@@ -105,7 +110,7 @@ def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: s
     """
     header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
     with call.phase("agree"):
-        headers = call.gather(encode_row(header))
+        headers = call.exchange_headers(encode_row(header))
         agreement = Agreement(headers, decode_rows(headers))
         if not agreement.is_uniform and (problem := find_mismatch(call, agreement.rows, inventory, uneven)):
             raise problem
@@ -120,7 +125,7 @@ def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> li
     ``kinds``: the kinds on this rank. Collective only if the headers show different kinds: 2 bytes a slot, whatever the
     number of ranks.
     """
-    if len({row.mask for row in agreement.rows}) == 1:
+    if agreement.has_same_mask:
         return list(kinds)
     own = torch.tensor(kinds, dtype=torch.uint8, device="cpu")
     # One maximum gives both ends: the largest kind, and 255 minus the smallest kind that is not absent.

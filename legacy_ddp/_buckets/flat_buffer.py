@@ -14,6 +14,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_plain
 from legacy_ddp._buckets.layout import Bucket, Run
+from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.views import SlotViews
 from legacy_ddp._buckets.wire import wire_dtype
 from legacy_ddp._settings import Settings
@@ -22,8 +23,9 @@ from legacy_ddp._settings import Settings
 class FlatBuffer:
     """The flat tensor of a bucket, shape (bucket.numel,), and the gradients in its slots."""
 
-    def __init__(self, bucket: Bucket, settings: Settings) -> None:
+    def __init__(self, bucket: Bucket, settings: Settings, policy: SegmentPolicy) -> None:
         self.bucket = bucket
+        self._policy = policy
         self.as_views = settings.gradient_as_bucket_view
         self.wire: torch.Tensor | None = None
         self._is_for_hook = settings.comm_hook is not None
@@ -33,6 +35,7 @@ class FlatBuffer:
         self._views_lock = threading.Lock()  # backward passes may run in several threads
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
         self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
+        self._was_view = self._is_view  # the same when the call began: pack() may move all gradients
         # Identity of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
 
@@ -42,12 +45,22 @@ class FlatBuffer:
         with self._views_lock:
             if self._views is None:
                 with torch.inference_mode(False):  # a backward inside that mode may be the first
-                    self._views = SlotViews(self.bucket)
+                    self._views = SlotViews(self.bucket, self._policy)
             return self._views
 
     @property
     def flat(self) -> torch.Tensor:
         return self.views.flat
+
+    @property
+    def segment(self) -> Segment | None:
+        """The shared memory of the flat tensor, None for ordinary memory."""
+        return self.views.segment
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether the memory before is kept, and may be used again."""
+        return self._spare is not None
 
     @property
     def payload(self) -> torch.Tensor:
@@ -57,6 +70,7 @@ class FlatBuffer:
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Note which gradients (one per slot) are the views of their slots."""
         self._is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self._is_view)
+        self._was_view = self._is_view
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Refuse unusable gradients before anything is written. Call :meth:`match_views` first.
@@ -75,7 +89,7 @@ class FlatBuffer:
 
         No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
         """
-        if self.views.has_external_refs(self._is_view):
+        if self.views.has_external_refs(self._is_view) or not self._is_wanted(self.views):
             self._change_memory()
         else:
             self._spare = None
@@ -94,7 +108,7 @@ class FlatBuffer:
             return
         try:
             views = self.views
-        except (RuntimeError, MemoryError):  # no memory: the call reports the failure, on all ranks
+        except (RuntimeError, MemoryError, OSError):  # no memory: the call reports the failure, on all ranks
             return
         if views.is_slot_unreferenced(index):
             parameter.grad = views[index].copy_(grad)
@@ -115,7 +129,7 @@ class FlatBuffer:
         """Whether every packed gradient was the view left by the last call. Writes to the views do not matter."""
         return all(
             is_view or grad is None or slot.numel == 0
-            for slot, grad, is_view in zip(self.bucket.slots, grads, self._is_view, strict=True)
+            for slot, grad, is_view in zip(self.bucket.slots, grads, self._was_view, strict=True)
         )
 
     @property
@@ -160,6 +174,10 @@ class FlatBuffer:
             grads = (parameter.grad for parameter in parameters)
             self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
 
+    def _is_wanted(self, views: SlotViews) -> bool:
+        """Whether the memory is of the wanted kind: a segment or ordinary memory."""
+        return (views.segment is not None) == self._policy.is_for(self.bucket)
+
     def _change_memory(self) -> None:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
 
@@ -167,8 +185,8 @@ class FlatBuffer:
         to the spare takes half the time of writing to fresh memory.
         """
         free = self._spare
-        if free is None or not free.is_reusable():
-            free = SlotViews(self.bucket)
+        if free is None or not self._is_wanted(free) or not free.is_reusable():
+            free = SlotViews(self.bucket, self._policy)
         self._views, self._spare, self._is_view = free, self._views, [False] * len(self._is_view)
 
     def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:

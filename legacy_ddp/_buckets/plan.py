@@ -12,6 +12,7 @@ from legacy_ddp._buckets.backward_copy import BackwardCopy
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
+from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._buckets.signature import Signature
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
@@ -81,6 +82,7 @@ class Planner:
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
         self._backward_copy = BackwardCopy()
         self.layout: Layout | None = None  # of the last plan
+        self.segments = SegmentPolicy()
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # for each slot: the position of its parameter among the named parameters
         self._signature: Signature | None = None
@@ -123,7 +125,7 @@ class Planner:
         layout = plan_layout(distinct(zip(names, tensors, strict=True), self.settings.ignore), self.settings)
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
-        buffers = [FlatBuffer(bucket, self.settings) for bucket in layout.buckets]
+        buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]
         plan = Plan(layout, [tensors[index] for index in order], buffers)
         last_results = [
             partial(buffer.is_last_result, index) for buffer in buffers for index in range(len(buffer.bucket.slots))

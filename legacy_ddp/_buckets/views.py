@@ -12,17 +12,19 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Bucket, Slot
+from legacy_ddp._buckets.segment import SegmentPolicy
 
 
 class SlotViews(Sequence[torch.Tensor]):
     """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
 
-    ``transport_view`` is the memory of ``flat`` under a further storage. A thread of the transport may hold a sent
-    tensor for milliseconds after the wait; the extra storage keeps this reference out of the counts of the slots.
+    ``segment``: the shared memory of ``flat``, None for ordinary memory. ``transport_view`` is the memory of ``flat``
+    under a further storage. A thread of the transport may hold a sent tensor for milliseconds after the wait; the extra
+    storage keeps this reference out of the counts of the slots.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
-        self.flat = torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device)
+    def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
+        self.flat, self.segment = policy.allocate(bucket)
         self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
         self._views = [self._make(slot) for slot in self._slots]

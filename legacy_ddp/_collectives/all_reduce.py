@@ -1,7 +1,8 @@
 """The collective call: plan → pack → agree → check → reduce → alias → record."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,14 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
+from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.nonfinite import check_finite
 from legacy_ddp._collectives.pack import pack
-from legacy_ddp._collectives.reduce import Reduced, reduce
+from legacy_ddp._collectives.reduce import Reduced, discard, reduce
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._collectives.transport_choice import GLOO, HOST, choose_transport, prepare_transport, segments_of
+from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.check import add_digest, check
+from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
@@ -45,6 +50,7 @@ def all_reduce(
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):
+            prepare_transport(call.group_state, planner)
             with call.phase("plan"):
                 plan = planner.plan(named)
             packed = pack(call, planner.counter, leaves, plan, sample_size, skip)
@@ -54,12 +60,15 @@ def all_reduce(
             header = packed.header._replace(flags=packed.header.flags | flags)
             if history is not None:
                 header = add_digest(call, history, header)
-        agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
-        if history is not None:
-            check(call, history, agreement.rows)
-        if settings.checks.nonfinite_policy != "ignore":
-            check_finite(call, plan, packed, agreement, synchronizer.warnings)
-        reduced = reduce(call, leaves, settings.comm_hook, plan, packed, agreement)
+            call.segments = segments_of(plan)
+        with _discarding_after(call, plan, leaves):
+            agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
+            if history is not None:
+                check(call, history, agreement.rows)
+            if settings.checks.nonfinite_policy != "ignore":
+                check_finite(call, plan, packed, agreement, synchronizer.warnings)
+            on_host = choose_transport(call, settings, plan, planner.segments.problem)
+            reduced = reduce(call, leaves, settings.comm_hook, plan, packed, agreement, on_host=on_host)
         with call.phase("alias"):
             plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:
@@ -67,10 +76,28 @@ def all_reduce(
         planner.counter.reset()
         if history is not None:
             history.end_call()
-    return _finish(synchronizer, call, agreement, reduced)
+    return _finish(synchronizer, call, agreement, reduced, on_host=on_host)
 
 
-def _finish(synchronizer: Synchronizer, call: Call, agreement: Agreement, reduced: Reduced) -> SyncRecord:
+@contextmanager
+def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
+    """With segments: drop all gradients after a failure that is not agreed.
+
+    From its header on, other ranks may write to the flat tensors of this rank, also after its failure.
+    """
+    try:
+        yield
+    except AgreedError:
+        raise
+    except BaseException:
+        if any(call.segments.serials):
+            discard(plan, leaves)
+        raise
+
+
+def _finish(
+    synchronizer: Synchronizer, call: Call, agreement: Agreement, reduced: Reduced, *, on_host: bool
+) -> SyncRecord:
     """Check for warnings, make the record, log the call and notify the observers."""
     warnings, observers, divisor = synchronizer.warnings, synchronizer.observers, agreement.divisor
     if warnings.open:
@@ -85,6 +112,7 @@ def _finish(synchronizer: Synchronizer, call: Call, agreement: Agreement, reduce
         payload_bytes=reduced.payload_bytes,
         seconds=call.seconds,
         rank=call.groups.rank,
+        transport=HOST if on_host else GLOO if call.groups.size > 1 else "",
         _headers=agreement.headers,
     )
     if LOGGER.isEnabledFor(logging.DEBUG):

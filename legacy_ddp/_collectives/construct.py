@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._collectives.transport_choice import require_host
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
 from legacy_ddp._transport.call import Call
@@ -30,6 +31,7 @@ def construct(
 
     Raises:
         TypeError, ValueError: an unusable argument, module or parameter.
+        TransportError: ``transport="host"`` is not possible.
         LayoutError, PeerError, DesyncError, LostPeerError: as the wrapper's constructor.
     """
     with announcing_failures(call):
@@ -52,3 +54,4 @@ def construct(
         check_local_buffers(module, settings.checks.local_buffers)
         layout = plan().layout
     agree(call, Header(layout=layout.fingerprint), layout.inventory)
+    require_host(call, settings)

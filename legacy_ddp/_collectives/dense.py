@@ -21,13 +21,20 @@ from legacy_ddp._transport.call import Call
 SMALLEST_PIECE_BYTES = 8 * 2**20
 
 
-def reduce_dense(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int) -> int:
+def reduce_dense(
+    call: Call,
+    plan: Plan,
+    slot_ranges: Sequence[tuple[FlatBuffer, slice]],
+    packed: Packed,
+    kinds: Sequence[int],
+    divisor: int,
+) -> int:
     """Replace every run of dense gradients by its sum over the ranks divided by ``divisor``; return the bytes sent.
 
-    All collectives are started before the first wait.
+    ``slot_ranges``: the buffers to reduce, with their slots. All collectives are started before the first wait.
     """
     started = []
-    for buffer, share in plan.slot_ranges:
+    for buffer, share in slot_ranges:
         runs = merged_runs(buffer, kinds[share])
         fill_missing(buffer, packed, kinds, share, runs, buffer.flat)
         with call.profiled(f"start {buffer.bucket.label}"):

@@ -11,6 +11,7 @@ from legacy_ddp._buckets.layout import cut_runs
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.comm_hook import HookResult, copy_results, run_hook
 from legacy_ddp._collectives.dense import fill_missing, merged_runs, reduce_dense
+from legacy_ddp._collectives.host_sum import sum_on_host
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._collectives.sparse import reduce_sparse
 from legacy_ddp._errors import AgreedError
@@ -30,12 +31,19 @@ class Reduced:
 
 
 def reduce(
-    call: Call, leaves: Leaves | None, hook: CommHook | None, plan: Plan, packed: Packed, agreement: Agreement
+    call: Call,
+    leaves: Leaves | None,
+    hook: CommHook | None,
+    plan: Plan,
+    packed: Packed,
+    agreement: Agreement,
+    *,
+    on_host: bool,
 ) -> Reduced:
     """Sum the packed gradients over the ranks and divide; afterwards the buffers hold the same bits on every rank.
 
     ``leaves``: the micro-batches behind ``packed``, if a tree gives the order of the sum. ``hook``: replaces the sum of
-    dense gradients.
+    dense gradients. ``on_host``: the host transport carries the dense gradients on CPU.
 
     Raises:
         CommHookError: the hook's result cannot be a gradient; no gradient changed.
@@ -56,7 +64,7 @@ def reduce(
             if hook is not None:
                 size_bytes = copy_results(call, hook, results, divisor)
             else:
-                size_bytes = reduce_dense(call, plan, packed, kinds, divisor)
+                size_bytes = _reduce_dense(call, plan, packed, kinds, agreement, on_host=on_host)
             if max(kinds, default=ABSENT) < SPARSE:
                 return Reduced(kinds, {}, size_bytes)
             sparse, sparse_bytes = reduce_sparse(call, plan, packed, kinds, divisor)
@@ -64,10 +72,25 @@ def reduce(
     except AgreedError:
         raise
     except BaseException:
-        plan.discard_gradients()
-        if leaves is not None:
-            leaves.release_memory()
+        discard(plan, leaves)
         raise
+
+
+def discard(plan: Plan, leaves: Leaves | None) -> None:
+    """Drop every gradient and the memory behind: other ranks or threads may still write there."""
+    plan.discard_gradients()
+    if leaves is not None:
+        leaves.release_memory()
+
+
+def _reduce_dense(
+    call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], agreement: Agreement, *, on_host: bool
+) -> int:
+    if not on_host:
+        return reduce_dense(call, plan, plan.slot_ranges, packed, kinds, agreement.divisor)
+    elsewhere = [(buffer, share) for buffer, share in plan.slot_ranges if buffer.segment is None]
+    size_bytes = sum_on_host(call, plan, packed, kinds, agreement.divisor, same_mask=agreement.has_same_mask)
+    return size_bytes + reduce_dense(call, plan, elsewhere, packed, kinds, agreement.divisor)
 
 
 def _tree_inputs(

@@ -9,7 +9,7 @@ from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.state import NamedTensors, Synchronizer
-from legacy_ddp._settings import Checks, Settings, resolve_checks
+from legacy_ddp._settings import Checks, Settings, resolve_checks, resolve_transport
 
 
 def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:
@@ -36,7 +36,7 @@ _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictio
 
 
 def _new() -> Synchronizer:
-    return Synchronizer(Settings(checks=resolve_checks(_UNGUARDED)))
+    return Synchronizer(Settings(transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED)))
 
 
 def _of_module(module: nn.Module) -> Synchronizer:

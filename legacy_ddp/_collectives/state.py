@@ -72,6 +72,11 @@ class Synchronizer:
             self._group_states[group] = GroupState(groups)
         return Call(self._group_states[group], operation, timeout, self.settings.checks)
 
+    def transport_text(self, group: dist.ProcessGroup) -> str:
+        """The transport of dense gradients on ``group``, for a reader; empty before the first call."""
+        state = self._group_states.get(group)
+        return "" if state is None else state.transport_text
+
     def notify_returned(self, record: SyncRecord) -> None:
         """Call the ``on_sync()`` callbacks."""
         self._is_notifying = True

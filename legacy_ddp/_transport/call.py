@@ -16,7 +16,9 @@ from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError
 from legacy_ddp._settings import Checks
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.host_meeting import HostMeeting
 from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._watchdog import USER_CODE, process_activity
 
 _FIRST_WARNED_CALL = 3
@@ -24,12 +26,28 @@ _FIRST_WARNED_CALL = 3
 
 @dataclass
 class GroupState:
-    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls."""
+    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
+
+    ``transport``: the carrier of dense gradients on CPU, ``host`` or ``gloo``, chosen in the first all_reduce and empty
+    before. ``fallback``: why not ``host``. ``peer_memory``: with ``host``.
+    """
 
     groups: Groups
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
+    transport: str = ""
+    fallback: str = ""
+    peer_memory: PeerMemory | None = None
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last call
+
+    @property
+    def transport_text(self) -> str:
+        """The transport with the reason for a fallback; empty for a single rank."""
+        if self.groups.size == 1:
+            return ""
+        if self.transport:
+            return f"{self.transport} ({self.fallback})" if self.fallback else self.transport
+        return f"gloo ({self.groups.star_problem})" if self.groups.star_problem else "host (from the first call on)"
 
 
 class Call(Gatherer):
@@ -90,6 +108,7 @@ class Call(Gatherer):
             self.groups.mark_failed(error)
             if watchdog is not None and not isinstance(error, LostPeerError):
                 watchdog.notify_failure(error)
+            self.groups.close_star()  # after the notice: the other ranks ask for the reason at once
 
     def __str__(self) -> str:
         return self.name
@@ -108,13 +127,21 @@ class Call(Gatherer):
             watchdog.begin(self.name, warns=self._warns())
 
     def exchange_endpoints(self) -> None:
-        """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints."""
-        if self.groups.endpoints_exchanged:
+        """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
+        connect the ranks of one host."""
+        if self.groups.endpoints_exchanged or self.groups.size == 1:
             return
         watchdog = self.groups.watchdog
-        endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
-        if watchdog is not None:
-            watchdog.start([endpoint.encode() for endpoint in endpoints])
+        meeting = HostMeeting(self.groups.rank, self.groups.size)
+        try:
+            cards = self.gather_objects(
+                {**meeting.card, "endpoint": "" if watchdog is None else watchdog.endpoint().decode()}
+            )
+            if watchdog is not None:
+                watchdog.start([card["endpoint"].encode() for card in cards])
+            self.groups.use_star(*meeting.meet(self, cards))
+        finally:
+            meeting.close()
         self.groups.endpoints_exchanged = True
 
     def mark_finished(self) -> None:

@@ -1,16 +1,29 @@
 """Small exchanges of a call on the control group: rows, JSON values and maxima of all ranks."""
 
 import json
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.host_row import SegmentIds, decode_host_rows, encode_host_row
+from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.wait import Waiter
 
 
 class Gatherer(Waiter):
-    """Exchanges host tensors and JSON values."""
+    """Exchanges headers, host tensors and JSON values.
+
+    ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, None before the headers and
+    without a star.
+    """
+
+    def __init__(self, groups: Groups, timeout: timedelta) -> None:
+        super().__init__(groups, timeout)
+        self.segments = SegmentIds()
+        self.peer_segments: list[SegmentIds] | None = None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
@@ -20,6 +33,22 @@ class Gatherer(Waiter):
         options = self.options("Allgather")
         self.run(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
         return rows
+
+    def exchange_headers(self, header: torch.Tensor) -> torch.Tensor:
+        """Collective: the header of every rank, int64, shape (size, words); over the star of the host if there is one.
+
+        With a star, :attr:`peer_segments` are the segments of every rank afterwards.
+        """
+        if self.groups.star is None:
+            return self.gather(header)
+        row = encode_host_row(self.segments, header)
+        rows = self.over_star(lambda star, on_slice: star.exchange(row, on_slice))
+        self.peer_segments, headers = decode_host_rows(rows)
+        return headers
+
+    def barrier(self) -> None:
+        """Collective, only with a star: return when every rank of the host has arrived."""
+        self.over_star(Star.barrier)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Collective: the JSON value of every rank, in rank order; tuples arrive as lists."""

@@ -7,9 +7,11 @@ whole world, and with names that depend on the number of groups a rank already o
 import atexit
 import multiprocessing
 import multiprocessing.util
+import os
 import threading
 import time
 import weakref
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -22,6 +24,7 @@ from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._settings import Checks
+from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog
 
 _ARRIVALS = "arrivals"
@@ -42,7 +45,10 @@ class Groups:
         self.control: Any = None
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
-        self._close_watchdog: weakref.finalize[..., Groups] | None = None
+        self.star: Star | None = None  # None: ranks on several hosts, or no call yet
+        self.star_problem = ""  # why there is no star
+        self._at_end: list[Callable[[], None]] = []  # in this order; also at exit
+        self._end = weakref.finalize(self, _call_all, self._at_end)
         self._payload: Any = None
         self._parent = weakref.ref(parent)
         self._lost = ""
@@ -76,7 +82,8 @@ class Groups:
         self.watchdog = Watchdog(
             self.rank, self.size, warn_after_seconds=checks.warn_after_seconds, report_dir=checks.report_dir
         )
-        self._close_watchdog = weakref.finalize(self, self.watchdog.close)  # also at exit
+        # First: a lost connection makes the other ranks poll at once, for the exit reason.
+        self._at_end.insert(0, self.watchdog.close)
         return self.watchdog
 
     def payload(self, device: torch.device) -> Any:
@@ -121,9 +128,25 @@ class Groups:
 
     def close(self) -> None:
         """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
-        if self._close_watchdog is not None:
-            self._close_watchdog()  # first: a lost connection makes the others poll at once, for the exit reason
+        self._end()
         self.control = self._payload = None
+
+    def use_star(self, star: Star | None, problem: str) -> None:
+        """Use the connections to the ranks of this host. ``problem``: why there are none."""
+        self.star, self.star_problem = star, problem
+        if star is not None:
+            self._at_end.append(star.close)
+
+    def close_star(self) -> None:
+        """Close the connections to the ranks of this host: they notice at once."""
+        if self.star is not None:
+            self.star.close()
+            self.star = None
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
@@ -171,9 +194,16 @@ def _await_members(store: internals.Store, generation: int, rank: int, size: int
 
 @cache
 def _close_at_exit() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
     atexit.register(_close_all)
     if multiprocessing.parent_process() is not None:  # such a process ends without atexit
         multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+
+
+def _after_fork() -> None:
+    """In a forked child: an end of a connection kept open there would hide the death of the parent."""
+    for groups in list(_alive):
+        groups.close_star()
 
 
 def _close_all() -> None:

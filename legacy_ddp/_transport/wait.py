@@ -5,16 +5,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
 from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.star import OnSlice, Star, StarLostError
 from legacy_ddp._watchdog import Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run. The end of a slice breaks nothing.
 SLICE = timedelta(milliseconds=100)
+
+T = TypeVar("T")
 
 
 class Waiter:
@@ -66,6 +69,24 @@ class Waiter:
         start = time.perf_counter()
         while not self._is_done(work, start):
             self.check_deadline(time.perf_counter() - start)
+
+    def over_star(self, operation: Callable[[Star, OnSlice], T]) -> T:
+        """The result of ``operation(star, on_slice)`` on the star of the host.
+
+        Raises:
+            RuntimeError: the group has no star.
+            SyncTimeoutError, PeerLostError: as :meth:`wait`.
+        """
+        star = self.groups.star
+        if star is None:
+            raise RuntimeError(f"{self.name}: the ranks of this group have no star")
+        self._has_communicated = self._peers_waiting = True
+        start = time.perf_counter()
+        try:
+            return operation(star, lambda: self.check_deadline(time.perf_counter() - start))
+        except StarLostError as lost:
+            reason = f"connection lost after {time.perf_counter() - start:.2f} s ({lost})"
+            raise self._peer_error(Failure(reason)) from None
 
     def check_deadline(self, waited_seconds: float, problem: str = "no answer") -> None:
         """Call this regularly during a wait without a timeout. ``problem``: for the text of the error.

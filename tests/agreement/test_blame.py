@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.ranks import run_ranks
@@ -201,3 +202,18 @@ def test_a_rank_that_waits_is_not_missing_because_another_thread_of_it_works(tmp
     losses = run_ranks(_serves_in_another_thread, 3, str(tmp_path), lost=(CULPRIT,))
 
     _check(losses[:2], "SyncTimeoutError", (CULPRIT,), 7.0)
+
+
+def _repeats_a_call_with_a_kept_gradient(rank: int) -> list[float]:
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False))
+    weight = model.module.weight
+    weight.grad = torch.full_like(weight, 1.0 + 2 * rank)
+    model.all_reduce()
+    kept = weight.grad.detach() if rank == 0 else None
+    model.all_reduce()
+    return [weight.grad.item(), 2.0 if kept is None else kept.item()]
+
+
+def test_a_repeated_call_of_all_ranks_is_no_extra_call_of_the_rank_without_a_kept_gradient() -> None:
+    """A rank that keeps a gradient gets other memory, and forgot that it had called before."""
+    assert run_ranks(_repeats_a_call_with_a_kept_gradient, 2) == [[2.0, 2.0]] * 2

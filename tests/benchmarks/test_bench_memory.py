@@ -35,7 +35,7 @@ class _KeepsCopy(LegacyDistributedDataParallel):
     """Holds a second copy of all gradients."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
+        super().__init__(module, transport="gloo")
         self.copies = [torch.ones_like(parameter) for parameter in module.parameters()]
 
 
@@ -49,7 +49,7 @@ class _MakesCopy(LegacyDistributedDataParallel):
         return record
 
 
-WRAPS = {**bench_memory.WRAPS, "keeps a copy": _KeepsCopy, "makes a copy": _MakesCopy}
+WRAPS = {**bench_memory.WRAPS, "keeps a copy": _KeepsCopy, "makes a copy": partial(_MakesCopy, transport="gloo")}
 NOT_KEPT = bench_memory.NOT_KEPT
 
 

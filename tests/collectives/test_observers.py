@@ -23,6 +23,7 @@ from tests.helpers.comm_hooks import mean
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.transports import HOST
 
 
 def _printed(rank: int) -> list[str]:
@@ -32,13 +33,16 @@ def _printed(rank: int) -> list[str]:
     return [*texts, repr(model)]
 
 
-def test_print_shows_layout_bytes_group_and_checks() -> None:
+def test_print_shows_layout_bytes_group_transport_and_checks(transport: str) -> None:
     for rank, (text, afterwards) in enumerate(run_ranks(_printed, 2)):
-        assert text.splitlines()[:6] == [
+        assert text.splitlines()[:7] == [
             "LegacyDistributedDataParallel(",
             "  bucket 0: cpu float32, 2 tensors, 7 elements, 28 bytes",
             "  bucket 1: cpu float64, 1 tensors, 2 elements, 16 bytes",
             f"  group: rank {rank} of 2, gloo",
+            "  transport: host (from the first call on)"
+            if transport == HOST
+            else '  transport: gloo (transport="gloo")',
             "  buffer_size=5, checks=Checks(uneven='allow')",
             "  (module): ParameterList(",
         ]
@@ -125,12 +129,18 @@ def _logged(rank: int) -> list[tuple[str, int, str]]:
     return [(record.levelname, record.rank, record.getMessage()) for record in records]  # type: ignore[attr-defined]
 
 
-def test_log_records_carry_the_rank() -> None:
-    for rank, ((level, its_rank, text), (call_level, call_rank, call_text)) in enumerate(run_ranks(_logged, 2)):
-        assert (level, its_rank, call_level, call_rank) == ("INFO", rank, "DEBUG", rank)
-        assert text.startswith(f"rank {rank}, new wrapper: bucket 0: cpu float32, 1 tensors, 2 elements")
-        assert call_text.startswith(f"rank {rank}, all_reduce() call 1: 8 bytes; plan ")
-        assert "payload" in call_text
+def test_log_records_carry_the_rank(transport: str) -> None:
+    expected = {
+        "new wrapper: bucket 0: cpu float32, 1 tensors, 2 elements": "INFO",
+        f"transport: {transport}": "INFO",
+        "all_reduce() call 1: 8 bytes; plan ": "DEBUG",
+    }
+    for rank, records in enumerate(run_ranks(_logged, 2)):
+        assert len(records) == len(expected)
+        for beginning, level in expected.items():
+            (found,) = [record for record in records if record[2].startswith(f"rank {rank}, {beginning}")]
+            assert found[:2] == (level, rank)
+        assert any("payload" in text for level, _, text in records if level == "DEBUG")
 
 
 def _profiled(rank: int, *, hooked: bool) -> list[str]:
@@ -144,13 +154,15 @@ def _profiled(rank: int, *, hooked: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "hooked, ranges",
+    "transport, hooked, ranges",
     [
-        (False, {"payload::start cpu float32", "payload::finish cpu float32"}),
-        (True, {"hook", "hook::bucket 0"}),
+        ("host", False, {"payload::sum cpu float32"}),
+        ("gloo", False, {"payload::start cpu float32", "payload::finish cpu float32"}),
+        ("gloo", True, {"hook", "hook::bucket 0"}),
     ],
+    indirect=["transport"],
 )
-def test_the_profiler_shows_phases_and_buckets_by_name(hooked: bool, ranges: set[str]) -> None:
+def test_the_profiler_shows_phases_and_buckets_by_name(transport: str, hooked: bool, ranges: set[str]) -> None:
     ranges |= {"plan", "pack", "agree", "payload", "alias"}
     for names in run_ranks(partial(_profiled, hooked=hooked), 2):
         assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
@@ -229,6 +241,7 @@ def _printed_in_the_page(rank: int) -> str:
     return repr(LegacyDistributedDataParallel(nn.Linear(10, 1)))
 
 
-def test_the_page_shows_the_output_of_print() -> None:
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_the_page_shows_the_output_of_print(transport: str) -> None:
     shown = run_ranks(_printed_in_the_page, 2)[0]
     assert "".join(f"    {line}\n" for line in shown.splitlines()) in PAGE

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
-from tests.helpers.rank_faults import do_when
+from tests.helpers.rank_faults import WAITS, do_when
 from tests.helpers.scripts import fork_script
 from tests.helpers.tiers import count
 
@@ -69,7 +69,7 @@ def _happen(story: str, rank: int, layer: torch.nn.Linear) -> None:
         return
     end = partial(os.kill, os.getpid(), signal.SIGKILL)
     if moment == "all_reduce":
-        sys.setprofile(do_when("_poll", end))
+        sys.setprofile(do_when(WAITS, end))
     elif moment == "forward":
         layer.register_forward_hook(lambda *_: end())
     elif moment == "backward":

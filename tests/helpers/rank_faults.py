@@ -44,6 +44,7 @@ class Seen:
     file: Path
     file_mode: int
     file_text: str
+    on_host: bool
     gradients: str
     again: str
 
@@ -121,6 +122,11 @@ class Stage:
             self.read(f"waiting {rank}")
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether gradients are summed in shared memory; after the first call."""
+        return "transport: host" in self.model.extra_repr()
+
+    @property
     def survivors(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.size) if rank not in self.scene.victims)
 
@@ -160,7 +166,7 @@ def _play(rank: int, scene: Scene) -> Seen | None:
 
 def _survive(stage: Stage) -> Seen:
     before = stage.weight.grad.clone()
-    sys.setprofile(do_when("_poll", partial(stage.note, f"waiting {stage.rank}")))
+    sys.setprofile(do_when(WAITS, partial(stage.note, f"waiting {stage.rank}")))
     try:
         stage.reduce()
     except LostPeerError as error:
@@ -179,6 +185,7 @@ def _survive(stage: Stage) -> Seen:
             file=path,
             file_mode=mode,
             file_text=text,
+            on_host=stage.is_on_host,
             gradients="none" if after is None else "untouched" if torch.equal(before, after) else "other",
             again=_refusal(stage.model),
         )
@@ -193,13 +200,23 @@ def _refusal(model: LegacyDistributedDataParallel) -> str:
     return "no error"
 
 
-def do_when(function: str, act: Callable[[], object], *, nth: int = 1) -> Callable[[FrameType, str, object], None]:
-    """A profiler that acts when ``function`` is entered for the ``nth`` time: an exact place, in code as it is."""
+# What a rank enters to wait for another: over gloo, and on the host.
+WAITS = ("_poll", "_await_message")
+
+
+def do_when(
+    function: str | Collection[str], act: Callable[[], object], *, nth: int = 1
+) -> Callable[[FrameType, str, object], None]:
+    """A profiler that acts when ``function`` is entered for the ``nth`` time: an exact place, in code as it is.
+
+    Of several functions the first that is entered counts.
+    """
+    names = {function} if isinstance(function, str) else {*function}
     entered = 0
 
     def profile(frame: FrameType, event: str, argument: object) -> None:
         nonlocal entered
-        if event == "call" and frame.f_code.co_name == function:
+        if event == "call" and frame.f_code.co_name in names:
             entered += 1
             if entered == nth:
                 act()
@@ -281,14 +298,17 @@ def holds_the_gil(stage: Stage) -> None:
 
 
 def killed_in_payload(stage: Stage) -> None:
-    """When the third of many collectives has ended."""
+    """When the third of many collectives has ended, or when the sum on the host begins."""
     stage.backward(1.0)
 
     def end() -> None:
         stage.note_the_fault()
         os.kill(os.getpid(), signal.SIGKILL)
 
-    sys.setprofile(do_when("reduce_own_shard" if stage.scene.reproducible else "_finish", end, nth=3))
+    if stage.is_on_host:
+        sys.setprofile(do_when("_divide", end))
+    else:
+        sys.setprofile(do_when("reduce_own_shard" if stage.scene.reproducible else "_finish", end, nth=3))
     stage.reduce()
 
 
@@ -318,7 +338,7 @@ def killed_while_reporting(stage: Stage, *, function: str) -> None:
         stage.await_waiting([reporter, *stage.survivors])
         stage.note_the_fault()
         os.kill(os.getpid(), signal.SIGKILL)
-    wait = do_when("_poll", partial(stage.note, f"waiting {reporter}"))
+    wait = do_when(WAITS, partial(stage.note, f"waiting {reporter}"))
     end = do_when(function, partial(os.kill, os.getpid(), signal.SIGKILL))
 
     def profile(frame: FrameType, event: str, argument: object) -> None:

@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -39,6 +40,7 @@ class Job:
     store: str
     directory: Path
     is_last: bool
+    environment: Mapping[str, str]
 
 
 def serve(pipe: Connection, stack_path: Path) -> None:
@@ -71,6 +73,7 @@ def _run(job: Job, pipe: Connection) -> int | None:
     """
     tempfile.tempdir = str(job.directory)  # what a rank leaves behind when it is killed goes with the test
     own_hook = torchs_hook = sys.excepthook
+    os.environ.update(job.environment)
     try:
         function, arguments = pickle.loads(job.call)
         store = _meet(job)
@@ -88,6 +91,8 @@ def _run(job: Job, pipe: Connection) -> int | None:
         tell(pipe, "raised", traceback.format_exc())
         return None
     finally:
+        for name in job.environment:
+            del os.environ[name]
         if dist.is_initialized():
             dist.destroy_process_group()
         if sys.excepthook is torchs_hook:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import transports
 from tests.helpers.rank_pool import RankProcess, pool
 from tests.helpers.rank_process import Job
 from tests.helpers.rank_watch import Rank, RankFailure, blame_hung, note_exit, raise_faults, watch
@@ -45,6 +46,8 @@ def run_ranks(
     the group is up on every rank, and again for the end of the job once every result is there. Limits grow with the
     load of the machine.
 
+    The transport of the ranks is the one of the test (``tests/helpers/transports.py``), by environment variable.
+
     Processes may have run other jobs. ``fresh=True``: new ones, which must exit in order after the job.
 
     Ranks in ``lost`` may die, hang or be killed: their result is then ``None``. They are not waited
@@ -67,7 +70,9 @@ def run_ranks(
         try:
             for r in ranks:
                 with suppress(OSError):  # it is dead, which its sentinel reports
-                    r.host.send(Job(r.rank, world_size, call, store, Path(directory), is_last))
+                    r.host.send(
+                        Job(r.rank, world_size, call, store, Path(directory), is_last, transports.environment())
+                    )
             slowness = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # limits are for hanging, not for waiting
             watch(ranks, slowness * timeout_seconds, slowness * start_seconds, lost, survivors_exit)
             blame_hung(ranks, lost, survivors_exit)

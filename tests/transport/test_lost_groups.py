@@ -214,9 +214,18 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("function, dropped", [("agree_on_kinds", False), ("reduce_dense", True)])
+@pytest.mark.parametrize(
+    "transport, function, dropped",
+    [
+        ("gloo", "agree_on_kinds", False),
+        ("gloo", "reduce_dense", True),
+        ("host", "agree_on_kinds", True),  # the other rank may write from the header on
+        ("host", "sum_on_host", True),
+    ],
+    indirect=["transport"],
+)
 def test_an_interrupt_after_the_header_leaves_no_gradient_half_reduced_and_no_group_out_of_step(
-    function: str, dropped: bool
+    transport: str, function: str, dropped: bool
 ) -> None:
     results = run_ranks(_interrupted_in, 2, function, lost=(0,))
     assert results[1] == ("KeyboardInterrupt", dropped)

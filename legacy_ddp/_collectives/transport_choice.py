@@ -1,0 +1,109 @@
+"""The choice of the transport for the dense gradients on CPU: memory shared by the ranks of a host, or gloo.
+
+The first all_reduce of a wrapper on a group decides, equally on all ranks, and the choice stays.
+"""
+
+from collections.abc import Sequence
+
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
+from legacy_ddp._buckets.plan import Plan, Planner
+from legacy_ddp._errors import TransportError
+from legacy_ddp._log import log_transport
+from legacy_ddp._settings import Settings
+from legacy_ddp._transport.call import Call, GroupState
+from legacy_ddp._transport.host_row import MAX_SEGMENTS, SegmentIds
+from legacy_ddp._transport.peer_memory import PeerMemory
+
+HOST, GLOO = "host", "gloo"
+
+
+def prepare_transport(state: GroupState, planner: Planner) -> None:
+    """Let the flat tensors lie in segments from the next allocation on, if the group may use the host transport."""
+    is_open = not state.transport or (state.transport == HOST and planner.settings.comm_hook is not None)
+    if state.groups.size > 1 and is_open and (reason := _why_gloo(state, planner.settings)):
+        state.transport, state.fallback, state.peer_memory = GLOO, reason, None
+        log_transport(state.groups.rank, state.transport_text)
+    segments = planner.segments
+    segments.wanted = state.groups.star is not None and state.transport != GLOO
+    segments.required = state.transport == HOST
+
+
+def require_host(call: Call, settings: Settings) -> None:
+    """Refuse ``transport="host"`` where the ranks cannot share memory.
+
+    Raises:
+        TransportError: on all ranks, with the reason.
+    """
+    if settings.transport == HOST and call.groups.size > 1 and (reason := _why_gloo(call.group_state, settings)):
+        raise _impossible(call, reason)
+
+
+def segments_of(plan: Plan) -> SegmentIds:
+    """The segments of the plan's flat tensors, for the header."""
+    buffers = host_buffers(plan)
+    serials = tuple(buffer.segment.serial if buffer.segment is not None else 0 for buffer in buffers)
+    return SegmentIds(serials, any(buffer.has_spare for buffer in buffers))
+
+
+def host_buffers(plan: Plan) -> list[FlatBuffer]:
+    """The buffers that may lie in segments: on CPU, with elements."""
+    return [buffer for buffer in plan.buffers if buffer.bucket.device.type == "cpu" and buffer.bucket.numel]
+
+
+def choose_transport(call: Call, settings: Settings, plan: Plan, problem: str) -> bool:
+    """Collective, after headers matched: whether the host transport carries this call. New segments are mapped.
+
+    ``problem``: why this rank has no segments.
+
+    Raises:
+        TransportError: on all ranks: ``transport="host"`` is not possible, or a segment cannot be mapped any more.
+    """
+    state, segments, buffers = call.group_state, call.peer_segments, host_buffers(plan)
+    if state.transport == GLOO or segments is None or not buffers:
+        return False
+    memory = state.peer_memory or PeerMemory(call.groups.size)
+    reason = _first_problem(call, segments, len(buffers), problem)
+    if not reason:
+        memory.forget_unused(segments)
+        unknown = memory.unknown(segments)
+        if any(unknown):
+            own = [buffer.segment for buffer in buffers if buffer.segment is not None]
+            reason = memory.map_new(call, segments, unknown, own)
+    if reason and (state.transport == HOST or settings.transport == HOST):
+        raise _impossible(call, reason)
+    if not state.transport:
+        state.transport, state.fallback = (GLOO, reason) if reason else (HOST, "")
+        state.peer_memory = None if reason else memory
+        log_transport(call.groups.rank, state.transport_text)
+    return not reason
+
+
+def _why_gloo(state: GroupState, settings: Settings) -> str:
+    """Why the host transport is not possible, as far as is known before a call; empty if it may be."""
+    if settings.transport == GLOO:
+        return 'transport="gloo"'
+    if settings.comm_hook is not None:
+        return "a communication hook"
+    if settings.reproducible:
+        return "reproducible=True"
+    if settings.reduce_dtype is not None:
+        return f"reduce_dtype={settings.reduce_dtype}"
+    return state.groups.star_problem
+
+
+def _first_problem(call: Call, segments: Sequence[SegmentIds], count: int, problem: str) -> str:
+    """Why some rank has no segment in place of a flat tensor."""
+    if count > MAX_SEGMENTS:
+        return f"{count} buckets, more than {MAX_SEGMENTS}"
+    if all(all(current.serials[:count]) for current in segments):
+        return ""
+    texts = call.gather_objects(problem)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "a rank has no shared memory yet")
+
+
+def _impossible(call: Call, reason: str) -> TransportError:
+    return TransportError(
+        f'{call}: transport="host" is not possible: {reason}; mend the cause, or pass transport="auto"',
+        call=call.number,
+        phase="agree",
+    )

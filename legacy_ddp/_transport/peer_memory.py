@@ -1,0 +1,92 @@
+"""The segments of the other ranks of a host, mapped into this process.
+
+All ranks know which segments are mapped everywhere: the table changes only by agreed steps. A call with known segments
+therefore needs no exchange but its headers.
+"""
+
+import os
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+
+from legacy_ddp._buckets.segment import Segment, map_segment
+from legacy_ddp._error_text import error_text
+from legacy_ddp._transport.gather import Gatherer
+from legacy_ddp._transport.host_row import SegmentIds
+
+_MAX_KEPT_VIEWS = 4
+
+
+class PeerMemory:
+    """Mapped segments of the ranks of a group, uint8 tensors by rank and serial number. Of one wrapper."""
+
+    def __init__(self, size: int) -> None:
+        self._mapped: list[dict[int, torch.Tensor]] = [{} for _ in range(size)]
+        self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
+
+    def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
+        """The segment of a rank with a serial number."""
+        rank, serial = key
+        return self._mapped[rank][serial]
+
+    def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
+        """Unmap what no rank will come back to: all but the current segments, and as many spare ones, the newest.
+
+        ``segments``: of every rank, as exchanged.
+        """
+        for mapped, current in zip(self._mapped, segments, strict=True):
+            used = sum(map(bool, current.serials))
+            surplus = len(mapped) - (2 * used if current.has_spare else used)
+            if surplus > 0:
+                for serial in [serial for serial in mapped if serial not in current.serials][:surplus]:
+                    del mapped[serial]
+                self.views.clear()
+
+    def keep_views(self, key: Hashable, views: object) -> None:
+        """Keep ``views`` until a segment is forgotten, or many others are kept."""
+        if len(self.views) >= _MAX_KEPT_VIEWS:
+            self.views.clear()
+        self.views[key] = views
+
+    def unknown(self, segments: Sequence[SegmentIds]) -> list[list[int]]:
+        """For every rank the positions of its segments that are not mapped everywhere."""
+        return [
+            [index for index, serial in enumerate(current.serials) if serial and serial not in mapped]
+            for mapped, current in zip(self._mapped, segments, strict=True)
+        ]
+
+    def map_new(
+        self, call: Gatherer, segments: Sequence[SegmentIds], unknown: Sequence[Sequence[int]], own: Sequence[Segment]
+    ) -> str:
+        """Collective: map the segments at the ``unknown`` positions, on all ranks or on none.
+
+        ``own``: the segments of this rank, which have equal sizes on all ranks.
+
+        Returns:
+            The first problem of any rank, as text; empty after success.
+        """
+        rank = call.groups.rank
+        shared = [own[index].descriptor for index in unknown[rank]]
+        counts = list(map(len, unknown))
+        received = call.over_star(lambda star, on_slice: star.share_descriptors(shared, counts, on_slice))
+        found: dict[tuple[int, int], torch.Tensor] = {(rank, index): own[index].memory for index in unknown[rank]}
+        problem = ""
+        try:
+            for other, descriptors in received.items():
+                if len(descriptors) < counts[other]:
+                    raise OSError("the limit of open files is reached (ulimit -n)")
+                for index, descriptor in zip(unknown[other], descriptors, strict=True):
+                    found[other, index] = map_segment(descriptor, own[index].size_bytes)
+        except (OSError, RuntimeError, ValueError) as error:
+            problem = error_text(error)
+        finally:
+            for descriptor in (descriptor for descriptors in received.values() for descriptor in descriptors):
+                os.close(descriptor)
+        problems = call.gather_objects(problem)
+        for failed, text in enumerate(problems):
+            if text:
+                return f"rank {failed}: {text}"
+        for (other, index), memory in found.items():
+            self._mapped[other][segments[other].serials[index]] = memory
+        return ""

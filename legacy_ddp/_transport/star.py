@@ -1,0 +1,185 @@
+"""Messages between the ranks of one host, over Unix sockets: rank 0 is the hub, with a connection to every other rank.
+
+Sequenced packets keep the borders of messages. Every receive ends after :data:`SLICE_SECONDS`, so that signal handlers
+run and a caller can give up. The first byte of a message is its kind.
+"""
+
+import array
+import os
+import select
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import NoReturn
+
+SLICE_SECONDS = 0.1
+
+_ROW, _BARRIER, _LOST, _MEMORY = b"R", b"B", b"L", b"M"
+_NONE = b"-"  # no message has this kind
+_LARGEST_NOTICE = 64  # bytes of all messages but rows
+
+OnSlice = Callable[[], None]
+
+
+class StarLostError(Exception):
+    """The connection to ``rank`` broke."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"connection to rank {rank} lost")
+        self.rank = rank
+
+
+class Star:
+    """The connections of this rank: to all other ranks on rank 0, else to rank 0 alone.
+
+    ``connections``: by rank. Every method but :meth:`close` is collective; ``on_slice`` is called after every slice
+    of a wait, and may raise.
+    """
+
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+        self.rank = rank
+        self.size = size
+        self._connections = dict(connections)
+        for connection in self._connections.values():
+            set_slices(connection)
+
+    def exchange(self, row: bytes, on_slice: OnSlice) -> list[bytes]:
+        """The row of every rank, of equal lengths, in rank order.
+
+        Raises:
+            StarLostError: a connection broke.
+            Exception: raised by ``on_slice``.
+        """
+        if self.rank != 0:
+            self._send(0, _ROW + row)
+            data = self._await_message(0, _ROW, self.size * len(row), on_slice)
+            return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
+        rows = [row] + [self._await_message(rank, _ROW, len(row), on_slice) for rank in self._connections]
+        self._send_to_all(_ROW + b"".join(rows))
+        return rows
+
+    def barrier(self, on_slice: OnSlice) -> None:
+        """Return when every rank has arrived.
+
+        Raises:
+            StarLostError, Exception: as :meth:`exchange`.
+        """
+        if self.rank != 0:
+            self._send(0, _BARRIER)
+            self._await_message(0, _BARRIER, 0, on_slice)
+            return
+        for rank in self._connections:
+            self._await_message(rank, _BARRIER, 0, on_slice)
+        self._send_to_all(_BARRIER)
+
+    def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> dict[int, list[int]]:
+        """Duplicates of the open descriptors of the other ranks, by rank. The caller closes them.
+
+        ``own``: of this rank. ``counts``: the number of descriptors of every rank, known to all ranks. At the limit of
+        open files some descriptors are missing in the result; the messages arrive nevertheless.
+
+        Raises:
+            StarLostError, Exception: as :meth:`exchange`.
+        """
+        found: dict[int, list[int]] = {}
+        try:
+            if own:
+                self._forward(self.rank, own)
+            for rank in (rank for rank in range(self.size) if counts[rank] and rank != self.rank):
+                found[rank] = self._receive_descriptors(rank if self.rank == 0 else 0, counts[rank], on_slice)
+                if self.rank == 0:
+                    self._forward(rank, found[rank])
+        except BaseException:
+            for descriptor in (descriptor for descriptors in found.values() for descriptor in descriptors):
+                os.close(descriptor)
+            raise
+        return found
+
+    def close(self) -> None:
+        """Close all connections: the other ranks notice at once."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _forward(self, source: int, descriptors: Sequence[int]) -> None:
+        for rank in self._connections:
+            if rank != source:
+                self._send(rank, _MEMORY, descriptors)
+
+    def _send_to_all(self, message: bytes) -> None:
+        for rank in self._connections:
+            self._send(rank, message)
+
+    def _send(self, rank: int, message: bytes, descriptors: Sequence[int] = ()) -> None:
+        carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        try:
+            self._connections[rank].sendmsg([message], carried, socket.MSG_NOSIGNAL)
+        except OSError:  # closed at the other end, perhaps with a last message about a lost rank
+            self._content(rank, _waiting_message(self._connections[rank]), _NONE, 0)
+
+    def _await_message(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
+        """The content of the next message of ``rank``, of this kind and size."""
+        connection = self._connections[rank]
+        while True:
+            try:
+                message = connection.recv(max(size, _LARGEST_NOTICE) + 1)
+            except BlockingIOError:
+                self._after_slice(on_slice)
+                continue
+            except OSError:  # closed with a message of this rank unread; a last message may wait behind the error
+                message = _waiting_message(connection)
+            return self._content(rank, message, kind, size)
+
+    def _receive_descriptors(self, rank: int, count: int, on_slice: OnSlice) -> list[int]:
+        connection = self._connections[rank]
+        while True:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(connection, _LARGEST_NOTICE, count)
+            except BlockingIOError:
+                self._after_slice(on_slice)
+                continue
+            except OSError:
+                message, descriptors = _waiting_message(connection), []
+            self._content(rank, message, _MEMORY, 0)
+            return descriptors
+
+    def _content(self, rank: int, message: bytes, kind: bytes, size: int) -> bytes:
+        if message[:1] == _LOST:
+            raise StarLostError(int(message[1:]))
+        if message[:1] != kind or len(message) != size + 1:  # end of file, or a rank at another place
+            self._lose(rank)
+        return message[1:]
+
+    def _after_slice(self, on_slice: OnSlice) -> None:
+        """The hub waits for one rank at a time: look for other ranks that have closed their connection."""
+        poll = select.poll()
+        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLRDHUP)
+        for descriptor, _ in poll.poll(0):
+            if not _waiting_message(self._connections[ranks[descriptor]], socket.MSG_PEEK):
+                self._lose(ranks[descriptor])
+        on_slice()
+
+    def _lose(self, lost: int) -> NoReturn:
+        """Tell the other ranks, and raise: without the message they would blame the hub."""
+        for rank, connection in self._connections.items():
+            if rank != lost:
+                with suppress(OSError):
+                    connection.send(_LOST + str(lost).encode("ascii"), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        raise StarLostError(lost)
+
+
+def set_slices(connection: socket.socket) -> None:
+    """Make blocking receives end after a slice. A timeout of Python's socket would cost a system call more."""
+    seconds, fraction = divmod(SLICE_SECONDS, 1)
+    connection.settimeout(None)
+    time_value = array.array("l", [int(seconds), int(fraction * 1e6)]).tobytes()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value)
+
+
+def _waiting_message(connection: socket.socket, flags: int = 0) -> bytes:
+    """The beginning of a message that was sent before the connection was closed, empty without one."""
+    try:
+        return connection.recv(_LARGEST_NOTICE, flags | socket.MSG_DONTWAIT)
+    except OSError:
+        return b""

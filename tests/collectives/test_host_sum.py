@@ -1,0 +1,171 @@
+"""Sums in memory shared by the ranks of a host: bit for bit the sum in rank order, whatever slots a rank fills."""
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._collectives import host_sum
+from tests.helpers import tiers
+from tests.helpers.ranks import run_ranks
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+SIZES = (1, 63, 64, 65, 4096, 3 * host_sum.CHUNK_NUMEL + 7)
+
+
+def _grad(rank: int, index: int, numel: int, dtype: torch.dtype, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * index + step)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(3.0).to(dtype)
+
+
+def _sum_in_rank_order(grads: list[torch.Tensor], divisor: int) -> torch.Tensor:
+    """16-bit gradients are added in fp32 and rounded once; complex ones are pairs of real numbers."""
+    dtype = grads[0].dtype
+    if dtype.is_complex:
+        return torch.view_as_complex(_sum_in_rank_order([torch.view_as_real(grad) for grad in grads], divisor))
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = grads[0].to(wide)
+    for grad in grads[1:]:
+        total = total + grad.to(wide)
+    return (total / divisor).to(dtype)
+
+
+def _sums(rank: int, world_size: int, steps: int) -> tuple[str, list[str]]:
+    """The transport, and the parameters whose gradient is not the sum by hand."""
+    parameters = nn.ParameterList(
+        [nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype in DTYPES for numel in SIZES]
+    )
+    model = LegacyDistributedDataParallel(parameters, transport="host", checks="off")
+    wrong = []
+    for step in range(steps):
+        for index, parameter in enumerate(parameters):
+            parameter.grad = _grad(rank, index, parameter.numel(), parameter.dtype, step)
+        record = model.all_reduce()
+        for index, parameter in enumerate(parameters):
+            grads = [_grad(other, index, parameter.numel(), parameter.dtype, step) for other in range(world_size)]
+            if not torch.equal(parameter.grad, _sum_in_rank_order(grads, world_size)):
+                wrong.append(f"step {step}, {parameter.dtype} {parameter.numel()}")
+    return record.transport, wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, *tiers.choose([5, 6, 7, 8], [5])])
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_every_dtype_and_size_is_summed_in_rank_order_to_the_last_bit(transport: str, world_size: int) -> None:
+    assert run_ranks(_sums, world_size, world_size, 2) == [("host", [])] * world_size
+
+
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 64))
+def test_the_parts_of_all_ranks_cover_a_run_without_overlap(start: int, numel: int, size: int) -> None:
+    run = (start, start + numel)
+    parts = [host_sum.part_of(run, rank, size) for rank in range(size)]
+
+    assert parts[0][0] == run[0]
+    assert parts[-1][1] == run[1]
+    assert all(before[1] == after[0] for before, after in pairwise(parts))
+    assert all(first <= last for first, last in parts)
+
+
+def _absent(rank: int, seed: int) -> list[str]:
+    """Ranks lack other gradients in every step, are left out, or pass sample sizes; compared with sums by hand."""
+    generator = torch.Generator().manual_seed(seed)
+    world_size = 3
+    sizes = [17, 200_000, 3, 70_000, 1]
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in sizes])
+    model = LegacyDistributedDataParallel(parameters, transport="host", checks="info")
+    wrong = []
+    for step in range(12):
+        has = torch.rand(world_size, len(sizes), generator=generator) < 0.6
+        samples = torch.randint(0, 3, (world_size,), generator=generator).tolist()
+        if rank == step % world_size:
+            torch.randn(500_000).sort()  # late: the others are in the payload before it
+        for index, parameter in enumerate(parameters):
+            parameter.grad = _grad(rank, index, sizes[index], torch.float32, step) if has[rank, index] else None
+        record = model.all_reduce(sample_size=samples[rank])
+        for index, parameter in enumerate(parameters):
+            grads = [
+                _grad(other, index, sizes[index], torch.float32, step)
+                if samples[other] and has[other, index]
+                else torch.zeros(sizes[index])
+                for other in range(world_size)
+            ]
+            expected = _sum_in_rank_order(grads, sum(samples)) if any(grad.any() for grad in grads) else None
+            if (parameter.grad is None) != (expected is None) or not (
+                expected is None or torch.equal(parameter.grad, expected)
+            ):
+                wrong.append(f"step {step}, parameter {index}, {record.transport}")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_without_a_gradient_on_some_ranks_count_as_zeros(transport: str, seed: int) -> None:
+    """The zeros are written after the header: without a barrier another rank reads the values before."""
+    assert run_ranks(_absent, 3, seed) == [[]] * 3
+
+
+def _without_a_wrapper(rank: int) -> tuple[list[str], list[float]]:
+    net = nn.Linear(2, 1, bias=False)
+    transports, means = [], []
+    for step in range(3):
+        net.zero_grad()
+        (net.weight * float(rank + step)).sum().backward()
+        transports.append(all_reduce_gradients(net).transport)
+        means += net.weight.grad.flatten().unique().tolist()
+    return transports, means
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_the_function_comes_to_shared_memory_in_its_second_call(transport: str) -> None:
+    """The first call on a group finds out that the ranks share a host, after its gradients are packed."""
+    assert run_ranks(_without_a_wrapper, 2) == [(["gloo", "host", "host"], [0.5, 1.5, 2.5])] * 2
+
+
+def _kept(rank: int, keeps: tuple[int, ...]) -> tuple[list[float], list[float], bool]:
+    """What gradients kept in every step hold at the end, the last means, and whether they can be copied and saved."""
+    net = nn.Linear(2, 1, bias=False)
+    model = LegacyDistributedDataParallel(net, transport="host")
+    kept, means = [], []
+    for step in range(6):
+        model.zero_grad()
+        (net.weight * float(rank + step)).sum().backward()
+        model.all_reduce()
+        means += net.weight.grad.flatten().unique().tolist()
+        if rank in keeps:
+            kept.append(net.weight.grad)
+    return [grad.unique().item() for grad in kept], means, net.weight.grad.is_shared()
+
+
+def _keeps_all(rank: int) -> int:
+    """The segments mapped by this rank, while rank 1 keeps the gradient of every step."""
+    net = nn.Linear(2, 1, bias=False)
+    model = LegacyDistributedDataParallel(net, transport="host")
+    kept = []
+    for step in range(10):
+        model.zero_grad()
+        (net.weight * float(rank + step)).sum().backward()
+        model.all_reduce()
+        kept += [net.weight.grad] if rank == 1 else []
+    return Path("/proc/self/maps").read_text().count("/memfd:legacy_ddp")
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_gradients_kept_on_one_rank_do_not_pile_up_on_the_others(transport: str) -> None:
+    own, keeper = run_ranks(_keeps_all, 2)
+    assert own <= 2 + 3  # its own, and of the other rank the current one, a spare and a new one
+    assert keeper >= 10
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+@pytest.mark.parametrize("keeps", [(), (0,), (1,), (0, 1)])
+def test_a_gradient_kept_on_some_ranks_is_never_written_to(transport: str, keeps: tuple[int, ...]) -> None:
+    expected = [0.5 + step for step in range(6)]
+    for rank, (kept, means, is_shared) in enumerate(run_ranks(partial(_kept, keeps=keeps), 2)):
+        assert means == expected
+        assert kept == (expected if rank in keeps else [])
+        assert not is_shared  # torch.multiprocessing would send a handle and not a copy

@@ -1,0 +1,46 @@
+"""Tests of ranks on both transports: the memory of the host, and gloo.
+
+Tests of the folders below that start ranks run once per transport. A test that needs to know takes ``transport`` as an
+argument. All other tests run on the default transport, which is the memory of the host.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+
+from legacy_ddp._settings import TRANSPORT_VARIABLE
+from tests.helpers import tiers
+
+HOST, GLOO = "host", "gloo"
+
+_USUAL_FOLDERS = ("agreement", "collectives", "transport")
+_FOLDERS = (*_USUAL_FOLDERS, "buckets", "replicas", "reproducible", "step_guard", "watchdog")
+
+current = HOST
+
+
+def environment() -> dict[str, str]:
+    """Variables of the ranks: none for the default."""
+    return {} if current == HOST else {TRANSPORT_VARIABLE: current}
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Run the test once per transport, if it is one of those."""
+    module = metafunc.module
+    folders = _FOLDERS if tiers.SOAK else _USUAL_FOLDERS
+    asks = "transport" in metafunc.fixturenames
+    if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
+        return  # the test chooses itself
+    if asks or (module.__name__.split(".")[1] in folders and "run_ranks" in vars(module)):
+        if not asks:
+            metafunc.fixturenames.append("transport")
+        metafunc.parametrize("transport", [HOST, GLOO], indirect=True)
+
+
+@pytest.fixture
+def transport(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The transport of all ranks that the test starts."""
+    global current
+    before, current = current, request.param
+    yield request.param
+    current = before

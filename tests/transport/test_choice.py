@@ -1,0 +1,215 @@
+"""The choice of a transport: shared memory on one host, gloo where that is not possible, and the same on all ranks."""
+
+import errno
+import os
+import re
+import resource
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, TransportError
+from legacy_ddp._transport import host_card, host_meeting
+from tests.helpers.comm_hooks import mean
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import error_of, step, wrap
+
+Said = tuple[str, str] | None
+
+
+def _no_memfd(*_: Any) -> int:
+    raise OSError(errno.ENOSYS, "Function not implemented")
+
+
+def _chosen(rank: int, fault: str, transport: str) -> tuple[str, str, float | None]:
+    """The transport, what ``print(model)`` says of it, and the mean."""
+    model = _wrap_with(rank, fault, transport)
+    mean = step(model, 1.0 + rank)
+    model.module.weight.grad = torch.ones(1, 2000)
+    record = model.all_reduce()
+    (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
+    return record.transport, line.strip(), mean
+
+
+def _wrap_with(rank: int, fault: str, transport: str) -> LegacyDistributedDataParallel:
+    if rank == 1 and fault == "no memfd":
+        os.memfd_create = _no_memfd
+    if rank == 1 and fault == "file size":  # Python ignores SIGXFSZ
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    if rank == 1 and fault == "other host":
+        host_meeting.own_card = lambda: {**host_card.own_card(), "boot": "another one"}
+    model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
+    if rank == 1 and fault == "open files":
+        _leave_open_files(2)  # for its own segment, and for one of two others
+    return model
+
+
+def _leave_open_files(count: int) -> None:
+    """Limit this process to ``count`` more open files."""
+    *_, last = islice((number for number in range(1024) if not _is_open(number)), count)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+REASONS = {
+    "no memfd": "rank 1: no shared memory (OSError: [Errno 38] Function not implemented)",
+    "file size": "rank 1: no shared memory (OSError: [Errno 27] File too large)",
+    # which of them fails first depends on what else the process has open
+    "open files": "rank 1: ",
+    "other host": "ranks 0 and 1: they run on different hosts",
+}
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+@pytest.mark.parametrize("fault", REASONS)
+def test_where_a_rank_cannot_share_memory_all_use_gloo_and_say_why(transport: str, fault: str) -> None:
+    results = run_ranks(_chosen, 3, fault, "auto", fresh=True)
+
+    assert results == [results[0]] * 3
+    carrier, line, mean = results[0]
+    assert (carrier, mean) == ("gloo", 2.0)
+    assert line.startswith(f"transport: gloo ({REASONS[fault]}")
+    assert fault != "open files" or re.search("limit of open files is reached|Too many open files", line)
+
+
+def _refused(rank: int, fault: str) -> tuple[Said, Said]:
+    try:
+        model = _wrap_with(rank, fault, "host")
+    except TransportError as error:
+        return (type(error).__name__, str(error)), None
+    return None, error_of(step, model, 1.0)
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+@pytest.mark.parametrize("fault", REASONS)
+def test_a_transport_that_was_asked_for_and_is_not_possible_is_the_same_error_on_all(
+    transport: str, fault: str
+) -> None:
+    results = run_ranks(_refused, 3, fault, fresh=True)
+
+    assert results == [results[0]] * 3
+    kind, text = next(filter(None, results[0]))
+    assert kind == "TransportError"
+    assert f'transport="host" is not possible: {REASONS[fault]}' in text
+    assert 'pass transport="auto"' in text
+
+
+def _fails_later(rank: int) -> tuple[Said, float | None, Said]:
+    """A later call needs a new segment, which rank 1 cannot map; after that the next call is right."""
+    model = wrap(transport="auto")
+    step(model, 1.0)
+    kept = model.module.weight.grad  # the next call of every rank takes a new segment
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == 1:
+        _leave_open_files(2)
+    refused = error_of(step, model, 1.0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    del kept
+    return refused, step(model, 1.0 + rank), error_of(wrap, transport="nearby")
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_segment_that_cannot_be_mapped_later_is_the_same_error_on_all_and_the_next_call_is_right(
+    transport: str,
+) -> None:
+    results = run_ranks(_fails_later, 2, fresh=True)
+    assert results == [results[0]] * 2
+    refused, mean, unknown = results[0]
+    assert refused is not None
+    assert refused[0] in ("TransportError", "PeerError")
+    assert mean == 1.5
+    assert unknown == ("ValueError", "transport is unknown: got 'nearby', expected one of ('auto', 'gloo', 'host')")
+
+
+def _asked(rank: int) -> list[str]:
+    os.environ["LEGACY_DDP_TRANSPORT"] = "gloo"
+    chosen = [_transport_of(transport="host")]
+    os.environ["LEGACY_DDP_TRANSPORT"] = ""
+    chosen += [_transport_of(), _transport_of(reduce_dtype=torch.float64), _transport_of(reproducible=True)]
+    os.environ["LEGACY_DDP_TRANSPORT"] = "shm"
+    said = error_of(wrap)
+    del os.environ["LEGACY_DDP_TRANSPORT"]
+    return [*chosen, str(said)]
+
+
+def _transport_of(**options: Any) -> str:
+    model = wrap(**options)
+    model.module.weight.grad = torch.ones(1, 2)
+    return model.all_reduce(sample_size=1).transport
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_the_environment_variable_wins_and_some_settings_need_gloo(transport: str) -> None:
+    for *chosen, said in run_ranks(_asked, 2):
+        assert chosen == ["gloo", "host", "gloo", "gloo"]
+        assert "environment variable LEGACY_DDP_TRANSPORT: got 'shm', expected one of" in said
+
+
+def _differently(rank: int) -> Said:
+    return error_of(wrap, transport=("gloo", "auto")[rank])
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_ranks_that_ask_for_different_transports_are_told(transport: str) -> None:
+    for said in run_ranks(_differently, 2):
+        assert said is not None
+        assert said[0] == "LayoutError"
+        assert "setting 'transport'" in said[1]
+
+
+def _on_subgroups(rank: int) -> tuple[str, float | None, float | None]:
+    """Two groups of two ranks, each with its own star, and the whole."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = wrap(process_group=groups[rank // 2])
+    mean = step(model, float(rank))
+    record = model.all_reduce()
+    whole = step(wrap(), float(rank))
+    return record.transport, mean, whole
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_subgroups_have_memory_of_their_own(transport: str) -> None:
+    assert run_ranks(_on_subgroups, 4) == [("host", 0.5, 1.5)] * 2 + [("host", 2.5, 1.5)] * 2
+
+
+def _over_another_group(rank: int) -> list[float | None]:
+    """A model changes its group and comes back: each group knows other segments."""
+    model = wrap()
+    other = dist.new_group([0, 1])
+    means = []
+    for group in (None, other, None, other):
+        model.process_group = dist.group.WORLD if group is None else group
+        means += [step(model, 1.0 + rank), step(model, 2.0 + rank)]
+    return means
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_model_may_change_its_group(transport: str) -> None:
+    assert run_ranks(_over_another_group, 2) == [[1.5, 2.5] * 4] * 2
+
+
+def _hooked_later(rank: int) -> list[str]:
+    model = wrap()
+    seen = []
+    for _ in range(2):
+        model.module.weight.grad = torch.full((1, 2), 1.0 + rank)
+        seen.append(f"{model.all_reduce().transport} {model.module.weight.grad.unique().item()}")
+        if len(seen) == 1:
+            model.register_comm_hook(None, mean)
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_hook_that_comes_later_carries_the_gradients_itself(transport: str) -> None:
+    assert run_ranks(_hooked_later, 2) == [["host 1.5", "gloo 1.5"]] * 2

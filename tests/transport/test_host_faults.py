@@ -1,0 +1,215 @@
+"""Ranks that are lost while others write to their memory: no gradient half summed, no write to memory used again."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp._collectives import host_sum
+from tests.helpers.rank_faults import do_when
+from tests.helpers.ranks import run_ranks
+
+NUMEL = 20 * 64
+CHUNK = 64
+pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
+
+
+def _model(*, checks: str = "info", timeout_seconds: float = 30.0) -> LegacyDistributedDataParallel:
+    host_sum.CHUNK_NUMEL = CHUNK
+    net = nn.Linear(NUMEL, 1, bias=False)
+    return LegacyDistributedDataParallel(net, transport="host", checks=checks, timeout_seconds=timeout_seconds)
+
+
+def _step(model: LegacyDistributedDataParallel, value: float) -> float:
+    weight = model.module.weight
+    weight.grad = torch.full_like(weight, value)
+    model.all_reduce()
+    return float(weight.grad.unique())
+
+
+class _At:
+    """Runs ``action`` before the ``count``-th chunk of this rank, through the division that every chunk needs."""
+
+    def __init__(self, count: int, action: partial[None]) -> None:
+        self._count, self._action, self._divide = count, action, host_sum._divide
+        host_sum._divide = self
+
+    def __call__(self, sums: torch.Tensor, divisor: int, out: torch.Tensor) -> None:
+        if self._count == 0:
+            self._action()
+        self._count -= 1
+        self._divide(sums, divisor, out)
+
+
+def _killed_at_chunk(rank: int, victim: int, chunk: int) -> tuple[str, tuple[int, ...], str | None, bool, float] | None:
+    model = _model()
+    _step(model, 1.0)
+    if rank == victim:
+        _At(chunk, partial(os.kill, os.getpid(), signal.SIGKILL))
+    start = time.monotonic()
+    with pytest.raises(LostPeerError) as caught:
+        _step(model, 1.0 + rank)
+    seconds = time.monotonic() - start
+    return (
+        type(caught.value).__name__,
+        caught.value.ranks,
+        caught.value.phase,
+        model.module.weight.grad is None,
+        seconds,
+    )
+
+
+@pytest.mark.parametrize("victim, chunk", [(0, 0), (0, 3), (1, 0), (1, 5), (2, 5)])
+def test_a_rank_killed_at_any_chunk_is_named_and_all_gradients_dropped(transport: str, victim: int, chunk: int) -> None:
+    """The hub, and two other ranks."""
+    seen = run_ranks(_killed_at_chunk, 3, victim, chunk, lost=(victim,))
+    for kind, ranks, phase, is_dropped, seconds in filter(None, seen):
+        assert (kind, ranks, phase, is_dropped) == ("PeerLostError", (victim,), "payload", True)
+        assert seconds < 10.0
+
+
+def _interrupted(rank: int, function: str) -> tuple[str, bool]:
+    model = _model()
+    _step(model, 1.0)
+    if rank == 1:
+        sys.setprofile(do_when(function, _interrupt))
+    try:
+        _step(model, 1.0 + rank)
+        name = ""
+    except (KeyboardInterrupt, LostPeerError) as error:
+        name = type(error).__name__
+    finally:
+        sys.setprofile(None)
+    return name, model.module.weight.grad is None
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function", ["decode_host_rows", "choose_transport", "_work_of", "_divide", "barrier"])
+def test_an_interrupt_anywhere_after_the_header_drops_every_gradient_on_all(transport: str, function: str) -> None:
+    assert run_ranks(_interrupted, 2, function, fresh=True) == [("PeerLostError", True), ("KeyboardInterrupt", True)]
+
+
+CONTINUE = """
+import os, pathlib, signal, sys, time
+stopped, sign = int(sys.argv[1]), pathlib.Path(sys.argv[2])
+while not sign.exists():
+    time.sleep(0.01)
+os.kill(stopped, signal.SIGCONT)
+"""
+
+
+def _stopped(rank: int, folder: Path) -> tuple[str, list[float]]:
+    """Rank 1 is stopped in the payload beyond the timeout. The others go on in a new group; then it continues."""
+    others = dist.new_group([0, 2])
+    model = _model(timeout_seconds=1.0)
+    _step(model, 1.0)
+    sign = folder / "sign"
+    if rank == 1:
+        subprocess.Popen([sys.executable, "-c", CONTINUE, str(os.getpid()), str(sign)])
+        _At(3, partial(os.kill, os.getpid(), signal.SIGSTOP))
+    with pytest.raises(LostPeerError) as caught:
+        _step(model, 7.0)
+    if rank == 1:
+        (folder / "finished").touch()
+        return type(caught.value).__name__, []
+    name, means = type(caught.value).__name__, []
+    del caught  # its frames hold the gradients, which would then be left alone for this reason
+    gc.collect()
+    model.process_group = others
+    for step in range(3):
+        model.module.weight.grad = torch.full_like(model.module.weight, float(rank + step))
+        model.all_reduce()
+        if step == 1:  # the second call of a group uses segments; rank 1 wakes and writes while they hold gradients
+            dist.barrier(others)
+            sign.touch()
+            give_up = time.monotonic() + 30.0
+            while not (folder / "finished").exists() and time.monotonic() < give_up:
+                time.sleep(0.01)
+        means += model.module.weight.grad.flatten().unique().tolist()
+    return name, means
+
+
+def test_a_rank_stopped_in_the_payload_writes_later_only_to_memory_that_nobody_uses(
+    transport: str, tmp_path: Path
+) -> None:
+    first, stopped, last = run_ranks(_stopped, 3, tmp_path, fresh=True)
+    assert first == last == ("SyncTimeoutError", [1.0, 2.0, 3.0])
+    assert stopped[0].endswith("Error")
+
+
+def _forked(rank: int) -> tuple[list[float], list[float], list[float]]:
+    """What children write to a gradient, to an older one that the user kept, and what the parent sees of it."""
+    model = _model()
+    weight = model.module.weight
+    _step(model, 1.0 + rank)
+    kept = weight.grad
+    for step in range(3):  # the segment of the kept gradient is closed by now
+        _step(model, 2.0 + rank + step)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        seen = [kept[0, 0].item(), weight.grad[0, 0].item()]
+        kept.zero_()
+        weight.grad.zero_()
+        os.write(writing, repr([*seen, kept.sum().item(), weight.grad.sum().item()]).encode())
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    told = eval(os.read(reading, 1000))
+    values = kept.unique().tolist() + weight.grad.unique().tolist()
+    return told, values, [_step(model, 9.0 + rank)]
+
+
+def test_what_a_forked_child_writes_stays_in_the_child(transport: str) -> None:
+    """A DataLoader worker inherits the memory; its zero_() cleared the gradients of the parent."""
+    assert run_ranks(_forked, 2, fresh=True) == [([1.5, 4.5, 0.0, 0.0], [1.5, 4.5], [9.5])] * 2
+
+
+def _left_by_a_parent_with_a_child(rank: int) -> tuple[str, float] | None:
+    """A child of the dead rank lives on, with copies of its sockets unless it closes them."""
+    model = _model(checks="off")  # no watchdog looks at processes
+    _step(model, 1.0)
+    if rank == 1:
+        if os.fork() == 0:
+            time.sleep(20.0)  # outlives the survivors' wait
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(LostPeerError) as caught:
+        _step(model, 1.0)
+    return str(caught.value), time.monotonic() - start
+
+
+def test_the_death_of_a_rank_is_seen_at_once_though_its_child_lives(transport: str) -> None:
+    (text, seconds), _ = run_ranks(_left_by_a_parent_with_a_child, 2, lost=(1,))
+    assert "connection to rank 1 lost" in text
+    assert seconds < 10.0
+
+
+def _lost_without_checks(rank: int, victim: int) -> str | None:
+    model = _model(checks="off")
+    _step(model, 1.0)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(LostPeerError) as caught:
+        _step(model, 1.0)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_without_checks_the_lost_rank_is_named_and_not_the_hub(transport: str, victim: int) -> None:
+    for text in filter(None, run_ranks(_lost_without_checks, 3, victim, lost=(victim,))):
+        assert f"connection to rank {victim} lost" in text
