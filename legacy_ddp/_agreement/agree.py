@@ -1,7 +1,7 @@
 """Exchange of call headers, and the result of a match.
 
-Collective. Nothing here touches a gradient: after any error raised here every ``.grad`` is as before the call, and the
-next call may succeed.
+Collective. Nothing here touches a gradient: after an agreed error every ``.grad`` is as before the call, and the next
+call may succeed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

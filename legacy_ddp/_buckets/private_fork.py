@@ -42,9 +42,11 @@ def _register() -> None:
 
 
 def _make_private() -> None:
-    for start, size_bytes in _own_mappings(_process):
+    for start, size_bytes, process in _mappings():
         owner = _owners.get(start)
-        if owner is not None:
+        if process != _process:  # of another rank: nothing in a child refers to it, and it shall not keep it alive
+            _map_private(start, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        elif owner is not None:
             _map_private(start, size_bytes, mmap.MAP_PRIVATE, owner.descriptor)
         else:  # only a gradient kept by the user refers to this memory: its descriptor is closed
             content = ctypes.string_at(start, size_bytes)
@@ -52,12 +54,12 @@ def _make_private() -> None:
             ctypes.memmove(start, content, size_bytes)
 
 
-def _own_mappings(process: int) -> Iterator[tuple[int, int]]:
-    """Address and size of the mappings of segments of ``process`` in this process."""
+def _mappings() -> Iterator[tuple[int, int, int]]:
+    """Address, size and owning process of every segment mapped in this process."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        if (found := _MAPPING.match(line)) and int(found[3]) == process:
+        if found := _MAPPING.match(line):
             start, stop = int(found[1], 16), int(found[2], 16)
-            yield start, stop - start
+            yield start, stop - start, int(found[3])
 
 
 def _map_private(address: int, size_bytes: int, flags: int, descriptor: int) -> None:

@@ -18,7 +18,14 @@ from legacy_ddp._collectives.pack import pack
 from legacy_ddp._collectives.reduce import Reduced, discard, reduce
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import NamedTensors, Synchronizer
-from legacy_ddp._collectives.transport_choice import GLOO, HOST, choose_transport, prepare_transport, segments_of
+from legacy_ddp._collectives.transport_choice import (
+    GLOO,
+    HOST,
+    choose_transport,
+    prepare_transport,
+    require_host,
+    segments_of,
+)
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
@@ -63,14 +70,15 @@ def all_reduce(
             call.segments = segments_of(plan)
         with _discarding_after(call, plan, leaves):
             agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
+            require_host(call, settings)
             if history is not None:
                 check(call, history, agreement.rows)
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, synchronizer.warnings)
             on_host = choose_transport(call, settings, plan, planner.segments.problem)
             reduced = reduce(call, leaves, settings.comm_hook, plan, packed, agreement, on_host=on_host)
-        with call.phase("alias"):
-            plan.alias(reduced.kinds, reduced.sparse)
+            with call.phase("alias"):
+                plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:
             leaves.end_step()
         planner.counter.reset()
@@ -81,16 +89,17 @@ def all_reduce(
 
 @contextmanager
 def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
-    """With segments: drop all gradients after a failure that is not agreed.
+    """Drop all gradients after a failure that is not agreed, if they may be half reduced.
 
-    From its header on, other ranks may write to the flat tensors of this rank, also after its failure.
+    Over gloo from the payload on. With segments from the header on: other ranks may write to the flat tensors of this
+    rank, also after its failure.
     """
     try:
         yield
     except AgreedError:
         raise
     except BaseException:
-        if any(call.segments.serials):
+        if any(call.segments.serials) or call.phase_name in ("payload", "alias"):
             discard(plan, leaves)
         raise
 

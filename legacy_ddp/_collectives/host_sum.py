@@ -120,7 +120,7 @@ def _sum_chunks(work: _Work, divisor: int) -> None:
         for part in others:
             sums.add_(part)
         if is_wider:
-            chunk.own.copy_(sums.div_(divisor))
+            chunk.own.copy_(sums.div_(float(divisor)))
         else:
             _divide(sums, divisor, chunk.own)
         for part in chunk.others:
@@ -129,6 +129,6 @@ def _sum_chunks(work: _Work, divisor: int) -> None:
 
 def _divide(sums: torch.Tensor, divisor: int, out: torch.Tensor) -> None:
     if divisor & (divisor - 1):
-        torch.div(sums, divisor, out=out)
+        torch.div(sums, float(divisor), out=out)
     else:  # a power of two: the product with its reciprocal has the same bits, and is quicker
         torch.mul(sums, 1 / divisor, out=out)

@@ -19,13 +19,15 @@ HOST, GLOO = "host", "gloo"
 
 def prepare_transport(state: GroupState, planner: Planner) -> None:
     """Let the flat tensors lie in segments from the next allocation on, if the group may use the host transport."""
-    is_open = not state.transport or (state.transport == HOST and planner.settings.comm_hook is not None)
-    if state.groups.size > 1 and is_open and (reason := _why_gloo(state, planner.settings)):
+    settings = planner.settings
+    is_open = not state.transport or (state.transport == HOST and settings.comm_hook is not None)
+    if state.groups.size > 1 and is_open and settings.transport != HOST and (reason := _why_gloo(state, settings)):
         state.transport, state.fallback, state.peer_memory = GLOO, reason, None
         log_transport(state.groups.rank, state.transport_text)
     segments = planner.segments
     segments.wanted = state.groups.star is not None and state.transport != GLOO
     segments.required = state.transport == HOST
+    segments.problem = ""  # of an earlier call, perhaps on another group
 
 
 def require_host(call: Call, settings: Settings) -> None:
@@ -69,7 +71,7 @@ def choose_transport(call: Call, settings: Settings, plan: Plan, problem: str) -
         if any(unknown):
             own = [buffer.segment for buffer in buffers if buffer.segment is not None]
             reason = memory.map_new(call, segments, unknown, own)
-    if reason and (state.transport == HOST or settings.transport == HOST):
+    if reason and HOST in (state.transport, settings.transport):
         raise _impossible(call, reason)
     if not state.transport:
         state.transport, state.fallback = (GLOO, reason) if reason else (HOST, "")
@@ -102,8 +104,10 @@ def _first_problem(call: Call, segments: Sequence[SegmentIds], count: int, probl
 
 
 def _impossible(call: Call, reason: str) -> TransportError:
+    is_later = call.group_state.transport == HOST
+    step = "set LEGACY_DDP_TRANSPORT=gloo on all ranks" if is_later else 'pass transport="auto"'
     return TransportError(
-        f'{call}: transport="host" is not possible: {reason}; mend the cause, or pass transport="auto"',
+        f'{call}: transport="host" is not possible{" any more" * is_later}: {reason}; mend the cause, or {step}',
         call=call.number,
         phase="agree",
     )

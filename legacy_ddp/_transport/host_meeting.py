@@ -9,7 +9,7 @@ from legacy_ddp._transport.host_card import new_name, own_card, why_apart
 from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.star_setup import StarListener, connect
 
-MAX_RANKS = 512  # a message on the star is limited to about 200 KB, and a row has 160 bytes
+MAX_RANKS = 256  # a connection holds about 270 messages, and the hub forwards one with descriptors per rank
 
 
 class HostMeeting:

@@ -113,7 +113,7 @@ class Star:
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         try:
             self._connections[rank].sendmsg([message], carried, socket.MSG_NOSIGNAL)
-        except OSError:  # closed at the other end, perhaps with a last message about a lost rank
+        except ConnectionError:  # closed at the other end, perhaps with a last message about a lost rank
             self._content(rank, _waiting_message(self._connections[rank]), _NONE, 0)
 
     def _await_message(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
@@ -133,7 +133,7 @@ class Star:
         connection = self._connections[rank]
         while True:
             try:
-                message, descriptors, _, _ = socket.recv_fds(connection, _LARGEST_NOTICE, count)
+                message, descriptors = _receive_with_descriptors(connection, count)
             except BlockingIOError:
                 self._after_slice(on_slice)
                 continue
@@ -177,9 +177,24 @@ def set_slices(connection: socket.socket) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value)
 
 
+def _receive_with_descriptors(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """As ``socket.recv_fds``, which leaves descriptors open in processes that another thread starts meanwhile."""
+    room = socket.CMSG_SPACE(count * array.array("i").itemsize)
+    message, ancillary, _, _ = connection.recvmsg(_LARGEST_NOTICE, room, socket.MSG_CMSG_CLOEXEC)
+    descriptors = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+    return message, list(descriptors)
+
+
 def _waiting_message(connection: socket.socket, flags: int = 0) -> bytes:
     """The beginning of a message that was sent before the connection was closed, empty without one."""
-    try:
-        return connection.recv(_LARGEST_NOTICE, flags | socket.MSG_DONTWAIT)
-    except OSError:
-        return b""
+    for _ in range(2):
+        try:
+            return connection.recv(_LARGEST_NOTICE, flags | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            break
+        except OSError:  # told once, before the last message
+            continue
+    return b""

@@ -70,6 +70,7 @@ def connect(name: str, token: str, rank: int, size: int) -> Star:
     """
     connection = _new_socket()
     try:
+        connection.setblocking(False)  # a full queue of the listener is an error, not a wait without a limit
         connection.connect(_address(name))
         if _peer_user(connection) != os.geteuid():
             raise OSError("a process of another user listens under the name of rank 0")

@@ -213,3 +213,46 @@ def _hooked_later(rank: int) -> list[str]:
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_a_hook_that_comes_later_carries_the_gradients_itself(transport: str) -> None:
     assert run_ranks(_hooked_later, 2) == [["host 1.5", "gloo 1.5"]] * 2
+
+
+def _fails_on_another_group(rank: int) -> list[str]:
+    """Rank 1 has no memory to share while the model is on a second group; then the model comes back to the first."""
+    model, other = wrap(), dist.new_group([0, 1])
+    memfd_create = os.memfd_create
+    seen, kept = [], []
+    for group, fails in ((None, False), (other, True), (None, False)):
+        model.process_group = dist.group.WORLD if group is None else group
+        if rank == 1 and fails:
+            os.memfd_create = _no_memfd
+        for _ in range(2):
+            model.module.weight.grad = torch.full((1, 2), 1.0 + rank)
+            seen.append(f"{model.all_reduce().transport} {model.module.weight.grad.unique().item()}")
+            kept.append(model.module.weight.grad)  # so that every call needs other memory
+        os.memfd_create = memfd_create
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_failure_on_another_group_does_not_follow_the_model(transport: str) -> None:
+    """Every later call on the first group was a TransportError."""
+    assert run_ranks(_fails_on_another_group, 2) == [["host 1.5"] * 2 + ["gloo 1.5"] * 2 + ["host 1.5"] * 2] * 2
+
+
+def _moves_to_several_hosts(rank: int) -> Said:
+    model = wrap(transport="host")
+    step(model, 1.0)
+    model.process_group = dist.new_group([0, 1])
+    own_card = host_meeting.own_card
+    if rank == 1:
+        host_meeting.own_card = lambda: {**host_card.own_card(), "boot": "another one"}
+    said = error_of(step, model, 1.0)
+    host_meeting.own_card = own_card
+    return said
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_transport_that_was_asked_for_is_not_given_up_on_a_later_group(transport: str) -> None:
+    for said in run_ranks(_moves_to_several_hosts, 2):
+        assert said is not None
+        assert said[0] == "TransportError"
+        assert "they run on different hosts" in said[1]

@@ -102,6 +102,11 @@ def test_an_interrupt_anywhere_after_the_header_drops_every_gradient_on_all(tran
     assert run_ranks(_interrupted, 2, function, fresh=True) == [("PeerLostError", True), ("KeyboardInterrupt", True)]
 
 
+def test_an_interrupt_before_the_gradients_are_given_out_leaves_none_half_reduced(transport: str) -> None:
+    """The other rank has passed the last barrier, and has its result."""
+    assert run_ranks(_interrupted, 2, "alias", fresh=True) == [("", False), ("KeyboardInterrupt", True)]
+
+
 CONTINUE = """
 import os, pathlib, signal, sys, time
 stopped, sign = int(sys.argv[1]), pathlib.Path(sys.argv[2])

@@ -53,7 +53,7 @@ def test_many_steps_leave_no_memory_descriptor_or_mapping_behind(transport: str)
     ):
         assert after.descriptors <= before.descriptors
         assert after.segments <= before.segments + 2  # one spare more on each of two ranks
-        assert resident_after - resident_before < 2**20
+        assert resident_after - resident_before < 2**22  # a segment of 64 KiB left behind per step would be 17 MB
 
 
 def _memory(rank: int) -> Footprint:

@@ -197,3 +197,41 @@ def test_one_host_has_one_boot_one_network_and_one_user() -> None:
     for fact, meaning in apart.items():
         assert why_apart([card, card, {**card, fact: "x"}]) == f"ranks 0 and 2: {meaning}"
     assert why_apart([card, {"problem": "no /proc"}]) == "rank 1: no /proc"
+
+
+def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unread_messages() -> None:
+    """Between two slices the rank that only had not read was blamed."""
+    with _stars(3) as (hub, first, second):
+        first._send(0, b"Rrow")
+        second.close()
+        with pytest.raises(StarLostError, match="rank 2"):
+            hub._await_message(2, b"R", 3, _ignore)
+        hub.close()
+        with pytest.raises(StarLostError, match="rank 2"):
+            _read_after_a_slice(first)
+
+
+def _read_after_a_slice(star: Star) -> None:
+    star._after_slice(_ignore)
+    star.exchange(b"row", _ignore)
+
+
+def test_a_full_queue_of_the_listener_is_an_error_and_not_a_wait() -> None:
+    name = new_name()
+    listener = StarListener(name, 1)
+    waiting = []
+    with pytest.raises(BlockingIOError):
+        waiting.extend(connect(name, "", 1, 2) for _ in range(10))
+    for star in waiting:
+        star.close()
+    listener.close()
+
+
+def test_received_descriptors_are_closed_in_programs_that_the_process_starts() -> None:
+    file = os.memfd_create("test")
+    with _stars(2) as stars:
+        received = _on_all(stars, lambda star: star.share_descriptors([file] if star.rank else [], [0, 1], _ignore))
+    (descriptor,) = received[0][1]
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+    os.close(file)
