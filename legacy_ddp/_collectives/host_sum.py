@@ -19,8 +19,8 @@ from legacy_ddp._collectives.transport_choice import host_buffers
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call
 
-# The grain of torch's parallel loops: larger chunks would wake the threads of every rank at the same time. Measured
-# with two threads per rank: chunks of 65,536 elements take 15 times as long.
+# The grain of torch's parallel loops: larger chunks would wake the threads of every rank at the same time. On two
+# cores, with two threads per rank, a call with chunks of 65,536 elements took 1.2 times as long.
 CHUNK_NUMEL = 32_768
 _LINE_NUMEL = 64  # parts end at multiples of cache lines, so that no two ranks write to one line
 
@@ -68,7 +68,7 @@ class _Work:
 
 
 def _work_of(call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...]) -> list[_Work]:
-    """The work per buffer. Kept from call to call: to make the views takes half as long as to add."""
+    """The work per buffer. Kept from call to call: making the views takes a seventh of a call."""
     memory, segments = call.group_state.peer_memory, call.peer_segments
     if memory is None or segments is None:
         raise LegacyDDPError(f"{call}: no shared memory is mapped")

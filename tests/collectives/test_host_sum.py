@@ -169,3 +169,12 @@ def test_a_gradient_kept_on_some_ranks_is_never_written_to(transport: str, keeps
         assert means == expected
         assert kept == (expected if rank in keeps else [])
         assert not is_shared  # torch.multiprocessing would send a handle and not a copy
+
+
+@pytest.mark.parametrize("divisor", [1, 3, 2**40, 5 * 2**62])
+def test_a_sum_is_divided_by_any_number_of_items(divisor: int) -> None:
+    """Sample sizes of several ranks may exceed 64 bits together."""
+    out = torch.empty(3, dtype=torch.float64)
+    host_sum._divide(torch.full((3,), 7.0, dtype=torch.float64), divisor, out)
+
+    assert out.tolist() == [7.0 / divisor] * 3
