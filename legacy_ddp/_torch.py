@@ -123,15 +123,23 @@ def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return from_dlpack(torch._C._to_dlpack(tensor))
 
 
-def ref_counts(tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> tuple[set[int], ...]:
+def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """The addresses of the storages in C++, for :func:`ref_counts`."""
+    return [storage._cdata for storage in storages]
+
+
+def ref_counts(
+    tensors: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
+) -> tuple[set[int], ...]:
     """The reference counts that occur: of tensors in C++ and in Python, of storages in C++ and in Python.
 
-    A variable or a list adds to the count in Python. A ``.grad`` adds to the count in C++, in torch 2.13 to both.
+    ``handles``: of the storages. A variable or a list adds to the count in Python. A ``.grad`` adds to the count in
+    C++, in torch 2.13 to both.
     """
     return (
         set(map(_USE_COUNT, tensors)),
         set(map(sys.getrefcount, tensors)),
-        {torch._C._storage_Use_Count(storage._cdata) for storage in storages},
+        set(map(torch._C._storage_Use_Count, handles)),
         set(map(sys.getrefcount, storages)),
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, Never
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
@@ -173,10 +175,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         synchronizer = self._synchronizer
         if not synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        named, group = self._named_parameters(), self._group.resolve()
+        parameters, group = partial(parameter_columns, self.module), self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:
-            record = all_reduce(synchronizer, named, group, sample_size, skip, notice=notice)
+            record = all_reduce(synchronizer, parameters, group, sample_size, skip, notice=notice)
         except BaseException:
             self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
             raise
@@ -294,7 +296,4 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             self._plan()
 
     def _plan(self) -> Plan:
-        return self._synchronizer.planner.plan(self._named_parameters())
-
-    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return self.module.named_parameters(remove_duplicate=False)
+        return self._synchronizer.planner.plan(parameter_columns(self.module))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_plain
+from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_plain, kinds_of
 from legacy_ddp._buckets.layout import Bucket, Run
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.views import SlotViews
@@ -78,7 +78,7 @@ class FlatBuffer:
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if self._views is not None and self._views.matches_slots(grads):
+        if all(self._is_view) or (self._views is not None and self._views.matches_slots(grads)):
             return
         for slot, grad, is_view in zip(self.bucket.slots, grads, self._is_view, strict=True):
             if grad is not None and not is_view:
@@ -112,6 +112,10 @@ class FlatBuffer:
             return
         if views.is_slot_unreferenced(index):
             parameter.grad = views[index].copy_(grad)
+
+    def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
+        """The kind of each gradient (one per slot). Call :meth:`match_views` first."""
+        return [DENSE] * len(grads) if all(self._is_view) else kinds_of(grads)
 
     def make_wire(self, *, has_peers: bool) -> None:
         """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to."""
@@ -160,6 +164,15 @@ class FlatBuffer:
 
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient: a view of the flat tensor, a copy, or None if absent."""
+        if not self.as_views or not all(self._is_view) or kinds.count(DENSE) < len(kinds):
+            self._assign(parameters, kinds)
+        self.views.note_result()
+        self._result_identities = []
+        if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
+            grads = (parameter.grad for parameter in parameters)
+            self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
+
+    def _assign(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         written: set[int] = set()
         for view, parameter, kind, is_view in zip(self.views, parameters, kinds, self._is_view, strict=True):
             if kind == ABSENT:
@@ -168,11 +181,6 @@ class FlatBuffer:
                 parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not is_view:
                 parameter.grad = view
-        self.views.note_result()
-        self._result_identities = []
-        if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
-            grads = (parameter.grad for parameter in parameters)
-            self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
 
     def _is_wanted(self, views: SlotViews) -> bool:
         """Whether the memory is of the wanted kind: a segment or ordinary memory."""

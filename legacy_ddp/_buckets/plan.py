@@ -1,6 +1,6 @@
 """The plan: the slot, the buffer and the parameter of every gradient. Made again only when the parameters change."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from legacy_ddp._buckets.backward_copy import BackwardCopy
+from legacy_ddp._buckets.columns import Columns
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
@@ -59,6 +60,10 @@ class Plan:
         for buffer, slots in self.slot_ranges:
             buffer.pack(grads[slots], copy=are_used)
 
+    def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
+        """The kinds of the collected gradients."""
+        return [kind for buffer, slots in self.slot_ranges for kind in buffer.kinds(grads[slots])]
+
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse gradients, by slot."""
         for index, grad in sparse.items():
@@ -105,13 +110,13 @@ class Planner:
             self._signature = None
             raise
 
-    def plan(self, named: Iterable[tuple[str, torch.Tensor]]) -> Plan:
-        """The plan for ``named`` (all names of every parameter): the last plan, if nothing changed since.
+    def plan(self, columns: Columns) -> Plan:
+        """The plan for all names of every parameter: the last plan, if nothing changed since.
 
         Raises:
             ValueError: a parameter is not usable, as :func:`plan_layout` says.
         """
-        names, tensors = _columns(named)
+        names, tensors = columns
         known = self._signature is not None and self._signature.matches(names, tensors)
         parameters = [tensors[index] for index in self._order] if known else []
         if self.layout is not None and known and self.counter.is_attached_to(parameters):
@@ -134,13 +139,3 @@ class Planner:
         self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
         self._order, self._buffers = order, buffers
         return plan
-
-
-def _columns(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[str], list[torch.Tensor]]:
-    """Names and tensors as two lists. A lasting tuple per parameter would start Python's garbage collector often."""
-    names: list[str] = []
-    tensors: list[torch.Tensor] = []
-    for name, tensor in named:
-        names.append(name)
-        tensors.append(tensor)
-    return names, tensors

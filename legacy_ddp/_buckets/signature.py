@@ -43,8 +43,8 @@ class Signature:
         return distinct
 
 
-def _identities(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[list[str], list[int], list[type]]:
-    return list(names), list(map(id, tensors)), list(map(type, tensors))
+def _identities(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[Sequence[str], list[int], list[type]]:
+    return names, list(map(id, tensors)), list(map(type, tensors))
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype | None], Sequence[tuple[object, ...]]]:

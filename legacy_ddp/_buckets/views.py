@@ -6,6 +6,7 @@ flat tensor, so that its reference counts belong to a single slot. Object identi
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -29,11 +30,12 @@ class SlotViews(Sequence[torch.Tensor]):
         self._slots = bucket.slots
         self._views = [self._make(slot) for slot in self._slots]
         self._storages = [view.untyped_storage() for view in self._views]
+        self._handles = internals.storage_handles(self._storages)
         self._replaced_storages: list[torch.UntypedStorage] = []
         self._addresses = list(map(torch.Tensor.data_ptr, self._views))
         self._guards = internals.TensorGuards(self._views)
         # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
-        self._expected_refs = internals.ref_counts(self._views[:], self._storages[:])
+        self._expected_refs = internals.ref_counts(self._views[:], self._storages[:], self._handles)
         (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
         self._result_versions: list[int] = []  # of the views, when the last call left its result
 
@@ -51,7 +53,7 @@ class SlotViews(Sequence[torch.Tensor]):
         is_like = self._guards.match(self._views)
         if not is_like or list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:
             self._rebuild()
-        return [grad is view for grad, view in zip(grads, self._views, strict=True)]
+        return list(map(is_, grads, self._views))
 
     def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
@@ -64,7 +66,7 @@ class SlotViews(Sequence[torch.Tensor]):
             return True
         self._replaced_storages = []
         idle = [view for view, is_used in zip(self._views, is_view, strict=True) if not is_used]
-        return not self._has_expected_refs(idle, self._storages[:])
+        return not self._has_expected_refs(idle, self._storages[:], self._handles)
 
     def is_reusable(self) -> bool:
         """Whether nothing refers to memory of any slot. Rebuilds changed views."""
@@ -73,19 +75,25 @@ class SlotViews(Sequence[torch.Tensor]):
     def is_slot_unreferenced(self, index: int) -> bool:
         """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
         one = slice(index, index + 1)
-        return self._has_expected_refs(self._views[one], self._storages[one]) and self._is_intact(index)
+        counts_fit = self._has_expected_refs(self._views[one], self._storages[one], self._handles[one])
+        return counts_fit and self._is_intact(index)
 
     def note_result(self) -> None:
         """Remember the versions of the views, at the end of a call."""
-        self._result_versions = [view._version for view in self._views]
+        self._result_versions = self._versions()
 
     @property
     def was_written(self) -> bool:
         """Whether a view was written to since :meth:`note_result`."""
-        return self._result_versions != [view._version for view in self._views]
+        return self._result_versions != self._versions()
 
-    def _has_expected_refs(self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage]) -> bool:
-        now = internals.ref_counts(views, storages)
+    def _versions(self) -> list[int]:
+        return list(map(attrgetter("_version"), self._views))
+
+    def _has_expected_refs(
+        self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
+    ) -> bool:
+        now = internals.ref_counts(views, storages, handles)
         return all(counts <= expected for counts, expected in zip(now, self._expected_refs, strict=True))
 
     def _make(self, slot: Slot) -> torch.Tensor:
@@ -104,6 +112,7 @@ class SlotViews(Sequence[torch.Tensor]):
                 self._replaced_storages.append(self._storages[index])
                 self._views[index] = self._make(slot)
                 self._storages[index] = self._views[index].untyped_storage()
+        self._handles = internals.storage_handles(self._storages)
         self._guards = internals.TensorGuards(self._views)
 
     def _is_intact(self, index: int) -> bool:
@@ -119,4 +128,4 @@ class SlotViews(Sequence[torch.Tensor]):
 
 
 def _ref_counts_of_each(storages: list[torch.UntypedStorage]) -> list[tuple[set[int], ...]]:
-    return [internals.ref_counts([], [storage]) for storage in storages]
+    return [internals.ref_counts([], [storage], internals.storage_handles([storage])) for storage in storages]

@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
+from legacy_ddp._buckets.columns import Columns
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.nonfinite import check_finite
 from legacy_ddp._collectives.pack import pack
 from legacy_ddp._collectives.reduce import Reduced, discard, reduce
 from legacy_ddp._collectives.registry import synchronizer_of
-from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._collectives.transport_choice import (
     GLOO,
     HOST,
@@ -39,7 +40,7 @@ from legacy_ddp._transport.process_group import resolve_group
 @internals.disable_dynamo
 def all_reduce(
     synchronizer: Synchronizer,
-    named: NamedTensors,
+    parameters: Callable[[], Columns],
     group: dist.ProcessGroup,
     sample_size: int | None,
     skip: bool,
@@ -47,9 +48,10 @@ def all_reduce(
     flags: int = 0,
     notice: Callable[[], Any] | None = None,
 ) -> SyncRecord:
-    """Collective: reduce the gradients of ``named``, a step per line; docs/design.md has the guarantees of each step.
+    """Collective: reduce gradients, a step per line; docs/design.md has the guarantees of each step.
 
-    ``flags``: further flags of the header. ``notice``: starts the collective of join() before the header.
+    ``parameters``: all names of every parameter. ``flags``: further flags of the header. ``notice``: starts the
+    collective of join() before the header.
     """
     planner, leaves, history = synchronizer.planner, synchronizer.leaves, synchronizer.history
     observers, settings = synchronizer.observers, synchronizer.settings
@@ -59,7 +61,7 @@ def all_reduce(
         with announcing_failures(call):
             prepare_transport(call.group_state, planner)
             with call.phase("plan"):
-                plan = planner.plan(named)
+                plan = planner.plan(parameters())
             packed = pack(call, planner.counter, leaves, plan, sample_size, skip)
             if observers.local:
                 with call.phase("observe"):
@@ -148,8 +150,8 @@ def all_reduce_gradients(
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
     """
-    synchronizer, named = synchronizer_of(module_or_params)
-    record = all_reduce(synchronizer, named, resolve_group(process_group), sample_size, skip)
+    synchronizer, parameters = synchronizer_of(module_or_params)
+    record = all_reduce(synchronizer, parameters, resolve_group(process_group), sample_size, skip)
     if synchronizer.warnings.pending:
         synchronizer.warnings.emit()
     return record

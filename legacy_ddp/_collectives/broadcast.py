@@ -1,6 +1,6 @@
 """Broadcast of the tensors of a source rank to every rank. Collective."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,8 +9,9 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
+from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._buckets.inventory import Named, build_inventory, check_dense, distinct, inventory_digest
-from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
 
@@ -19,9 +20,10 @@ CHUNK_BYTES = 32 * 2**20
 
 def broadcast_parameters(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
     """Collective: give every rank the parameters of rank ``src``, frozen ones too, except ignored parameters."""
-    named = list(module.named_parameters(remove_duplicate=False))
+    parameters = parameter_columns(module)
+    named = zip(*parameters, strict=True)
     _broadcast_named(synchronizer, Operation.BROADCAST_PARAMETERS, group, named, kind="parameter", src=src)
-    synchronizer.note_new_parameters(synchronizer.planner.plan(named))
+    synchronizer.note_new_parameters(synchronizer.planner.plan(parameters))
 
 
 def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
@@ -34,7 +36,7 @@ def _broadcast_named(
     synchronizer: Synchronizer,
     operation: Operation,
     group: dist.ProcessGroup,
-    named: NamedTensors,
+    named: Iterable[tuple[str, torch.Tensor]],
     *,
     kind: str,
     src: int,

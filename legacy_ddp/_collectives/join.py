@@ -7,6 +7,7 @@ the first communication of a step.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag
+from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.state import Synchronizer
@@ -147,10 +149,10 @@ class _StandIn(JoinHook):
     def main_hook(self) -> None:
         """Collective: take part in the call of a rank with data, without gradients."""
         synchronizer, wrapper = self._synchronizer, self._wrapper
-        named = wrapper.module.named_parameters(remove_duplicate=False)
+        parameters = partial(parameter_columns, wrapper.module)
         part = (0, False) if synchronizer.settings.reproducible else (None, True)
         try:
-            all_reduce(synchronizer, named, wrapper.join_process_group, *part, flags=self._flags)
+            all_reduce(synchronizer, parameters, wrapper.join_process_group, *part, flags=self._flags)
         except BaseException:
             wrapper._joining = None
             raise
@@ -173,7 +175,6 @@ class _StandIn(JoinHook):
 
     def _drop_gradients(self) -> None:
         """Delete the gradients of all parameters but ignored parameters, and forget accumulated micro-batches."""
-        named = self._wrapper.module.named_parameters(remove_duplicate=False)
-        for parameter in self._synchronizer.planner.plan(named).parameters:
+        for parameter in self._synchronizer.planner.plan(parameter_columns(self._wrapper.module)).parameters:
             parameter.grad = None
         self._synchronizer.forget_step()

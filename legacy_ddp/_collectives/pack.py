@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero, kinds_of
+from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._errors import GradientError
@@ -69,13 +69,11 @@ def pack(
         header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
         if header.participation == Participation.SAMPLES:
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-        kinds, flats = kinds_of(grads), _flats(plan)
+        kinds, flats = plan.kinds(grads), _flats(plan)
         if leaves is not None:
             count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
             header = header._replace(leaves=count)
-        sparse = {
-            index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE
-        }
+        sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
         packed = Packed(kinds, flats, sparse, _with_fingerprints(call, plan, header, kinds))
         if call.checks.level == "off":
             return packed
@@ -94,6 +92,10 @@ def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
 
 def _flats(plan: Plan) -> list[torch.Tensor]:
     return [buffer.flat for buffer in plan.buffers]
+
+
+def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:
+    return {index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE}
 
 
 def _header_of(sample_size: int | None, skip: bool) -> Header:

@@ -1,34 +1,35 @@
 """Synchronizers of modules and parameters without a wrapper."""
 
-from collections.abc import Iterable, MutableMapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from functools import cache, lru_cache, partial
+from typing import Never
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._collectives.state import NamedTensors, Synchronizer
+from legacy_ddp._buckets.columns import Columns, parameter_columns
+from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Checks, Settings, resolve_checks, resolve_transport
 
 
-def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, NamedTensors]:
-    """The synchronizer of a module or of parameters, and the names of the parameters.
+def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, Callable[[], Columns]]:
+    """The synchronizer of a module or of parameters, and a function for the names of the parameters.
 
     The synchronizer lives as long as the module, or the first of the parameters. A wrong argument raises its error when
-    the names are read: inside the call, which announces the error to the other ranks. Without a process
+    the function is called: inside the call, which announces the error to the other ranks. Without a process
     group the error is raised at once.
     """
     try:
         if isinstance(module_or_params, nn.Module):
-            named = list(module_or_params.named_parameters(remove_duplicate=False))
-            return _of_module(module_or_params), named
+            return _of_module(module_or_params), partial(parameter_columns, module_or_params)
         parameters = _tensors(module_or_params)
-        return _of_parameters(parameters), [(f"{index:06d}", tensor) for index, tensor in enumerate(parameters)]
+        return _of_parameters(parameters), lambda: Columns(_numbers(len(parameters)), parameters)
     except (TypeError, ValueError) as error:
         if not dist.is_initialized():
             raise
-        return Synchronizer(Settings(checks=_UNGUARDED)), _raising(error)
+        return Synchronizer(Settings(checks=_UNGUARDED)), partial(_raise, error)
 
 
 _UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
@@ -81,6 +82,11 @@ def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return parameters
 
 
-def _raising(error: Exception) -> NamedTensors:
+@lru_cache(maxsize=4)
+def _numbers(count: int) -> list[str]:
+    """Names of parameters by their position."""
+    return [f"{index:06d}" for index in range(count)]
+
+
+def _raise(error: Exception) -> Never:
     raise error
-    yield  # type: ignore[unreachable]  # makes this function a generator, which raises when it is iterated

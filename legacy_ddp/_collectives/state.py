@@ -1,10 +1,8 @@
 """State of a set of parameters between calls."""
 
 import weakref
-from collections.abc import Iterable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -22,8 +20,6 @@ from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of
 from legacy_ddp._transport.operation import Operation
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class Synchronizer:

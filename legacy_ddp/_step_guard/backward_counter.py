@@ -8,7 +8,7 @@ part of the model, and with ``create_graph=True``. The number is for warnings an
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import contains, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,9 @@ class _Attached(NamedTuple):
     identity: dict[str, Any]
 
 
+_counters: "weakref.WeakSet[BackwardCounter]" = weakref.WeakSet()
+
+
 class BackwardCounter:
     """Counts accumulations into ``.grad``; hand-assigned gradients are not counted. Keeps no parameter alive."""
 
@@ -34,10 +37,12 @@ class BackwardCounter:
         self._counts: list[int] = []
         self._versions: list[int] = []  # of each parameter, at its first backward since the last reset
         self._handles: list[RemovableHandle] = []
+        self._handle_ids: list[int] = []
         self._identities: list[dict[str, Any]] = []
         self._hooks: list[BackwardHook] = []
         self._has_earlier_results = False  # a call with other parameters left some of the gradients
         weakref.finalize(self, remove_hooks, self._handles)
+        _counters.add(self)
 
     def is_attached_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the hooks are on these parameters, in this order.
@@ -47,8 +52,7 @@ class BackwardCounter:
         if len(parameters) != len(self._identities):
             return False
         return all(map(is_, map(internals.identity, parameters), self._identities)) and all(
-            handle.id in hooks
-            for hooks, handle in zip(internals.accumulate_hooks(parameters), self._handles, strict=True)
+            map(contains, internals.accumulate_hooks(parameters), self._handle_ids)
         )
 
     def attach(
@@ -83,6 +87,7 @@ class BackwardCounter:
         ]
         for hook, parameter in zip(self._hooks, parameters, strict=True):
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        self._handle_ids = [handle.id for handle in self._handles]
         self._identities = list(map(internals.identity, parameters))
 
     def already_reduced(self, parameters: Sequence[torch.Tensor]) -> list[int]:
@@ -117,8 +122,8 @@ class BackwardCounter:
         An optimizer writes to all of them; a layer with renormalised weights writes to its own weight only. Returns
         True once per step: a script may catch the resulting error and go on.
         """
-        reached = [index for index, count in enumerate(self._counts) if count]
-        if not reached or any(parameters[index]._version == self._versions[index] for index in reached):
+        reached = (index for index, count in enumerate(self._counts) if count)
+        if not self.micro_batches or any(parameters[index]._version == self._versions[index] for index in reached):
             return False
         self.ignore_earlier_writes(parameters)
         return True
@@ -151,6 +156,11 @@ class BackwardCounter:
             next((known[handle] for handle in handles if handle in known), None)
             for handles in internals.accumulate_hooks(parameters)
         ]
+
+
+def is_any_counting() -> bool:
+    """Whether any parameter with a hook was reached by backward since the last reset of its counter."""
+    return any(any(counter._counts) for counter in _counters)
 
 
 def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:

@@ -1,11 +1,12 @@
 """The hook on a parameter: counts how often backward reached the parameter."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
@@ -34,22 +35,26 @@ class BackwardHook:
     is_consumed: bool = False
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        index, counts, grad = self.index, self.counts, parameter.grad
+        index, counts, versions, grad = self.index, self.counts, self.versions, parameter.grad
         if self.is_consumed:
             counts[index], self.is_consumed = 0, False
         if grad is not None:
+            try:
+                version = grad._version
+            except RuntimeError:  # of an inference tensor
+                version = 0
             # An addition in place raises the version of a tensor. An equal version means a new gradient, too, except
             # where two threads add first and run their hooks afterwards. If no step used the previous gradient, it was
             # dropped: restart the count, so that a batch which failed on one rank is not reported as uneven work.
-            version = _version(grad)
-            thread = 0 if torch.compiler.is_compiling() else threading.get_ident()  # get_ident() cannot be compiled
+            thread = 0 if is_compiling() else get_ident()  # get_ident() cannot be compiled
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
-            if is_new and parameter._version == self.versions[index]:
+            if is_new and parameter._version == versions[index]:
                 counts[index] = 0
             self.grad_version, self.thread = version, thread
-        if not counts[index]:
-            self.versions[index] = parameter._version
-        counts[index] += 1
+        count = counts[index]
+        if not count:
+            versions[index] = parameter._version
+        counts[index] = count + 1
 
     def was_reduced(self, grad: torch.Tensor | None, *, excluding: "BackwardHook | None" = None) -> bool:
         """Whether a call left ``grad``, and no backward has reached the gradient since.
@@ -59,10 +64,6 @@ class BackwardHook:
         if grad is None or self.counts[self.index]:
             return False
         return internals.identity(grad) is self.earlier_result or (self is not excluding and self.is_last_result(grad))
-
-
-def _version(grad: torch.Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version  # inference tensors have no version
 
 
 def count_backward_hooks(parameter: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import UnsynchronizedStepError
+from legacy_ddp._step_guard.backward_counter import is_any_counting
 from legacy_ddp._step_guard.backward_hook import BackwardHook
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -46,6 +47,8 @@ def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> C
 @internals.disable_dynamo
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if the step would use a gradient of this rank alone."""
+    if not is_any_counting():
+        return
     names = [
         hook.name
         for group in optimizer.param_groups

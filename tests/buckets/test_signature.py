@@ -9,7 +9,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils import swap_tensors
 
 from legacy_ddp._buckets import signature as signature_module
-from legacy_ddp._buckets.plan import _columns
+from legacy_ddp._buckets.columns import columns
 from legacy_ddp._buckets.signature import Signature
 
 Named = list[tuple[str, torch.Tensor]]
@@ -55,11 +55,11 @@ CHANGES: dict[str, Callable[[Named], object]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_change_is_noticed(name: str) -> None:
     named = _named()
-    signature = Signature(*_columns(named))
+    signature = Signature(*columns(named))
 
     CHANGES[name](named)
 
-    assert not signature.matches(*_columns(named))
+    assert not signature.matches(*columns(named))
 
 
 MOMENTS: dict[str, Callable[[], object]] = {
@@ -74,52 +74,52 @@ MOMENTS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", MOMENTS)
 def test_same_parameters_at_another_moment_are_the_same(name: str) -> None:
     named = _named()
-    signature = Signature(*_columns(named))
+    signature = Signature(*columns(named))
 
     with MOMENTS[name]():  # type: ignore[attr-defined]
-        assert signature.matches(*_columns(named))
-        assert signature.matches(*_columns(named))
-        assert not signature.matches(*_columns(_named()))
-    assert signature.matches(*_columns(named))
+        assert signature.matches(*columns(named))
+        assert signature.matches(*columns(named))
+        assert not signature.matches(*columns(_named()))
+    assert signature.matches(*columns(named))
 
 
 def test_values_gradients_and_versions_do_not_matter() -> None:
     named = _named()
-    signature = Signature(*_columns(named))
+    signature = Signature(*columns(named))
 
     with torch.no_grad():
         named[0][1].mul_(2)
     named[0][1].sum().backward()
     named[1][1].data = torch.zeros(3)
 
-    assert signature.matches(*_columns(named))
+    assert signature.matches(*columns(named))
 
 
 def test_lazy_parameter_that_gets_its_shape_is_a_change_and_one_that_does_not_hides_none() -> None:
     lazy = UninitializedParameter()
     named = [*_named(), ("lazy", lazy)]
-    signature = Signature(*_columns(named))
-    assert signature.matches(*_columns(named))
+    signature = Signature(*columns(named))
+    assert signature.matches(*columns(named))
 
     lazy.materialize((2,))
-    assert not signature.matches(*_columns(named))
+    assert not signature.matches(*columns(named))
 
     named = [*_named(), ("lazy", UninitializedParameter())]
-    signature = Signature(*_columns(named))
+    signature = Signature(*columns(named))
     named[0][1].requires_grad_(False)
-    assert not signature.matches(*_columns(named))
+    assert not signature.matches(*columns(named))
 
 
 def test_no_parameters_at_all() -> None:
     signature = Signature([], [])
 
     assert signature.matches([], [])
-    assert not signature.matches(*_columns(_named()))
+    assert not signature.matches(*columns(_named()))
 
 
 def test_tied_parameters_are_compared_as_quickly_as_others(monkeypatch: pytest.MonkeyPatch) -> None:
     named = _named()
-    signature = Signature(*_columns(named))
+    signature = Signature(*columns(named))
     monkeypatch.setattr(signature_module, "_facts", lambda _: pytest.fail("asked each parameter for everything"))
 
-    assert signature.matches(*_columns(named))
+    assert signature.matches(*columns(named))
