@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 MARK = "end of span: "
 STATUS, PEAK_RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+SHARES = Path("/proc/self/smaps_rollup")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class Meter:
 
 
 class AllocatorMeter(Meter):
-    """Tensors on the CPU, to the byte, as torch's allocator counts them for the profiler.
+    """Tensors on the CPU, to the byte, as torch's allocator counts them for the profiler, and this process's share of
+    memory that processes share, which has no allocator.
 
     The profiler follows some threads only. Allocations by threads of a transport are not counted, and a tensor that
     such a thread happens to free last is counted for ever. Therefore the least of several runs is right.
@@ -64,6 +66,7 @@ class AllocatorMeter(Meter):
     def __init__(self) -> None:
         super().__init__()
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._shared: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         self._profile.__enter__()
@@ -73,15 +76,18 @@ class AllocatorMeter(Meter):
         self._profile.__exit__(kind, error, at)
         if kind is None:
             # Only the raw events know the totals.
-            self.spans = spans_of(_told(self._profile.profiler.kineto_results.experimental_event_tree()))
+            told = _told(self._profile.profiler.kineto_results.experimental_event_tree())
+            self.spans = with_shared(spans_of(told), self._shared)
 
     def mark(self, name: str) -> None:
+        self._shared[name] = _shared_bytes()
         with record_function(MARK + name):
             pass
 
 
 class ResidentMeter(Meter):
-    """Memory of the whole process as the kernel counts it: VmRSS, and VmHWM set back at each mark; without RssFile.
+    """Memory of the whole process as the kernel counts it: VmRSS, and VmHWM set back at each mark; without RssFile, and
+    with this process's share of memory that processes share in place of RssShmem.
 
     RssFile counts pages of files, above all code of libraries, loaded at first use: 3 MiB at a time. If the kernel
     does not allow a reset of the peak, the peak is since the start of the process: too high, never too low.
@@ -93,7 +99,8 @@ class ResidentMeter(Meter):
 
     def mark(self, name: str) -> None:
         told = _status_bytes()
-        self.spans[name] = Span(told["VmRSS"] - told["RssFile"], told["VmHWM"] - told["RssFile"])
+        others = told["RssFile"] + told["RssShmem"] - _shared_bytes()
+        self.spans[name] = Span(told["VmRSS"] - others, told["VmHWM"] - others)
         _reset_peak()
 
 
@@ -129,6 +136,16 @@ def spans_of(told: Iterable[tuple[str, int, int]]) -> dict[str, Span]:
         else:
             held, peak, allocations = total, max(peak, total), allocations + (size > 0)
     return spans
+
+
+def with_shared(spans: Mapping[str, Span], shared: Mapping[str, int]) -> dict[str, Span]:
+    """Spans with the shared bytes at each mark added. In a span the greater of the bytes at its two ends counts."""
+    found, before = {}, 0
+    for name, span in spans.items():
+        after = shared[name]
+        found[name] = Span(span.end_bytes + after, span.peak_bytes + max(before, after), span.allocations)
+        before = after
+    return found
 
 
 def use_of(spans: Mapping[str, Span], steps: int) -> Use:
@@ -179,9 +196,18 @@ def _flatten(tree: Iterable[Any]) -> Iterator[Any]:
         yield from _flatten(event.children)
 
 
+def _shared_bytes() -> int:
+    """Memory shared with other processes: the kernel divides each page among the processes that use it."""
+    return _bytes(SHARES)["Pss_Shmem"] if SHARES.exists() else 0
+
+
 def _status_bytes() -> dict[str, int]:
+    return _bytes(STATUS)
+
+
+def _bytes(path: Path) -> dict[str, int]:
     """All fields of the kernel with unit kB, in bytes."""
-    words = [line.split() for line in STATUS.read_text().splitlines()]
+    words = [line.split() for line in path.read_text().splitlines()]
     return {line[0].removesuffix(":"): int(line[1]) * 1024 for line in words if line[-1] == "kB"}
 
 

@@ -168,6 +168,7 @@ def _memory() -> Table:
         "torch DDP, default": "torch DDP",
         "torch DDP, `gradient_as_bucket_view=True`": "torch DDP, views",
         "here": "ours",
+        'here, `transport="gloo"`': "ours, gloo",
         "here, `gradient_as_bucket_view=False`": "ours, no views",
     }
     models = {"transformer": "transformer", "embedding of 256 MiB": "embedding"}

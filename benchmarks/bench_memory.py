@@ -23,12 +23,13 @@ only its allocator counts.
 
 Local compute alone does not synchronise: its figure is the gradients themselves. No variant broadcasts buffers. torch
 DDP runs by default and with gradient_as_bucket_view=True ("views"); ours runs with checks="info", by default and with
-gradient_as_bucket_view=False ("no views"), over gloo: neither way of counting is right for memory that ranks share
-(docs/transport.md; tests/transport/test_host_footprint.py counts it). zero_grad(set_to_none=True) drops gradients
-before each step, so the buffers of a wrapper exist beside the new gradients, unless the wrapper moves each gradient
-into its buffer; =False keeps and clears the gradients. The aim is for =False: ours <= 1.02. If the two counts differ by
-more than 0.15, the verdict is open; the memory of gloo for two collectives, about 4 MiB, is 0.11 of the transformer's
-gradients.
+gradient_as_bucket_view=False ("no views"), and with transport="gloo" ("gloo"). By default ranks share the memory of
+gradients: both ways of counting divide a shared page among the processes that use it (proportional set size, read at
+the end of backward and of the step), while top and ps count the page for each process. zero_grad(set_to_none=True)
+drops gradients before each step, so the buffers of a wrapper exist beside the new gradients, unless the wrapper moves
+each gradient into its buffer; =False keeps and clears the gradients. The aim is for =False: ours <= 1.05. If the two
+counts differ by more than 0.15, the verdict is open; the memory of gloo for two collectives, about 4 MiB, is 0.11 of
+the transformer's gradients.
 """
 
 import argparse
@@ -71,7 +72,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._settings import ENVIRONMENT_VARIABLE
 
-AIM, AGREE_WITHIN = 1.02, 0.15
+AIM, AGREE_WITHIN = 1.05, 0.15
 AIMED_AT = "ours, set_to_none=False"
 MODELS = ("transformer", "embedding")  # what is measured if nothing else is asked for
 METERS: Mapping[str, type[Meter]] = {"allocator": AllocatorMeter, "rss": ResidentMeter, "device": DeviceMeter}
@@ -106,8 +107,9 @@ WRAPS: Mapping[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
         "local compute alone": leave_alone,
         "torch DDP": WRAPPERS["torch DDP"],
         "torch DDP, views": WRAPPERS["torch DDP, bucket views"],
-        "ours": partial(LegacyDistributedDataParallel, transport="gloo"),
-        "ours, no views": partial(LegacyDistributedDataParallel, transport="gloo", gradient_as_bucket_view=False),
+        "ours": LegacyDistributedDataParallel,
+        "ours, gloo": partial(LegacyDistributedDataParallel, transport="gloo"),
+        "ours, no views": partial(LegacyDistributedDataParallel, gradient_as_bucket_view=False),
     }
 )
 
@@ -249,6 +251,7 @@ def _train(
             model.all_reduce()
         optimizer.step()
         meter.mark(f"later {number}")
+    dist.barrier()  # a page that another rank has given back would count in full here
 
 
 def row(uses: Mapping[str, Use], without: Mapping[str, Use], parameter_bytes: int) -> dict[str, float]:

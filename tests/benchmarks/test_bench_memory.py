@@ -25,8 +25,9 @@ _memory = importlib.import_module("_memory")
 _workloads = importlib.import_module("_workloads")
 Span, Use = _memory.Span, _memory.Use
 
-# Of a square matrix. For the kernel 36 MiB: from 32 MiB on malloc gives back what is freed, whatever its settings.
-WIDTHS = {"allocator": 512, "rss": 3072}
+# Of a square matrix. In 16 MiB the 128 KiB for a chunk of the host transport's sum are 0.008. For the kernel 36 MiB:
+# from 32 MiB on malloc gives back what is freed, whatever its settings.
+WIDTHS = {"allocator": 2048, "rss": 3072}
 # One run in five misses that a tensor is freed; all of six, one in 15,000.
 REPEATS = {"allocator": 6, "rss": 1}
 
@@ -82,6 +83,7 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
         ("torch DDP", 2),
         ("torch DDP, views", 1),
         ("ours", 1),
+        ("ours, gloo", 1),
         ("ours, no views", 2),
         ("keeps a copy", 2),
         ("makes a copy", 2),
@@ -90,6 +92,16 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
 def test_every_copy_of_the_gradients_is_counted(wrap: str, way: str, expected: int) -> None:
     # Transports keep about 2 MiB, 0.06, which only the kernel sees.
     assert _gradients(wrap, way) == pytest.approx(expected, abs=0.01 if way == "allocator" else 0.15)
+
+
+def test_shared_memory_counts_where_it_is_held_and_at_the_greater_end_of_a_span() -> None:
+    spans = {"one": Span(10, 30, 2), "two": Span(20, 20, 3), "three": Span(5, 25, 4)}
+
+    assert _memory.with_shared(spans, {"one": 0, "two": 100, "three": 40}) == {
+        "one": Span(10, 30, 2),
+        "two": Span(120, 120, 3),
+        "three": Span(45, 125, 4),
+    }
 
 
 def test_gradients_made_anew_lie_beside_the_buffer_only_where_they_are_not_taken_over() -> None:
@@ -249,8 +261,8 @@ def test_the_greatest_of_the_ranks_and_the_least_of_the_runs_count_figure_by_fig
 @pytest.mark.parametrize(
     "exact,rss,said",
     [
-        (1.02, 1.1, "met"),
-        (1.03, 1.1, "missed"),
+        (1.05, 1.1, "met"),
+        (1.06, 1.1, "missed"),
         (1.0, 1.16, "not decided"),
         (1.0, 0.84, "not decided"),
         (1.0, None, "met"),
