@@ -4,6 +4,7 @@ import argparse
 import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
 
 import torch
@@ -21,11 +22,13 @@ COPIES = 2 + 2 * len(LEVELS)
 class Gradients:
     """A model of ``count`` tensors of ``size_bytes`` in all, in the wrapper, with synthetic gradients."""
 
-    def __init__(self, level: str, size_bytes: int, count: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, level: str, size_bytes: int, count: int, group: dist.ProcessGroup | None, transport: str = "auto"
+    ) -> None:
         module = nn.ParameterList(torch.zeros(size_bytes // 4 // count) for _ in range(count))
         # All ranks write the same numbers.
         checks = Checks(level, same_data="allow")
-        self.model = LegacyDistributedDataParallel(module, process_group=group, checks=checks)
+        self.model = LegacyDistributedDataParallel(module, process_group=group, transport=transport, checks=checks)
         self.parameters = list(module.parameters())
         self.make()
         self.model.all_reduce()  # connects, and leaves the views that keep() writes into
@@ -50,7 +53,10 @@ STATES: Mapping[str, Callable[[Gradients], None]] = MappingProxyType(
 
 
 class Calls:
-    """The variants of a call; ``phases``: by variant the seconds of each phase, of all calls so far."""
+    """The variants of a call; ``phases``: by variant the seconds of each phase, of all calls so far.
+
+    ``with_gloo``: measure every level with ``transport="gloo"``, too.
+    """
 
     def __init__(
         self,
@@ -59,7 +65,9 @@ class Calls:
         group: dist.ProcessGroup | None = None,
         *,
         states: Sequence[str] = tuple(STATES),
+        with_gloo: bool = False,
     ) -> None:
+        self._transports = ("auto", "gloo") if with_gloo else ("auto",)
         self._size_bytes, self._count, self._group, self._states = size_bytes, count, group, states
         self._models: dict[str, Gradients] = {}
         self._flat = torch.empty(0)
@@ -72,22 +80,23 @@ class Calls:
         gc.collect()
         self._flat = torch.ones(self._size_bytes // 4 // self._count * self._count)
         variants = [Variant(BARE, self._reduce_bare, lambda: self._flat.fill_(1.0))]
-        for level in LEVELS:
-            self._models[level] = Gradients(level, self._size_bytes, self._count, self._group)
-            variants += [self._variant(level, state) for state in self._states]
+        for transport, level in product(self._transports, LEVELS):
+            name = f"ours, {level}" if transport == "auto" else f"ours, {level}, {transport}"
+            self._models[name] = Gradients(level, self._size_bytes, self._count, self._group, transport)
+            variants += [self._variant(name, state) for state in self._states]
         return variants
 
     def median_phases(self, arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
         """Median milliseconds of each phase, by variant."""
         return {name: median_phases(calls, arguments) for name, calls in self.phases.items()}
 
-    def _variant(self, level: str, state: str) -> Variant:
-        name = f"ours, {level}, {state}"
+    def _variant(self, model: str, state: str) -> Variant:
+        name = f"{model}, {state}"
         seconds = self.phases.setdefault(name, [])
         return Variant(
             name,
-            lambda: self._models[level].reduce(seconds),
-            lambda: STATES[state](self._models[level]),
+            lambda: self._models[model].reduce(seconds),
+            lambda: STATES[state](self._models[model]),
         )
 
     def _reduce_bare(self) -> None:

@@ -216,11 +216,11 @@ def _reproducible() -> Table:
         "step of the transformer, update-freq 4": (transformer.format(4), "reproducible"),
         "step of the main job, update-freq 1": (main_job.format(1), "reproducible"),
         "step of the main job, update-freq 4": (main_job.format(4), "reproducible"),
-        "the plain call again": ("call, transformer", "plain again"),
+        "the plain call": ("call, transformer", "plain"),
     }
     return Table(
         file="reproducible_{ranks}.json",
-        heading="`reproducible=True`, against the plain form",
+        heading="a call against a bare `all_reduce`, a step against the plain form",
         columns=[
             Column("ratio", (("{what}, {ranks} ranks", "variants", "{variant}", "median_ratio"),)),
             Column("median", (("{what}, {ranks} ranks", "variants", "{variant}", "median_ms"),), "{:.0f} ms"),

@@ -60,6 +60,7 @@ def _ranks() -> Table:
     for title, size in sizes.items():
         rows[f"{title}: bare `all_reduce`"] = {"size": str(size), "variant": "bare all_reduce"}
         rows[f'{title}: `checks="off"`'] = {"size": str(size), "variant": "ours, off, to pack"}
+        rows[f'{title}: the same, `transport="gloo"`'] = {"size": str(size), "variant": "ours, off, gloo, to pack"}
     return Table(
         file="scale_ranks.json",
         heading="2 cores, ms of one call",

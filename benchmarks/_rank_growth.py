@@ -1,4 +1,4 @@
-"""Growth of the call with ranks: measured up to the available ranks, modelled up to 1,024."""
+"""Growth of the call with ranks: measured up to the available ranks, modelled up to 1,024 over gloo."""
 
 import argparse
 import os
@@ -8,11 +8,12 @@ from typing import Any
 import torch.distributed as dist
 from _alpha_beta import Ours, Ring, Times, fit_ours, fit_ring, residuals, typical_and_worst
 from _calls import BARE, LEVELS, Calls
-from _measure import Summary, measure, summarize
+from _measure import Summary, measure, print_aims, summarize, verdicts
 from _scaling import seconds_per_row
 from bench_agree import reading_seconds
 
 FEW_TENSORS, MANY_TENSORS = 4, 1000
+SMALL_CALL_AIMS = {"2 ranks, 64 KiB": 1.5, "4 ranks, 64 KiB": 0.5, "8 ranks, 64 KiB": 0.3}  # off / bare all_reduce
 REASONED_RANKS = (2, 4, 8, 16, 64, 256, 1024)
 
 
@@ -21,11 +22,11 @@ def answer_ranks(arguments: argparse.Namespace, sizes_bytes: Sequence[int]) -> d
     sizes = [2**power for power in range(1, dist.get_world_size().bit_length())]
     groups = {size: dist.new_group(list(range(size))) for size in sizes}
     run = {
-        (size, size_bytes): _run_in(group, Calls(size_bytes, FEW_TENSORS, group, states=["to pack"]), arguments)
+        (size, size_bytes): _run_in(group, _calls(size_bytes, FEW_TENSORS, group), arguments)
         for size, group in groups.items()
         for size_bytes in sizes_bytes
     }
-    many = _run_in(groups[2], Calls(min(sizes_bytes), MANY_TENSORS, groups[2], states=["to pack"]), arguments)
+    many = _run_in(groups[2], _calls(min(sizes_bytes), MANY_TENSORS, groups[2]), arguments)
     reading = {size: reading_seconds(size) for size in REASONED_RANKS} if dist.get_rank() == 0 else {}
     dist.barrier()  # the others wait, instead of disturbing by leaving
     if dist.get_rank() != 0:
@@ -37,7 +38,20 @@ def answer_ranks(arguments: argparse.Namespace, sizes_bytes: Sequence[int]) -> d
     for network in reasoned["networks"]:
         _print_network(network, arguments)
     tables = {_run_name(*key): summary for key, summary in run.items()}
-    return {"run": tables, f"run, {MANY_TENSORS:,} tensors": many, "reasoned": reasoned}
+    aims = {name: aim for name, aim in SMALL_CALL_AIMS.items() if name in tables}
+    ratios = {name: tables[name][_variant("off", on_host=True)]["median_ratio"] for name in aims}
+    print_aims(ratios, aims)
+    return {
+        "run": tables,
+        "aims": aims,
+        "verdicts": verdicts(ratios, aims),
+        f"run, {MANY_TENSORS:,} tensors": many,
+        "reasoned": reasoned,
+    }
+
+
+def _calls(size_bytes: int, count: int, group: dist.ProcessGroup) -> Calls:
+    return Calls(size_bytes, count, group, states=["to pack"], with_gloo=True)
 
 
 def _run_in(group: dist.ProcessGroup, calls: Calls, arguments: argparse.Namespace) -> Summary:
@@ -55,8 +69,8 @@ def seconds_per_tensor(few: Summary, many: Summary) -> float:
     return max(0.0, extra[1] - extra[0]) / 1e3 / (MANY_TENSORS - FEW_TENSORS)
 
 
-def _variant(level: str) -> str:
-    return f"ours, {level}, to pack"
+def _variant(level: str, *, on_host: bool = False) -> str:
+    return f"ours, {level}, to pack" if on_host else f"ours, {level}, gloo, to pack"
 
 
 def _reason(
@@ -118,12 +132,14 @@ def _run_name(size: int, size_bytes: int) -> str:
 
 def _print_runs(run: Mapping[tuple[int, int], Summary]) -> None:
     rounds = next(iter(run.values()))[BARE]["n"]
+    names = [_variant(level, on_host=on_host) for on_host in (True, False) for level in LEVELS]
     print(f"\nranks, run: ms, medians of {rounds} rounds; * more ranks than cores, an upper bound")
-    print(f"{'ranks':>6}{'KiB':>8}{'bare':>10}{'off':>10}{'info':>10}{'off/bare':>10}{'info/bare':>11}")
+    print(f"{'ranks':>6}{'KiB':>7}{'bare':>9}{'off':>9}{'info':>9}{'by bare':>8}{'off, gloo':>11}{'info, gloo':>11}")
     for (size, size_bytes), summary in run.items():
-        times = "".join(f"{summary[name]['median_ms']:10.2f}" for name in (BARE, *map(_variant, LEVELS)))
-        ratios = "".join(f"{summary[_variant(level)]['median_ratio']:10.2f}" for level in LEVELS)
-        print(f"{size:5}{'*' if crowded(size) else ' '}{size_bytes // 1024:8}{times}{ratios}")
+        times = [f"{summary[name]['median_ms']:.2f}" for name in (BARE, *names)]
+        ratio = summary[names[0]]["median_ratio"]
+        first, last = "".join(f"{time:>9}" for time in times[:3]), "".join(f"{time:>11}" for time in times[3:])
+        print(f"{size:5}{'*' if crowded(size) else ' '}{size_bytes // 1024:7}{first}{ratio:8.2f}{last}")
 
 
 def _print_ours(ours: Mapping[str, Mapping[str, float]]) -> None:

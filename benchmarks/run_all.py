@@ -73,6 +73,7 @@ RUNS = {
         "bench_step.py", 4, "--models transformer --update-freq 1 4 --set-to-none yes --repeats 2 --rounds 6"
     ),
     "all_reduce_2": Run("bench_all_reduce.py", 2, "--repeats 5", "--repeats 2 --rounds 5"),
+    "all_reduce_4": Run("bench_all_reduce.py", 4, "--repeats 3"),
     "memory": Run("bench_memory.py", 0, "--repeats 2", '--models transformer --variants "torch DDP" ours --repeats 2'),
     "hosts": Run(
         "bench_hosts.py",

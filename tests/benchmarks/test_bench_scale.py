@@ -24,7 +24,13 @@ bench_scale = importlib.import_module("bench_scale")
 
 SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
 CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
-PACKED = ["bare all_reduce", "ours, off, to pack", "ours, info, to pack"]
+PACKED = [
+    "bare all_reduce",
+    "ours, off, to pack",
+    "ours, info, to pack",
+    "ours, off, gloo, to pack",
+    "ours, info, gloo, to pack",
+]
 STEPS = ["torch DDP", "torch DDP, bucket views", "ours, off", "ours, info", "local compute alone"]
 PHASES = ["plan", "pack", "agree", "payload", "alias"]
 
@@ -107,7 +113,7 @@ def _gradients(rank: int) -> list[Any]:
     found = []
     for variant in calls.build():
         variant.prepare()
-        held = calls._models.get("off" if "off" in variant.name else "info")
+        held = calls._models.get("ours, off" if "off" in variant.name else "ours, info")
         tensors = [calls._flat] if held is None or variant.name == CALLS[0] else [p.grad for p in held.parameters]
         loose = sum(tensor.untyped_storage().resizable() for tensor in tensors)  # those that are no slots
         for tensor in tensors:
@@ -120,7 +126,7 @@ def _gradients(rank: int) -> list[Any]:
 def _after(calls: Any, name: str) -> list[Any]:
     if name == CALLS[0]:
         return [calls._flat]
-    return [p.grad for p in calls._models["off" if "off" in name else "info"].parameters]
+    return [p.grad for p in calls._models["ours, off" if "off" in name else "ours, info"].parameters]
 
 
 def test_every_call_reduces_the_same_bytes() -> None:
@@ -211,8 +217,8 @@ def test_what_ours_adds_is_recovered_from_runs_of_two_ranks() -> None:
 
 
 def test_a_tensor_costs_what_more_of_them_add() -> None:
-    few = {"bare all_reduce": {"median_ms": 5.0}, "ours, off, to pack": {"median_ms": 6.0}}
-    many = {"bare all_reduce": {"median_ms": 7.0}, "ours, off, to pack": {"median_ms": 17.96}}
+    few = {"bare all_reduce": {"median_ms": 5.0}, "ours, off, gloo, to pack": {"median_ms": 6.0}}
+    many = {"bare all_reduce": {"median_ms": 7.0}, "ours, off, gloo, to pack": {"median_ms": 17.96}}
 
     assert _rank_growth.seconds_per_tensor(few, many) == pytest.approx(1e-5)  # 10.96 - 1 ms for 996
     assert _rank_growth.seconds_per_tensor(many, few) == 0.0
