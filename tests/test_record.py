@@ -84,6 +84,7 @@ def _mixed_bytes(rank: int, reduce_dtype: torch.dtype | None) -> tuple[int, floa
     # over gloo fp16 travels as fp32 unless asked otherwise; complex numbers as they are; unused ones not at all
     [
         ("host", None, 5 * 2 + 3 * 4 + 2 * 8 + 8),
+        ("host", torch.bfloat16, 5 * 2 + 3 * 4 + 2 * 8 + 8),
         ("gloo", None, 5 * 4 + 3 * 4 + 2 * 8 + 8),
         ("gloo", torch.bfloat16, (5 + 3 + 2) * 2 + 8),
         ("gloo", torch.float64, (5 + 3 + 2) * 8 + 8),

@@ -89,7 +89,7 @@ class FlatBuffer:
 
         No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
         """
-        if self.views.has_external_refs(self._is_view) or not self._is_wanted(self.views):
+        if self._must_change_memory(self._is_view):
             self._change_memory()
         else:
             self._spare = None
@@ -118,10 +118,13 @@ class FlatBuffer:
         return [DENSE] * len(grads) if all(self._is_view) else kinds_of(grads)
 
     def make_wire(self, *, has_peers: bool) -> None:
-        """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to."""
-        is_copy = self._is_for_hook or (has_peers and self._wire_dtype != self.bucket.dtype)
+        """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to. Else drop it."""
+        is_sent = has_peers and not self._policy.carries(self.bucket)
+        if not (self._is_for_hook or (is_sent and self._wire_dtype != self.bucket.dtype)):
+            self.wire = None
+            return
         size = self.bucket.numel * self._wire_dtype.itemsize
-        if is_copy and (self.wire is None or self.wire.untyped_storage().nbytes() < size):  # a hook may have freed it
+        if self.wire is None or self.wire.untyped_storage().nbytes() < size:  # a hook may have freed it
             self.wire = torch.empty(self.bucket.numel, dtype=self._wire_dtype, device=self.bucket.device)
 
     def release_memory(self) -> None:
@@ -137,9 +140,9 @@ class FlatBuffer:
         )
 
     @property
-    def has_external_refs(self) -> bool:
-        """Whether any reference to memory of a slot exists. For use while no ``.grad`` is a view of a slot."""
-        return self.views.has_external_refs([False] * len(self.bucket.slots))
+    def will_change_memory(self) -> bool:
+        """Whether :meth:`pack` would take another flat tensor. For use while no ``.grad`` is a view of a slot."""
+        return self._must_change_memory([False] * len(self.bucket.slots))
 
     def is_last_result(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
@@ -181,6 +184,9 @@ class FlatBuffer:
                 parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not is_view:
                 parameter.grad = view
+
+    def _must_change_memory(self, is_view: Sequence[bool]) -> bool:
+        return self.views.has_external_refs(is_view) or not self._is_wanted(self.views)
 
     def _is_wanted(self, views: SlotViews) -> bool:
         """Whether the memory is of the wanted kind: a segment or ordinary memory."""

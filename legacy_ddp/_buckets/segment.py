@@ -29,17 +29,16 @@ class Segment:
 
     def __init__(self, size_bytes: int) -> None:
         self.serial = next(_serials)
-        self.size_bytes = size_bytes
         self.descriptor = os.memfd_create(f"{NAME_PREFIX}{os.getpid()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, self.descriptor)
         os.posix_fallocate(self.descriptor, 0, size_bytes)  # now: later a missing page would be SIGBUS
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
-        self.memory = map_segment(self.descriptor, size_bytes)
+        self.memory = map_segment(self.descriptor)
         keep_private_in_children(self.memory.data_ptr(), self)
 
 
 class SegmentPolicy:
-    """Whether the flat tensors of a set of parameters lie in segments.
+    """Whether the flat tensors of a set of parameters, and the sums of their micro-batches, lie in segments.
 
     ``wanted``: from the next allocation on. ``required``: a failure is an error, and not ordinary memory. ``problem``:
     the first failure, as text.
@@ -54,31 +53,33 @@ class SegmentPolicy:
         """Whether the memory of ``bucket`` shall be a segment."""
         return self.wanted and not self.problem and bucket.device.type == "cpu" and bucket.numel > 0
 
-    def allocate(self, bucket: Bucket) -> tuple[torch.Tensor, Segment | None]:
-        """A flat tensor for ``bucket``, and its segment if there is one.
+    def carries(self, bucket: Bucket) -> bool:
+        """Whether the host transport carries ``bucket`` for certain. The first call decides after its header."""
+        return self.required and self.is_for(bucket)
+
+    def allocate(self, bucket: Bucket, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, Segment | None]:
+        """A flat tensor for ``bucket``, and its segment if there is one. ``dtype``: in place of the bucket's dtype.
 
         Raises:
             OSError, RuntimeError: as :class:`Segment`, if a segment is required.
         """
+        dtype = dtype or bucket.dtype
         if self.is_for(bucket):
             try:
-                segment = Segment(bucket.numel * bucket.dtype.itemsize)
-                return segment.memory.view(bucket.dtype), segment
+                segment = Segment(bucket.numel * dtype.itemsize)
+                return segment.memory.view(dtype), segment
             except (OSError, RuntimeError) as error:
                 if self.required:
                     raise
                 self.problem = f"no shared memory ({error_text(error)})"
-        return torch.empty(bucket.numel, dtype=bucket.dtype, device=bucket.device), None
+        return torch.empty(bucket.numel, dtype=dtype, device=bucket.device), None
 
 
-def map_segment(descriptor: int, size_bytes: int) -> torch.Tensor:
-    """The memory behind an open descriptor, uint8, shape (size_bytes,). The descriptor may be closed afterwards.
+def map_segment(descriptor: int) -> torch.Tensor:
+    """The whole memory behind the open descriptor of a segment, uint8. The descriptor may be closed afterwards.
 
     Raises:
         RuntimeError: the memory cannot be mapped.
-        ValueError: the memory is smaller than ``size_bytes``.
     """
-    found = os.fstat(descriptor).st_size
-    if found != size_bytes:
-        raise ValueError(f"a memory segment has {found} bytes, expected {size_bytes}")
+    size_bytes = os.fstat(descriptor).st_size  # sealed
     return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)

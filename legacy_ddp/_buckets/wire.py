@@ -1,4 +1,4 @@
-"""The form in which a bucket is sent: its dtype, and complex numbers as pairs of real numbers."""
+"""The form in which a bucket is sent or added: its dtype, and complex numbers as pairs of real numbers."""
 
 import torch
 
@@ -19,3 +19,14 @@ def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dt
     if reduce_dtype is not None:
         return reduce_dtype
     return torch.float32 if dtype == torch.float16 else dtype
+
+
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """The real dtype in which shared memory adds a bucket of ``dtype``: at least fp32, and at least ``reduce_dtype``.
+
+    Nothing is sent, so that a narrower ``reduce_dtype`` saves nothing. Complex numbers are added as pairs of their own
+    precision.
+    """
+    if dtype.is_complex:
+        return dtype.to_real()
+    return torch.promote_types(torch.promote_types(dtype, torch.float32), reduce_dtype or dtype)

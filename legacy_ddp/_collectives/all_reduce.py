@@ -23,6 +23,7 @@ from legacy_ddp._collectives.transport_choice import (
     GLOO,
     HOST,
     choose_transport,
+    ids_of,
     prepare_transport,
     require_host,
     segments_of,
@@ -69,7 +70,8 @@ def all_reduce(
             header = packed.header._replace(flags=packed.header.flags | flags)
             if history is not None:
                 header = add_digest(call, history, header)
-            call.segments = segments_of(plan)
+            segments = segments_of(plan, packed, planner.segments.problem)
+            call.segments = ids_of(plan, segments)
         with _discarding_after(call, plan, leaves):
             agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
             require_host(call, settings)
@@ -77,8 +79,8 @@ def all_reduce(
                 check(call, history, agreement.rows)
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, synchronizer.warnings)
-            on_host = choose_transport(call, settings, plan, planner.segments.problem)
-            reduced = reduce(call, leaves, settings.comm_hook, plan, packed, agreement, on_host=on_host)
+            on_host = choose_transport(call, settings, plan, segments, planner.segments.problem)
+            reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
             with call.phase("alias"):
                 plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:

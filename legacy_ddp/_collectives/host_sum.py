@@ -1,22 +1,26 @@
 """Sum of dense gradients over the ranks of a host, in memory that all ranks have mapped. Collective (payload).
 
 Every rank owns an equal part of every run. It adds the parts of all ranks, divides, and writes the result to the flat
-tensor of every rank. The order of addition is the order of the ranks, whatever the size of a chunk or of a bucket.
+tensor of every rank. The order of addition is the order of the ranks, whatever the size of a chunk or of a bucket. With
+``reproducible=True`` the sums of micro-batches are added instead of gradients, in the order of the tree.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.layout import Run
+from legacy_ddp._buckets.layout import Bucket, Run
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._buckets.wire import as_real, sum_dtype, wire_dtype
 from legacy_ddp._collectives.dense import fill_missing, merged_runs
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._collectives.transport_choice import host_buffers
 from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._reproducible.tree_reduce import add_in_tree_order
+from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
 
 # The grain of torch's parallel loops: larger chunks would wake the threads of every rank at the same time. On two
@@ -25,22 +29,24 @@ CHUNK_NUMEL = 32_768
 _LINE_NUMEL = 64  # parts end at multiples of cache lines, so that no two ranks write to one line
 
 
-def sum_on_host(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], divisor: int, *, same_mask: bool) -> int:
-    """Replace every run of dense gradients by its sum over the ranks divided by ``divisor``; return the bytes summed.
+def sum_on_host(
+    call: Call, settings: Settings, plan: Plan, packed: Packed, kinds: Sequence[int], agreement: Agreement
+) -> int:
+    """Replace every run of dense gradients by its sum over the ranks, divided; return the bytes summed.
 
-    ``same_mask``: every rank has gradients in the same slots. Otherwise ranks fill slots now, and wait for each other
-    before the sum.
+    If ranks have gradients in different slots, they fill the other slots now, and wait for each other before the sum.
+    Sums of micro-batches have no empty slots.
     """
     buffers = host_buffers(plan)
     shares = [share for buffer, share in plan.slot_ranges if buffer in buffers]
     runs = [tuple(merged_runs(buffer, kinds[share])) for buffer, share in zip(buffers, shares, strict=True)]
-    if not same_mask:
+    if not (agreement.has_same_mask or settings.reproducible):
         for buffer, share, own_runs in zip(buffers, shares, runs, strict=True):
             fill_missing(buffer, packed, kinds, share, own_runs, buffer.flat)
         call.barrier()
-    for work in _work_of(call, buffers, tuple(runs)):
+    for work in _work_of(call, buffers, tuple(runs), settings):
         with call.profiled(f"sum {work.label}"):
-            _sum_chunks(work, divisor)
+            _sum_chunks(work, agreement.divisor)
     call.barrier()
     return sum(
         (stop - start) * buffer.bucket.dtype.itemsize
@@ -49,25 +55,38 @@ def sum_on_host(call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], di
     )
 
 
+Add = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
+
+
 @dataclass(frozen=True)
 class _Chunk:
-    """A stretch of at most :data:`CHUNK_NUMEL` elements: in the flat tensor of this rank, and of all ranks in order."""
+    """A stretch of at most :data:`CHUNK_NUMEL` elements.
 
-    own: torch.Tensor
+    ``parts``: of the gradients, or of the sums of micro-batches, of all ranks in order. ``own``: of the flat tensor of
+    this rank. ``others``: of the flat tensors of the other ranks.
+    """
+
     parts: Sequence[torch.Tensor]
+    own: torch.Tensor
     others: Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True)
 class _Work:
-    """The chunks to add on this rank for one buffer. ``sums``: memory for one chunk; fp32 for 16-bit gradients."""
+    """The chunks to add on this rank for one buffer.
+
+    ``add``: the sum of parts, in ``memory``: tensors as large as a chunk, in the dtype of the sum.
+    """
 
     label: str
     chunks: Sequence[_Chunk]
-    sums: torch.Tensor
+    add: Add
+    memory: Sequence[torch.Tensor]
 
 
-def _work_of(call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...]) -> list[_Work]:
+def _work_of(
+    call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...], settings: Settings
+) -> list[_Work]:
     """The work per buffer. Kept from call to call: making the views takes a seventh of a call."""
     memory, segments = call.group_state.peer_memory, call.peer_segments
     if memory is None or segments is None:
@@ -79,21 +98,40 @@ def _work_of(call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, .
         for index, (buffer, own_runs) in enumerate(zip(buffers, runs, strict=True)):
             dtype = buffer.bucket.dtype
             flats = [as_real(memory[rank, ids.serials[index]].view(dtype)) for rank, ids in enumerate(segments)]
+            parts = list(flats)
+            for rank, ids in enumerate(segments):
+                if serial := ids.serials[len(buffers) + index]:
+                    parts[rank] = as_real(memory[rank, serial].view(wire_dtype(dtype, None)))
             width = 2 if dtype.is_complex else 1
-            chunks = [chunk for run in own_runs for chunk in _cut(flats, run, call.groups.rank, width)]
-            wide = torch.float32 if flats[0].dtype in (torch.float16, torch.bfloat16) else flats[0].dtype
-            numel = max((chunk.own.numel() for chunk in chunks), default=0)
-            work.append(_Work(buffer.bucket.label, chunks, torch.empty(numel, dtype=wide, device="cpu")))
+            chunks = [chunk for run in own_runs for chunk in _cut(parts, flats, run, call.groups.rank, width)]
+            work.append(_work_on(buffer.bucket, chunks, settings))
         memory.keep_views(key, work)
     return work
 
 
-def _cut(flats: Sequence[torch.Tensor], run: Run, rank: int, width: int) -> Iterator[_Chunk]:
+def _work_on(bucket: Bucket, chunks: Sequence[_Chunk], settings: Settings) -> _Work:
+    """The work for the chunks of a bucket, in the order and the dtype of the settings."""
+    if not chunks:
+        return _Work(bucket.label, chunks, _add_in_rank_order, ())
+    parts = chunks[0].parts
+    if settings.reproducible:
+        dtype, count = parts[0].dtype, len(parts) // 2
+    else:
+        dtype, count = sum_dtype(bucket.dtype, settings.reduce_dtype), 1
+    numel = max(chunk.own.numel() for chunk in chunks)
+    memory = [torch.empty(numel, dtype=dtype, device="cpu") for _ in range(count)]
+    return _Work(bucket.label, chunks, add_in_tree_order if settings.reproducible else _add_in_rank_order, memory)
+
+
+def _cut(
+    parts: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], run: Run, rank: int, width: int
+) -> Iterator[_Chunk]:
     """The chunks of this rank's part of a run. ``width``: real numbers per element."""
     start, stop = (width * border for border in part_of(run, rank, len(flats)))
     for place in range(start, stop, CHUNK_NUMEL):
-        parts = [flat[place : min(place + CHUNK_NUMEL, stop)] for flat in flats]
-        yield _Chunk(parts[rank], parts, [*parts[:rank], *parts[rank + 1 :]])
+        stretch = slice(place, min(place + CHUNK_NUMEL, stop))
+        own, *others = [flat[stretch] for flat in (flats[rank], *flats[:rank], *flats[rank + 1 :])]
+        yield _Chunk([part[stretch] for part in parts], own, others)
 
 
 def part_of(run: Run, rank: int, size: int) -> Run:
@@ -108,23 +146,28 @@ def part_of(run: Run, rank: int, size: int) -> Run:
 
 
 def _sum_chunks(work: _Work, divisor: int) -> None:
-    """Add in rank order, divide into the own chunk, and copy it to the other ranks."""
+    """Add, divide into the own chunk, and copy it to the other ranks."""
     for chunk in work.chunks:
-        sums = work.sums[: chunk.own.numel()]
-        first, second, *others = chunk.parts
-        is_wider = sums.dtype != first.dtype
-        if is_wider:
-            sums.copy_(first).add_(second)
+        numel = chunk.own.numel()
+        total = work.add(chunk.parts, [memory[:numel] for memory in work.memory])
+        if total.dtype != chunk.own.dtype:
+            chunk.own.copy_(total.div_(float(divisor)))
         else:
-            torch.add(first, second, out=sums)
-        for part in others:
-            sums.add_(part)
-        if is_wider:
-            chunk.own.copy_(sums.div_(float(divisor)))
-        else:
-            _divide(sums, divisor, chunk.own)
+            _divide(total, divisor, chunk.own)
         for part in chunk.others:
             part.copy_(chunk.own)
+
+
+def _add_in_rank_order(parts: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``parts`` in ``memory[0]``, which may have a wider dtype."""
+    total, (first, second, *others) = memory[0], parts
+    if total.dtype != first.dtype:
+        total.copy_(first).add_(second)
+    else:
+        torch.add(first, second, out=total)
+    for part in others:
+        total.add_(part)
+    return total
 
 
 def _divide(sums: torch.Tensor, divisor: int, out: torch.Tensor) -> None:

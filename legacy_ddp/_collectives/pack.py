@@ -10,6 +10,7 @@ from legacy_ddp._agreement.header import Flag, Header, Participation, encode_nor
 from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
@@ -21,13 +22,15 @@ class Packed:
     """Packed gradients of a rank, and their header.
 
     ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
-    buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot.
+    buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot. ``segments``: with
+    micro-batches the shared memory per tensor of ``flats``; None for the flat tensor of the buffer.
     """
 
     kinds: Sequence[int]
     flats: Sequence[torch.Tensor]
     sparse: Mapping[int, torch.Tensor]
     header: Header
+    segments: Sequence[Segment | None] = ()
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
@@ -55,17 +58,18 @@ def pack(
         header = _header_of(sample_size, skip)
         if leaves is not None:
             _require_sample_size(header)
-        if leaves is None or not header.takes_part:
+        if leaves is None:
             grads = plan.grads
             plan.collect(grads, are_used=header.takes_part)
-        else:
+        elif header.takes_part:
             grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
         _allocate(call, plan, has_wire=leaves is None)
         if not header.takes_part:
-            kinds = [ABSENT] * len(grads)
+            kinds = [ABSENT] * len(plan.parameters)
             flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
-            return Packed(kinds, flats, {}, _with_fingerprints(call, plan, header, kinds))
+            header = _with_fingerprints(call, plan, header, kinds)
+            return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats))
         header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
         if header.participation == Participation.SAMPLES:
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
@@ -74,7 +78,8 @@ def pack(
             count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
             header = header._replace(leaves=count)
         sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
-        packed = Packed(kinds, flats, sparse, _with_fingerprints(call, plan, header, kinds))
+        header = _with_fingerprints(call, plan, header, kinds)
+        packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats))
         if call.checks.level == "off":
             return packed
         return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
@@ -96,6 +101,10 @@ def _flats(plan: Plan) -> list[torch.Tensor]:
 
 def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:
     return {index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE}
+
+
+def _sum_segments(leaves: Leaves | None, flats: Sequence[torch.Tensor]) -> Sequence[Segment | None]:
+    return () if leaves is None else leaves.sums.segments(flats)
 
 
 def _header_of(sample_size: int | None, skip: bool) -> Header:

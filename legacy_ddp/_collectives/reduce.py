@@ -1,11 +1,12 @@
 """Reduction of packed gradients: the same flat tensors on every rank. Collective (payload)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from legacy_ddp._agreement.agree import Agreement, agree_on_kinds
+from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.gradient import ABSENT, SPARSE
 from legacy_ddp._buckets.layout import cut_runs
 from legacy_ddp._buckets.plan import Plan
@@ -17,7 +18,7 @@ from legacy_ddp._collectives.sparse import reduce_sparse
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
-from legacy_ddp._settings import CommHook
+from legacy_ddp._settings import CommHook, Settings
 from legacy_ddp._transport.call import Call
 
 
@@ -33,7 +34,7 @@ class Reduced:
 def reduce(
     call: Call,
     leaves: Leaves | None,
-    hook: CommHook | None,
+    settings: Settings,
     plan: Plan,
     packed: Packed,
     agreement: Agreement,
@@ -42,29 +43,31 @@ def reduce(
 ) -> Reduced:
     """Sum the packed gradients over the ranks and divide; afterwards the buffers hold the same bits on every rank.
 
-    ``leaves``: the micro-batches behind ``packed``, if a tree gives the order of the sum. ``hook``: replaces the sum of
-    dense gradients. ``on_host``: the host transport carries the dense gradients on CPU.
+    ``leaves``: the micro-batches behind ``packed``, if a tree gives the order of the sum. ``settings``: a hook there
+    replaces the sum of dense gradients. ``on_host``: the host transport carries the dense gradients on CPU.
 
     Raises:
         CommHookError: the hook's result cannot be a gradient; no gradient changed.
         LostPeerError: a rank was lost. The content of the buffers is then undefined, as after an interrupt, and every
             gradient is dropped.
     """
-    divisor = agreement.divisor
+    divisor, hook = agreement.divisor, settings.comm_hook
     if divisor == 0:
         return Reduced([ABSENT] * len(packed.kinds), {}, 0)
     kinds = agree_on_kinds(call, agreement, packed.kinds)
     try:
         results = _run_hook(call, hook, plan, packed, kinds) if hook is not None else []
         with call.phase("payload"):
-            if leaves is not None:
-                recv_buffers = leaves.sums.recv_buffers(packed.flats) if call.groups.size > 1 else packed.flats
-                inputs = list(_tree_inputs(plan, recv_buffers, packed, kinds))
-                return Reduced(kinds, {}, tree_reduce(call, inputs, divisor))
+            size_bytes, rest = 0, plan.slot_ranges
+            if on_host:
+                size_bytes = sum_on_host(call, settings, plan, packed, kinds, agreement)
+                rest = [(buffer, share) for buffer, share in rest if buffer.segment is None]
             if hook is not None:
-                size_bytes = copy_results(call, hook, results, divisor)
+                size_bytes += copy_results(call, hook, results, divisor)
+            elif leaves is not None:
+                size_bytes += tree_reduce(call, _tree_inputs(call, leaves, plan, rest, packed, kinds), divisor)
             else:
-                size_bytes = _reduce_dense(call, plan, packed, kinds, agreement, on_host=on_host)
+                size_bytes += reduce_dense(call, plan, rest, packed, kinds, divisor)
             if max(kinds, default=ABSENT) < SPARSE:
                 return Reduced(kinds, {}, size_bytes)
             sparse, sparse_bytes = reduce_sparse(call, plan, packed, kinds, divisor)
@@ -83,22 +86,23 @@ def discard(plan: Plan, leaves: Leaves | None) -> None:
         leaves.release_memory()
 
 
-def _reduce_dense(
-    call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], agreement: Agreement, *, on_host: bool
-) -> int:
-    if not on_host:
-        return reduce_dense(call, plan, plan.slot_ranges, packed, kinds, agreement.divisor)
-    elsewhere = [(buffer, share) for buffer, share in plan.slot_ranges if buffer.segment is None]
-    size_bytes = sum_on_host(call, plan, packed, kinds, agreement.divisor, same_mask=agreement.has_same_mask)
-    return size_bytes + reduce_dense(call, plan, elsewhere, packed, kinds, agreement.divisor)
-
-
 def _tree_inputs(
-    plan: Plan, recv_buffers: Sequence[torch.Tensor], packed: Packed, kinds: Sequence[int]
-) -> Iterator[TreeInput]:
-    for (buffer, share), own, recv_buffer in zip(plan.slot_ranges, packed.flats, recv_buffers, strict=True):
-        runs = merged_runs(buffer, kinds[share])
-        yield TreeInput(own, recv_buffer, buffer.flat, cut_runs(runs, max_numel=plan.layout.buffer_size))
+    call: Call,
+    leaves: Leaves,
+    plan: Plan,
+    slot_ranges: Sequence[tuple[FlatBuffer, slice]],
+    packed: Packed,
+    kinds: Sequence[int],
+) -> list[TreeInput]:
+    """The input for the buffers in ``slot_ranges``."""
+    inputs = []
+    for index, (buffer, share) in enumerate(plan.slot_ranges):
+        if (buffer, share) in slot_ranges:
+            own = packed.flats[index]
+            recv_buffer = leaves.sums.recv_buffer(index, own) if call.groups.size > 1 else own
+            runs = cut_runs(merged_runs(buffer, kinds[share]), max_numel=plan.layout.buffer_size)
+            inputs.append(TreeInput(own, recv_buffer, buffer.flat, runs))
+    return inputs
 
 
 def _run_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> list[HookResult]:

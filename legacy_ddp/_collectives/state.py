@@ -28,7 +28,7 @@ class Synchronizer:
     def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
         self.settings = settings
         self.planner = Planner(settings)
-        self.leaves = Leaves(self.planner.counter) if settings.reproducible else None
+        self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings(settings)
         self.history: StepHistory | None = None

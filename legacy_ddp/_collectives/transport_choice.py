@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.plan import Plan, Planner
+from legacy_ddp._buckets.segment import Segment
+from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.host_row import MAX_SEGMENTS, SegmentIds
+from legacy_ddp._transport.host_row import MAX_BUCKETS, SegmentIds
 from legacy_ddp._transport.peer_memory import PeerMemory
 
 HOST, GLOO = "host", "gloo"
@@ -40,22 +42,31 @@ def require_host(call: Call, settings: Settings) -> None:
         raise _impossible(call, reason)
 
 
-def segments_of(plan: Plan) -> SegmentIds:
-    """The segments of the plan's flat tensors, for the header."""
-    buffers = host_buffers(plan)
-    serials = tuple(buffer.segment.serial if buffer.segment is not None else 0 for buffer in buffers)
-    return SegmentIds(serials, any(buffer.has_spare for buffer in buffers))
+def segments_of(plan: Plan, packed: Packed, problem: str) -> list[Segment | None]:
+    """The segments shared by this rank in a call, by position (:class:`SegmentIds`). Empty after a ``problem``."""
+    if problem:
+        return []
+    pairs = zip(plan.buffers, packed.segments, strict=True) if packed.segments else ()
+    return [buffer.segment for buffer in host_buffers(plan)] + [sums for buffer, sums in pairs if _is_on_host(buffer)]
+
+
+def ids_of(plan: Plan, segments: Sequence[Segment | None]) -> SegmentIds:
+    """The message about ``segments`` to the other ranks."""
+    serials = tuple(0 if segment is None else segment.serial for segment in segments)
+    # After another number of micro-batches the sum lies in its own segment again.
+    may_come_back = None in segments or any(buffer.has_spare for buffer in host_buffers(plan))
+    return SegmentIds(serials, may_come_back)
 
 
 def host_buffers(plan: Plan) -> list[FlatBuffer]:
     """The buffers that may lie in segments: on CPU, with elements."""
-    return [buffer for buffer in plan.buffers if buffer.bucket.device.type == "cpu" and buffer.bucket.numel]
+    return [buffer for buffer in plan.buffers if _is_on_host(buffer)]
 
 
-def choose_transport(call: Call, settings: Settings, plan: Plan, problem: str) -> bool:
+def choose_transport(call: Call, settings: Settings, plan: Plan, own: Sequence[Segment | None], problem: str) -> bool:
     """Collective, after headers matched: whether the host transport carries this call. New segments are mapped.
 
-    ``problem``: why this rank has no segments.
+    ``own``: the segments of this rank. ``problem``: why this rank has none.
 
     Raises:
         TransportError: on all ranks: ``transport="host"`` is not possible, or a segment cannot be mapped any more.
@@ -69,7 +80,6 @@ def choose_transport(call: Call, settings: Settings, plan: Plan, problem: str) -
         memory.forget_unused(segments)
         unknown = memory.unknown(segments)
         if any(unknown):
-            own = [buffer.segment for buffer in buffers if buffer.segment is not None]
             reason = memory.map_new(call, segments, unknown, own)
     if reason and HOST in (state.transport, settings.transport):
         raise _impossible(call, reason)
@@ -80,23 +90,23 @@ def choose_transport(call: Call, settings: Settings, plan: Plan, problem: str) -
     return not reason
 
 
+def _is_on_host(buffer: FlatBuffer) -> bool:
+    return buffer.bucket.device.type == "cpu" and buffer.bucket.numel > 0
+
+
 def _why_gloo(state: GroupState, settings: Settings) -> str:
     """Why the host transport is not possible, as far as is known before a call; empty if it may be."""
     if settings.transport == GLOO:
         return 'transport="gloo"'
     if settings.comm_hook is not None:
         return "a communication hook"
-    if settings.reproducible:
-        return "reproducible=True"
-    if settings.reduce_dtype is not None:
-        return f"reduce_dtype={settings.reduce_dtype}"
     return state.groups.star_problem
 
 
 def _first_problem(call: Call, segments: Sequence[SegmentIds], count: int, problem: str) -> str:
     """Why some rank has no segment in place of a flat tensor."""
-    if count > MAX_SEGMENTS:
-        return f"{count} buckets, more than {MAX_SEGMENTS}"
+    if count > MAX_BUCKETS:
+        return f"{count} buckets, more than {MAX_BUCKETS}"
     if all(all(current.serials[:count]) for current in segments):
         return ""
     texts = call.gather_objects(problem)

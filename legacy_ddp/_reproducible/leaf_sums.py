@@ -10,14 +10,16 @@ import torch
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.gradient import ABSENT
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._reproducible.partial_sums import PartialSums
 
 
 class LeafSums:
     """The leaves since the last call: ``count``, and the largest kind of gradient per slot."""
 
-    def __init__(self) -> None:
+    def __init__(self, policy: SegmentPolicy) -> None:
         self.count = 0
+        self._policy = policy
         self.is_waiting = False  # the last leaf lies in the flat tensors, and in no sum yet
         self._kinds: list[int] = []
         self._buffers: Sequence[FlatBuffer] = ()
@@ -27,7 +29,7 @@ class LeafSums:
         """Whether the sums belong to the plan's buffers. Makes new sums for the plan if there are no leaves."""
         if self._buffers is not plan.buffers and not self.count:
             self._buffers = plan.buffers
-            self._sums = [PartialSums(buffer.bucket) for buffer in plan.buffers]
+            self._sums = [PartialSums(buffer.bucket, self._policy) for buffer in plan.buffers]
         return self._buffers is plan.buffers
 
     def hold(self, kinds: Sequence[int]) -> None:
@@ -64,9 +66,16 @@ class LeafSums:
         self._reserve(flats, has_peers=has_peers)
         return flats
 
-    def recv_buffers(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Receive buffers as large as ``flats``, the result of :meth:`total`. Overwrites leaves: the step ends here."""
-        return [sums.recv_buffer(flat) for sums, flat in zip(self._sums, flats, strict=True)]
+    def segments(self, flats: Sequence[torch.Tensor]) -> list[Segment | None]:
+        """The segments of ``flats``, the result of :meth:`total` or :meth:`zeros`; None for a buffer's flat tensor."""
+        return [sums.segment_of(flat) for sums, flat in zip(self._sums, flats, strict=True)]
+
+    def recv_buffer(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """Receive buffer as large as ``flat``, the result of :meth:`total` for the buffer with this number.
+
+        Overwrites leaves: the step ends here.
+        """
+        return self._sums[index].recv_buffer(flat)
 
     def clear(self) -> None:
         """Drop all leaves; the memory stays."""

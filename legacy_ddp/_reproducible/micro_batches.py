@@ -15,6 +15,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.gradient import SPARSE, has_nonzero, kinds_of
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._reproducible.leaf_sums import LeafSums
@@ -25,8 +26,8 @@ from legacy_ddp._step_guard.backward_counter import BackwardCounter
 class Leaves:
     """The leaves of one set of parameters since its last call."""
 
-    def __init__(self, counter: BackwardCounter) -> None:
-        self.sums = LeafSums()
+    def __init__(self, counter: BackwardCounter, policy: SegmentPolicy) -> None:
+        self.sums = LeafSums(policy)
         self._counter = counter
         self._accumulations = 0  # of backward into any .grad, at the end of the last block
         self._sentinel: ZeroGradSentinel | None = None
@@ -73,7 +74,7 @@ class Leaves:
             self.drop()
             raise _changed_parameters()
         grads = without_sentinel(plan.grads, self._sentinel, is_added_to=self._is_added_to)
-        if any(grad is not None for grad in grads) or _has_external_refs(plan):
+        if any(grad is not None for grad in grads) or _changes_memory(plan):
             self.sums.add_waiting()
         plan.collect(grads)
         if not self.sums.is_waiting:
@@ -85,6 +86,9 @@ class Leaves:
         if not self.sums.fits(plan):
             self.drop()
             self.sums.fits(plan)
+        if _changes_memory(plan):
+            self.sums.add_waiting()
+        plan.collect(plan.grads, are_used=False)
         return self.sums.zeros(has_peers=has_peers)
 
     def end_step(self) -> None:
@@ -153,7 +157,7 @@ class Leaves:
         self._counter.note_gradients_removed(keep_counts=True)
         self._sentinel = place_sentinel(plan)
         del grads  # the last references to the views from here
-        if _has_external_refs(plan):
+        if _changes_memory(plan):
             self.sums.add_waiting()  # before the user writes to a kept gradient
 
     def _check_thread(self) -> None:
@@ -186,8 +190,9 @@ def _changed_parameters() -> GradientError:
     )
 
 
-def _has_external_refs(plan: Plan) -> bool:
-    return any(buffer.has_external_refs for buffer in plan.buffers)
+def _changes_memory(plan: Plan) -> bool:
+    """Whether the flat tensors of a waiting leaf are not used for another call."""
+    return any(buffer.will_change_memory for buffer in plan.buffers)
 
 
 def _is_nonzero(grad: torch.Tensor | None) -> bool:

@@ -7,21 +7,26 @@ has the sum of 2^k leaves, the oldest leaves first. Each sum is a node of the tr
 import torch
 
 from legacy_ddp._buckets.layout import Bucket
+from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.wire import wire_dtype
 
 
 class PartialSums:
     """The sums, flat tensors of shape (bucket.numel,): fp16 leaves are added in fp32, other leaves in their dtype.
 
-    Memory is kept from step to step. 2^k leaves need k + 1 tensors besides the last leaf.
+    Memory is kept from step to step. 2^k leaves need k + 1 tensors besides the last leaf. With the host transport the
+    total lies in a segment, and the other ranks read it there.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
         self.dtype = wire_dtype(bucket.dtype, None)
         self._bucket = bucket
+        self._policy = policy
         self._nodes: list[tuple[int, torch.Tensor]] = []  # number of leaves, and their sum
         self._total: torch.Tensor | None = None
+        self._segment: Segment | None = None  # of _total
         self._spare: list[torch.Tensor] = []
+        self._recv: torch.Tensor | None = None  # if no sum is free for data of peers
 
     def add(self, leaf: torch.Tensor) -> None:
         """Add a leaf to the sums. The leaf is only read."""
@@ -37,42 +42,52 @@ class PartialSums:
     def total(self, last: torch.Tensor | None) -> torch.Tensor:
         """The sum of all leaves and of ``last``, a further leaf, in the dtype of the tree. At least one leaf is needed.
 
-        Changes no sum. The result is ``last`` or a sum itself if there is nothing to add.
+        Changes no sum. If there is nothing to add, the result is ``last``, or a sum itself unless the other ranks read
+        the result from a segment.
         """
         parts = [tensor for _, tensor in self._nodes] + ([] if last is None else [last])
-        if len(parts) == 1 and parts[0].dtype == self.dtype:
-            return parts[0]
-        if self._total is None:
-            self._total = self._take()
         newest = parts.pop()
-        if not parts:
-            return self._total.copy_(newest)
+        if not parts and newest.dtype == self.dtype and (newest is last or not self._policy.is_for(self._bucket)):
+            return newest
+        total = self._memory_of_total()
+        if not parts or newest.dtype != self.dtype:  # an addition of two dtypes would convert in fresh memory
+            newest = total.copy_(newest)
         while parts:  # from the end: an incomplete run is added to the run before it
-            newest = torch.add(parts.pop(), newest, out=self._total)
+            newest = torch.add(parts.pop(), newest, out=total)
         return newest
 
     def zeros(self) -> torch.Tensor:
         """Zeros in place of a total."""
-        if self._total is None:
-            self._total = self._take()
-        return self._total.zero_()
+        return self._memory_of_total().zero_()
+
+    def segment_of(self, total: torch.Tensor) -> Segment | None:
+        """The segment of a result of :meth:`total` or :meth:`zeros`; None for a leaf or for ordinary memory."""
+        return self._segment if total is self._total else None
 
     def reserve(self, total: torch.Tensor) -> None:
-        """Allocate a :meth:`recv_buffer` if needed."""
-        if self._idle(total) is None:
-            self._spare.append(self._new())
+        """Allocate a :meth:`recv_buffer` if needed. Where the host transport carries, the other ranks send nothing."""
+        if self._policy.carries(self._bucket) or self._idle(total) is not None:
+            self._recv = None
+        elif self._recv is None:
+            self._recv = self._new()
 
     def recv_buffer(self, total: torch.Tensor) -> torch.Tensor:
-        """Memory for data of peers: of a sum no longer needed. ``total``: the result of :meth:`total`."""
+        """Memory for data of peers: of a sum no longer needed. ``total``: as for :meth:`reserve`, called before."""
         idle = self._idle(total)
+        if idle is None:
+            idle = self._recv
         return self._new() if idle is None else idle
 
     def clear(self) -> None:
         """Drop all leaves; the memory stays."""
         self._spare += [tensor for _, tensor in self._nodes]
-        if self._total is not None:
-            self._spare.append(self._total)
-        self._nodes, self._total = [], None
+        self._nodes = []
+
+    def _memory_of_total(self) -> torch.Tensor:
+        """Kept apart from the other sums: the other ranks have mapped this segment."""
+        if self._total is None or (self._segment is not None) != self._policy.is_for(self._bucket):
+            self._total, self._segment = self._policy.allocate(self._bucket, self.dtype)
+        return self._total
 
     def _idle(self, total: torch.Tensor) -> torch.Tensor | None:
         held = [*self._spare, *(tensor for _, tensor in self._nodes)]

@@ -1,4 +1,4 @@
-"""Reduction in the order of a fixed tree over the micro-batches of all ranks. Collective (payload).
+"""Reduction over a process group in the order of a tree over the micro-batches of all ranks. Collective (payload).
 
 Each run is cut into a shard per rank. A rank receives its shard from all other ranks, adds in the order of the tree,
 divides, and broadcasts the result. A rank sends 2 (W - 1) / W of the bytes, as in a ring all-reduce. No sum depends on
@@ -48,6 +48,19 @@ def tree_reduce(call: Call, inputs: Sequence[TreeInput], divisor: int) -> int:
     return sum(run.size_bytes for run in sharded) if call.groups.size > 1 else 0
 
 
+def add_in_tree_order(nodes: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of ``nodes``, level by level, in ``memory[0]``.
+
+    ``memory``: overwritten; a tensor like a node for every two nodes. May be every second node.
+    """
+    level = list(nodes)
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], memory, strict=False)
+        paired = [torch.add(left, right, out=total) for left, right, total in pairs]
+        level = paired + level[2 * len(paired) :]
+    return level[0].add_(0.0)  # a gradient missing from a leaf counts as zeros there, and -0.0 + 0.0 is 0.0
+
+
 class _ShardedRun:
     """One run, cut into a shard per rank."""
 
@@ -88,11 +101,7 @@ class _ShardedRun:
         """Add this rank's shard of all sums, level by level, and divide."""
         nodes = list(torch.split(self._recv_buffer, self._own_shard.numel())) if self._recv_buffer.numel() else []
         nodes.insert(self._rank, self._own_shard)
-        while len(nodes) > 1:
-            paired = [left.add_(right) for left, right in zip(nodes[::2], nodes[1::2], strict=False)]
-            nodes = paired + nodes[2 * len(paired) :]
-        # A gradient missing from a leaf counts as zeros there, and -0.0 + 0.0 is 0.0.
-        torch.div(nodes[0].add_(0.0), divisor, out=self._results[self._rank])
+        torch.div(add_in_tree_order(nodes, nodes[::2]), float(divisor), out=self._results[self._rank])
 
     def broadcast_result(self) -> list[Any]:
         """Start to broadcast every rank's shard of the result."""

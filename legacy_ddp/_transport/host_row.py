@@ -1,4 +1,4 @@
-"""The message of a rank on the star before a call: the segments of its flat tensors, and its header. Pure."""
+"""The message of a rank on the star before a call: the segments of its flat tensors and sums, and its header. Pure."""
 
 import struct
 from collections.abc import Sequence
@@ -6,15 +6,18 @@ from typing import NamedTuple
 
 import torch
 
-MAX_SEGMENTS = 6  # a bucket per supported dtype
+MAX_BUCKETS = 6  # one per supported dtype
+MAX_SEGMENTS = 2 * MAX_BUCKETS
 
 _SEGMENTS = struct.Struct(f"<?3x{MAX_SEGMENTS}I4x")
 
 
 class SegmentIds(NamedTuple):
-    """The serial numbers of a rank's segments, one per host bucket; 0: the bucket lies in ordinary memory.
+    """The serial numbers of a rank's segments.
 
-    ``has_spare``: the rank may come back to an earlier segment, and the other ranks keep it mapped.
+    First one per host bucket, of its flat tensor; 0: ordinary memory. With ``reproducible=True`` then one per host
+    bucket, of the sum of its micro-batches; 0: the sum lies in the flat tensor. ``has_spare``: the rank may come
+    back to an earlier segment, and the other ranks keep it mapped.
     """
 
     serials: tuple[int, ...] = ()
@@ -22,7 +25,7 @@ class SegmentIds(NamedTuple):
 
 
 def encode_host_row(segments: SegmentIds, header: torch.Tensor) -> bytes:
-    """32 bytes for the segments, then the words of the header (int64)."""
+    """56 bytes for the segments, then the words of the header (int64)."""
     padded = segments.serials + (0,) * (MAX_SEGMENTS - len(segments.serials))
     words = header.tolist()
     return _SEGMENTS.pack(segments.has_spare, *padded) + struct.pack(f"<{len(words)}q", *words)

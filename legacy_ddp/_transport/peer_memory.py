@@ -57,28 +57,33 @@ class PeerMemory:
         ]
 
     def map_new(
-        self, call: Gatherer, segments: Sequence[SegmentIds], unknown: Sequence[Sequence[int]], own: Sequence[Segment]
+        self,
+        call: Gatherer,
+        segments: Sequence[SegmentIds],
+        unknown: Sequence[Sequence[int]],
+        own: Sequence[Segment | None],
     ) -> str:
         """Collective: map the segments at the ``unknown`` positions, on all ranks or on none.
 
-        ``own``: the segments of this rank, which have equal sizes on all ranks.
+        ``own``: the segments of this rank, by position.
 
         Returns:
             The first problem of any rank, as text; empty after success.
         """
         rank = call.groups.rank
-        shared = [own[index].descriptor for index in unknown[rank]]
+        new = {index: segment for index in unknown[rank] if (segment := own[index]) is not None}
+        shared = [segment.descriptor for segment in new.values()]
         counts = list(map(len, unknown))
         received = call.over_star(lambda star, on_slice: star.share_descriptors(shared, counts, on_slice))
-        found: dict[tuple[int, int], torch.Tensor] = {(rank, index): own[index].memory for index in unknown[rank]}
+        found: dict[tuple[int, int], torch.Tensor] = {(rank, index): segment.memory for index, segment in new.items()}
         problem = ""
         try:
             for other, descriptors in received.items():
                 if len(descriptors) < counts[other]:
                     raise OSError("the limit of open files is reached (ulimit -n)")
                 for index, descriptor in zip(unknown[other], descriptors, strict=True):
-                    found[other, index] = map_segment(descriptor, own[index].size_bytes)
-        except (OSError, RuntimeError, ValueError) as error:
+                    found[other, index] = map_segment(descriptor)
+        except (OSError, RuntimeError) as error:
             problem = error_text(error)
         finally:
             for descriptor in (descriptor for descriptors in received.values() for descriptor in descriptors):

@@ -179,7 +179,7 @@ def test_a_row_arrives_as_it_was(rows: list[tuple[list[int], bool, list[int]]]) 
     ]
     segments, headers = decode_host_rows(sent)
 
-    assert {len(row) for row in sent} == {160}
+    assert {len(row) for row in sent} == {184}
     assert headers.tolist() == [words for _, _, words in rows]
     for found, (serials, spare, _) in zip(segments, rows, strict=True):
         assert found == (tuple(serials) + (0,) * (MAX_SEGMENTS - len(serials)), spare)

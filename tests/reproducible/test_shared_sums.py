@@ -1,0 +1,273 @@
+"""Sums of micro-batches in memory shared by the ranks of a host: the bits of one process, whatever a step brings."""
+
+import os
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._buckets import backward_copy
+from legacy_ddp._collectives import host_sum
+from legacy_ddp._transport.peer_memory import PeerMemory
+from tests.helpers import tiers
+from tests.helpers.cases import all_bits, get_gradients
+from tests.helpers.ranks import run_ranks
+from tests.helpers.reference_tree import Window, bring, take, wrap_reproducible
+from tests.helpers.small_models import Said, error_of
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+CHUNK = 64  # many chunks in a small tensor
+SIZES = (1, 63, 65, 1000)
+
+
+def _window(step: int, count: int, items: Sequence[int] | None = None) -> Window:
+    """Random gradients of many magnitudes, negative zeros, and a gradient missing here and there."""
+    generator = torch.Generator().manual_seed(step)
+    leaves: list[list[torch.Tensor | None]] = []
+    for number in range(count):
+        grads: list[torch.Tensor | None] = []
+        for index, (dtype, numel) in enumerate((dtype, numel) for dtype in DTYPES for numel in SIZES):
+            values = torch.randn(numel, 2, generator=generator, dtype=torch.float64)
+            values *= 2.0 ** torch.randint(-12, 6, values.shape, generator=generator)
+            values[::7] = -0.0
+            own = torch.view_as_complex(values) if dtype.is_complex else values[:, 0].contiguous()
+            grads.append(None if (number + index + step) % 5 == 0 else own.to(dtype))
+        leaves.append(grads)
+    return Window(leaves, items or [3] * count, in_blocks=step % 2 == 0)
+
+
+def _model(**options: Any) -> LegacyDistributedDataParallel:
+    host_sum.CHUNK_NUMEL = CHUNK
+    return wrap_reproducible([torch.ones(numel, dtype=dtype) for dtype in DTYPES for numel in SIZES], **options)
+
+
+def _differences(rank: int, world_size: int, each: Sequence[int]) -> tuple[str, list[int]]:
+    """The transport of the last step, and the steps with other bits than one process. ``each``: micro-batches."""
+    model, wrong = _model(), []
+    for step, count in enumerate(each):
+        window = _window(step, count * world_size)
+        model.zero_grad()
+        if all_bits(take(model, window, rank, world_size)) != all_bits(window.expected()):
+            wrong.append(step)
+    (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
+    return line.strip(), wrong
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5, *tiers.choose([6, 7, 8], [8])])
+def test_any_number_of_ranks_gives_the_bits_of_one_process_on_either_transport(transport: str, world_size: int) -> None:
+    """Micro-batches change from step to step, and with them the memory that a rank shares."""
+    line = "transport: host" if transport == "host" else 'transport: gloo (transport="gloo")'
+    found = run_ranks(partial(_differences, world_size=world_size, each=(1, 4, 2, 1, 1, 4)), world_size)
+    assert found == [(line, [])] * world_size
+
+
+def _left_out(rank: int, world_size: int) -> list[int]:
+    """In every step another rank has no data, and brings zeros from memory of its own."""
+    model, wrong = _model(), []
+    for step in range(6):
+        without = step % world_size
+        window = _window(step, world_size, [int(number != without) for number in range(world_size)])
+        counted = Window(
+            [leaf if n != without else [None] * len(leaf) for n, leaf in enumerate(window.leaves)], window.counts
+        )
+        model.zero_grad()
+        if all_bits(take(model, window, rank, world_size)) != all_bits(counted.expected()):
+            wrong.append(step)
+    return wrong
+
+
+def test_a_rank_without_data_counts_as_zeros(transport: str) -> None:
+    assert run_ranks(partial(_left_out, world_size=3), 3) == [[]] * 3
+
+
+def _large(rank: int) -> list[float]:
+    model = wrap_reproducible([torch.ones(2, dtype=torch.float64)])
+    bring(model.module, [torch.full((2,), 2.0 + rank, dtype=torch.float64)])
+    model.all_reduce(sample_size=2**62 - 1)
+    return [grad[0].item() for grad in get_gradients(model.module) if grad is not None]
+
+
+def test_the_divisor_may_exceed_64_bits(transport: str) -> None:
+    assert run_ranks(_large, 5) == [[(2 + 3 + 4 + 5 + 6) / float(5 * (2**62 - 1))]] * 5
+
+
+def _kept(rank: int, each: int) -> tuple[list[float], list[float]]:
+    """What gradients kept in every step hold at the end, and the results."""
+    backward_copy.SMALLEST_BYTES = 0
+    model = wrap_reproducible([torch.ones(3)], transport="host")
+    kept, results = [], []
+    for step in range(5):
+        model.zero_grad()
+        for _ in range(each):
+            with model.no_sync():
+                bring(model.module, [torch.full((3,), float(rank + step))])
+        model.all_reduce(sample_size=1)
+        (grad,) = get_gradients(model.module)
+        assert grad is not None
+        results.append(grad[0].item())
+        if rank == 1:
+            kept.append(grad)
+    return [grad[0].item() for grad in kept], results
+
+
+@pytest.mark.parametrize("each", [1, 2])
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_result_kept_on_one_rank_is_never_written_to(transport: str, each: int) -> None:
+    expected = [each * (step + 0.5) for step in range(5)]
+    assert run_ranks(_kept, 2, each) == [([], expected), (expected, expected)]
+
+
+def _exchanges(rank: int) -> list[int]:
+    """Exchanges of descriptors until the end of each step; ranks bring one and two micro-batches in turn."""
+    model, exchanges, seen = wrap_reproducible([torch.ones(3)]), [], []
+    map_new = PeerMemory.map_new
+
+    def counted(*arguments: Any) -> str:
+        exchanges.append(1)
+        return map_new(*arguments)
+
+    PeerMemory.map_new = counted
+    for step in range(6):
+        model.zero_grad()
+        for _ in range(1 + step % 2):
+            with model.no_sync():
+                bring(model.module, [torch.full((3,), 1.0 + rank)])
+        model.all_reduce(sample_size=1)
+        seen.append(len(exchanges))
+    PeerMemory.map_new = map_new
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_the_memory_of_sums_is_mapped_once(transport: str) -> None:
+    assert run_ranks(_exchanges, 2, fresh=True) == [[1, 2, 2, 2, 2, 2]] * 2
+
+
+# --- a micro-batch that waits while the memory changes ----------------------------------------------------------------
+
+
+def _other_group(rank: int, sits_out: bool) -> tuple[Said, list[float]]:
+    """The micro-batch of the block lies in shared memory, and the call goes to a group that has none yet.
+
+    With ``sits_out`` rank 0 brings nothing to this call, which fails on rank 1, and brings it to the next call.
+    """
+    model = wrap_reproducible([torch.ones(3)])
+    other = dist.new_group([0, 1])
+    results = []
+    said = None
+    for step, group in enumerate((None, other, other, None)):
+        model.process_group = dist.group.WORLD if group is None else group
+        model.zero_grad()
+        with model.no_sync():
+            bring(model.module, [torch.full((3,), 1.0 + rank + step)])
+        if sits_out and step == 1:
+            said = error_of(model.all_reduce, sample_size=None if rank else 0)
+        model.all_reduce(sample_size=1)
+        (grad,) = get_gradients(model.module)
+        assert grad is not None
+        results.append(grad[0].item())
+    return said, results
+
+
+@pytest.mark.parametrize("sits_out", [False, True])
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_waiting_micro_batch_survives_a_change_of_the_group(transport: str, sits_out: bool) -> None:
+    for said, results in run_ranks(_other_group, 2, sits_out):
+        assert results == [1.5, 2.5, 3.5, 4.5]
+        assert (said is None) != sits_out
+        assert said is None or said[0] == "PeerError"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+
+def _second_segment_fails(rank: int, transport: str) -> tuple[Said, list[float], str]:
+    """Rank 1 can share its flat tensor, but not its sums of micro-batches."""
+    model = wrap_reproducible([torch.ones(3)], transport=transport)
+    create, made = os.memfd_create, []
+
+    def fails_second(*arguments: Any) -> int:
+        made.append(arguments)
+        if rank == 1 and len(made) > 1:
+            raise OSError(12, "Cannot allocate memory")
+        return create(*arguments)
+
+    os.memfd_create = fails_second
+    said, results = None, []
+    for step in range(2):
+        model.zero_grad()
+        for _ in range(2):
+            with model.no_sync():
+                bring(model.module, [torch.full((3,), 1.0 + rank + step)])
+        if transport == "host" and step == 0:
+            said = error_of(model.all_reduce, sample_size=1)
+            os.memfd_create = create
+        model.all_reduce(sample_size=1)
+        (grad,) = get_gradients(model.module)
+        assert grad is not None
+        results.append(grad[0].item())
+    (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
+    os.memfd_create = create
+    return said, results, line.strip()
+
+
+REASON = "rank 1: no shared memory (OSError: [Errno 12] Cannot allocate memory)"
+
+
+@pytest.mark.parametrize("asked", ["auto", "host"])
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_sums_that_cannot_be_shared_are_the_same_finding_on_all_ranks(transport: str, asked: str) -> None:
+    results = run_ranks(_second_segment_fails, 2, asked, fresh=True)
+    assert results == [results[0]] * 2
+    said, means, line = results[0]
+    assert means == [3.0, 5.0]  # 2 x (1 + 2) / 2, and 2 x (2 + 3) / 2
+    if asked == "auto":
+        assert (said, line) == (None, f"transport: gloo ({REASON})")
+    else:
+        assert said is not None
+        assert said[0] == "TransportError"
+        assert REASON in said[1]
+        assert line == "transport: host"
+
+
+def _forked(rank: int) -> tuple[int, int, list[float]]:
+    """Shared mappings in the parent and in its child, and a result after the child has written to all gradients."""
+    model = wrap_reproducible([torch.ones(3)], transport="host")
+
+    def step(value: float) -> torch.Tensor:
+        model.zero_grad()
+        for _ in range(2):
+            with model.no_sync():
+                bring(model.module, [torch.full((3,), value)])
+        model.all_reduce(sample_size=1)
+        (grad,) = get_gradients(model.module)
+        assert grad is not None
+        return grad
+
+    grad = step(1.0 + rank)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        grad.zero_()
+        model._synchronizer.leaves.sums.zeros(has_peers=True)
+        os.write(writing, str(_shared_mappings()).encode())
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    return _shared_mappings(), int(os.read(reading, 100)), [grad[0].item(), step(2.0 + rank)[0].item()]
+
+
+def _shared_mappings() -> int:
+    return len(re.findall("rw-s .*/memfd:legacy_ddp", Path("/proc/self/maps").read_text()))
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_what_a_forked_child_writes_to_sums_stays_in_the_child(transport: str) -> None:
+    """A flat tensor and the sums, of two ranks."""
+    assert run_ranks(_forked, 2, fresh=True) == [(4, 0, [3.0, 5.0])] * 2
