@@ -29,12 +29,13 @@ from legacy_ddp import LegacyDistributedDataParallel
 
 REFERENCE, CONTROL, ALONE = "torch DDP", "torch DDP again", "local compute alone"
 HOOKED, OURS, OURS_INFO = "torch DDP, bf16_compress_hook", "ours, off", "ours, info"
-OURS_BF16 = "ours, off, reduce_dtype=bf16"
+OURS_GLOO, OURS_BF16 = "ours, off, gloo", "ours, off, reduce_dtype=bf16"
 COMPARED: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "control": (CONTROL, REFERENCE),
         "off": (OURS, REFERENCE),
         "info": (OURS_INFO, REFERENCE),
+        "gloo": (OURS_GLOO, REFERENCE),
         "bf16": (OURS_BF16, REFERENCE),
         "bf16, both": (OURS_BF16, HOOKED),
     }
@@ -118,6 +119,7 @@ VARIANTS: Mapping[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
         HOOKED: _with_hook,
         OURS: WRAPPERS[OURS],
         OURS_INFO: WRAPPERS[OURS_INFO],
+        OURS_GLOO: partial(LegacyDistributedDataParallel, checks="off", transport="gloo"),
         OURS_BF16: partial(LegacyDistributedDataParallel, checks="off", reduce_dtype=torch.bfloat16),
         ALONE: lambda module: module,
     }
@@ -207,17 +209,22 @@ def _transfers(numel: int) -> list[Variant]:
     return [
         Variant("bare all_reduce", partial(dist.all_reduce, flat)),
         Variant("bare all_reduce, bf16", partial(dist.all_reduce, halved)),
-        Variant("send, rank 0 to 1", partial(_send, flat)),
+        Variant(f"send, rank 0 to {_first_of_second_host()}", partial(_send, flat)),
     ]
+
+
+def _first_of_second_host() -> int:
+    return dist.get_world_size() // 2
 
 
 def _send(tensor: torch.Tensor) -> None:
     """Send and wait for an answer: without an answer the tensor might still be queued."""
     answer = torch.zeros(1)
+    other = _first_of_second_host()
     if dist.get_rank() == 0:
-        dist.send(tensor, 1)
-        dist.recv(answer, 1)
-    elif dist.get_rank() == 1:
+        dist.send(tensor, other)
+        dist.recv(answer, other)
+    elif dist.get_rank() == other:
         dist.recv(tensor, 0)
         dist.send(answer, 0)
 

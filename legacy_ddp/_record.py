@@ -40,9 +40,10 @@ class SyncRecord:
     ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
     sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``payload_bytes``:
     gradient bytes from this rank to collectives. ``transport``: the carrier of dense gradients on CPU, ``host`` (memory
-    shared by the ranks of a host) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank per phase
-    (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with a communication hook hook, inside
-    :meth:`join` join, under a recorder observe). ``rank``: number of this rank, and index of its row.
+    shared by the ranks of a host; gloo between several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall
+    time of this rank per phase (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with a
+    communication hook hook, inside :meth:`join` join, under a recorder observe). ``rank``: number of this rank, and
+    index of its row.
     """
 
     call: int

@@ -54,9 +54,10 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             Needs up to log2(micro-batches per rank) + 2 copies of all gradients, fp32 for fp16.
         ignore: names of parameters and buffers to leave out, in addition to torch DDP's list in the module
             (``_ddp_params_and_buffers_to_ignore``).
-        transport: the carrier of dense gradients on CPU, equal on all ranks. ``"auto"``: memory shared by the ranks if
-            they run on one host, else gloo; ``"gloo"``; ``"host"``: an error without shared memory. The environment
-            variable ``LEGACY_DDP_TRANSPORT``, read here, overrides it. See docs/transport.md.
+        transport: the carrier of dense gradients on CPU, equal on all ranks. ``"auto"``: memory shared by the ranks of
+            a host, with gloo between hosts of equal numbers of ranks (two or more), else gloo alone; ``"gloo"``;
+            ``"host"``: an error without shared memory. The environment variable ``LEGACY_DDP_TRANSPORT``, read here,
+            overrides it. See docs/transport.md.
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
             read here, overrides the level.
         timeout_seconds: limit of every wait for other ranks; None: the timeout of the group.

@@ -1,4 +1,4 @@
-"""Sum of dense gradients over the ranks of a host, in memory that all ranks have mapped. Collective (payload).
+"""Sum of dense gradients over the ranks of one host, in memory that all ranks have mapped. Collective (payload).
 
 Every rank owns an equal part of every run. It adds the parts of all ranks, divides, and writes the result to the flat
 tensor of every rank. The order of addition is the order of the ranks, whatever the size of a chunk or of a bucket. With
@@ -38,16 +38,33 @@ def sum_on_host(
     Sums of micro-batches have no empty slots.
     """
     buffers = host_buffers(plan)
-    shares = [share for buffer, share in plan.slot_ranges if buffer in buffers]
-    runs = [tuple(merged_runs(buffer, kinds[share])) for buffer, share in zip(buffers, shares, strict=True)]
-    if not (agreement.has_same_mask or settings.reproducible):
-        for buffer, share, own_runs in zip(buffers, shares, runs, strict=True):
-            fill_missing(buffer, packed, kinds, share, own_runs, buffer.flat)
-        call.barrier()
-    for work in _work_of(call, buffers, tuple(runs), settings):
+    runs = fill_runs(call, plan, packed, kinds, is_filled=agreement.has_same_mask or settings.reproducible)
+    for work in _work_of(call, buffers, runs, settings):
         with call.profiled(f"sum {work.label}"):
             _sum_chunks(work, agreement.divisor)
     call.barrier()
+    return size_bytes(buffers, runs)
+
+
+def fill_runs(
+    call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], *, is_filled: bool
+) -> tuple[tuple[Run, ...], ...]:
+    """The runs to sum, per host buffer. Afterwards every rank of the host has gradients or zeros there.
+
+    ``is_filled``: no rank has an empty slot there.
+    """
+    buffers = host_buffers(plan)
+    shares = [share for buffer, share in plan.slot_ranges if buffer in buffers]
+    runs = [tuple(merged_runs(buffer, kinds[share])) for buffer, share in zip(buffers, shares, strict=True)]
+    if not is_filled:
+        for buffer, share, own_runs in zip(buffers, shares, runs, strict=True):
+            fill_missing(buffer, packed, kinds, share, own_runs, buffer.flat)
+        call.barrier()
+    return tuple(runs)
+
+
+def size_bytes(buffers: Sequence[FlatBuffer], runs: Sequence[Sequence[Run]]) -> int:
+    """Bytes of the runs of all buffers."""
     return sum(
         (stop - start) * buffer.bucket.dtype.itemsize
         for buffer, own_runs in zip(buffers, runs, strict=True)
@@ -59,7 +76,7 @@ Add = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """A stretch of at most :data:`CHUNK_NUMEL` elements.
 
     ``parts``: of the gradients, or of the sums of micro-batches, of all ranks in order. ``own``: of the flat tensor of
@@ -72,27 +89,27 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Work:
+class Work:
     """The chunks to add on this rank for one buffer.
 
     ``add``: the sum of parts, in ``memory``: tensors as large as a chunk, in the dtype of the sum.
     """
 
     label: str
-    chunks: Sequence[_Chunk]
+    chunks: Sequence[Chunk]
     add: Add
     memory: Sequence[torch.Tensor]
 
 
 def _work_of(
     call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...], settings: Settings
-) -> list[_Work]:
+) -> list[Work]:
     """The work per buffer. Kept from call to call: making the views takes a seventh of a call."""
     memory, segments = call.group_state.peer_memory, call.peer_segments
     if memory is None or segments is None:
         raise LegacyDDPError(f"{call}: no shared memory is mapped")
     key = (tuple(segments), runs)
-    work: list[_Work] | None = memory.views.get(key)
+    work: list[Work] | None = memory.views.get(key)
     if work is None:
         work = []
         for index, (buffer, own_runs) in enumerate(zip(buffers, runs, strict=True)):
@@ -103,16 +120,17 @@ def _work_of(
                 if serial := ids.serials[len(buffers) + index]:
                     parts[rank] = as_real(memory[rank, serial].view(wire_dtype(dtype, None)))
             width = 2 if dtype.is_complex else 1
-            chunks = [chunk for run in own_runs for chunk in _cut(parts, flats, run, call.groups.rank, width)]
-            work.append(_work_on(buffer.bucket, chunks, settings))
+            own_parts = [part_of(run, call.groups.rank, len(flats)) for run in own_runs]
+            chunks = [chunk for part in own_parts for chunk in cut_chunks(parts, flats, part, call.groups.rank, width)]
+            work.append(work_on(buffer.bucket, chunks, settings))
         memory.keep_views(key, work)
     return work
 
 
-def _work_on(bucket: Bucket, chunks: Sequence[_Chunk], settings: Settings) -> _Work:
+def work_on(bucket: Bucket, chunks: Sequence[Chunk], settings: Settings) -> Work:
     """The work for the chunks of a bucket, in the order and the dtype of the settings."""
     if not chunks:
-        return _Work(bucket.label, chunks, _add_in_rank_order, ())
+        return Work(bucket.label, chunks, _add_in_rank_order, ())
     parts = chunks[0].parts
     if settings.reproducible:
         dtype, count = parts[0].dtype, len(parts) // 2
@@ -120,18 +138,18 @@ def _work_on(bucket: Bucket, chunks: Sequence[_Chunk], settings: Settings) -> _W
         dtype, count = sum_dtype(bucket.dtype, settings.reduce_dtype), 1
     numel = max(chunk.own.numel() for chunk in chunks)
     memory = [torch.empty(numel, dtype=dtype, device="cpu") for _ in range(count)]
-    return _Work(bucket.label, chunks, add_in_tree_order if settings.reproducible else _add_in_rank_order, memory)
+    return Work(bucket.label, chunks, add_in_tree_order if settings.reproducible else _add_in_rank_order, memory)
 
 
-def _cut(
-    parts: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], run: Run, rank: int, width: int
-) -> Iterator[_Chunk]:
-    """The chunks of this rank's part of a run. ``width``: real numbers per element."""
-    start, stop = (width * border for border in part_of(run, rank, len(flats)))
+def cut_chunks(
+    parts: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], part: Run, own: int, width: int
+) -> Iterator[Chunk]:
+    """The chunks of a part. ``own``: place of this rank in ``flats``. ``width``: real numbers per element."""
+    start, stop = (width * border for border in part)
     for place in range(start, stop, CHUNK_NUMEL):
         stretch = slice(place, min(place + CHUNK_NUMEL, stop))
-        own, *others = [flat[stretch] for flat in (flats[rank], *flats[:rank], *flats[rank + 1 :])]
-        yield _Chunk([part[stretch] for part in parts], own, others)
+        first, *others = [flat[stretch] for flat in (flats[own], *flats[:own], *flats[own + 1 :])]
+        yield Chunk([part[stretch] for part in parts], first, others)
 
 
 def part_of(run: Run, rank: int, size: int) -> Run:
@@ -145,17 +163,25 @@ def part_of(run: Run, rank: int, size: int) -> Run:
     return border(rank), border(rank + 1)
 
 
-def _sum_chunks(work: _Work, divisor: int) -> None:
+def _sum_chunks(work: Work, divisor: int) -> None:
     """Add, divide into the own chunk, and copy it to the other ranks."""
     for chunk in work.chunks:
-        numel = chunk.own.numel()
-        total = work.add(chunk.parts, [memory[:numel] for memory in work.memory])
-        if total.dtype != chunk.own.dtype:
-            chunk.own.copy_(total.div_(float(divisor)))
-        else:
-            _divide(total, divisor, chunk.own)
-        for part in chunk.others:
-            part.copy_(chunk.own)
+        give_out(chunk, total_of(work, chunk), divisor)
+
+
+def total_of(work: Work, chunk: Chunk) -> torch.Tensor:
+    """The sum of the parts of a chunk, in the memory of ``work``."""
+    return work.add(chunk.parts, [memory[: chunk.own.numel()] for memory in work.memory])
+
+
+def give_out(chunk: Chunk, total: torch.Tensor, divisor: int) -> None:
+    """Divide ``total``, which may be the own chunk, into the own chunk, and copy it to the other ranks."""
+    if total.dtype != chunk.own.dtype:
+        chunk.own.copy_(total.div_(float(divisor)))
+    else:
+        _divide(total, divisor, chunk.own)
+    for part in chunk.others:
+        part.copy_(chunk.own)
 
 
 def _add_in_rank_order(parts: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -10,6 +10,7 @@ from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.gradient import ABSENT, SPARSE
 from legacy_ddp._buckets.layout import cut_runs
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._collectives.between_hosts import sum_between_hosts
 from legacy_ddp._collectives.comm_hook import HookResult, copy_results, run_hook
 from legacy_ddp._collectives.dense import fill_missing, merged_runs, reduce_dense
 from legacy_ddp._collectives.host_sum import sum_on_host
@@ -60,7 +61,8 @@ def reduce(
         with call.phase("payload"):
             size_bytes, rest = 0, plan.slot_ranges
             if on_host:
-                size_bytes = sum_on_host(call, settings, plan, packed, kinds, agreement)
+                total = sum_on_host if call.groups.between is None else sum_between_hosts
+                size_bytes = total(call, settings, plan, packed, kinds, agreement)
                 rest = [(buffer, share) for buffer, share in rest if buffer.segment is None]
             if hook is not None:
                 size_bytes += copy_results(call, hook, results, divisor)

@@ -100,6 +100,10 @@ def _why_gloo(state: GroupState, settings: Settings) -> str:
         return 'transport="gloo"'
     if settings.comm_hook is not None:
         return "a communication hook"
+    if state.groups.between is not None and settings.reproducible:
+        return "reproducible=True on several hosts"
+    if state.groups.between is not None and settings.reduce_dtype is not None:
+        return f"reduce_dtype={settings.reduce_dtype} on several hosts"
     return state.groups.star_problem
 
 

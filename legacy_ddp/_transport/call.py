@@ -46,7 +46,8 @@ class GroupState:
         if self.groups.size == 1:
             return ""
         if self.transport:
-            return f"{self.transport} ({self.fallback})" if self.fallback else self.transport
+            note = self.fallback or self.groups.hosts_text
+            return f"{self.transport} ({note})" if note else self.transport
         return f"gloo ({self.groups.star_problem})" if self.groups.star_problem else "host (from the first call on)"
 
 
@@ -128,7 +129,7 @@ class Call(Gatherer):
 
     def exchange_endpoints(self) -> None:
         """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
-        connect the ranks of one host."""
+        connect the ranks of each host."""
         if self.groups.endpoints_exchanged or self.groups.size == 1:
             return
         watchdog = self.groups.watchdog
@@ -139,7 +140,7 @@ class Call(Gatherer):
             )
             if watchdog is not None:
                 watchdog.start([card["endpoint"].encode() for card in cards])
-            self.groups.use_star(*meeting.meet(self, cards))
+            meeting.meet(self, cards)
         finally:
             meeting.close()
         self.groups.endpoints_exchanged = True

@@ -8,7 +8,13 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.host_row import SegmentIds, decode_host_rows, encode_host_row
+from legacy_ddp._transport.host_row import (
+    SegmentIds,
+    decode_host_rows,
+    decode_host_words,
+    encode_host_row,
+    encode_host_words,
+)
 from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.wait import Waiter
 
@@ -17,7 +23,7 @@ class Gatherer(Waiter):
     """Exchanges headers, host tensors and JSON values.
 
     ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, None before the headers and
-    without a star.
+    without stars.
     """
 
     def __init__(self, groups: Groups, timeout: timedelta) -> None:
@@ -35,19 +41,23 @@ class Gatherer(Waiter):
         return rows
 
     def exchange_headers(self, header: torch.Tensor) -> torch.Tensor:
-        """Collective: the header of every rank, int64, shape (size, words); over the star of the host if there is one.
+        """Collective: the header of every rank, int64, shape (size, words); over the star if all ranks are on one host.
 
-        With a star, :attr:`peer_segments` are the segments of every rank afterwards.
+        With stars, :attr:`peer_segments` are the segments of every rank afterwards, of other hosts, too: what is mapped
+        on a host is known to all.
         """
         if self.groups.star is None:
             return self.gather(header)
-        row = encode_host_row(self.segments, header)
-        rows = self.over_star(lambda star, on_slice: star.exchange(row, on_slice))
-        self.peer_segments, headers = decode_host_rows(rows)
+        if self.groups.between is None:
+            row = encode_host_row(self.segments, header)
+            rows = self.over_star(lambda star, on_slice: star.exchange(row, on_slice))
+            self.peer_segments, headers = decode_host_rows(rows)
+        else:
+            self.peer_segments, headers = decode_host_words(self.gather(encode_host_words(self.segments, header)))
         return headers
 
     def barrier(self) -> None:
-        """Collective, only with a star: return when every rank of the host has arrived."""
+        """Collective on the host, only with a star: return when every rank of the host has arrived."""
         self.over_star(Star.barrier)
 
     def gather_objects(self, value: Any) -> list[Any]:

@@ -45,11 +45,15 @@ class Groups:
         self.control: Any = None
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
-        self.star: Star | None = None  # None: ranks on several hosts, or no call yet
+        self.star: Star | None = None  # None: gloo alone, or no call yet
         self.star_problem = ""  # why there is no star
+        self.host_ranks: tuple[int, ...] = ()  # with a star: the ranks of this host, ascending
+        self.between: Any = None  # with stars on several hosts: the group of the ranks of equal index on their hosts
         self._at_end: list[Callable[[], None]] = []  # in this order; also at exit
         self._end = weakref.finalize(self, _call_all, self._at_end)
         self._payload: Any = None
+        self._store: Any = None
+        self._timeout = timedelta()
         self._parent = weakref.ref(parent)
         self._lost = ""
         self._lost_ranks: tuple[int, ...] = ()
@@ -62,11 +66,16 @@ class Groups:
         # The count of arrivals numbers the generations, also on a store that an earlier generation used.
         generation = (store.add(_ARRIVALS, 1) - 1) // self.size
         _await_members(store, generation, self.rank, self.size, timeout)
-        store = internals.PrefixStore(str(generation), store)
-        self.control, self._payload = (
-            internals.ProcessGroupGloo(internals.PrefixStore(name, store), self.rank, self.size, timeout)
-            for name in ("control", "payload")
-        )
+        self._store, self._timeout = internals.PrefixStore(str(generation), store), timeout
+        self.control, self._payload = (self.connect(name, self.rank, self.size) for name in ("control", "payload"))
+
+    def connect(self, name: str, rank: int, size: int) -> Any:
+        """Collective on the ranks that give this name: a further gloo group, in which this rank has number ``rank``.
+
+        Raises:
+            RuntimeError: a rank did not connect in time, or the store is gone.
+        """
+        return internals.ProcessGroupGloo(internals.PrefixStore(name, self._store), rank, size, self._timeout)
 
     def open_watchdog(self, checks: Checks) -> Watchdog | None:
         """Make the watchdog, if ``checks`` are not off and the endpoints were not exchanged before.
@@ -106,7 +115,7 @@ class Groups:
 
     def is_private(self, group: Any) -> bool:
         """Whether ``group`` is a private group, on gloo."""
-        return group is self.control or group is self._payload
+        return any(group is private for private in (self.control, self._payload, self.between))
 
     def mark_failed(self, error: BaseException) -> None:
         """Refuse further calls: ranks may be in different places. Keeps the text, but no traceback with its locals."""
@@ -129,13 +138,21 @@ class Groups:
     def close(self) -> None:
         """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
         self._end()
-        self.control = self._payload = None
+        self.control = self._payload = self.between = None
 
-    def use_star(self, star: Star | None, problem: str) -> None:
-        """Use the connections to the ranks of this host. ``problem``: why there are none."""
-        self.star, self.star_problem = star, problem
+    def use_star(self, star: Star | None, host_ranks: tuple[int, ...], between: Any) -> None:
+        """Use the connections to the ranks of this host, and the group to the other hosts, None for one host."""
+        self.star, self.host_ranks, self.between = star, host_ranks, between
         if star is not None:
             self._at_end.append(star.close)
+
+    @property
+    def hosts_text(self) -> str:
+        """``2 hosts of 4 ranks, gloo between them``; empty for one host, and without stars."""
+        if self.between is None:
+            return ""
+        ranks = len(self.host_ranks)
+        return f"{self.size // ranks} hosts of {ranks} ranks, gloo between them"
 
     def close_star(self) -> None:
         """Close the connections to the ranks of this host: they notice at once."""

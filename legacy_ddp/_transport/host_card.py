@@ -1,9 +1,11 @@
-"""Which host this process runs on, for the decision whether ranks can share memory."""
+"""Cards of ranks: facts about the host of a rank. The cards of all ranks show the hosts of a group."""
 
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+MAX_RANKS = 256  # on a host: a connection holds about 270 messages, and the hub forwards one with descriptors per rank
 
 _FACTS = {
     "boot": "they run on different hosts",
@@ -34,13 +36,30 @@ def new_name() -> str:
     return secrets.token_hex(16)
 
 
-def why_apart(cards: Sequence[Mapping[str, str]]) -> str:
-    """Why the ranks of these cards cannot share memory; empty if they can."""
+def find_hosts(cards: Sequence[Mapping[str, str]]) -> list[tuple[int, ...]]:
+    """The ranks of every host, ascending; the hosts in the order of their lowest ranks."""
+    hosts: dict[tuple[str, ...], list[int]] = {}
+    for rank, card in enumerate(cards):
+        hosts.setdefault(tuple(card.get(fact, "") for fact in _FACTS), []).append(rank)
+    return [tuple(ranks) for ranks in hosts.values()]
+
+
+def why_gloo(cards: Sequence[Mapping[str, str]]) -> str:
+    """Why the ranks of these cards use gloo alone; empty if the ranks of each host can share memory.
+
+    Possible are one host, and hosts with equal numbers of ranks, at least two: every part of the gradients then has an
+    owner on every host.
+    """
     for rank, card in enumerate(cards):
         if card["problem"]:
             return f"rank {rank}: {card['problem']}"
-    for rank, card in enumerate(cards):
-        for fact, meaning in _FACTS.items():
-            if card[fact] != cards[0][fact]:
-                return f"ranks 0 and {rank}: {meaning}"
-    return ""
+    hosts = find_hosts(cards)
+    sizes = {len(ranks) for ranks in hosts}
+    if max(sizes) > MAX_RANKS:
+        return f"{max(sizes)} ranks on a host, more than {MAX_RANKS}"
+    if len(hosts) == 1 or (len(sizes) == 1 and sizes != {1}):
+        return ""
+    other = hosts[1][0]
+    meaning = next(meaning for fact, meaning in _FACTS.items() if cards[other][fact] != cards[0][fact])
+    numbers = "one rank each" if sizes == {1} else f"unequal numbers of ranks, {min(sizes)} to {max(sizes)}"
+    return f"ranks 0 and {other}: {meaning}, with {numbers}"

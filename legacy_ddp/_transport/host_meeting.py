@@ -1,70 +1,81 @@
-"""The decision whether the ranks of a group run on one host, and their star. Collective, once per group."""
+"""The hosts of a group, the star of each host, and the groups between hosts. Collective, once per group."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from legacy_ddp._error_text import error_text
+from legacy_ddp._error_text import error_line
 from legacy_ddp._transport.gather import Gatherer
-from legacy_ddp._transport.host_card import new_name, own_card, why_apart
+from legacy_ddp._transport.host_card import find_hosts, new_name, own_card, why_gloo
 from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.star_setup import StarListener, connect
 
-MAX_RANKS = 256  # a connection holds about 270 messages, and the hub forwards one with descriptors per rank
-
 
 class HostMeeting:
-    """``card``: of this rank, for :meth:`meet` on every rank. Rank 0 listens from the start; its card has the name."""
+    """``card``: of this rank, for :meth:`meet` on every rank.
+
+    Every rank listens from the start: only the cards of all ranks tell which ranks are hubs, and a card has the name to
+    connect to.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.card: dict[str, str] = own_card()
         self._rank = rank
-        self._size = size
         self._listener: StarListener | None = None
-        if rank == 0 and not self.card["problem"]:
+        self._star: Star | None = None
+        self._between: Any = None
+        if not self.card["problem"]:
             self.card |= {"name": new_name(), "token": new_name()}
             try:
                 self._listener = StarListener(self.card["name"], size)
             except OSError as error:
-                self.card["problem"] = error_text(error)
+                self.card["problem"] = error_line(error)
 
-    def meet(self, call: Gatherer, cards: Sequence[Mapping[str, str]]) -> tuple[Star | None, str]:
-        """Collective: the star, or None and the reason, equal on all ranks."""
-        if self._size > MAX_RANKS:
-            return None, f"{self._size} ranks on a host, more than {MAX_RANKS}"
-        if reason := why_apart(cards):
-            return None, reason
-        star: Star | None = None
-        for step in (self._connect, self._accept):
-            star, reason = _agreed(call, star, step, cards[0])
-            if reason:
-                return None, reason
-        return star, ""
+    def meet(self, call: Gatherer, cards: Sequence[Mapping[str, str]]) -> None:
+        """Collective: give the group of ``call`` its star and its group between hosts, or the reason for gloo alone.
+
+        The outcome is equal on all ranks. :meth:`close` closes what the group did not get.
+        """
+        groups, reason = call.groups, why_gloo(cards)
+        if not reason:
+            hosts = find_hosts(cards)
+            own = next(ranks for ranks in hosts if self._rank in ranks)
+            reason = _agreed(call, lambda: self._connect(own, cards[own[0]])) or _agreed(
+                call, lambda: self._accept(own)
+            )
+            if not reason and len(hosts) > 1:
+                reason = _agreed(call, lambda: self._connect_hosts(call, hosts, own))
+            if not reason:
+                groups.use_star(self._star, own, self._between)
+                self._star = None
+        groups.star_problem = reason
 
     def close(self) -> None:
-        """Stop listening; the connections of a star stay."""
+        """Stop listening, and close the connections of a star that the group did not get."""
         if self._listener is not None:
             self._listener.close()
+        if self._star is not None:
+            self._star.close()
 
-    def _connect(self, card: Mapping[str, str]) -> Star | None:
-        return connect(card["name"], card["token"], self._rank, self._size) if self._rank else None
+    def _connect(self, own: Sequence[int], card: Mapping[str, str]) -> None:
+        if self._rank != own[0]:
+            self._star = connect(card["name"], card["token"], self._rank, own)
 
-    def _accept(self, card: Mapping[str, str]) -> Star | None:
-        return self._listener.accept(self._size, card["token"]) if self._listener is not None else None
+    def _accept(self, own: Sequence[int]) -> None:
+        if self._rank == own[0] and self._listener is not None:
+            self._star = self._listener.accept(own, self.card["token"])
+
+    def _connect_hosts(self, call: Gatherer, hosts: Sequence[Sequence[int]], own: Sequence[int]) -> None:
+        """A group per index on the host: its ranks add the shards that they own."""
+        name = f"hosts, index {own.index(self._rank)}"
+        self._between = call.groups.connect(name, hosts.index(own), len(hosts))
 
 
-def _agreed(
-    call: Gatherer, star: Star | None, step: Callable[[Mapping[str, str]], Star | None], card: Mapping[str, str]
-) -> tuple[Star | None, str]:
-    """The star after a step of this rank, and the first problem of any rank."""
+def _agreed(call: Gatherer, step: Callable[[], None]) -> str:
+    """Collective, after a step of this rank: the first problem of any rank, empty without a problem."""
     problem = ""
     try:
-        star = step(card) or star
-    except OSError as error:
-        problem = error_text(error)
-    problems: list[Any] = []
-    try:
-        problems = call.gather_objects(problem)
-    finally:
-        if star is not None and (not problems or any(problems)):
-            star.close()
-    return star, next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
+        step()
+    except (OSError, RuntimeError) as error:
+        problem = error_line(error)
+    problems = call.gather_objects(problem)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")

@@ -1,7 +1,8 @@
 """The segments of the other ranks of a host, mapped into this process.
 
-All ranks know which segments are mapped everywhere: the table changes only by agreed steps. A call with known segments
-therefore needs no exchange but its headers.
+All ranks know which segments are mapped everywhere on their host: the table changes only by agreed steps. A call with
+known segments therefore needs no exchange but its headers. With several hosts the table has the ranks of all hosts, and
+all ranks decide alike whether any rank has a new segment.
 """
 
 import os
@@ -19,16 +20,26 @@ _MAX_KEPT_VIEWS = 4
 
 
 class PeerMemory:
-    """Mapped segments of the ranks of a group, uint8 tensors by rank and serial number. Of one wrapper."""
+    """Mapped segments of the ranks of a group, uint8 tensors by rank and serial number. Of one wrapper.
+
+    The table has the segments of other hosts, too, without a tensor.
+    """
 
     def __init__(self, size: int) -> None:
-        self._mapped: list[dict[int, torch.Tensor]] = [{} for _ in range(size)]
+        self._mapped: list[dict[int, torch.Tensor | None]] = [{} for _ in range(size)]
         self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
 
     def __getitem__(self, key: tuple[int, int]) -> torch.Tensor:
-        """The segment of a rank with a serial number."""
+        """The segment of a rank of this host with a serial number.
+
+        Raises:
+            KeyError: not mapped.
+        """
         rank, serial = key
-        return self._mapped[rank][serial]
+        memory = self._mapped[rank].get(serial)
+        if memory is None:
+            raise KeyError(f"segment {serial} of rank {rank} is not mapped")
+        return memory
 
     def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
         """Unmap what no rank will come back to: all but the current segments, and as many spare ones, the newest.
@@ -50,7 +61,7 @@ class PeerMemory:
         self.views[key] = views
 
     def unknown(self, segments: Sequence[SegmentIds]) -> list[list[int]]:
-        """For every rank the positions of its segments that are not mapped everywhere."""
+        """For every rank the positions of its segments that are not mapped everywhere on its host."""
         return [
             [index for index, serial in enumerate(current.serials) if serial and serial not in mapped]
             for mapped, current in zip(self._mapped, segments, strict=True)
@@ -63,7 +74,7 @@ class PeerMemory:
         unknown: Sequence[Sequence[int]],
         own: Sequence[Segment | None],
     ) -> str:
-        """Collective: map the segments at the ``unknown`` positions, on all ranks or on none.
+        """Collective: map the segments at the ``unknown`` positions of each host, on all ranks of all hosts or on none.
 
         ``own``: the segments of this rank, by position.
 
@@ -92,6 +103,7 @@ class PeerMemory:
         for failed, text in enumerate(problems):
             if text:
                 return f"rank {failed}: {text}"
-        for (other, index), memory in found.items():
-            self._mapped[other][segments[other].serials[index]] = memory
+        for other, indices in enumerate(unknown):
+            for index in indices:
+                self._mapped[other][segments[other].serials[index]] = found.get((other, index))
         return ""

@@ -1,4 +1,4 @@
-"""Messages between the ranks of one host, over Unix sockets: rank 0 is the hub, with a connection to every other rank.
+"""Messages between the ranks of one host, over Unix sockets. The lowest rank is the hub, connected to every other rank.
 
 Sequenced packets keep the borders of messages. Every receive ends after :data:`SLICE_SECONDS`, so that signal handlers
 run and a caller can give up. The first byte of a message is its kind.
@@ -30,29 +30,31 @@ class StarLostError(Exception):
 
 
 class Star:
-    """The connections of this rank: to all other ranks on rank 0, else to rank 0 alone.
+    """The connections of this rank: to all other ranks of the host on the hub, else to the hub alone.
 
-    ``connections``: by rank. Every method but :meth:`close` is collective; ``on_slice`` is called after every slice
-    of a wait, and may raise.
+    ``ranks``: of the host, ascending; numbers of the group, in which other hosts may have the numbers between.
+    ``connections``: by rank. Every method but :meth:`close` is collective on the host; ``on_slice`` is called after
+    every slice of a wait, and may raise.
     """
 
-    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], connections: Mapping[int, socket.socket]) -> None:
         self.rank = rank
-        self.size = size
+        self.ranks = tuple(ranks)
+        self._hub = self.ranks[0]
         self._connections = dict(connections)
         for connection in self._connections.values():
             set_slices(connection)
 
     def exchange(self, row: bytes, on_slice: OnSlice) -> list[bytes]:
-        """The row of every rank, of equal lengths, in rank order.
+        """The row of every rank of the host, of equal lengths, in rank order.
 
         Raises:
             StarLostError: a connection broke.
             Exception: raised by ``on_slice``.
         """
-        if self.rank != 0:
-            self._send(0, _ROW + row)
-            data = self._await_message(0, _ROW, self.size * len(row), on_slice)
+        if self.rank != self._hub:
+            self._send(self._hub, _ROW + row)
+            data = self._await_message(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
             return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
         rows = [row] + [self._await_message(rank, _ROW, len(row), on_slice) for rank in self._connections]
         self._send_to_all(_ROW + b"".join(rows))
@@ -64,9 +66,9 @@ class Star:
         Raises:
             StarLostError, Exception: as :meth:`exchange`.
         """
-        if self.rank != 0:
-            self._send(0, _BARRIER)
-            self._await_message(0, _BARRIER, 0, on_slice)
+        if self.rank != self._hub:
+            self._send(self._hub, _BARRIER)
+            self._await_message(self._hub, _BARRIER, 0, on_slice)
             return
         for rank in self._connections:
             self._await_message(rank, _BARRIER, 0, on_slice)
@@ -75,8 +77,8 @@ class Star:
     def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> dict[int, list[int]]:
         """Duplicates of the open descriptors of the other ranks, by rank. The caller closes them.
 
-        ``own``: of this rank. ``counts``: the number of descriptors of every rank, known to all ranks. At the limit of
-        open files some descriptors are missing in the result; the messages arrive nevertheless.
+        ``own``: of this rank. ``counts``: the number of descriptors by rank, known to all ranks. At the limit of open
+        files some descriptors are missing in the result; the messages arrive nevertheless.
 
         Raises:
             StarLostError, Exception: as :meth:`exchange`.
@@ -85,9 +87,10 @@ class Star:
         try:
             if own:
                 self._forward(self.rank, own)
-            for rank in (rank for rank in range(self.size) if counts[rank] and rank != self.rank):
-                found[rank] = self._receive_descriptors(rank if self.rank == 0 else 0, counts[rank], on_slice)
-                if self.rank == 0:
+            is_hub = self.rank == self._hub
+            for rank in (rank for rank in self.ranks if counts[rank] and rank != self.rank):
+                found[rank] = self._receive_descriptors(rank if is_hub else self._hub, counts[rank], on_slice)
+                if is_hub:
                     self._forward(rank, found[rank])
         except BaseException:
             for descriptor in (descriptor for descriptors in found.values() for descriptor in descriptors):

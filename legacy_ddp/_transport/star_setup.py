@@ -1,4 +1,4 @@
-"""The connections of a star: rank 0 listens under a random abstract name, the other ranks connect.
+"""The connections of a star: the hub listens under a random abstract name, the other ranks of the host connect.
 
 The caller lets all ranks agree after each step: connect, then accept. No step waits for another rank.
 """
@@ -7,7 +7,7 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from legacy_ddp._transport.star import Star
 
@@ -15,9 +15,10 @@ _HELLO_BYTES = 256
 
 
 class StarListener:
-    """The listening socket of rank 0, before its connections.
+    """The listening socket of a hub, before its connections.
 
-    ``name``: to be given to the other ranks. Whoever knows the name and ``token`` can connect.
+    ``name``: to be given to the other ranks. Whoever knows the name and ``token`` can connect. ``size``: the largest
+    number of connections that wait.
 
     Raises:
         OSError: no such socket can be made.
@@ -33,37 +34,38 @@ class StarListener:
             self.close()
             raise
 
-    def accept(self, size: int, token: str) -> Star:
-        """The star of all ``size`` ranks; every other rank has connected already.
+    def accept(self, ranks: Sequence[int], token: str) -> Star:
+        """The star of ``ranks``, ascending; every rank but the first, this rank, has connected already.
 
         Raises:
             OSError: a rank has not connected.
         """
+        hub, *others = ranks
         connections: dict[int, socket.socket] = {}
         try:
-            while len(connections) < size - 1:
+            while len(connections) < len(others):
                 connection, _ = self._socket.accept()
                 rank = _read_hello(connection, token)
-                if rank is None or not 0 < rank < size or rank in connections:
+                if rank is None or rank not in others or rank in connections:
                     connection.close()
                     continue
                 connections[rank] = connection
         except BlockingIOError:
             _close_all(connections)
-            missing = sorted({*range(1, size)} - {*connections})
+            missing = sorted({*others} - {*connections})
             raise OSError(f"no connection from ranks {missing}") from None
         except BaseException:
             _close_all(connections)
             raise
-        return Star(0, size, dict(sorted(connections.items())))
+        return Star(hub, ranks, dict(sorted(connections.items())))
 
     def close(self) -> None:
         """Stop listening; the connections stay."""
         self._socket.close()
 
 
-def connect(name: str, token: str, rank: int, size: int) -> Star:
-    """Connect this rank to rank 0.
+def connect(name: str, token: str, rank: int, ranks: Sequence[int]) -> Star:
+    """Connect this rank to the hub of ``ranks``, the first of them.
 
     Raises:
         OSError: the connection is refused, or a process of another user listens.
@@ -73,12 +75,12 @@ def connect(name: str, token: str, rank: int, size: int) -> Star:
         connection.setblocking(False)  # a full queue of the listener is an error, not a wait without a limit
         connection.connect(_address(name))
         if _peer_user(connection) != os.geteuid():
-            raise OSError("a process of another user listens under the name of rank 0")
+            raise OSError(f"a process of another user listens under the name of rank {ranks[0]}")
         connection.send(f"{rank} {token}".encode("ascii"))
     except BaseException:
         connection.close()
         raise
-    return Star(rank, size, {0: connection})
+    return Star(rank, ranks, {ranks[0]: connection})
 
 
 def _new_socket() -> socket.socket:

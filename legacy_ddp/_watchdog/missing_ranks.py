@@ -75,9 +75,15 @@ class Row:
 
 
 def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The ranks behind the farthest rank in a call; empty if all ranks wait at the same position."""
+    """The ranks behind the farthest rank in a call; empty if all ranks wait at the same position.
+
+    Beside a rank with a dead process a rank inside a call is not missing. It may wait for the dead rank in an earlier
+    call than the farthest rank, for example on the host of the dead rank.
+    """
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
     behind = [row for row in rows if row.progress < farthest and not row.is_out_of_data]
+    if any(row.has_ended and not row.left_after_loss for row in behind):
+        behind = [row for row in behind if row.has_ended or not row.in_call]
     known = tuple(row.rank for row in behind if row.is_known and not row.left_after_loss)
     unknown = tuple(row.rank for row in behind if not row.is_known)
     # In the order of evidence: known ranks; a single unknown rank; ranks that left after another rank was lost.

@@ -32,10 +32,11 @@ VARIANTS = [
     "torch DDP, bf16_compress_hook",
     "ours, off",
     "ours, info",
+    "ours, off, gloo",
     "ours, off, reduce_dtype=bf16",
     "local compute alone",
 ]
-COMPARED = ["control", "off", "info", "bf16", "bf16, both"]
+COMPARED = ["control", "off", "info", "gloo", "bf16", "bf16, both"]
 needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
 
 
@@ -71,7 +72,7 @@ def _unsynchronized(module: nn.Module) -> nn.Module:
 
 
 def _in_bf16(module: nn.Module) -> nn.Module:
-    return LegacyDistributedDataParallel(module, reduce_dtype=torch.bfloat16)
+    return LegacyDistributedDataParallel(module, reduce_dtype=torch.bfloat16, transport="gloo")  # memory rounds less
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,7 @@ def test_a_summary_names_the_update_freq_from_which_on_it_costs_nothing() -> Non
         "control": (1, 1),
         "off": (8, 16),
         "info": (None, None),  # it is again above at the last
+        "gloo": (1, 1),
         "bf16": (1, 1),
         "bf16, both": (1, 1),
     }
@@ -148,13 +150,24 @@ def test_aims_are_judged_from_update_freq_8_on_beside_the_control() -> None:
         at_16=_table(control=(0.7, 0.8, 0.9), off=(0.9, 0.95, 1.0), info=(1.1, 1.2, 1.3), bf16=(0.6, 0.65, 0.675)),
     )
 
-    judged = bench_hosts.judge_aims(results)
+    judged = bench_hosts.judge_aims(results, bench_hosts.ONE_RANK_AIMS)
 
     said = {name: {what: (row["aim"], row["verdict"]) for what, row in rows.items()} for name, rows in judged.items()}
     assert said == {
         "update-freq 8": {"off": (1.0, "met"), "info": (1.0, "not decided"), "bf16": (0.75, "missed")},
         "update-freq 16": {"off": (1.0, "not decided"), "info": (1.0, "missed"), "bf16": (0.75, "met")},
     }
+
+
+def test_with_several_ranks_per_host_the_aims_are_judged_at_update_freq_1() -> None:
+    results = _results(at_1=_table(off=(0.7, 0.75, 0.8), info=(0.81, 0.85, 0.9)), at_8=_table())
+
+    judged = bench_hosts.judge_aims(results, bench_hosts.MORE_RANKS_AIMS)
+
+    said = {name: {what: (row["aim"], row["verdict"]) for what, row in rows.items()} for name, rows in judged.items()}
+    assert said == {"update-freq 1": {"off": (0.8, "met"), "info": (0.8, "missed")}}
+    assert str(bench_hosts.MORE_RANKS_AIMS) == "1 Gbit/s and update-freq 1"
+    assert str(bench_hosts.ONE_RANK_AIMS) == "2 Gbit/s and update-freq 8 or more"
 
 
 @pytest.mark.parametrize(

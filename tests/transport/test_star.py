@@ -14,8 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._transport.host_card import new_name, own_card, why_apart
-from legacy_ddp._transport.host_row import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
+from legacy_ddp._transport.host_card import new_name
+from legacy_ddp._transport.host_row import (
+    MAX_SEGMENTS,
+    SegmentIds,
+    decode_host_rows,
+    decode_host_words,
+    encode_host_row,
+    encode_host_words,
+)
 from legacy_ddp._transport.star import Star, StarLostError
 from legacy_ddp._transport.star_setup import StarListener, connect
 
@@ -25,11 +32,12 @@ SERIALS = st.lists(st.integers(0, 2**32 - 1), max_size=MAX_SEGMENTS)
 
 
 @contextmanager
-def _stars(size: int) -> Iterator[list[Star]]:
+def _stars(size: int, *, first: int = 0, step: int = 1) -> Iterator[list[Star]]:
+    ranks = range(first, first + size * step, step)
     name, token = new_name(), new_name()
     listener = StarListener(name, size)
-    leaves = [connect(name, token, rank, size) for rank in range(1, size)]
-    stars = [listener.accept(size, token), *leaves]
+    leaves = [connect(name, token, rank, ranks) for rank in ranks[1:]]
+    stars = [listener.accept(ranks, token), *leaves]
     listener.close()
     yield stars
     for star in stars:
@@ -54,12 +62,13 @@ def _ignore() -> None:
     pass
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_every_rank_gets_the_rows_of_all_in_their_order_again_and_again(size: int) -> None:
-    with _stars(size) as stars:
+@pytest.mark.parametrize("size, first, step", [(2, 0, 1), (3, 0, 1), (8, 0, 1), (3, 2, 3)])
+def test_every_rank_gets_the_rows_of_all_in_their_order_again_and_again(size: int, first: int, step: int) -> None:
+    """The ranks of one of several hosts need not begin with 0, nor follow each other."""
+    with _stars(size, first=first, step=step) as stars:
         for call in range(3):
-            expected = [f"{call} {rank}".encode() for rank in range(size)]
-            seen = _on_all(stars, lambda star, rows=expected: star.exchange(rows[star.rank], _ignore))
+            expected = [f"{call} {star.rank:2}".encode() for star in stars]
+            seen = _on_all(stars, lambda star, call=call: star.exchange(f"{call} {star.rank:2}".encode(), _ignore))
             assert seen == [expected] * size
 
 
@@ -76,9 +85,13 @@ def test_nobody_leaves_a_barrier_before_all_have_arrived() -> None:
         assert _on_all(stars, arrive) == [3, 3, 3]
 
 
+@pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("operation", ["exchange", "barrier"])
-def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operation: str) -> None:
+def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operation: str, first: int) -> None:
+    """``first``: the lowest rank of the host."""
+    lost += first
+
     def act(star: Star) -> None:
         if star.rank == lost:
             star.close()
@@ -88,9 +101,9 @@ def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operati
         else:
             star.exchange(b"row", _ignore)
 
-    with _stars(3) as stars:
+    with _stars(3, first=first) as stars:
         told = _on_all(stars, act)
-    assert [text for rank, text in enumerate(told) if rank != lost] == [f"connection to rank {lost} lost"] * 2
+    assert [text for rank, text in enumerate(told, first) if rank != lost] == [f"connection to rank {lost} lost"] * 2
 
 
 def test_a_rank_that_waits_for_another_still_sees_the_end_of_a_third() -> None:
@@ -127,10 +140,17 @@ def test_a_waiting_rank_can_leave_after_every_slice() -> None:
     assert calls[1] - calls[0] >= 0.05
 
 
-def test_descriptors_of_every_rank_reach_all_others() -> None:
-    """Rank 1 has none, the others two and one; each is a file with the rank in it."""
-    counts = [2, 0, 1]
-    files = {rank: [os.memfd_create(f"test {rank}") for _ in range(count)] for rank, count in enumerate(counts)}
+@pytest.mark.parametrize("step", [1, 2])
+def test_descriptors_of_every_rank_reach_all_others(step: int) -> None:
+    """The second rank has none, the others two and one; each is a file with the place of the rank in it.
+
+    ``step``: 2 for ranks of one of two hosts; ranks of the other host have descriptors, too, which stay there."""
+    counts = [2, 0, 1] if step == 1 else [2, 3, 0, 3, 1]
+    files = {
+        rank: [os.memfd_create(f"test {rank}") for _ in range(count)]
+        for rank, count in enumerate(counts)
+        if rank % step == 0
+    }
     for rank, descriptors in files.items():
         for index, descriptor in enumerate(descriptors):
             os.write(descriptor, f"{rank}.{index}".encode())
@@ -142,10 +162,11 @@ def test_descriptors_of_every_rank_reach_all_others() -> None:
             os.close(descriptor)
         return content
 
-    with _stars(3) as stars:
+    with _stars(3, step=step) as stars:
         told = _on_all(stars, share)
-    everything = {0: [b"0.0", b"0.1"], 2: [b"2.0"]}
-    assert told == [{rank: value for rank, value in everything.items() if rank != own} for own in range(3)]
+    everything = {0: [b"0.0", b"0.1"], 2 * step: [f"{2 * step}.0".encode()]}
+    own_ranks = [0, step, 2 * step]
+    assert told == [{rank: value for rank, value in everything.items() if rank != own} for own in own_ranks]
     for descriptor in (each for descriptors in files.values() for each in descriptors):
         os.close(descriptor)
 
@@ -158,45 +179,33 @@ def test_a_stranger_is_not_taken_for_a_rank(hello: bytes) -> None:
     stranger.connect(f"\0legacy_ddp-{name}")
     stranger.send(hello)
     with pytest.raises(OSError, match=r"no connection from ranks \[1\]"):
-        listener.accept(2, "right")
+        listener.accept([0, 1], "right")
     stranger.close()
-    own = connect(name, "right", 1, 2)
-    listener.accept(2, "right").close()
+    own = connect(name, "right", 1, [0, 1])
+    listener.accept([0, 1], "right").close()
     own.close()
     listener.close()
 
 
 def test_nobody_listens_under_an_unknown_name() -> None:
     with pytest.raises(ConnectionRefusedError):
-        connect(new_name(), "", 1, 2)
+        connect(new_name(), "", 1, [0, 1])
 
 
 @given(st.lists(st.tuples(SERIALS, st.booleans(), WORDS), min_size=1, max_size=4))
 def test_a_row_arrives_as_it_was(rows: list[tuple[list[int], bool, list[int]]]) -> None:
-    sent = [
-        encode_host_row(SegmentIds(tuple(serials), spare), torch.tensor(words, dtype=torch.int64))
-        for serials, spare, words in rows
+    told = [
+        (SegmentIds(tuple(serials), spare), torch.tensor(words, dtype=torch.int64)) for serials, spare, words in rows
     ]
-    segments, headers = decode_host_rows(sent)
+    on_star = [encode_host_row(*each) for each in told]
+    on_gloo = torch.stack([encode_host_words(*each) for each in told])
 
-    assert {len(row) for row in sent} == {184}
-    assert headers.tolist() == [words for _, _, words in rows]
-    for found, (serials, spare, _) in zip(segments, rows, strict=True):
-        assert found == (tuple(serials) + (0,) * (MAX_SEGMENTS - len(serials)), spare)
-
-
-def test_one_host_has_one_boot_one_network_and_one_user() -> None:
-    card = own_card()
-    apart = {
-        "boot": "they run on different hosts",
-        "network": "they run in different network namespaces",
-        "user": "they belong to different users",
-    }
-
-    assert why_apart([card, own_card()]) == ""
-    for fact, meaning in apart.items():
-        assert why_apart([card, card, {**card, fact: "x"}]) == f"ranks 0 and 2: {meaning}"
-    assert why_apart([card, {"problem": "no /proc"}]) == "rank 1: no /proc"
+    assert {len(row) for row in on_star} == {184}
+    assert on_gloo.shape[1] == 23
+    for segments, headers in (decode_host_rows(on_star), decode_host_words(on_gloo)):
+        assert headers.tolist() == [words for _, _, words in rows]
+        for found, (serials, spare, _) in zip(segments, rows, strict=True):
+            assert found == (tuple(serials) + (0,) * (MAX_SEGMENTS - len(serials)), spare)
 
 
 def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unread_messages() -> None:
@@ -221,7 +230,7 @@ def test_a_full_queue_of_the_listener_is_an_error_and_not_a_wait() -> None:
     listener = StarListener(name, 1)
     waiting = []
     with pytest.raises(BlockingIOError):
-        waiting.extend(connect(name, "", 1, 2) for _ in range(10))
+        waiting.extend(connect(name, "", 1, [0, 1]) for _ in range(10))
     for star in waiting:
         star.close()
     listener.close()

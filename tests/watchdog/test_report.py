@@ -126,6 +126,10 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _waits(2)], (1,)),  # it can be nobody else
         ([_waits(0), _is_lost(1, Outcome.UNKNOWN), _is_lost(2, Outcome.ENDED)], (2,)),
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.NOT_ASKED)], (1,)),
+        (
+            [_waits(0), _is_lost(1, Outcome.ENDED), _waits(2, serial=4, phase="payload")],
+            (1,),
+        ),  # waits for the dead rank
     ],
 )
 def test_ranks_behind_the_farthest_are_missing(rows: list[Row], missing: tuple[int, ...]) -> None:

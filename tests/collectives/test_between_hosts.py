@@ -1,0 +1,163 @@
+"""Sums over several hosts: bit for bit the sum over the ranks of each host in rank order, then over the hosts.
+
+The ranks claim to run on the hosts in ``hosts``, a letter per rank.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._collectives import host_sum
+from tests.helpers import tiers
+from tests.helpers.claimed_hosts import on_host
+from tests.helpers.ranks import run_ranks
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+SIZES = (1, 63, 64, 65, 4096, 3 * host_sum.CHUNK_NUMEL + 7)
+HALF = (torch.float16, torch.bfloat16)
+pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
+
+
+def _model(rank: int, hosts: str, parameters: nn.Module, **arguments: object) -> LegacyDistributedDataParallel:
+    with on_host(hosts[rank]):
+        return LegacyDistributedDataParallel(parameters, transport="host", **arguments)
+
+
+def _grad(rank: int, index: int, numel: int, dtype: torch.dtype, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * index + step)
+    return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(3.0).to(dtype)
+
+
+def _sum_over_two_hosts(grads: list[torch.Tensor], hosts: str, divisor: int) -> torch.Tensor:
+    """Of every host in rank order, 16-bit gradients in fp32; then of both in the dtype between hosts; then divided."""
+    dtype = grads[0].dtype
+    if dtype.is_complex:
+        pairs = [torch.view_as_real(grad) for grad in grads]
+        return torch.view_as_complex(_sum_over_two_hosts(pairs, hosts, divisor))
+    carried = torch.float32 if dtype == torch.float16 else dtype
+    totals: dict[str, torch.Tensor] = {}
+    for host, grad in zip(hosts, grads, strict=True):
+        wide = grad.float() if dtype in HALF else grad
+        totals[host] = totals[host] + wide if host in totals else wide
+    first, second = (total.to(carried) for total in totals.values())
+    return ((first + second) / divisor).to(dtype)
+
+
+def _sums(rank: int, hosts: str, buffer_size: int) -> tuple[set[str], list[str]]:
+    """The transports, and the parameters whose gradient is not the sum by hand."""
+    named = [(dtype, numel) for dtype in DTYPES for numel in SIZES]
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype, numel in named])
+    model = _model(rank, hosts, parameters, checks="off", buffer_size=buffer_size)
+    transports, wrong = set(), []
+    for step in range(3):
+        for index, (dtype, numel) in enumerate(named):
+            parameters[index].grad = _grad(rank, index, numel, dtype, step)
+        transports.add(model.all_reduce().transport)
+        for index, (dtype, numel) in enumerate(named):
+            grads = [_grad(other, index, numel, dtype, step) for other in range(len(hosts))]
+            if not torch.equal(parameters[index].grad, _sum_over_two_hosts(grads, hosts, len(hosts))):
+                wrong.append(f"step {step}, {dtype} {numel}")
+    return transports, wrong
+
+
+@pytest.mark.parametrize(
+    "hosts, buffer_size",
+    [("aabb", 2**28), ("abab", 2**28), ("aabb", 10_000), *tiers.choose([("abbaba", 2**28), ("aaabbb", 999)], [])],
+)
+def test_every_dtype_and_size_is_summed_per_host_and_then_over_the_hosts(
+    transport: str, hosts: str, buffer_size: int
+) -> None:
+    assert run_ranks(_sums, len(hosts), hosts, buffer_size) == [({"host"}, [])] * len(hosts)
+
+
+def _whole(generator: torch.Generator, numel: int) -> torch.Tensor:
+    """Whole numbers: their sums are exact in any order, also of three hosts."""
+    return torch.randint(-1000, 1000, (numel,), generator=generator).float()
+
+
+def _absent(rank: int, hosts: str, seed: int) -> list[str]:
+    """Ranks lack other gradients in every step, are left out, or pass sample sizes; compared with sums by hand."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [17, 200_000, 3, 70_000, 1]
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in sizes])
+    model = _model(rank, hosts, parameters)
+    wrong = []
+    for step in range(6):
+        has = torch.rand(len(hosts), len(sizes), generator=generator) < (1.0 if step == 3 else 0.5)
+        samples = [0] * len(hosts) if step == 4 else torch.randint(0, 3, (len(hosts),), generator=generator).tolist()
+        grads = [[_whole(generator, numel) for numel in sizes] for _ in hosts]
+        if rank == step % len(hosts):
+            torch.randn(500_000).sort()  # late: the others are in the payload before it
+        for index, parameter in enumerate(parameters):
+            parameter.grad = grads[rank][index].clone() if has[rank, index] else None
+        model.all_reduce(sample_size=samples[rank])
+        for index, parameter in enumerate(parameters):
+            brought = [grads[other][index] for other in range(len(hosts)) if samples[other] and has[other, index]]
+            if (parameter.grad is None) != (not brought) or not (
+                parameter.grad is None or torch.equal(parameter.grad, torch.stack(brought).sum(0) / sum(samples))
+            ):
+                wrong.append(f"step {step}, parameter {index}")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    "hosts, seed",
+    [("aabb", 0), ("abba", 1), ("abbaab", 2), *tiers.choose([("abcabc", seed) for seed in range(5)], [("abccba", 3)])],
+)
+def test_slots_without_a_gradient_on_some_ranks_count_as_zeros_on_all_hosts(
+    transport: str, hosts: str, seed: int
+) -> None:
+    """Hosts with equal masks on their own ranks wait, too: the masks of all ranks decide."""
+    assert run_ranks(_absent, len(hosts), hosts, seed) == [[]] * len(hosts)
+
+
+def _skips(rank: int, hosts: str) -> list[float | None]:
+    """A whole host skips, then a rank of each host, then all, then none."""
+    net = nn.Linear(2, 1, bias=False)
+    model = _model(rank, hosts, net)
+    means = []
+    for skips in ((0, 1), (1, 2), (0, 1, 2, 3), ()):
+        net.weight.grad = torch.full((1, 2), float(10**rank))
+        model.all_reduce(skip=rank in skips)
+        means.append(None if net.weight.grad is None else float(net.weight.grad.unique()))
+    return means
+
+
+def test_ranks_and_whole_hosts_may_skip(transport: str) -> None:
+    assert run_ranks(_skips, 4, "aabb") == [[550.0, 500.5, None, 277.75]] * 4
+
+
+def _large_and_small(rank: int, hosts: str) -> list[float]:
+    net = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.float16)) for _ in range(2)])
+    model = _model(rank, hosts, net)
+    net[0].grad, net[1].grad = torch.full((3,), 40_000.0).half(), torch.full((3,), 6e-8).half()
+    model.all_reduce()
+    return [float(parameter.grad.unique()) for parameter in net]
+
+
+def test_half_precision_overflows_and_underflows_nowhere_on_the_way(transport: str) -> None:
+    assert run_ranks(_large_and_small, 4, "aabb") == [[40_000.0, float(torch.tensor(6e-8).half())]] * 4
+
+
+def _kept(rank: int, hosts: str, keeper: int) -> tuple[list[float], list[float]]:
+    """What gradients kept in every step on one rank hold at the end, and all means."""
+    net = nn.Linear(2, 1, bias=False)
+    model = _model(rank, hosts, net)
+    kept, means = [], []
+    for step in range(6):
+        model.zero_grad()
+        (net.weight * float(rank + step)).sum().backward()
+        model.all_reduce()
+        means += net.weight.grad.flatten().unique().tolist()
+        kept += [net.weight.grad] if rank == keeper else []
+    return [grad.unique().item() for grad in kept], means
+
+
+@pytest.mark.parametrize("keeper", [0, 2])
+def test_a_gradient_kept_on_one_rank_is_never_written_to_and_no_other_host_waits(transport: str, keeper: int) -> None:
+    """Only one host has new segments in a call: all hosts decide alike whether they are exchanged."""
+    expected = [1.5 + step for step in range(6)]
+    for rank, (kept, means) in enumerate(run_ranks(_kept, 4, "aabb", keeper)):
+        assert means == expected
+        assert kept == (expected if rank == keeper else [])

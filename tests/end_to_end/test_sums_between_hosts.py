@@ -1,0 +1,81 @@
+"""Two hosts with two ranks each, in network namespaces: sums of the combined transport, and a rank killed on one host.
+
+Run as a script, this file is one rank: `test_sums_between_hosts.py FOLDER`.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp._collectives import between_hosts
+from tests.helpers.hosts import Hosts, reason_not_permitted
+
+VICTIM = 3
+SIZES = (5, 300_000, 64)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
+]
+
+
+def _grads(rank: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(10 * rank + step)
+    return [torch.randn(numel, generator=generator) for numel in SIZES]
+
+
+def _train(folder: Path) -> None:
+    """Three steps, compared with sums by hand; in the fourth the victim dies, and the others tell what they see."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, on the host of the victim
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in SIZES])
+    model = LegacyDistributedDataParallel(parameters)
+    equal, transports = [], []
+    for step in range(3):
+        for parameter, grad in zip(parameters, _grads(rank, step), strict=True):
+            parameter.grad = grad
+        transports.append(model.all_reduce().transport)
+        for parameter, *grads in zip(parameters, *(_grads(other, step) for other in range(4)), strict=True):
+            expected = ((grads[0] + grads[1]) + (grads[2] + grads[3])) / 4
+            equal.append(torch.equal(parameter.grad, expected))
+    (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
+    if rank == VICTIM:
+        between_hosts._start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        model.all_reduce()
+    except LostPeerError as error:
+        dropped = all(parameter.grad is None for parameter in parameters)
+        facts = [transports, all(equal), line, type(error).__name__, error.ranks, dropped]
+        _write(folder / f"lost-{rank}", facts)
+    os._exit(1)  # torch's own group cannot be left in order
+
+
+def _write(path: Path, facts: Any) -> None:
+    path.with_suffix(".part").write_text(json.dumps(facts))
+    path.with_suffix(".part").rename(path)
+
+
+def test_sums_are_right_to_the_last_bit_and_a_rank_killed_on_one_host_is_named_on_both(tmp_path: Path) -> None:
+    with Hosts(2) as hosts:
+        hosts.torchrun(__file__, str(tmp_path), nproc_per_node=2).wait(120.0, check=False)
+
+    for rank in range(3):
+        facts = json.loads((tmp_path / f"lost-{rank}").read_text())
+        line = "transport: host (2 hosts of 2 ranks, gloo between them)"
+        assert facts == [["host"] * 3, True, line, "PeerLostError", [VICTIM], True]
+
+
+if __name__ == "__main__":
+    _train(Path(sys.argv[1]))

@@ -1,0 +1,171 @@
+"""Ranks lost on one of two hosts: an error on all ranks of both hosts that names the rank by its number in the group.
+
+Ranks 0 and 2 claim to run on one host, ranks 1 and 3 on another: no number is the index on a host. A PeerLostError
+comes before the timeout of the call, a SyncTimeoutError at the timeout.
+"""
+
+import os
+import signal
+import sys
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp._collectives import between_hosts, host_sum
+from tests.helpers.claimed_hosts import on_host
+from tests.helpers.rank_faults import do_when
+from tests.helpers.ranks import run_ranks
+
+HOSTS = "abab"
+NUMEL = 20 * 64
+pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
+
+
+def _model(rank: int, *, checks: str = "info", timeout_seconds: float = 30.0) -> LegacyDistributedDataParallel:
+    host_sum.CHUNK_NUMEL = 64
+    net = nn.Linear(NUMEL, 1, bias=False)
+    with on_host(HOSTS[rank]):
+        return LegacyDistributedDataParallel(
+            net, transport="host", checks=checks, timeout_seconds=timeout_seconds, buffer_size=192
+        )
+
+
+def _step(model: LegacyDistributedDataParallel, value: float) -> float:
+    weight = model.module.weight
+    weight.grad = torch.full_like(weight, value)
+    model.all_reduce()
+    return float(weight.grad.unique())
+
+
+def _step_twice(model: LegacyDistributedDataParallel, value: float) -> None:
+    """A host that lost no rank may end the first call with success."""
+    _step(model, value)
+    _step(model, value)
+
+
+def _end(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+Seen = tuple[str, tuple[int, ...], str | None, bool]
+
+
+def _lost(rank: int, victim: int, function: str, count: int, number: int, checks: str = "info") -> Seen | None:
+    """Rank ``victim`` gets a signal as it enters ``function`` for the ``count``-th time in a call."""
+    model = _model(rank, checks=checks, timeout_seconds=3.0 if number == signal.SIGSTOP else 30.0)
+    for value in (1.0, 2.0, 3.0):
+        _step(model, value)
+    if rank == victim:
+        _at(function, count, partial(_end, number))
+    with pytest.raises(LostPeerError) as caught:
+        _step_twice(model, 1.0 + rank)
+    error = caught.value
+    return type(error).__name__, error.ranks, error.phase, model.module.weight.grad is None
+
+
+def _at(function: str, count: int, action: partial[None]) -> None:
+    """Run ``action`` at the ``count``-th call of ``function`` from now on, from 0."""
+    if function == "barrier":
+        sys.setprofile(do_when(function, action))
+        return
+    real = getattr(between_hosts, function)
+    left = [count]
+
+    def counted(*arguments: object) -> object:
+        if left[0] == 0:
+            action()
+        left[0] -= 1
+        return real(*arguments)
+
+    setattr(between_hosts, function, counted)
+
+
+@pytest.mark.parametrize(
+    "victim, function, count",
+    [
+        (0, "total_of", 0),
+        (1, "total_of", 4),
+        (2, "_start", 1),
+        (3, "give_out", 0),
+        (1, "give_out", 5),
+        (3, "barrier", 0),
+    ],
+)
+def test_a_rank_killed_anywhere_in_the_payload_is_named_on_both_hosts(
+    transport: str, victim: int, function: str, count: int
+) -> None:
+    seen = run_ranks(_lost, 4, victim, function, count, signal.SIGKILL, lost=(victim,))
+
+    for rank, found in enumerate(seen):
+        if found is not None:
+            kind, ranks, phase, is_dropped = found
+            assert (kind, ranks, is_dropped) == ("PeerLostError", (victim,), True)
+            on_its_host = HOSTS[rank] == HOSTS[victim]
+            assert phase == "payload" if on_its_host else phase in ("payload", "agree")
+
+
+def test_a_rank_stopped_in_the_payload_is_named_on_both_hosts_after_the_timeout(transport: str) -> None:
+    seen = run_ranks(_lost, 4, 3, "total_of", 2, signal.SIGSTOP, lost=(3,))
+
+    for kind, ranks, phase, is_dropped in filter(None, seen):
+        assert (kind, ranks, phase, is_dropped) == ("SyncTimeoutError", (3,), "payload", True)
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_without_checks_all_ranks_of_both_hosts_get_an_error_and_drop_their_gradients(
+    transport: str, victim: int
+) -> None:
+    """No watchdog tells the lost rank: gloo shows the end of a connection, and ranks leave one after the other."""
+    seen = run_ranks(_lost, 4, victim, "total_of", 1, signal.SIGKILL, "off", lost=(victim,))
+
+    for kind, ranks, phase, is_dropped in filter(None, seen):
+        assert (kind, ranks, phase, is_dropped) == ("PeerLostError", (), "payload", True)
+
+
+def _lost_between_calls(rank: int, victim: int, checks: str) -> tuple[str, tuple[int, ...]] | None:
+    model = _model(rank, checks=checks)
+    _step(model, 1.0)
+    if rank == victim:
+        _end(signal.SIGKILL)
+    with pytest.raises(LostPeerError) as caught:
+        _step(model, 1.0)
+    return type(caught.value).__name__, caught.value.ranks
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+def test_a_rank_killed_before_a_call_is_named_on_both_hosts(transport: str, victim: int) -> None:
+    for kind, ranks in filter(None, run_ranks(_lost_between_calls, 4, victim, "info", lost=(victim,))):
+        assert (kind, ranks) == ("PeerLostError", (victim,))
+
+
+def _interrupted(rank: int, function: str) -> tuple[str, bool]:
+    model = _model(rank)
+    _step(model, 1.0)
+    if rank == 2:
+        sys.setprofile(do_when(function, _interrupt))
+    try:
+        _step(model, 1.0 + rank)
+        name = ""
+    except (KeyboardInterrupt, LostPeerError) as error:
+        name = type(error).__name__
+    finally:
+        sys.setprofile(None)
+    return name, model.module.weight.grad is None
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("function", ["decode_host_words", "_pieces_of", "_start", "_poll", "_divide"])
+def test_an_interrupt_after_the_header_drops_every_gradient_on_both_hosts(transport: str, function: str) -> None:
+    """In ``_divide`` the other host may have its result already."""
+    seen = run_ranks(_interrupted, 4, function, fresh=True)
+
+    assert seen[2] == ("KeyboardInterrupt", True)
+    assert seen[0] == ("PeerLostError", True)
+    for found in (seen[1], seen[3]):
+        assert found == ("PeerLostError", True) or (function == "_divide" and found == ("", False))
