@@ -14,7 +14,7 @@ from typing import NoReturn
 
 SLICE_SECONDS = 0.1
 
-_ROW, _BARRIER, _LOST, _MEMORY = b"R", b"B", b"L", b"M"
+_ROW, _BARRIER, _MEMORY, _LOST, _LATE = b"R", b"B", b"M", b"L", b"T"
 _NONE = b"-"  # no message has this kind
 _LARGEST_NOTICE = 64  # bytes of all messages but rows
 
@@ -27,6 +27,10 @@ class StarLostError(Exception):
     def __init__(self, rank: int) -> None:
         super().__init__(f"connection to rank {rank} lost")
         self.rank = rank
+
+
+class StarTimeoutError(Exception):
+    """A rank gave up its wait."""
 
 
 class Star:
@@ -49,7 +53,7 @@ class Star:
         """The row of every rank of the host, of equal lengths, in rank order.
 
         Raises:
-            StarLostError: a connection broke.
+            StarLostError: a connection broke. StarTimeoutError: a rank gave up its wait.
             Exception: raised by ``on_slice``.
         """
         if self.rank != self._hub:
@@ -64,7 +68,7 @@ class Star:
         """Return when every rank has arrived.
 
         Raises:
-            StarLostError, Exception: as :meth:`exchange`.
+            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         if self.rank != self._hub:
             self._send(self._hub, _BARRIER)
@@ -81,7 +85,7 @@ class Star:
         files some descriptors are missing in the result; the messages arrive nevertheless.
 
         Raises:
-            StarLostError, Exception: as :meth:`exchange`.
+            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         found: dict[int, list[int]] = {}
         try:
@@ -97,6 +101,10 @@ class Star:
                 os.close(descriptor)
             raise
         return found
+
+    def give_up(self) -> None:
+        """Tell the other ranks that this rank has waited too long, before :meth:`close`: no connection broke."""
+        self._tell(_LATE, self.rank)
 
     def close(self) -> None:
         """Close all connections: the other ranks notice at once."""
@@ -148,6 +156,9 @@ class Star:
     def _content(self, rank: int, message: bytes, kind: bytes, size: int) -> bytes:
         if message[:1] == _LOST:
             raise StarLostError(int(message[1:]))
+        if message[:1] == _LATE:
+            self._tell(_LATE, rank)
+            raise StarTimeoutError
         if message[:1] != kind or len(message) != size + 1:  # end of file, or a rank at another place
             self._lose(rank)
         return message[1:]
@@ -165,11 +176,14 @@ class Star:
 
     def _lose(self, lost: int) -> NoReturn:
         """Tell the other ranks, and raise: without the message they would blame the hub."""
-        for rank, connection in self._connections.items():
-            if rank != lost:
-                with suppress(OSError):
-                    connection.send(_LOST + str(lost).encode("ascii"), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        self._tell(_LOST + str(lost).encode("ascii"), lost)
         raise StarLostError(lost)
+
+    def _tell(self, notice: bytes, excluded: int) -> None:
+        for rank, connection in self._connections.items():
+            if rank != excluded:
+                with suppress(OSError):
+                    connection.send(notice, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 def set_slices(connection: socket.socket) -> None:

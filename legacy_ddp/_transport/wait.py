@@ -11,7 +11,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
 from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.star import OnSlice, Star, StarLostError
+from legacy_ddp._transport.star import OnSlice, Star, StarLostError, StarTimeoutError
 from legacy_ddp._watchdog import Failure
 
 # Waiting on gloo is cut into slices so that Python's signal handlers (Ctrl-C) run. The end of a slice breaks nothing.
@@ -84,6 +84,11 @@ class Waiter:
         start = time.perf_counter()
         try:
             return operation(star, lambda: self.check_deadline(time.perf_counter() - start))
+        except SyncTimeoutError:
+            star.give_up()
+            raise
+        except StarTimeoutError:
+            raise self._late_error() from None
         except StarLostError as lost:
             reason = f"connection lost after {time.perf_counter() - start:.2f} s ({lost})"
             raise self._peer_error(Failure(reason)) from None
@@ -96,17 +101,19 @@ class Waiter:
             LostPeerError: the watchdog knows of a lost rank.
         """
         self._check_watchdog(waited_seconds)
-        limit = self.timeout.total_seconds()
-        if waited_seconds > limit:
-            raise self._peer_error(Failure(f"{problem} within {limit:g} s", is_late=True))
+        if waited_seconds > self.timeout.total_seconds():
+            raise self._late_error(problem)
 
     def lost_error(self, error: RuntimeError, waited_seconds: float) -> LostPeerError:
         """The error to raise for ``error`` of the transport after a wait of ``waited_seconds``."""
         limit, reason = self.timeout.total_seconds(), _gloo_reason(error)
         # The text counts, too: the operation's time may have begun while this rank still waited for an earlier one.
         if waited_seconds >= 0.99 * limit or "timed out" in reason.lower():
-            return self._peer_error(Failure(f"no answer within {limit:g} s", is_late=True))
+            return self._late_error()
         return self._peer_error(Failure(f"connection lost after {waited_seconds:.2f} s ({reason})"))
+
+    def _late_error(self, problem: str = "no answer") -> LostPeerError:
+        return self._peer_error(Failure(f"{problem} within {self.timeout.total_seconds():g} s", is_late=True))
 
     def _is_done(self, work: Any, start: float) -> bool:
         outcome = _poll(work)

@@ -255,3 +255,22 @@ def _lost_without_checks(rank: int, victim: int) -> str | None:
 def test_without_checks_the_lost_rank_is_named_and_not_the_hub(transport: str, victim: int) -> None:
     for text in filter(None, run_ranks(_lost_without_checks, 3, victim, lost=(victim,))):
         assert f"connection to rank {victim} lost" in text
+
+
+def _late_without_checks(rank: int, late: int) -> tuple[str, str] | None:
+    model = _model(checks="off", timeout_seconds=1.5)
+    _step(model, 1.0)
+    first = 1 if late == 0 else 0
+    if rank != first:  # whose time ends before that of the third rank
+        time.sleep(3.0 if rank == late else 0.7)
+    with pytest.raises(LostPeerError) as caught:
+        _step(model, 1.0)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_without_checks_a_timeout_is_not_the_loss_of_the_hub(transport: str, late: int) -> None:
+    seen = run_ranks(_late_without_checks, 3, late)
+    for kind, text in [told for rank, told in enumerate(seen) if rank != late]:
+        assert kind == "SyncTimeoutError"
+        assert "no answer within 1.5 s" in text

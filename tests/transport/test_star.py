@@ -23,7 +23,7 @@ from legacy_ddp._transport.host_row import (
     encode_host_row,
     encode_host_words,
 )
-from legacy_ddp._transport.star import Star, StarLostError
+from legacy_ddp._transport.star import Star, StarLostError, StarTimeoutError
 from legacy_ddp._transport.star_setup import StarListener, connect
 
 T = TypeVar("T")
@@ -104,6 +104,28 @@ def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operati
     with _stars(3, first=first) as stars:
         told = _on_all(stars, act)
     assert [text for rank, text in enumerate(told, first) if rank != lost] == [f"connection to rank {lost} lost"] * 2
+
+
+@pytest.mark.parametrize("impatient", [0, 1])
+def test_a_rank_that_gives_up_is_not_taken_for_lost(impatient: int) -> None:
+    """The hub tells all other ranks; the others tell the hub, which tells the rest."""
+    told = threading.Event()
+
+    def act(star: Star) -> str:
+        if star.rank == impatient:
+            star.give_up()
+            star.close()
+            told.set()
+            return "gave up"
+        told.wait(10.0)
+        with pytest.raises(StarTimeoutError):
+            star.barrier(_ignore)
+        return "told"
+
+    with _stars(3) as stars:
+        expected = ["told"] * 3
+        expected[impatient] = "gave up"
+        assert _on_all(stars, act) == expected
 
 
 def test_a_rank_that_waits_for_another_still_sees_the_end_of_a_third() -> None:
