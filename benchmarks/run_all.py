@@ -82,6 +82,12 @@ RUNS = {
         "--rates 2 --update-freq 1 8 --repeats 1 --rounds 3 --warm-up 1",
         _no_hosts,
     ),
+    "hosts_of_2": Run(
+        "bench_hosts.py",
+        0,
+        "--ranks-per-host 2 --rates 1 --update-freq 1 4 --repeats 2 --rounds 6 --warm-up 1",
+        why_not=_no_hosts,
+    ),
     "scale_tensors": Run("bench_scale.py", 2, f"tensors {_MORE}", f"tensors --counts 100 1000 {_LITTLE}"),
     "scale_replan": Run(
         "bench_scale.py", 2, f"replan --counts 1000 16000 100000 {_MORE}", f"replan --counts 100 1000 {_LITTLE}"
