@@ -17,14 +17,15 @@ def _calls() -> Table:
         '`checks="off"`, `gradient_as_bucket_view=False`': "ours, off, gradient_as_bucket_view=False",
         "one collective per parameter": "one collective per parameter",
     }
-    place = ("call, transformer, 2 ranks", "variants", "{variant}")
+    columns = []
+    for ranks in (2, 4):
+        place, file = (f"call, transformer, {ranks} ranks", "variants", "{variant}"), f"all_reduce_{ranks}.json"
+        columns.append(Column(f"{ranks} ranks", ((*place, "median_ratio"),), file=file))
+        columns.append(Column("median", ((*place, "median_ms"),), "{:.1f} ms", file=file))
     return Table(
         file="all_reduce_2.json",
         heading="one call, against a bare `all_reduce` of the same bytes",
-        columns=[
-            Column("ratio", ((*place, "median_ratio"),)),
-            Column("median", ((*place, "median_ms"),), "{:.1f} ms"),
-        ],
+        columns=columns,
         rows={label: {"variant": name} for label, name in names.items()},
     )
 
@@ -98,11 +99,10 @@ def _steps() -> Table:
         Column(f"update-freq {update_freq}", _step_places("transformer", update_freq, ("yes", "no")), is_range=True)
         for update_freq in (1, 4)
     ]
-    often = Column("16", _step_places("transformer", 16, ("yes",)), file="step_16_times_2.json")
     return Table(
         file="step_2.json",
         heading="whole training step, against torch DDP",
-        columns=[*columns, often],
+        columns=columns,
         rows={label: {"variant": name} for label, name in _WAYS.items()},
     )
 
@@ -119,16 +119,17 @@ def _crowded_steps() -> Table:
 def _other_steps() -> Table:
     names = ("torch DDP", "torch DDP again", "ours, off", "ours, info")
     models = {
-        "small ResNet, 164 tensors": "resnet",
-        "10,000 tiny tensors": "tiny",
-        "embedding of 256 MiB": "embedding",
-        "the same, sparse": "sparse embedding",
+        "small ResNet, 164 tensors": ("resnet", "step_resnet_2.json"),
+        "10,000 tiny tensors": ("tiny", "step_others_2.json"),
+        "embedding of 256 MiB": ("embedding", "step_others_2.json"),
+        "the same, sparse": ("sparse embedding", "step_others_2.json"),
     }
     return Table(
         file="step_others_2.json",
         heading="whole step, against torch DDP",
         columns=[
-            Column(title, _step_places(model, 1, ("yes", "no")), is_range=True) for title, model in models.items()
+            Column(title, _step_places(model, 1, ("yes", "no")), is_range=True, file=file)
+            for title, (model, file) in models.items()
         ],
         rows={label: {"variant": name} for label, name in _WAYS.items() if name in names},
     )
@@ -160,6 +161,31 @@ def _hosts() -> Table:
             for freq in (1, 4, 8, 16)
         ],
         rows=rows,
+    )
+
+
+def _hosts_of_2() -> Table:
+    ways = {
+        '`checks="off"`': "ours, off",
+        '`checks="info"`': "ours, info",
+        '`checks="off"`, `transport="gloo"`': "ours, off, gloo",
+        "`reduce_dtype=torch.bfloat16`, over gloo": "ours, off, reduce_dtype=bf16",
+        "torch DDP, `gradient_as_bucket_view=True`": "torch DDP, bucket views",
+        "torch DDP, `bf16_compress_hook`": "torch DDP, bf16_compress_hook",
+        "torch DDP again": "torch DDP again",
+        "no synchronisation at all": "local compute alone",
+    }
+    return Table(
+        file="hosts_of_2.json",
+        heading="two hosts of two ranks, 1 Gbit/s, whole step, against torch DDP",
+        columns=[
+            Column(
+                f"update-freq {freq}",
+                (("rates", "1 Gbit/s", f"step, update-freq {freq}", "variants", "{way}", "median_ratio"),),
+            )
+            for freq in (1, 4)
+        ],
+        rows={label: {"way": way} for label, way in ways.items()},
     )
 
 
@@ -284,6 +310,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "wire": _wire(),
         "reproducible": _reproducible(),
         "hosts": _hosts(),
+        "hosts of two": _hosts_of_2(),
         "memory": _memory(),
         "agree": _agreement(),
         "replicas": _replicas(),

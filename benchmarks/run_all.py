@@ -66,9 +66,10 @@ RUNS = {
     "step_others_2": Run(
         "bench_step.py",
         2,
-        '--models resnet tiny embedding "sparse embedding" --update-freq 1 --repeats 2 --rounds 4 --warm-up 1',
+        '--models tiny embedding "sparse embedding" --update-freq 1 --repeats 2 --rounds 4 --warm-up 1',
         f"--models resnet tiny --update-freq 1 --set-to-none yes {_LITTLE}",
     ),
+    "step_resnet_2": Run("bench_step.py", 2, "--models resnet --update-freq 1 --repeats 5 --rounds 12"),
     "step_4": Run(
         "bench_step.py", 4, "--models transformer --update-freq 1 4 --set-to-none yes --repeats 2 --rounds 6"
     ),

@@ -73,6 +73,11 @@ class Synchronizer:
         state = self._group_states.get(group)
         return "" if state is None else state.transport_text
 
+    def expected_transport(self, group: dist.ProcessGroup) -> str:
+        """The transport of the next call on ``group``, as far as it is known; empty for a single rank."""
+        state = self._group_states.get(group)
+        return "" if state is None else state.expected_transport
+
     def notify_returned(self, record: SyncRecord) -> None:
         """Call the ``on_sync()`` callbacks."""
         self._is_notifying = True

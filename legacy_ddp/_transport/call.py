@@ -45,10 +45,19 @@ class GroupState:
         """The transport with the reason for a fallback; empty for a single rank."""
         if self.groups.size == 1:
             return ""
+        if self.transport or self.groups.star_problem:
+            return self.expected_transport
+        return f"{self.expected_transport} (from the first call on)"
+
+    @property
+    def expected_transport(self) -> str:
+        """As :attr:`transport_text`; before the first call, the choice that it will make unless memory is missing."""
+        if self.groups.size == 1:
+            return ""
         if self.transport:
             note = self.fallback or self.groups.hosts_text
             return f"{self.transport} ({note})" if note else self.transport
-        return f"gloo ({self.groups.star_problem})" if self.groups.star_problem else "host (from the first call on)"
+        return f"gloo ({self.groups.star_problem})" if self.groups.star_problem else "host"
 
 
 class Call(Gatherer):

@@ -221,6 +221,7 @@ class Recorder:
             self._optimizers,
             every=self._every,
             first_step=self._first_step,
+            transport=target.synchronizer.expected_transport(target.group),
         )
 
 

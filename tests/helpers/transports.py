@@ -1,7 +1,7 @@
 """Tests of ranks on both transports: the memory of the host, and gloo.
 
-Tests of the folders below that start ranks run once per transport. A test that needs to know takes ``transport`` as an
-argument. All other tests run on the default transport, which is the memory of the host.
+Tests of the folders and modules below that start ranks run once per transport. A test that needs to know takes
+``transport`` as an argument. All other tests run on the default transport, which is the memory of the host.
 """
 
 from collections.abc import Iterator
@@ -14,6 +14,7 @@ from tests.helpers import tiers
 HOST, GLOO = "host", "gloo"
 
 _USUAL_FOLDERS = ("agreement", "collectives", "transport")
+_USUAL_MODULES = ("tests.watchdog.test_lost_ranks",)
 _FOLDERS = (*_USUAL_FOLDERS, "buckets", "replicas", "reproducible", "step_guard", "watchdog")
 
 current = HOST
@@ -31,7 +32,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     asks = "transport" in metafunc.fixturenames
     if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
         return  # the test chooses itself
-    if asks or (module.__name__.split(".")[1] in folders and "run_ranks" in vars(module)):
+    is_chosen = module.__name__.split(".")[1] in folders or module.__name__ in _USUAL_MODULES
+    if asks or (is_chosen and "run_ranks" in vars(module)):
         if not asks:
             metafunc.fixturenames.append("transport")
         metafunc.parametrize("transport", [HOST, GLOO], indirect=True)

@@ -26,6 +26,7 @@ def environment_of(
     *,
     every: int,
     first_step: int,
+    transport: str,
 ) -> Environment:
     """The first line of this rank's trace."""
     parameters = distinct(module.named_parameters(remove_duplicate=False), settings.ignore)
@@ -37,7 +38,7 @@ def environment_of(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         job=_job(),
         layout=f"{plan_layout(parameters, settings).fingerprint % 2**64:016x}",
-        facts=facts_of(group, settings, {item.tensor.device for item in parameters}, optimizers),
+        facts=facts_of(group, settings, {item.tensor.device for item in parameters}, optimizers, transport),
         parameters=tuple(item.name for item in parameters),
         local_buffers=_local_buffers(module, settings.checks.local_buffers),
     )
@@ -48,6 +49,7 @@ def facts_of(
     settings: Settings,
     devices: Iterable[torch.device],
     optimizers: Sequence[torch.optim.Optimizer],
+    transport: str,
 ) -> dict[str, str]:
     """Versions, threads, flags and settings; docs/trace-format.md lists them."""
     names = sorted({str(device) for device in devices})
@@ -59,6 +61,7 @@ def facts_of(
         "cpu": f"{_cpu_model()}, kernels for {torch.backends.cpu.get_cpu_capability()}",
         "devices": ", ".join(_describe(device) for device in names),
         "backend": ", ".join(_backend(group, device) for device in names),
+        "transport": transport or "not known",
         "threads": str(torch.get_num_threads()),
         "interop threads": str(torch.get_num_interop_threads()),
         "default dtype": _short(torch.get_default_dtype()),
