@@ -746,3 +746,20 @@ def test_layout_and_local_buffers_are_in_the_first_line(tmp_path: Path, level: s
     assert one.facts["optimizer"] == "AdamW, SGD"
     assert (one.facts["seed"], other.facts["seed"]) == ("7", "8")
     assert one.facts["threads"] == "1"
+
+
+def _record_transports(rank: int, folder: Path) -> None:
+    for transport in ("host", "gloo"):
+        model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False), transport=transport)
+        for name in ("before the first call", "after it"):
+            with Recorder(model, folder / transport / name):
+                model.module.weight.grad = torch.ones(1, 2)
+                model.all_reduce()
+
+
+def test_the_environment_names_the_transport(tmp_path: Path) -> None:
+    run_ranks(_record_transports, 2, tmp_path)
+
+    for name in ("before the first call", "after it"):
+        found = [_read(tmp_path / transport / name, 0).environment.facts["transport"] for transport in ("host", "gloo")]
+        assert found == ["host", 'gloo (transport="gloo")']
