@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-_WALKS = ("named_parameters", "named_modules", "_named_members")
+_WALKS = frozenset({"named_parameters", "named_modules", "_named_members"})
 
 
 class Columns(NamedTuple):
@@ -45,7 +45,8 @@ def parameter_columns(module: nn.Module) -> Columns:
 def _add(module: nn.Module, prefix: str, names: list[str], tensors: list[torch.Tensor | None]) -> bool:
     """Add the parameters of the module and of the modules inside; whether all modules have the usual walk."""
     own = module._parameters
-    if not (isinstance(own, dict) and _has_usual_walk(type(module))):  # type: ignore[arg-type]  # a class has a hash
+    is_usual = isinstance(own, dict) and _WALKS.isdisjoint(module.__dict__)
+    if not (is_usual and _has_usual_walk(type(module))):  # type: ignore[arg-type]  # a class has a hash
         return False
     if own:
         names += [prefix + name for name in own]

@@ -4,10 +4,13 @@ A segment is sealed against shrinking and growing before any mapping. A mapping 
 long as any tensor refers to it. In a forked child the memory becomes private: see :mod:`private_fork`.
 """
 
+import ctypes
 import fcntl
 import os
 import weakref
+from functools import cache
 from itertools import count
+from typing import Any
 
 import torch
 
@@ -15,7 +18,10 @@ from legacy_ddp._buckets.layout import Bucket
 from legacy_ddp._buckets.private_fork import NAME_PREFIX, keep_private_in_children
 from legacy_ddp._error_text import error_text
 
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+# As in the headers of Linux: a Python that was built with an old C library lacks the names, and memfd_create().
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
+_F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
+_RESERVED_BYTES = 4 * 2**20
 _serials = count(1)
 
 
@@ -29,10 +35,10 @@ class Segment:
 
     def __init__(self, size_bytes: int) -> None:
         self.serial = next(_serials)
-        self.descriptor = os.memfd_create(f"{NAME_PREFIX}{os.getpid()}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.descriptor = _new_file(f"{NAME_PREFIX}{os.getpid()}")
         weakref.finalize(self, os.close, self.descriptor)
-        os.posix_fallocate(self.descriptor, 0, size_bytes)  # now: later a missing page would be SIGBUS
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        _reserve(self.descriptor, size_bytes)
+        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
         self.memory = map_segment(self.descriptor)
         keep_private_in_children(self.memory.data_ptr(), self)
 
@@ -73,6 +79,37 @@ class SegmentPolicy:
                     raise
                 self.problem = f"no shared memory ({error_text(error)})"
         return torch.empty(bucket.numel, dtype=dtype, device=bucket.device), None
+
+
+def _new_file(name: str) -> int:
+    """The descriptor of an anonymous file in memory.
+
+    Raises:
+        OSError: no such file can be made.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    descriptor = int(_libc_memfd_create()(name.encode(), _MFD_CLOEXEC | _MFD_ALLOW_SEALING))
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "memfd_create failed")
+    return descriptor
+
+
+@cache
+def _libc_memfd_create() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True).memfd_create
+    except AttributeError:
+        raise OSError("the C library has no memfd_create") from None
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Give the file its size and its pages. Later a missing page would be SIGBUS.
+
+    In pieces: after a signal the kernel begins an allocation again, and with a timer a large one would never end.
+    """
+    for start in range(0, size_bytes, _RESERVED_BYTES):
+        os.posix_fallocate(descriptor, start, min(_RESERVED_BYTES, size_bytes - start))
 
 
 def map_segment(descriptor: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class _Attached(NamedTuple):
     identity: dict[str, Any]
 
 
-_counters: "weakref.WeakSet[BackwardCounter]" = weakref.WeakSet()
+_counts: dict[int, list[int]] = {}  # of every counter that exists
 
 
 class BackwardCounter:
@@ -42,7 +42,8 @@ class BackwardCounter:
         self._hooks: list[BackwardHook] = []
         self._has_earlier_results = False  # a call with other parameters left some of the gradients
         weakref.finalize(self, remove_hooks, self._handles)
-        _counters.add(self)
+        _counts[id(self)] = self._counts
+        weakref.finalize(self, _counts.pop, id(self), None)
 
     def is_attached_to(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the hooks are on these parameters, in this order.
@@ -160,7 +161,7 @@ class BackwardCounter:
 
 def is_any_counting() -> bool:
     """Whether any parameter with a hook was reached by backward since the last reset of its counter."""
-    return any(any(counter._counts) for counter in _counters)
+    return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
 
 
 def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:

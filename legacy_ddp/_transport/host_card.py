@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-MAX_RANKS = 256  # on a host: a connection holds about 270 messages, and the hub forwards one with descriptors per rank
+MAX_RANKS = 256  # on a host: more were not tried, and the hub's message with all headers has a limit of its own
 
 _FACTS = {
     "boot": "they run on different hosts",

@@ -1,10 +1,12 @@
 """Messages between the ranks of one host, over Unix sockets. The lowest rank is the hub, connected to every other rank.
 
-Sequenced packets keep the borders of messages. Every receive ends after :data:`SLICE_SECONDS`, so that signal handlers
-run and a caller can give up. The first byte of a message is its kind.
+Sequenced packets keep the borders of messages. Every wait ends after :data:`SLICE_SECONDS`, so that signal handlers run
+and a caller can give up; also where signals come more often: select.poll() keeps its deadline, a receive with
+SO_RCVTIMEO would begin again. The first byte of a message is its kind.
 """
 
 import array
+import errno
 import os
 import select
 import socket
@@ -47,7 +49,7 @@ class Star:
         self._hub = self.ranks[0]
         self._connections = dict(connections)
         for connection in self._connections.values():
-            set_slices(connection)
+            connection.setblocking(False)
 
     def exchange(self, row: bytes, on_slice: OnSlice) -> list[bytes]:
         """The row of every rank of the host, of equal lengths, in rank order.
@@ -57,11 +59,11 @@ class Star:
             Exception: raised by ``on_slice``.
         """
         if self.rank != self._hub:
-            self._send(self._hub, _ROW + row)
+            self._send(self._hub, _ROW + row, on_slice)
             data = self._await_message(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
             return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
         rows = [row] + [self._await_message(rank, _ROW, len(row), on_slice) for rank in self._connections]
-        self._send_to_all(_ROW + b"".join(rows))
+        self._send_to_all(_ROW + b"".join(rows), on_slice)
         return rows
 
     def barrier(self, on_slice: OnSlice) -> None:
@@ -71,12 +73,12 @@ class Star:
             StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         if self.rank != self._hub:
-            self._send(self._hub, _BARRIER)
+            self._send(self._hub, _BARRIER, on_slice)
             self._await_message(self._hub, _BARRIER, 0, on_slice)
             return
         for rank in self._connections:
             self._await_message(rank, _BARRIER, 0, on_slice)
-        self._send_to_all(_BARRIER)
+        self._send_to_all(_BARRIER, on_slice)
 
     def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> dict[int, list[int]]:
         """Duplicates of the open descriptors of the other ranks, by rank. The caller closes them.
@@ -90,12 +92,12 @@ class Star:
         found: dict[int, list[int]] = {}
         try:
             if own:
-                self._forward(self.rank, own)
+                self._forward(self.rank, own, on_slice)
             is_hub = self.rank == self._hub
             for rank in (rank for rank in self.ranks if counts[rank] and rank != self.rank):
                 found[rank] = self._receive_descriptors(rank if is_hub else self._hub, counts[rank], on_slice)
                 if is_hub:
-                    self._forward(rank, found[rank])
+                    self._forward(rank, found[rank], on_slice)
         except BaseException:
             for descriptor in (descriptor for descriptors in found.values() for descriptor in descriptors):
                 os.close(descriptor)
@@ -111,31 +113,43 @@ class Star:
         for connection in self._connections.values():
             connection.close()
 
-    def _forward(self, source: int, descriptors: Sequence[int]) -> None:
+    def _forward(self, source: int, descriptors: Sequence[int], on_slice: OnSlice) -> None:
         for rank in self._connections:
             if rank != source:
-                self._send(rank, _MEMORY, descriptors)
+                self._send(rank, _MEMORY, on_slice, descriptors)
 
-    def _send_to_all(self, message: bytes) -> None:
+    def _send_to_all(self, message: bytes, on_slice: OnSlice) -> None:
         for rank in self._connections:
-            self._send(rank, message)
+            self._send(rank, message, on_slice)
 
-    def _send(self, rank: int, message: bytes, descriptors: Sequence[int] = ()) -> None:
+    def _send(self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()) -> None:
+        """At the kernel's limit of descriptors under way the message goes without them."""
+        connection = self._connections[rank]
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-        try:
-            self._connections[rank].sendmsg([message], carried, socket.MSG_NOSIGNAL)
-        except ConnectionError:  # closed at the other end, perhaps with a last message about a lost rank
-            self._content(rank, _waiting_message(self._connections[rank]), _NONE, 0)
+        while True:
+            try:
+                connection.sendmsg([message], carried, socket.MSG_NOSIGNAL)
+            except BlockingIOError:  # many messages wait there
+                if not _is_ready(connection, select.POLLOUT):
+                    self._after_slice(on_slice)
+            except ConnectionError:  # closed at the other end, perhaps with a last message about a lost rank
+                self._content(rank, _waiting_message(connection), _NONE, 0)
+            except OSError as error:
+                if not carried or error.errno != errno.ETOOMANYREFS:
+                    raise
+                carried = []
+            else:
+                return
 
     def _await_message(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
         """The content of the next message of ``rank``, of this kind and size."""
         connection = self._connections[rank]
         while True:
-            try:
-                message = connection.recv(max(size, _LARGEST_NOTICE) + 1)
-            except BlockingIOError:
+            if not _is_ready(connection, select.POLLIN):
                 self._after_slice(on_slice)
                 continue
+            try:
+                message = connection.recv(max(size, _LARGEST_NOTICE) + 1)
             except OSError:  # closed with a message of this rank unread; a last message may wait behind the error
                 message = _waiting_message(connection)
             return self._content(rank, message, kind, size)
@@ -143,11 +157,11 @@ class Star:
     def _receive_descriptors(self, rank: int, count: int, on_slice: OnSlice) -> list[int]:
         connection = self._connections[rank]
         while True:
-            try:
-                message, descriptors = _receive_with_descriptors(connection, count)
-            except BlockingIOError:
+            if not _is_ready(connection, select.POLLIN):
                 self._after_slice(on_slice)
                 continue
+            try:
+                message, descriptors = _receive_with_descriptors(connection, count)
             except OSError:
                 message, descriptors = _waiting_message(connection), []
             self._content(rank, message, _MEMORY, 0)
@@ -186,12 +200,11 @@ class Star:
                     connection.send(notice, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
-def set_slices(connection: socket.socket) -> None:
-    """Make blocking receives end after a slice. A timeout of Python's socket would cost a system call more."""
-    seconds, fraction = divmod(SLICE_SECONDS, 1)
-    connection.settimeout(None)
-    time_value = array.array("l", [int(seconds), int(fraction * 1e6)]).tobytes()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value)
+def _is_ready(connection: socket.socket, event: int) -> bool:
+    """Wait for ``event``, at most for a slice, also where signals come more often."""
+    poll = select.poll()
+    poll.register(connection, event)
+    return bool(poll.poll(1000 * SLICE_SECONDS))
 
 
 def _receive_with_descriptors(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:

@@ -61,6 +61,13 @@ def test_modules_with_a_walk_of_their_own(kind: type[nn.Module], *, is_inside: b
     assert _same(nn.Sequential(nn.Linear(2, 2), module) if is_inside else module)
 
 
+def test_a_walk_of_an_instance() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[1].named_modules = lambda *_, **__: iter([])
+    assert _same(module)
+    assert len(_found(module)) == 2
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_scripted_and_compiled_modules() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

@@ -1,13 +1,15 @@
 """The star of a host in one process: connections, rows, barriers, descriptors, and what is told of a lost rank."""
 
+import errno
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -39,9 +41,11 @@ def _stars(size: int, *, first: int = 0, step: int = 1) -> Iterator[list[Star]]:
     leaves = [connect(name, token, rank, ranks) for rank in ranks[1:]]
     stars = [listener.accept(ranks, token), *leaves]
     listener.close()
-    yield stars
-    for star in stars:
-        star.close()
+    try:
+        yield stars
+    finally:
+        for star in stars:
+            star.close()
 
 
 def _on_all(stars: list[Star], act: Callable[[Star], T]) -> list[T | str]:
@@ -233,7 +237,7 @@ def test_a_row_arrives_as_it_was(rows: list[tuple[list[int], bool, list[int]]]) 
 def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unread_messages() -> None:
     """Between two slices the rank that only had not read was blamed."""
     with _stars(3) as (hub, first, second):
-        first._send(0, b"Rrow")
+        first._send(0, b"Rrow", _ignore)
         second.close()
         with pytest.raises(StarLostError, match="rank 2"):
             hub._await_message(2, b"R", 3, _ignore)
@@ -266,3 +270,59 @@ def test_received_descriptors_are_closed_in_programs_that_the_process_starts() -
     assert not os.get_inheritable(descriptor)
     os.close(descriptor)
     os.close(file)
+
+
+def test_a_fast_timer_does_not_keep_a_wait_from_its_end() -> None:
+    """A receive with a time limit began again after every signal, and a wait under a profiler never ended."""
+    signals, slices = 0, 0
+
+    def count_signal(*_: object) -> None:
+        nonlocal signals
+        signals += 1
+        assert signals < 200, "no slice ended within 4 s"
+
+    def count_slice() -> None:
+        nonlocal slices
+        slices += 1
+        if slices == 3:
+            raise TimeoutError
+
+    before = signal.signal(signal.SIGALRM, count_signal)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    try:
+        with _stars(2) as (hub, _), pytest.raises(TimeoutError):
+            hub.barrier(count_slice)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_send_to_a_rank_that_does_not_read_can_be_given_up() -> None:
+    def give_up() -> None:
+        raise TimeoutError
+
+    def send_many(star: Star) -> None:
+        for _ in range(100_000):  # a connection holds a few hundred messages
+            star._send(1, b"B", give_up)
+
+    with _stars(2) as (hub, _), pytest.raises(TimeoutError):
+        send_many(hub)
+
+
+class _Crowded(socket.socket):
+    """At the limit of the kernel for descriptors that are sent and not received."""
+
+    def sendmsg(self, buffers: Any, ancillary: Any = (), *rest: Any) -> int:
+        if ancillary:
+            raise OSError(errno.ETOOMANYREFS, "Too many references")
+        return super().sendmsg(buffers, ancillary, *rest)
+
+
+def test_descriptors_that_the_kernel_refuses_are_missing_and_the_message_arrives() -> None:
+    with _stars(2) as (hub, leaf):
+        hub._connections[1] = _Crowded(fileno=hub._connections[1].detach())
+        counts = [1, 0]
+        with open(os.devnull, "rb") as file:
+            own = {0: [file.fileno()], 1: []}
+            seen = _on_all([hub, leaf], lambda star: star.share_descriptors(own[star.rank], counts, _ignore))
+    assert seen == [{}, {0: []}]
