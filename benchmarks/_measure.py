@@ -23,7 +23,7 @@ import torch.distributed as dist
 from _checkout import commit
 
 from legacy_ddp import SyncRecord
-from legacy_ddp._settings import ENVIRONMENT_VARIABLE
+from legacy_ddp._checks import ENVIRONMENT_VARIABLE
 
 Summary = dict[str, dict[str, Any]]
 
@@ -163,10 +163,13 @@ def print_phases(summary: Summary) -> None:
     """One line per variant with phases; medians of phases do not add up to the median of the whole."""
     rows = {name: row["phase_ms"] for name, row in summary.items() if "phase_ms" in row}
     phases = dict.fromkeys(phase for row in rows.values() for phase in row)
+    widths = {phase: max(6, len(phase) + 1) for phase in phases}  # a line of six phases fits the screen
     if rows:
-        print(f"{'phases, ms':40}" + "".join(f"{phase:>8}" for phase in phases))
+        print(f"{'phases, ms':40}" + "".join(f"{phase:>{width}}" for phase, width in widths.items()))
     for name, row in rows.items():
-        print(f"{name:40}" + "".join(f"{row.get(phase, 0.0):8.2f}" for phase in phases), flush=True)
+        values = {phase: row.get(phase, 0.0) for phase in phases}
+        texts = {phase: f"{value:.{2 if value < 99 else 0}f}" for phase, value in values.items()}
+        print(f"{name:40}" + "".join(f"{texts[phase]:>{width}}" for phase, width in widths.items()), flush=True)
 
 
 def print_aims(ratios: Mapping[str, float], aims: Mapping[str, float]) -> None:

@@ -37,10 +37,12 @@ from _workloads import WORKLOADS, WRAPPERS, Workload, step
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._buckets.flat_buffer import DENSE, FlatBuffer
 from legacy_ddp._buckets.plan import Planner
+from legacy_ddp._checks import ENVIRONMENT_VARIABLE
 from legacy_ddp._replicas.digest import digest_all
-from legacy_ddp._settings import ENVIRONMENT_VARIABLE, Settings
+from legacy_ddp._settings import Settings
 
 SHARE_AIM, AIMED_AT = 0.80, ("pack", "unpack")
 MODELS = ("transformer", "embedding")
@@ -105,7 +107,7 @@ def _answer_copies(model: str, device: torch.device, arguments: argparse.Namespa
 def copies(module: nn.Module) -> list[Variant]:
     """The variants, the reference first; all handle the same bytes."""
     planner = Planner(Settings(gradient_as_bucket_view=False))
-    plan = planner.plan(module.named_parameters(remove_duplicate=False))
+    plan = planner.plan(parameter_columns(module))
     (buffer,) = plan.buffers
     for parameter in plan.parameters:
         parameter.grad = torch.randn_like(parameter)

@@ -174,10 +174,10 @@ def _steps(names: Sequence[str], count: int, set_up: dict[str, float]) -> list[V
 
 
 def _print_phases(phases: Mapping[str, Mapping[str, float]]) -> None:
-    names = list(next(iter(phases.values())))
-    print(f"{'phases in ms, medians on rank 0':32}" + "".join(f"{name:>9}" for name in names))
+    names = dict.fromkeys(name for row in phases.values() for name in row)
+    print(f"{'phases in ms, medians on rank 0':32}" + "".join(f"{name:>8}" for name in names))
     for variant, row in phases.items():
-        print(f"{variant:32}" + "".join(f"{row[name]:9.2f}" for name in names), flush=True)
+        print(f"{variant:32}" + "".join(f"{row.get(name, 0.0):8.2f}" for name in names), flush=True)
 
 
 def _print_growth(results: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """Explicit data parallelism for torch: gradient synchronisation in a single visible call."""
 
+from legacy_ddp._checks import Checks
 from legacy_ddp._collectives.all_reduce import all_reduce_gradients
 from legacy_ddp._errors import (
     AgreedError,
@@ -19,7 +20,6 @@ from legacy_ddp._errors import (
     UnsynchronizedStepError,
 )
 from legacy_ddp._record import RankRow, SyncRecord
-from legacy_ddp._settings import Checks
 from legacy_ddp._statistics import NoiseScale
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 

@@ -14,15 +14,22 @@ def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
     return logging.LoggerAdapter(LOGGER, {"rank": rank})
 
 
-def warn(rank: int, text: str, *, stacklevel: int) -> None:
+def warn(rank: int, text: str, *, stacklevel: int, is_everywhere: bool = False) -> None:
     """Show a ``UserWarning``. If a filter turns the warning into an error, log it at level WARNING instead.
 
-    An error on a single rank would end a call, or a step, while the other ranks go on.
+    An error on a single rank would end a call, or a step, while the other ranks go on. ``is_everywhere``: every rank
+    has this text. Rank 0 shows it, and every rank with a configured log logs it.
     """
+    is_logged = is_everywhere and LOGGER.hasHandlers()
+    if is_logged:
+        logger_of(rank).warning("%s", text)
+    if is_everywhere and rank != 0:
+        return
     try:
         warnings.warn(text, stacklevel=stacklevel + 1)
     except UserWarning:
-        logger_of(rank).warning("%s", text)
+        if not is_logged:
+            logger_of(rank).warning("%s", text)
 
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:

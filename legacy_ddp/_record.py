@@ -15,7 +15,7 @@ class RankRow:
     """Contribution of a rank to a call.
 
     ``local_norm``: 2-norm of the local gradient, before the reduction; None if the rank took no part, with checks off,
-    and on CUDA unless ``Checks(nonfinite=)`` asks for the norm. ``finite``: whether the local gradient held neither NaN
+    and on CUDA unless ``nonfinite="raise"``. ``finite``: whether the local gradient held neither NaN
     nor infinity; None without ``local_norm``. ``micro_batches``: backward passes since the rank's last call.
     ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
     ``leaves``: with ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of
@@ -111,7 +111,7 @@ class SyncRecord:
         if len(norms) < len(rows):
             raise ValueError(
                 f"norms are missing: got those of {len(norms)} of {len(rows)} ranks, expected all; they are taken with "
-                'checks="info" on CPU, and on CUDA with Checks(nonfinite="warn") or "raise"'
+                'checks="info" on CPU, and on CUDA with Checks(nonfinite="raise")'
             )
         # In a join() finished ranks may count as zeros: then the mean over the participants is larger.
         scale = self.divisor / len(rows) if self.sample_size is None else 1.0

@@ -1,184 +1,19 @@
-"""Arguments of the constructor, checked once."""
+"""Arguments of the constructor but the checks, checked once."""
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
-ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
+from legacy_ddp._checks import LONGEST_SECONDS, Checks, as_names, is_duration
+
 TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
 _TRANSPORTS = ("auto", "gloo", "host")
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_LONGEST = 1e9  # seconds; far beyond it timedelta and the transport overflow
-_ALLOWED = {
-    "level": ("off", "info", "detail"),
-    "uneven": ("warn", "raise", "allow"),
-    "unsynchronized_step": ("raise", "allow"),
-    "nonfinite": ("ignore", "warn", "raise"),
-    "same_data": ("warn", "allow"),
-}
-
-
-@runtime_checkable
-class LossScaler(Protocol):
-    """The used methods of ``torch.amp.GradScaler``."""
-
-    def is_enabled(self) -> bool:
-        """Whether the scaler scales."""
-
-    def get_scale(self) -> float:
-        """The factor on the loss."""
-
-
-def _is_duration(seconds: object) -> bool:
-    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= _LONGEST
-
-
-def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """``names`` as a tuple. ``argument``: the name of the argument, for the error.
-
-    Raises:
-        TypeError: a single string, which would be read as letters, or an item that is no string.
-    """
-    if isinstance(names, str):
-        raise TypeError(
-            f"{argument} is of the wrong type: got the string {names!r}, expected several names; write [{names!r}]"
-        )
-    if not isinstance(names, Iterable):
-        raise TypeError(f"{argument} is of the wrong type: got {names!r}, expected several names")
-    found = tuple(names)
-    if others := [name for name in found if not isinstance(name, str)]:
-        raise TypeError(f"{argument} is of the wrong type: got {others[0]!r}, expected names (str)")
-    return found
-
-
-@dataclass(frozen=True, repr=False)
-class Checks:
-    """Checks of every :meth:`all_reduce`, in addition to the comparison of headers.
-
-    A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
-    ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
-
-    Args:
-        level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
-            (norm of the local gradient, finite or not). ``"detail"``: also fingerprints of parameters, buffers and
-            gradients in every call, so that diverged replicas are a ReplicaDivergenceError in the next call; for
-            wrappers, not for :func:`all_reduce_gradients`.
-        uneven: the reaction to different numbers of micro-batches per rank: ``"warn"`` once a run, on rank 0 (not with
-            ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any call;
-            ``"allow"``. Micro-batches of a step in :meth:`no_sync` do not count, if ``unsynchronized_step`` is
-            ``"raise"``.
-        unsynchronized_step: the reaction if an optimizer's ``step()`` would use gradients that were not reduced since
-            the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
-            ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is allowed.
-        nonfinite: the reaction if the local gradient of a participating rank holds NaN or infinity: ``"ignore"``;
-            ``"raise"`` a NonFiniteGradientError on every rank, naming ranks and parameters, before gradients are
-            exchanged; ``"warn"`` on every rank in the first call of a streak, and go on. Must be equal on all ranks;
-            level ``"off"`` counts as ``"ignore"``. On CUDA it costs one wait for the device per call.
-        grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss. While the scaler is enabled on every rank,
-            with a scale above 1, a non-finite gradient counts as its overflow: no error and no warning, and its
-            ``step()`` skips on all ranks, because all ranks get the infinity. A NaN of another origin is therefore
-            reported after the scale has come down to 1 (16 skipped steps from the default). A deep copy shares the
-            scaler, a pickle leaves it out.
-        same_data: the reaction if ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
-            after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
-            for gradients normalised before the call.
-        local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): ``"detail"``
-            leaves these buffers out.
-        warn_after_seconds: seconds that a rank waits before it warns, naming the missing ranks and their activity. On a
-            process group the value of the first wrapper counts, as for ``report_dir``.
-        report_dir: the directory for the report file of every rank; None: the system's temporary directory.
-
-    Raises:
-        TypeError, ValueError: a value not allowed above.
-    """
-
-    level: str = "info"
-    uneven: str = "warn"
-    unsynchronized_step: str = "raise"
-    nonfinite: str = "ignore"
-    grad_scaler: LossScaler | None = None
-    same_data: str = "warn"
-    local_buffers: Sequence[str] = ()
-    warn_after_seconds: float = 60.0
-    report_dir: str | os.PathLike[str] | None = None
-
-    def __repr__(self) -> str:
-        changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
-        return f"Checks({', '.join(f'{item.name}={getattr(self, item.name)!r}' for item in changed)})"
-
-    def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(f"checks: {name} is unknown: got {value!r}, expected one of {allowed}")
-        object.__setattr__(self, "local_buffers", as_names(self.local_buffers, "checks: local_buffers"))
-        if not _is_duration(self.warn_after_seconds):
-            raise ValueError(
-                f"checks: warn_after_seconds is not usable: got {self.warn_after_seconds!r}, "
-                f"expected a positive number of seconds (up to {_LONGEST:g})"
-            )
-        if self.report_dir == "" or not isinstance(self.report_dir, str | os.PathLike | None):
-            raise TypeError(f"checks: report_dir is not usable: got {self.report_dir!r}, expected a path or None")
-        scaler: object = self.grad_scaler
-        if isinstance(scaler, type) or not isinstance(scaler, LossScaler | None):
-            raise TypeError(
-                f"checks: grad_scaler is not usable: got {scaler!r}, expected a torch.amp.GradScaler, or None"
-            )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Checks":
-        """The same object: the scaler belongs to the loop, and its copy fails in the middle of a step."""
-        return self
-
-    def __copy__(self) -> "Checks":
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All fields but the scaler: a copied scaler would keep its scale for ever and excuse every NaN."""
-        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "grad_scaler": None}
-
-    @cached_property
-    def guards_steps(self) -> bool:
-        """Whether a step without the call is an error."""
-        return self.level != "off" and self.unsynchronized_step == "raise"
-
-    @cached_property
-    def nonfinite_policy(self) -> str:
-        """The reaction to a non-finite gradient."""
-        return self.nonfinite if self.level != "off" else "ignore"
-
-    @cached_property
-    def warns_of_same_data(self) -> bool:
-        """Whether to warn of ranks with seemingly the same data."""
-        return self.level != "off" and self.same_data == "warn"
-
-    @cached_property
-    def compares_replicas(self) -> bool:
-        """Whether every call compares the state of the replicas."""
-        return self.level == "detail"
-
-
-def resolve_checks(checks: str | Checks) -> Checks:
-    """The checks of the caller, with the level of the environment if ``LEGACY_DDP_CHECKS`` is set.
-
-    Raises:
-        TypeError: neither a level nor a :class:`Checks`.
-        ValueError: an unknown level, here or in the environment.
-    """
-    if not isinstance(checks, str | Checks):
-        raise TypeError(f"checks is of the wrong type: got {type(checks).__name__}, expected a level (str) or Checks")
-    asked = Checks(level=checks) if isinstance(checks, str) else checks
-    level = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not level:
-        return asked
-    try:
-        return replace(asked, level=level)
-    except ValueError as error:
-        raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
+_DEFAULT_CHECKS = Checks()
 
 
 def resolve_transport(transport: str) -> str:
@@ -228,7 +63,7 @@ class Settings:
     reduce_dtype: torch.dtype | None = None
     reproducible: bool = False
     ignore: frozenset[str] = frozenset()
-    checks: Checks = Checks()
+    checks: Checks = _DEFAULT_CHECKS
     timeout_seconds: float | None = None
     transport: str = "auto"
     comm_hook: CommHook | None = None
@@ -257,10 +92,10 @@ class Settings:
                     f"a communication hook is not usable with {name}={value!r}: it decides itself what travels and how "
                     f"it is added; construct the wrapper without {name}"
                 )
-        if seconds is not None and not _is_duration(seconds):
+        if seconds is not None and not is_duration(seconds):
             raise ValueError(
                 f"timeout_seconds is not usable: got {seconds!r}, expected a positive number of seconds "
-                f"(up to {_LONGEST:g}), or None"
+                f"(up to {LONGEST_SECONDS:g}), or None"
             )
 
     def with_hook(self, hook: CommHook) -> "Settings":
@@ -287,7 +122,8 @@ class Settings:
             "transport": self.transport,
             "uneven": self.checks.uneven,
             'checks="detail"': f"{self.checks.compares_replicas}, local_buffers={sorted(self.checks.local_buffers)}",
-            "nonfinite": self.checks.nonfinite_policy,
+            "nonfinite": "raise" if self.checks.nonfinite_policy == "raise" else "warn or ignore",
+            "divergence": self.checks.divergence,
         }
 
 

@@ -3,6 +3,7 @@
 Tested with torch 2.13 only.
 """
 
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from torch._C._dynamo.guards import TensorGuards as DynamoGuards
 from torch.autograd.profiler import record_function
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
@@ -182,6 +184,25 @@ def attach_hooks(tensor: torch.Tensor) -> None:
 
 
 _NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
+
+
+def used_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler in this process that has scaled a loss; of several the one with the largest scale.
+
+    Looks at all objects of the process: for rare moments alone.
+    """
+    scalers = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+    used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
+    return max(used, key=torch.amp.GradScaler.get_scale, default=None)
+
+
+def local_buffer_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers of normalisation layers, which are statistics, and of buffers that are not saved."""
+    found: set[str] = set()
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        names = child._buffers if isinstance(child, _NormBase) else child._non_persistent_buffers_set
+        found.update(f"{prefix}.{name}" if prefix else name for name in names)
+    return found
 
 
 def before_every_step(hook: Callable[..., Any]) -> None:

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.construct import construct
@@ -23,7 +24,7 @@ from legacy_ddp._collectives.transport_choice import prepare_transport
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._settings import Checks, CommHook, Settings, names_to_ignore, resolve_checks, resolve_transport
+from legacy_ddp._settings import CommHook, Settings, names_to_ignore, resolve_transport
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_unknown
@@ -119,16 +120,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             if init_sync:
                 self.broadcast_parameters()
                 self.broadcast_buffers()
+            self._synchronizer.note_new_buffers(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Never communicates, so evaluating on one rank is safe."""
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
         with process_activity.forward():
-            if self._synchronizer.leaves is not None and self._synchronizer.policy.sync_enabled:
-                self._synchronizer.leaves.drop_if_cleared()
-            if self._synchronizer.observers.forward:
-                self._synchronizer.observers.forward.notify(args, kwargs)
+            self._synchronizer.begin_forward(args, kwargs, is_training=self.training)
             return self.module(*args, **kwargs)
 
     def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:

@@ -16,6 +16,7 @@ ROOMS = (
     "_errors",
     "_torch",
     "_step_guard",
+    "_checks",
     "_settings",
     "_buckets",
     "_log",

@@ -164,12 +164,12 @@ def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str]
         (
             "checks",
             ["info", Checks(nonfinite="raise"), Checks(nonfinite="raise")],
-            "setting 'nonfinite': rank 0 has ignore; ranks 1-2 have raise",
+            "setting 'nonfinite': rank 0 has warn or ignore; ranks 1-2 have raise",
         ),
         (
             "checks",
-            [Checks(nonfinite="warn"), Checks(level="off", nonfinite="warn"), Checks(nonfinite="warn")],
-            "setting 'nonfinite': rank 1 has ignore; ranks 0, 2 have warn",
+            [Checks(nonfinite="raise"), Checks(level="off", nonfinite="raise"), Checks(nonfinite="raise")],
+            "setting 'nonfinite': rank 1 has warn or ignore; ranks 0, 2 have raise",
         ),
     ],
 )
@@ -186,6 +186,7 @@ def test_settings_that_ranks_must_share_are_compared(name: str, values: list[Any
     [
         ("checks", ["off", "info"]),
         ("checks", [Checks(level="off", nonfinite="raise"), "info"]),
+        ("checks", [Checks(nonfinite="warn"), Checks(nonfinite="ignore")]),
         ("checks", [Checks(same_data="allow"), "info"]),
         ("timeout_seconds", [5, None]),
         ("gradient_as_bucket_view", [True, False]),

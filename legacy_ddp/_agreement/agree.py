@@ -21,7 +21,7 @@ from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call
 
 _COMPARED_FIELDS = ("version", "wrapper_id", "operation", "call", "layout", "argument", "participation")
-_WORK_FIELDS = ("micro_batches", "flags", "leaves")
+_WORK_FIELDS = ("micro_batches", "flags", "leaves", "random")
 _compared = itemgetter(*map(Header._fields.index, _COMPARED_FIELDS + _WORK_FIELDS))
 
 

@@ -26,6 +26,7 @@ class Flag(IntFlag):
     REPEAT: no backward since the last call, and gradients unchanged since then.
     STEPPED: weights changed between the first backward since the last call and this call.
     JOINED: the rank has left a join(); its replica may be old. COUNTED: the zeros of this rank count in a plain mean.
+    SIGNED: ``state`` has a digest. WATCHED: the rank takes part in the report of non-finite gradients.
     VALUES: the norm was taken. FINITE: the norm is finite.
     """
 
@@ -36,11 +37,13 @@ class Flag(IntFlag):
     FINITE = 16
     JOINED = 32
     COUNTED = 64
+    SIGNED = 128
+    WATCHED = 256
 
 
 # As plain numbers, for the rows of every call: an IntFlag takes six times as long.
-FAILED_BIT, VALUES_BIT, FINITE_BIT, COUNTED_BIT = (
-    flag.value for flag in (Flag.FAILED, Flag.VALUES, Flag.FINITE, Flag.COUNTED)
+FAILED_BIT, VALUES_BIT, FINITE_BIT, JOINED_BIT, COUNTED_BIT, SIGNED_BIT = (
+    flag.value for flag in (Flag.FAILED, Flag.VALUES, Flag.FINITE, Flag.JOINED, Flag.COUNTED, Flag.SIGNED)
 )
 
 
@@ -49,7 +52,8 @@ class Header(NamedTuple):
 
     ``wrapper_id``: number of the wrapper on the group. ``argument``: ``src`` of a broadcast. ``mask``: fingerprint of
     the kinds of all gradients, in check_replicas() of the gradients themselves. ``state``: fingerprint of the state
-    shared by replicas. ``random``: fingerprint of the random generators, which may differ. ``leaves``: number of
+    shared by replicas. ``random``: fingerprint of the random generators, which may differ; in an all_reduce() 1 + the
+    number of optimizer steps since the last call, 0 if unknown. ``leaves``: number of
     micro-batches added in the order of a tree, 0 without a tree.
     """
 

@@ -11,6 +11,7 @@ from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
 from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.gather import Gatherer
+from legacy_ddp._transport.operation import Operation
 
 
 def find_mismatch(
@@ -83,7 +84,7 @@ def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | Non
     # Weights change for other reasons, too. Together with more backward passes than elsewhere it was an unshared step.
     if stepping and _describe_backwards(rows):
         return _slipped(rows, stepping, "weights changed between its first backward and now: a skipped call")
-    if problem := _find_mixed_participation(rows) or _find_bad_split(rows):
+    if problem := _find_other_steps(rows) or _find_mixed_participation(rows) or _find_bad_split(rows):
         return problem
     if uneven == "raise" and (finding := describe_uneven_work(rows)):
         return _error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
@@ -106,6 +107,22 @@ def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Fi
     if len({micro_batches[rank] for rank in ranks}) <= 1:
         return None
     return compare_rows([{"micro-batches since the last call": str(micro_batches[rank])} for rank in ranks], ranks)
+
+
+def _find_other_steps(rows: Sequence[Header]) -> AgreedError | None:
+    """The error for different numbers of optimizer steps since the last call, if every rank knows its number."""
+    ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks make no more steps
+    if rows[0].operation != Operation.ALL_REDUCE or not all(rows[rank].random for rank in ranks):
+        return None
+    finding = compare_rows([{"optimizer steps": str(rows[rank].random - 1)} for rank in ranks], ranks)
+    if not finding:
+        return None
+    advice = (
+        "let every rank step after every call, or none: decide by a value that all ranks share, and unscale, clip\n"
+        "and look for infinities after all_reduce(); replicas differ now, unless the step changed nothing"
+    )
+    text = f"ranks made different numbers of optimizer steps since the last call:\n{finding}\n{advice}"
+    return _error(DesyncError, rows, text, finding.ranks)
 
 
 def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:

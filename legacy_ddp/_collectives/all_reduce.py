@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.columns import Columns
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.nonfinite import check_finite
@@ -33,6 +34,7 @@ from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.check import add_digest, check
 from legacy_ddp._reproducible.micro_batches import Leaves
+from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
@@ -54,8 +56,9 @@ def all_reduce(
     ``parameters``: all names of every parameter. ``flags``: further flags of the header. ``notice``: starts the
     collective of join() before the header.
     """
-    planner, leaves, history = synchronizer.planner, synchronizer.leaves, synchronizer.history
-    observers, settings = synchronizer.observers, synchronizer.settings
+    planner, leaves = synchronizer.planner, synchronizer.leaves
+    digests, steps = synchronizer.digests, synchronizer.steps
+    warnings, observers, settings = synchronizer.warnings, synchronizer.observers, synchronizer.settings
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
@@ -67,18 +70,20 @@ def all_reduce(
             if observers.local:
                 with call.phase("observe"):
                     observers.local.notify(dict(packed.grads(plan)))
-            header = packed.header._replace(flags=packed.header.flags | flags)
-            if history is not None:
-                header = add_digest(call, history, header)
+            header = packed.header._replace(flags=packed.header.flags | flags | _watched(settings))
+            if steps is not None:
+                header = header._replace(random=steps.take(call.groups))
+            if digests is not None:
+                header = add_digest(call, digests, header)
             segments = segments_of(plan, packed, planner.segments.problem)
             call.segments = ids_of(plan, segments)
         with _discarding_after(call, plan, leaves):
             agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
             require_host(call, settings)
-            if history is not None:
-                check(call, history, agreement.rows)
+            if digests is not None and (text := check(call, digests, agreement.rows)):
+                warnings.add_everywhere(call, text)
             if settings.checks.nonfinite_policy != "ignore":
-                check_finite(call, plan, packed, agreement, synchronizer.warnings)
+                check_finite(call, plan, packed, agreement, warnings)
             on_host = choose_transport(call, settings, plan, segments, planner.segments.problem)
             reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
             with call.phase("alias"):
@@ -86,8 +91,10 @@ def all_reduce(
         if leaves is not None:
             leaves.end_step()
         planner.counter.reset()
-        if history is not None:
-            history.end_call()
+        if steps is not None:
+            steps.begin(call.groups, plan.parameters)
+        if digests is not None:
+            digests.end_call(call)
     return _finish(synchronizer, call, agreement, reduced, on_host=on_host)
 
 
@@ -106,6 +113,11 @@ def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator
         if any(call.segments.serials) or call.phase_name in ("payload", "alias"):
             discard(plan, leaves)
         raise
+
+
+def _watched(settings: Settings) -> int:
+    """The flag of a rank that looks at non-finite gradients: a report needs all ranks."""
+    return Flag.WATCHED if settings.checks.nonfinite_policy != "ignore" else 0
 
 
 def _finish(
@@ -146,8 +158,8 @@ def all_reduce_gradients(
 
     Collective. The state between calls (flat buffers, counts) lives as long as the module, or the first of the
     parameters. The ranks compare nothing before the first call. Parameters given without a module are named by their
-    position. The checks are the default checks, except for ``unsynchronized_step="allow"``: non-finite gradients are
-    reduced unchanged, and ``record.rows`` names the ranks with non-finite gradients.
+    position. The checks are the default checks, except for ``unsynchronized_step="allow"``; replicas and steps
+    are not compared.
 
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.

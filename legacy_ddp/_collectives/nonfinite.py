@@ -1,6 +1,6 @@
 """Detection and report of gradients with NaN or infinity, before any gradient is exchanged.
 
-Runs only with ``Checks(nonfinite=...)``. While every gradient is finite, the cost is a look at the headers. Otherwise
+Runs unless ``Checks(nonfinite="ignore")``. While every gradient is finite, the cost is a look at the headers. Otherwise
 the ranks exchange details, a few hundred bytes per rank.
 """
 
@@ -10,14 +10,16 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._checks import LossScaler
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
-from legacy_ddp._settings import LossScaler
 from legacy_ddp._text import TIE, wrap
 from legacy_ddp._transport.call import Call
 
@@ -53,7 +55,7 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
         NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
     """
     warned = warnings.nonfinite_groups
-    if not agreement.participants:
+    if not agreement.participants or not all(row.flags & Flag.WATCHED for row in agreement.rows):
         return
     ranks = [rank for rank in agreement.participants if agreement.rows[rank].finite is False]
     if not ranks:
@@ -62,7 +64,7 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
     if call.groups in warned:
         return
     with call.phase("agree"):
-        own = _inspect(plan, packed, call.checks.grad_scaler, scan=call.groups.rank in ranks)
+        own = _inspect(plan, packed, _scaler_of(call), scan=call.groups.rank in ranks)
         found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
     if all(_may_overflow(details.scale) for details in found):
         return
@@ -73,7 +75,14 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
         parameter = names[0] if names else None
         raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
     warned.add(call.groups)
-    warnings.pending.append((call.groups.rank, text))
+    warnings.add_everywhere(call, text)
+
+
+def _scaler_of(call: Call) -> LossScaler | None:
+    """The scaler of the checks; for a warning also a scaler that the loop did not pass, found by its use."""
+    if call.checks.grad_scaler is None and call.checks.nonfinite_policy == "warn":
+        return internals.used_scaler()
+    return call.checks.grad_scaler
 
 
 def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, stops: bool) -> str:
@@ -109,6 +118,8 @@ def _next_steps(affected: Sequence[NonFinite], found: Sequence[NonFinite], *, st
             "every rank gets them now (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
             "to stop here instead"
         )
+    if not stops and not scales:
+        yield "if a loss scaler of your own skips such steps, pass the scaler as Checks(grad_scaler=...)"
 
 
 def _may_overflow(scale: float | None) -> bool:

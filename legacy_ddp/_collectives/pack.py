@@ -82,7 +82,7 @@ def pack(
         packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats))
         if call.checks.level == "off":
             return packed
-        return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy != "ignore")
+        return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy == "raise")
 
 
 def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
@@ -161,7 +161,7 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     if counter.was_stepped(plan.parameters):
         flags |= Flag.STEPPED
     if (
-        counter.micro_batches == 0
+        counter.accumulations == 0
         and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
         # Gradients cleared in place count as cleared: a rank without a batch is not a rank that calls twice.
         and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())

@@ -10,8 +10,9 @@ from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.columns import Columns, parameter_columns
+from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._settings import Checks, Settings, resolve_checks, resolve_transport
+from legacy_ddp._settings import Settings, resolve_transport
 
 
 def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, Callable[[], Columns]]:

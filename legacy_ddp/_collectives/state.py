@@ -1,8 +1,11 @@
 """State of a set of parameters between calls."""
 
 import weakref
+from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -12,11 +15,14 @@ from legacy_ddp._collectives.observers import Observers
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
+from legacy_ddp._replicas.check import ReplicaDigests
 from legacy_ddp._replicas.history import StepHistory
+from legacy_ddp._replicas.rotation import RotatingDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.policy import StepPolicy
+from legacy_ddp._step_guard.step_counter import StepCounter
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of
 from legacy_ddp._transport.operation import Operation
@@ -31,11 +37,14 @@ class Synchronizer:
         self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings(settings)
-        self.history: StepHistory | None = None
+        self.digests: ReplicaDigests | None = None
         if settings.checks.compares_replicas and wrapper is not None:
-            self.history = StepHistory(wrapper, settings, self.policy)
+            self.digests = StepHistory(wrapper, settings, self.policy)
+        elif settings.checks.rotates_digests and wrapper is not None:
+            self.digests = RotatingDigests(wrapper, settings, self.planner)
         if settings.checks.guards_steps:
             guard_steps()
+        self.steps = StepCounter(self.policy) if settings.checks.counts_steps and wrapper is not None else None
         # By the user's group: a wrapper that comes back to a group finds its counters there.
         self._group_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
         self._is_notifying = False
@@ -78,6 +87,16 @@ class Synchronizer:
         state = self._group_states.get(group)
         return "" if state is None else state.expected_transport
 
+    def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
+        """A forward of the wrapper begins: local, and without effect on the forward."""
+        if self.leaves is not None and self.policy.sync_enabled:
+            self.leaves.drop_if_cleared()
+        # A traced forward would record the operations of the digest.
+        if self.digests is not None and is_training and torch.is_grad_enabled() and not internals.is_tracing():
+            self.digests.begin_forward()
+        if self.observers.forward:
+            self.observers.forward.notify(args, kwargs)
+
     def notify_returned(self, record: SyncRecord) -> None:
         """Call the ``on_sync()`` callbacks."""
         self._is_notifying = True
@@ -89,11 +108,19 @@ class Synchronizer:
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters, which does not count as a step."""
         self.planner.counter.ignore_earlier_writes(plan.parameters)
-        if self.history is not None:
-            self.history.restart()
+        if self.digests is not None:
+            self.digests.restart()
+
+    def note_new_buffers(self, module: nn.Module) -> None:
+        """Note that all ranks hold equal buffers, or should: at construction and after a broadcast."""
+        if self.digests is not None:
+            with torch.no_grad():
+                self.digests.buffers.mark(module)
 
     def forget_step(self) -> None:
         """Forget the counts and the micro-batches since the last call."""
         self.planner.counter.reset()
+        if self.steps is not None:
+            self.steps.stop()
         if self.leaves is not None:
             self.leaves.end_step()

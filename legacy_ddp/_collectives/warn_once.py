@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from typing import NamedTuple
 
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._compare import name_ranks
@@ -10,6 +11,14 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
+
+
+class Pending(NamedTuple):
+    """``rank``: of the log record. ``is_everywhere``: every rank has this text."""
+
+    rank: int
+    text: str
+    is_everywhere: bool = False
 
 
 class Warnings:
@@ -22,7 +31,7 @@ class Warnings:
 
     def __init__(self, settings: Settings) -> None:
         checks = settings.checks
-        self.pending: list[tuple[int, str]] = []  # the rank of the log record, and the text
+        self.pending: list[Pending] = []
         self.nonfinite_groups: weakref.WeakSet[Groups] = weakref.WeakSet()
         wanted: tuple[tuple[bool, Callable[[Call, Agreement], str]], ...] = (
             (checks.uneven == "warn", _describe_uneven_work),
@@ -38,12 +47,17 @@ class Warnings:
         for check in tuple(self.open):
             if text := check(call, agreement):
                 self.open.remove(check)
-                self.pending.append((0, text))
+                self.pending.append(Pending(0, text))
+
+    def add_everywhere(self, call: Call, text: str) -> None:
+        """Add a warning with the same text on every rank."""
+        self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
 
     def emit(self) -> None:
         """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
         while self.pending:
-            warn(*self.pending.pop(0), stacklevel=3)
+            rank, text, is_everywhere = self.pending.pop(0)
+            warn(rank, text, stacklevel=3, is_everywhere=is_everywhere)
 
 
 def _describe_uneven_work(call: Call, agreement: Agreement) -> str:

@@ -82,6 +82,13 @@ def _format_steps(digests: StepDigests) -> str:
     return f"{digests.steps}{other}"
 
 
+AT_START = _Rule(
+    "start",
+    lambda d: 0 if d.parameters_at_call else d.parameters,
+    "the start (construction, or the last broadcast or report of this kind)",
+    "other seeds with init_sync=False, a checkpoint loaded by some ranks only, or a write before the first call",
+)
+
 # In the order of the phases: the first difference causes the later differences.
 _RULES = (
     _Rule(
@@ -130,12 +137,7 @@ _RULES = (
         lambda d: d.state_changed_before,
         STATE_CHANGED,
     ),
-    _Rule(
-        "start",
-        lambda d: 0 if d.parameters_at_call else d.parameters,
-        "the start (construction, or the last broadcast or report of this kind)",
-        "other seeds with init_sync=False, a checkpoint loaded by some ranks only, or a write before the first call",
-    ),
+    AT_START,
     _Rule(
         "outside",
         lambda d: d.parameters,

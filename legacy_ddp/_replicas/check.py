@@ -1,32 +1,62 @@
-"""Comparison of replicas inside a call: the digest in the header, and the error if digests differ."""
+"""Comparison of replicas inside a call: the digest in the header, and the report if digests differ."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Protocol
 
-from legacy_ddp._agreement.header import Flag, Header
+from legacy_ddp._agreement.header import JOINED_BIT, SIGNED_BIT, Header
 from legacy_ddp._errors import ReplicaDivergenceError
-from legacy_ddp._replicas.compare import compare_items
-from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.shared_buffers import SharedBuffers
 from legacy_ddp._transport.call import Call
 
+_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
 
-def add_digest(call: Call, history: StepHistory, header: Header) -> Header:
+
+class ReplicaDigests(Protocol):
+    """The digests of a wrapper in its calls: of everything in every call, or in turns."""
+
+    buffers: SharedBuffers
+
+    def begin_forward(self) -> None:
+        """A training forward of the wrapper begins."""
+
+    def digest_of(self, call: Call) -> int:
+        """The digest for the header of ``call``."""
+
+    def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
+        """The report if replicas differ. ``is_equal``: whether the digests are. Collective after a difference."""
+
+    def end_call(self, call: Call, /) -> None:
+        """A call succeeded."""
+
+    def restart(self) -> None:
+        """Discard digests, after a broadcast of parameters."""
+
+
+def add_digest(call: Call, digests: ReplicaDigests, header: Header) -> Header:
     """``header`` with the digest of this rank."""
-    with call.phase("digest"):
-        return header._replace(state=history.update_digest())
+    return header._replace(state=digests.digest_of(call), flags=header.flags | SIGNED_BIT)
 
 
-def check(call: Call, history: StepHistory, rows: Sequence[Header]) -> None:
-    """Collective only if the digests differ.
+def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
+    """The text of a warning on every rank, empty if replicas agree. Collective only if the digests differ.
 
     Raises:
-        ReplicaDivergenceError: digests differ. Raised on every rank, before any gradient moves.
+        ReplicaDivergenceError: replicas differ, with ``"detail"`` or ``divergence="raise"``. Raised on every rank,
+            before any gradient moves.
     """
-    left = {rank for rank, row in enumerate(rows) if row.flags & Flag.JOINED}  # ranks that make no more steps
-    if len({row.state for rank, row in enumerate(rows) if rank not in left}) > 1:
-        error = divergence_error(call, compare_items(call, history.items(), history.snapshot, left_out=left))
-        history.restart()  # the difference is reported; an unrepaired difference shows again in the next call
+    left = {rank for rank, row in enumerate(rows) if row.flags & JOINED_BIT}  # ranks that make no more steps
+    compared = [row for rank, row in enumerate(rows) if rank not in left]
+    # Checks may be off on some ranks, also on a rank that left: such a rank takes no part in a comparison.
+    if not all(row.flags & SIGNED_BIT for row in rows):
+        return ""
+    report = digests.compare(call, left, is_equal=len({row.state for row in compared}) <= 1)
+    if report is None:
+        return ""
+    error = divergence_error(call, report)
+    if call.checks.compares_replicas or call.checks.divergence == "raise":
         raise error
+    return f"{error}\n  {_WARNED_ONCE}"
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:

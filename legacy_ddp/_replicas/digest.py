@@ -42,7 +42,7 @@ def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
     sizes: list[int] = []
     indices: dict[torch.device, list[int]] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
-    for chunk in _chunks(map(_as_bytes, tensors), sizes):
+    for chunk in _chunks(map(as_bytes, tensors), sizes):
         data = list(chunk.values())
         device = data[0].device
         indices.setdefault(device, []).extend(chunk)
@@ -74,7 +74,7 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for group in groups:
         for joined in _join(group):
-            sums.setdefault(joined.device, []).append(sum_of_words(_as_bytes(joined)))
+            sums.setdefault(joined.device, []).append(sum_of_words(as_bytes(joined)))
     return hash((tuple(sizes), sum(int(torch.stack(found).sum()) for found in sums.values())))
 
 
@@ -130,14 +130,14 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return internals.flattened(tensors)
 
 
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, otherwise a copy."""
     if not is_digestible(tensor):
         kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
         raise TypeError(f"tensor cannot be digested: got a {kind} one, expected a strided or sparse COO tensor")
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
-        return torch.cat([_as_bytes(tensor.indices()), _as_bytes(tensor.values())])
+        return torch.cat([as_bytes(tensor.indices()), as_bytes(tensor.values())])
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
     # Not view(-1), which keeps any stride of a tensor with a single element.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,36 +1,43 @@
 """Digests of one rank at each phase since its last call."""
 
 import weakref
-from functools import cache
+from collections.abc import Collection
+from contextlib import suppress
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._replicas import state
+from legacy_ddp._replicas.compare import compare_items
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._replicas.membership import describe_membership
+from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.shared_buffers import SharedBuffers
 from legacy_ddp._replicas.state_history import StateHistory
 from legacy_ddp._replicas.step_digests import StepDigests
+from legacy_ddp._replicas.stepped import SteppedOptimizers
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.policy import StepPolicy
+from legacy_ddp._step_guard.step_observer import StepObserver
+from legacy_ddp._transport.call import Call
 
 
-class StepHistory:
+class StepHistory(StepObserver):
     """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters."""
 
     def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
+        super().__init__(policy)
+        self.buffers = SharedBuffers(settings)
+        self.optimizers = SteppedOptimizers()
         self.digests = StepDigests()
+        self._at_forward: int | None = None  # digest of the parameters in the first training forward since the call
         self._wrapper = weakref.ref(wrapper)
         self._settings = settings
-        self._policy = policy
         self._signature: list[tuple[str, int]] = []
         self._parameters: list[torch.Tensor] = []
-        self._ids: frozenset[int] = frozenset()
         # From the second optimizer on, a step digests only the parameters of its optimizer: a hundred optimizers then
         # cost no more than a single optimizer.
         self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
@@ -38,43 +45,74 @@ class StepHistory:
         self._parameters_after_step = 0  # unknown with several optimizers
         # Changes before and after the steps that recur: a rank that clamps its weights after every step, for example.
         self._recurring = (False, False)
-        # Hyperparameters at the last step: a scheduler may have made them equal again.
-        self._settings_used: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[state.Fact]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []  # since the last call
         self._was_changed_at_step = self._is_changed = False  # before a step since the last call; now
         self._state_history = StateHistory()
-        # The step that has begun and not ended, and its digests of parameters and gradients at the start. Steps inside
-        # this step, as a sharded optimizer makes them, are ignored.
-        self._open: weakref.ref[torch.optim.Optimizer] | None = None
-        self._at_step = (0, 0)
-        _histories.add(self)
-        _register_step_hooks()
+        self._at_step = (0, 0)  # digests of parameters and gradients at the start of the open step
 
-    def update_digest(self) -> int:
-        """Digest parameters and buffers now; return one digest of all phases."""
-        if self._at_step != (0, 0):  # a closure does not make this call: the open step raised an error
-            self._open = None
+    def begin_forward(self) -> None:
+        """Digest parameters in the first training forward since the last call.
+
+        Later, a loop may hold other weights for a moment (sharpness-aware minimisation). A write between this forward
+        and the step() is found at the step().
+        """
+        self.buffers.has_run = True
+        if self._at_forward is None:
+            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
+            with suppress(Exception), torch.no_grad():
+                self._find_parameters()
+                self._at_forward = digest_all(self._parameters)
+
+    def digest_of(self, call: Call) -> int:
+        """One digest of all phases since the last call."""
+        self.forget_failed_step()
+        with call.phase("digest"):
+            if self._find_parameters():
+                self._at_forward = None
+            at_forward, self._at_forward = self._at_forward, None
+            return self._update(at_forward)
+
+    def update_digest(self) -> None:
+        """Digest parameters and buffers now, outside of an all_reduce()."""
+        self.forget_failed_step()
         self._find_parameters()
-        self.digests.parameters = digest_all(self._parameters)
-        buffers = [item.value for item in self._buffers()]
-        self.digests.buffers = digest_all([value for value in buffers if isinstance(value, torch.Tensor)])
+        self._update(None)
+
+    def _update(self, parameters: int | None) -> int:
+        self.digests.parameters = digest_all(self._parameters) if parameters is None else parameters
+        self.digests.buffers = self._digest_buffers()
         self._is_changed = self._has_changed(self.digests.parameters)
         return self.digests.digest
 
-    def end_call(self) -> None:
+    def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
+        """The report if replicas differ. ``is_equal``: whether the digests of this call are equal on all ranks.
+
+        Collective after a difference.
+        """
+        if is_equal:
+            return None
+        if self.buffers.learn(call, self._module, left_out):
+            self.digests.buffers = self._digest_buffers()
+            digests = call.gather(torch.tensor([self.digests.digest], device="cpu")).flatten().tolist()
+            if len({digest for rank, digest in enumerate(digests) if rank not in left_out}) <= 1:
+                return None
+        report = compare_items(call, self.items(), self.snapshot, left_out=left_out)
+        self.restart()  # the difference is reported; an unrepaired difference shows again in the next call
+        return report
+
+    def end_call(self, call: Call) -> None:
         """Begin new digests with the gradients of a successful call."""
-        gradients = [parameter.grad for parameter in self._parameters if parameter.requires_grad]
+        with call.phase("digest"):
+            gradients = digest_all([parameter.grad for parameter in self._parameters if parameter.requires_grad])
         self._recurring = self._was_changed_at_step, self._is_changed
         self._was_changed_at_step = False
-        self.digests = StepDigests(parameters_at_call=self.digests.parameters, gradients_at_call=digest_all(gradients))
-        self._stepped.clear()
+        self.digests = StepDigests(parameters_at_call=self.digests.parameters, gradients_at_call=gradients)
+        self.optimizers.clear()
         self._state_history.end_call()
 
     def restart(self) -> None:
         """Discard all digests, after a broadcast of parameters or a report of the difference."""
         self.digests = StepDigests()
+        self._at_forward = None
         self._was_changed_at_step = self._is_changed = False
         self._state_history.restart()
 
@@ -85,28 +123,19 @@ class StepHistory:
         digests.changed_after = self._is_changed and not self._recurring[1]
         digests.state_changed_before, digests.state_changed_after = self._state_history.snapshot()
         named = distinct(self._module.named_parameters(remove_duplicate=False))
-        digests.membership_text, digests.has_stale_parameter = describe_membership(self._stepped_optimizers(), named)
+        digests.membership_text, digests.has_stale_parameter = describe_membership(self.optimizers.alive, named)
         return digests
 
     def items(self) -> list[state.StateItem]:
         """The items to compare if the digests differ."""
         return [
             *state.parameters(self._module, self._settings.ignore),
-            *self._buffers(),
-            *state.optimizer_items(self._stepped_optimizers(), self._module, self._settings_used.__getitem__),
+            *self.buffers.items(self._module),
+            *state.optimizer_items(self.optimizers.alive, self._module, self.optimizers.settings_of),
         ]
-
-    def covers(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether ``optimizer`` steps any parameter seen in the last call. False in ``no_sync()``: steps are local."""
-        return self._policy.sync_enabled and any(
-            id(parameter) in self._ids for group in optimizer.param_groups for parameter in group["params"]
-        )
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Digest parameters and gradients before a step. A closure computes the gradients later: nothing to digest."""
-        if self._open is not None and self._open() is not optimizer:
-            return
-        self._open = weakref.ref(optimizer)
         self._count_optimizer(optimizer)
         self._state_history.begin_step(optimizer)
         # Includes the gradient of a frozen parameter: a call does not reduce the gradient, but a step uses it.
@@ -115,39 +144,28 @@ class StepHistory:
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the digests before and after the step. A step that raised changed nothing and is not recorded."""
-        if self._open is None or self._open() is not optimizer:
-            return
-        self._open = None
         digests, (parameters, gradients) = self.digests, self._at_step
         self._was_changed_at_step |= parameters != 0 and self._has_changed(parameters)
         self._parameters_after_step = self._digest_parameters(optimizer)
         self._state_history.end_step(optimizer)
-        if not any(reference() is optimizer for reference in self._stepped):
-            self._stepped.append(weakref.ref(optimizer))
+        if self.optimizers.add(optimizer):
             # Only the first step of an optimizer: its next step begins with the result of this step.
             digests.parameters_at_step = _add(digests.parameters_at_step, parameters)
-        self._settings_used[optimizer] = [
-            (name, value.clone() if isinstance(value, torch.Tensor) else value)
-            for name, value in state.settings(optimizer)
-        ]
         digests.membership = _add(digests.membership, fingerprint(self._mask_of(optimizer)))
         digests.gradients_at_step = _add(digests.gradients_at_step, gradients)
         digests.parameters_after_step = _add(digests.parameters_after_step, self._parameters_after_step)
         digests.steps += 1
+        self._at_forward = None  # of the weights before the step
 
     def count_other_step(self) -> None:
         """Count a step of an optimizer without these parameters: of another model, or of replaced parameters."""
-        if self._open is None and self._policy.sync_enabled:
-            self.digests.other_steps += 1
+        self.digests.other_steps += 1
 
     @property
     def _module(self) -> nn.Module:
         wrapper: Any = self._wrapper()
         module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
         return module
-
-    def _stepped_optimizers(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The parameters of the wrapper that the optimizer holds, sorted by name."""
@@ -174,47 +192,22 @@ class StepHistory:
         expected = self._parameters_after_step if digests.steps else digests.parameters_at_call
         return digests.parameters_at_call != 0 and not self._has_several and digest != expected
 
-    def _find_parameters(self) -> None:
-        """Sort the parameters by name, as every rank does. Most of the time they are unchanged since the last call."""
+    def _find_parameters(self) -> bool:
+        """Sort the parameters by name, as every rank does, if they have changed; return whether they have."""
         named = list(self._module.named_parameters(remove_duplicate=False))
         signature = [(name, id(parameter)) for name, parameter in named]
-        if signature != self._signature:
-            self._signature = signature
-            self._parameters = [item.tensor for item in distinct(named, self._settings.ignore)]
-            self._ids = frozenset(map(id, self._parameters))
+        if signature == self._signature:
+            return False
+        self._signature = signature
+        self._parameters = [item.tensor for item in distinct(named, self._settings.ignore)]
+        self.ids = frozenset(map(id, self._parameters))
+        return True
 
-    def _buffers(self) -> list[state.StateItem]:
-        return state.buffers(self._module, self._settings.ignore, self._settings.checks.local_buffers)
+    def _digest_buffers(self) -> int:
+        tensors = [item.value for item in self.buffers.items(self._module)]
+        return digest_all([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
 
 
 def _add(total: int, digest: int) -> int:
     """The sum mod 2**64, which does not depend on the order in which a rank steps its optimizers."""
     return (total + digest) % 2**64
-
-
-_histories: "weakref.WeakSet[StepHistory]" = weakref.WeakSet()
-
-
-@cache
-def _register_step_hooks() -> None:
-    internals.before_every_step(_begin_step)  # after the pre-hooks of the optimizer: a pre-hook may make the call
-    register_optimizer_step_post_hook(_after_step)
-
-
-@internals.disable_dynamo
-def _begin_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))
-    with torch.no_grad():
-        for history in list(_histories):
-            if history.covers(optimizer):
-                history.begin_step(optimizer, has_closure=has_closure)
-
-
-@internals.disable_dynamo
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    with torch.no_grad():
-        for history in list(_histories):
-            if history.covers(optimizer):
-                history.end_step(optimizer)
-            else:
-                history.count_other_step()

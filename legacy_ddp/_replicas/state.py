@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.inventory import check_dense, distinct, fingerprint
+from legacy_ddp._buckets.inventory import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 
 Fact = tuple[str, torch.Tensor | str]
@@ -41,12 +42,18 @@ def parameters(module: nn.Module, ignore: Iterable[str]) -> list[StateItem]:
 
 def buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]) -> list[StateItem]:
     """Every buffer except the names in ``ignore`` and the names that a name or pattern in ``local`` matches."""
+    return buffer_items(named_buffers(module, ignore, local))
+
+
+def named_buffers(module: nn.Module, ignore: Iterable[str], local: Sequence[str]) -> list[Named]:
+    """The buffers of :func:`buffers` with all their names, sorted."""
     found = distinct(module.named_buffers(remove_duplicate=False), frozenset(ignore))
-    return [
-        StateItem("buffers", f"buffer {item.name!r}", comparable(item.tensor))
-        for item in found
-        if not any(fnmatchcase(name, pattern) for name in item.names for pattern in local)
-    ]
+    return [item for item in found if not any(fnmatchcase(name, pattern) for name in item.names for pattern in local)]
+
+
+def buffer_items(named: Iterable[Named]) -> list[StateItem]:
+    """An item for each buffer."""
+    return [StateItem("buffers", f"buffer {item.name!r}", comparable(item.tensor)) for item in named]
 
 
 def gradients(named: Mapping[str, torch.Tensor | None]) -> list[StateItem]:
@@ -90,7 +97,12 @@ def optimizer_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Mod
 
 def settings(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
     """The hyperparameters of every parameter group."""
-    for index, group in enumerate(optimizer.param_groups):
+    yield from settings_in(optimizer.param_groups)
+
+
+def settings_in(parameter_groups: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
+    """The hyperparameters in ``parameter_groups`` of an optimizer."""
+    for index, group in enumerate(parameter_groups):
         for key in sorted(set(group) - {"params", "param_names"}):  # these two hold only an order
             yield from flatten(f"{key} of parameter group {index}", group[key])
 

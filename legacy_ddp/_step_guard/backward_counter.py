@@ -109,8 +109,12 @@ class BackwardCounter:
 
     @property
     def micro_batches(self) -> int:
-        """Backward passes since the last reset."""
-        return max(self._counts, default=0)
+        """Backward passes since the last reset, without gradients that a local step has used."""
+        if not self.policy.has_local_steps:
+            return max(self._counts, default=0)
+        return max(
+            (count for count, hook in zip(self._counts, self._hooks, strict=True) if not hook.is_consumed), default=0
+        )
 
     @property
     def accumulations(self) -> int:
@@ -142,6 +146,7 @@ class BackwardCounter:
     def reset(self) -> None:
         """Set all counts to 0."""
         self._counts[:] = [0] * len(self._counts)
+        self.policy.has_local_steps = False
         for hook in self._hooks if self._has_earlier_results else ():
             hook.earlier_result = None
         self._has_earlier_results = False

@@ -74,7 +74,7 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
             if not hook.counts[hook.index]:
                 break
             if not hook.policy.sync_enabled:
-                hook.is_consumed = not hook.policy.has_leaves
+                hook.is_consumed = hook.policy.has_local_steps = not hook.policy.has_leaves
                 break
             if hook.policy.guarded and guard is None:
                 guard = hook

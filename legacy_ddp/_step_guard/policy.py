@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 class StepPolicy:
     """Whether steps are guarded, and which ``no_sync()`` blocks are open.
 
-    ``has_leaves``: gradients were removed from ``.grad`` to be summed, and wait for the call.
+    ``has_leaves``: gradients were removed from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a
+    step inside a ``no_sync()`` block has used gradients since the last call.
     """
 
     guarded: bool
     has_leaves: bool = False
+    has_local_steps: bool = False
     block_thread: int = 0  # of the outermost no_sync() block
     _open_blocks: int = 0  # a number, not a state to restore: blocks of two threads end in any order
     _lock: threading.Lock = field(default_factory=threading.Lock)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._checks import Checks
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError
-from legacy_ddp._settings import Checks
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_meeting import HostMeeting

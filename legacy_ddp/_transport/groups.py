@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._checks import Checks
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
-from legacy_ddp._settings import Checks
 from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog
 

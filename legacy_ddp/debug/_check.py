@@ -11,12 +11,13 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.inventory import inventory_digest
+from legacy_ddp._checks import as_names
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.check import divergence_error
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
+from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._settings import as_names
 from legacy_ddp._transport.call import check_can_communicate
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
@@ -127,7 +128,8 @@ def _local_state(
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     hold.check_local_buffers(module, local)
     ignore = target.ignore
-    history = target.synchronizer.history
+    digests = target.synchronizer.digests
+    history = digests if isinstance(digests, StepHistory) else None
     if history is not None:
         history.update_digest()
     return LocalState(

@@ -8,8 +8,9 @@ import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
+from legacy_ddp._checks import Checks, LossScaler, as_names, resolve_checks
 from legacy_ddp._errors import UnsynchronizedStepError
-from legacy_ddp._settings import Checks, LossScaler, Settings, as_names, resolve_checks
+from legacy_ddp._settings import Settings
 from legacy_ddp._unsupported import refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.lightning._arguments import INSTEAD

@@ -24,7 +24,7 @@ from tests.helpers.outcomes import (
 from tests.helpers.ranks import run_ranks
 
 # Faults make uneven work, too; its warning has tests of its own.
-Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow"))
+Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow", divergence="ignore"))
 
 
 @dataclass
@@ -192,7 +192,9 @@ _OWN_MISTAKES = {
 def _play(rank: int, fault: Fault, deviating: tuple[int, ...]) -> Outcome:
     net = small_net()
     net[0].bias.requires_grad_(False)
-    model = LegacyDistributedDataParallel(net, checks=Checks(**{"uneven": "allow", **fault.checks}))
+    model = LegacyDistributedDataParallel(
+        net, checks=Checks(**{"uneven": "allow", "divergence": "ignore", **fault.checks})
+    )
     scene = Scene(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, rank in deviating)
     action = fault.lead_up(scene)
     return outcome_of(model, rank, action, partial(fault.mend, scene) if fault.mend and scene.deviates else bool)

@@ -260,7 +260,11 @@ def test_what_a_rank_that_takes_no_part_holds_does_not_matter(policy: str) -> No
 
 def _switched_off(rank: int) -> list[Said]:
     said = []
-    for checks in (Checks(), Checks(level="off", nonfinite="raise"), Checks(level="off", nonfinite="warn")):
+    for checks in (
+        Checks(nonfinite="ignore"),
+        Checks(level="off", nonfinite="raise"),
+        Checks(level="off", nonfinite="warn"),
+    ):
         model = wrap(checks=checks)
         add_gradients(model, NAN)
         said.append(error_of(model.all_reduce))
@@ -268,7 +272,7 @@ def _switched_off(rank: int) -> list[Said]:
     return said
 
 
-def test_no_warning_by_default_and_with_checks_off() -> None:
+def test_no_warning_where_it_is_ignored_and_with_checks_off() -> None:
     assert run_ranks(_switched_off, 2) == [[None] * 3] * 2
 
 
@@ -284,7 +288,9 @@ def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -
 def _function(rank: int) -> list[bool | None]:
     model = nn.Linear(2, 1)
     add_gradients(model, NAN if rank == 1 else 1.0)
-    return [row.finite for row in all_reduce_gradients(model).rows]
+    rows = all_reduce_gradients(model).rows
+    assert "rank 1: every gradient" in logged_warnings.take()[0]
+    return [row.finite for row in rows]
 
 
 def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank() -> None:
@@ -294,7 +300,7 @@ def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank
 # Warnings
 
 
-def _streak(rank: int) -> list[tuple[int, str, str, str]]:
+def _streak(rank: int) -> list[tuple[int, str]]:
     model = wrap(checks=Checks(nonfinite="warn", uneven="allow", same_data="allow"))
     said = []
     for call in range(1, 9):
@@ -304,25 +310,83 @@ def _streak(rank: int) -> list[tuple[int, str, str, str]]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             model.all_reduce(skip=(call, rank) == (8, 0))
-        said += [(call, w.category.__name__, w.filename, str(w.message)) for w in caught]
+        (logged,) = logged_warnings.take() or [""]
+        shown = [(w.category.__name__, w.filename, str(w.message)) for w in caught]
+        assert shown == ([("UserWarning", __file__, logged)] if logged and rank == 0 else [])
+        said += [(call, logged)] if logged else []
         found = model.module.weight.grad.isnan().all().item()
         assert found == (call in (2, 3, 4, 6))  # the call went on
     return said
 
 
-def test_warnings_come_on_every_rank_when_a_streak_begins_at_the_caller_s_line() -> None:
+def test_warnings_are_logged_on_every_rank_and_shown_by_rank_0_at_the_caller_s_line() -> None:
     first, *others = run_ranks(_streak, 3)
 
     assert others == [first] * 2
-    assert [(call, kind, filename) for call, kind, filename, _ in first] == [
-        (2, "UserWarning", __file__),
-        (6, "UserWarning", __file__),
-    ]
-    assert first[0][3] == (
+    assert [call for call, _ in first] == [2, 6]
+    assert first[0][1] == (
         f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n"
         "every rank gets them now (warned once until all are finite again); see\n"
-        "  legacy_ddp.Checks(nonfinite=...) to stop here instead"
+        "  legacy_ddp.Checks(nonfinite=...) to stop here instead\n"
+        "if a loss scaler of your own skips such steps, pass the scaler as\n"
+        "  Checks(grad_scaler=...)"
     )
+
+
+def _by_default(rank: int, checks: tuple[Any, ...]) -> list[str]:
+    model = wrap(checks=checks[rank])
+    for call in range(3):
+        model.zero_grad()
+        add_gradients(model, NAN if (call, rank) == (1, 1) else 1.0 + rank)
+        model.all_reduce()
+    return logged_warnings.take()
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_nan_on_one_rank_is_told_by_default_with_rank_and_parameter(world_size: int) -> None:
+    first, *others = run_ranks(_by_default, world_size, ("info",) * world_size)
+
+    assert others == [first] * (world_size - 1)
+    assert len(first) == 1
+    assert first[0].startswith(f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n")
+
+
+@pytest.mark.parametrize("other", ["off", Checks(nonfinite="ignore")])
+def test_nothing_is_told_where_a_rank_does_not_take_part(other: Any) -> None:
+    assert run_ranks(_by_default, 2, ("info", other)) == [[], []]
+    assert run_ranks(_by_default, 2, (other, "info")) == [[], []]
+
+
+def _scaler_of_the_loop(rank: int, scales: bool) -> tuple[int, list[str]]:
+    """A loop that does not pass its scaler to the checks; the scale overflows in the first step on rank 1."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    idle = torch.amp.GradScaler("cpu")  # never used
+    model = wrap(checks=Checks(same_data="allow"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    skipped = 0
+    for index in range(4):
+        loss = model(torch.ones(1, 2)).sum()
+        ((scaler.scale(loss) if scales else loss) * (float("inf") if (index, rank) == (0, 1) else 1.0)).backward()
+        model.all_reduce()
+        if scales:
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            skipped += scaler.get_scale() < before
+        optimizer.zero_grad()
+    assert idle.is_enabled()
+    return skipped, logged_warnings.take()
+
+
+def test_a_scaler_that_was_not_passed_is_recognised_by_its_use() -> None:
+    assert run_ranks(_scaler_of_the_loop, 2, True) == [(1, [])] * 2
+
+
+def test_a_scaler_that_scales_nothing_excuses_nothing() -> None:
+    (_, first), (_, second) = run_ranks(_scaler_of_the_loop, 2, False)
+
+    assert first == second
+    assert "rank 1" in first[0]
 
 
 def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:

@@ -43,7 +43,7 @@ def test_print_shows_layout_bytes_group_transport_and_checks(transport: str) -> 
             "  transport: host (from the first call on)"
             if transport == HOST
             else '  transport: gloo (transport="gloo")',
-            "  buffer_size=5, checks=Checks(uneven='allow')",
+            "  buffer_size=5, checks=Checks(uneven='allow', nonfinite='ignore')",
             "  (module): ParameterList(",
         ]
         assert "group: none available" in afterwards
@@ -163,7 +163,7 @@ def _profiled(rank: int, *, hooked: bool) -> list[str]:
     indirect=["transport"],
 )
 def test_the_profiler_shows_phases_and_buckets_by_name(transport: str, hooked: bool, ranges: set[str]) -> None:
-    ranges |= {"plan", "pack", "agree", "payload", "alias"}
+    ranges |= {"plan", "pack", "digest", "agree", "payload", "alias"}
     for names in run_ranks(partial(_profiled, hooked=hooked), 2):
         assert set(names) == {f"legacy_ddp::all_reduce()::{name}" for name in ranges}
 
@@ -206,7 +206,7 @@ def _followed(rank: int) -> list[set[tuple[str, int]]]:
 
 def test_the_recipes_for_trackers_draw_every_rank_from_one() -> None:
     (drawn, logged), *others = run_ranks(_followed, 2)
-    phases = {("seconds/" + phase, 10) for phase in ("plan", "pack", "agree", "payload", "alias")}
+    phases = {("seconds/" + phase, 10) for phase in ("plan", "pack", "digest", "agree", "payload", "alias")}
     assert drawn == phases | {(f"{what}/rank {rank}", 10) for what in ("norm", "seconds waited") for rank in (0, 1)}
     assert {("norm/rank 1", 3), ("call", 1), ("seconds/agree", 10)} <= logged
     assert others == [[]]

@@ -257,7 +257,9 @@ def test_two_runs_of_the_same_training_write_the_same_values(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("alone")
 def test_gradients_that_are_not_there_and_elements_that_are_not_finite_are_distinguished(tmp_path: Path) -> None:
-    model = LegacyDistributedDataParallel(nn.ParameterDict({name: torch.zeros(3) for name in "abc"}))
+    model = LegacyDistributedDataParallel(
+        nn.ParameterDict({name: torch.zeros(3) for name in "abc"}), checks=Checks(nonfinite="ignore")
+    )
     with Recorder(model, tmp_path):
         model.module["a"].grad = torch.tensor([3.0, math.nan, 4.0])
         model.module["b"].grad = torch.zeros(3)

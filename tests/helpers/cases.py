@@ -25,7 +25,9 @@ def module_of(parameters: Sequence[torch.Tensor]) -> nn.ParameterList:
 
 
 def wrap_module(parameters: Sequence[torch.Tensor], **options: Any) -> LegacyDistributedDataParallel:
-    return LegacyDistributedDataParallel(module_of(parameters), **{"checks": Checks(uneven="allow"), **options})
+    return LegacyDistributedDataParallel(
+        module_of(parameters), **{"checks": Checks(uneven="allow", nonfinite="ignore"), **options}
+    )
 
 
 def set_gradients(wrapped: LegacyDistributedDataParallel, grads: Grads) -> None:

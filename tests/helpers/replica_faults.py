@@ -18,8 +18,8 @@ def flip_gradient(scene: Scene) -> None:
     flip(scene.module[2].weight.grad, (3, 0), 20)
 
 
-def poke_statistics(scene: Scene) -> None:
-    scene.module[1].running_mean[2] += 0.5
+def poke_buffer(scene: Scene) -> None:
+    scene.module.get_buffer("table")[2] += 0.5
 
 
 def flip_momentum(scene: Scene) -> None:

@@ -14,10 +14,10 @@ from torch.optim.swa_utils import AveragedModel
 from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
-from tests.helpers.replica_scenes import LOCAL_STATISTICS
 from tests.helpers.small_models import tanh_net
 
 Model = partial(LegacyDistributedDataParallel, checks="detail")
+LOCAL_STATISTICS = Checks("detail", local_buffers=("*.running_*",))  # for check_replicas(), which compares every buffer
 
 
 def _backward(model: nn.Module) -> None:
@@ -31,13 +31,13 @@ def _identical(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
 # A long training with all that makes ranks draw, round and skip
 
 
-def _statisticstanh_net() -> nn.Sequential:
+def _statistics_net() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
 
 
 def _trains_long(rank: int, steps: int) -> tuple[int, int, float]:
-    model = LegacyDistributedDataParallel(_statisticstanh_net(), checks=LOCAL_STATISTICS)
+    model = LegacyDistributedDataParallel(_statistics_net(), checks=LOCAL_STATISTICS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=20)
     torch.manual_seed(rank)

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.helpers import replica_faults
 from tests.helpers.replica_scenes import (
-    LOCAL_STATISTICS,
+    LOCAL_TABLE,
     CallOutcome,
     Element,
     Scenario,
@@ -41,8 +41,8 @@ TWO = {
     "two weights": Scenario([("stepped", 1, replica_faults.flip_weight, 0), ("stepped", 1, _flip_bias, 1)]),
     "rate, then weight": Scenario([("reduced", 1, _another_rate, 0), ("stepped", 1, replica_faults.flip_weight, 1)]),
     "gradient, then weight": Scenario([("reduced", 1, replica_faults.flip_gradient, 0), ("stepped", 1, _flip_bias, 1)]),
-    "statistics and weight": Scenario(
-        [("stepped", 1, replica_faults.poke_statistics, 0), ("stepped", 1, replica_faults.flip_weight, 1)]
+    "buffer and weight": Scenario(
+        [("stepped", 1, replica_faults.poke_buffer, 0), ("stepped", 1, replica_faults.flip_weight, 1)]
     ),
 }
 ALL_DIFFER = {
@@ -64,7 +64,7 @@ def _outcomes_two(world_size: int, first: int, second: int) -> SharedOutcomes[Ca
         ("two weights", "outside", True),
         ("rate, then weight", "step", True),
         ("gradient, then weight", "gradients", True),
-        ("statistics and weight", "outside", False),  # buffers have no invariant: the second is named, the first shown
+        ("buffer and weight", "outside", False),  # buffers have no invariant: the second is named, the first shown
     ],
 )
 def test_two_faults_in_one_step_are_both_told(
@@ -74,7 +74,7 @@ def test_two_faults_in_one_step_are_both_told(
 
     assert (outcome.call, outcome.phase) == (2, phase), outcome.text
     assert outcome.ranks == (tuple(sorted((first, second))) if both else (second,)), outcome.text
-    assert both or "buffer '1.running_mean'" in outcome.names
+    assert both or "buffer 'table'" in outcome.names
     text = f"rank {second}: parameters changed outside of a step"
     assert name == "two weights" or outcome.unwrapped.count(text) == 1, outcome.text
     check_harmless(outcome)
@@ -87,7 +87,7 @@ def test_of_two_ranks_with_a_fault_each_the_rank_with_evidence_is_named() -> Non
         "two weights": (),  # each of them changed one
         "rate, then weight": (1,),
         "gradient, then weight": (1,),
-        "statistics and weight": (1,),
+        "buffer and weight": (1,),
     }
     assert {"parameter '2.weight'", "parameter '0.bias'"} <= set(outcomes["two weights"].names)
 
@@ -201,12 +201,8 @@ FREEDOMS = {
     "draws random numbers": scenario(("backward", 2, _draw), ("stepped", 1, _draw)),
     "evaluates": scenario(("forwarded", 2, _evaluate), ("stepped", 1, _evaluate)),
     "trains another model": scenario(("reduced", 1, _train_another_model)),
-    "has other data and statistics of its own": scenario(
-        ("wrapped", 0, replica_faults.other_data), options={"checks": LOCAL_STATISTICS}
-    ),
-    "pokes statistics of its own": scenario(
-        ("stepped", 1, replica_faults.poke_statistics), options={"checks": LOCAL_STATISTICS}
-    ),
+    "has other data and statistics of its own": scenario(("wrapped", 0, replica_faults.other_data)),
+    "pokes a buffer of its own": scenario(("stepped", 1, replica_faults.poke_buffer), options={"checks": LOCAL_TABLE}),
     "pokes what all ignore": scenario(
         ("stepped", 1, partial(replica_faults.flip_weight, name="3.weight", place=(0, 0))),
         options={"ignore": ["3.weight"]},

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import LegacyDistributedDataParallel, PeerLostError
+from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerLostError
 from legacy_ddp.debug import Recorder
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
@@ -49,7 +49,8 @@ def _train(
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     model = LegacyDistributedDataParallel(
-        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)),
+        checks=Checks(divergence="warn" if written_on < 0 else "ignore"),
     )
     if nudged:
         with torch.no_grad():

@@ -1,0 +1,229 @@
+"""Digests in turns: a part of the replica in every call, the whole replica in 16 calls. The check of level ``info``."""
+
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.plan import Planner
+from legacy_ddp._replicas import state
+from legacy_ddp._replicas.attribution import AT_START
+from legacy_ddp._replicas.compare import compare_items
+from legacy_ddp._replicas.digest import as_bytes, digest_all, is_digestible
+from legacy_ddp._replicas.membership import parameter_groups
+from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
+from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.shared_buffers import SharedBuffers
+from legacy_ddp._replicas.stepped import SteppedOptimizers
+from legacy_ddp._settings import Settings
+from legacy_ddp._step_guard.step_observer import StepObserver
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.groups import Groups
+
+_CAUSE = (
+    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (learning rate, optimizer "
+    "state, gradients changed after the call), or memory that does not keep its bits"
+)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor of the replica, found through its owner: a new tensor of equal size may take its place."""
+
+    owner: Mapping[str, torch.Tensor | None]
+    key: str
+    size_bytes: int
+
+
+@dataclass
+class _GroupMemory:
+    """Results on a process group; but for ``agreed`` equal on all ranks, because they decide about collectives.
+
+    ``agreed``: for each part the last call in which the digests were equal. ``streak_end``: the number of the call
+    until which differences belong to a reported streak. ``pause_end``: the same after a comparison without a result.
+    """
+
+    agreed: dict[int, int] = field(default_factory=dict)
+    streak_end: int = 0
+    pause_end: int = 0
+
+    def is_known(self, number: int) -> bool:
+        """Whether the difference in call ``number`` needs no comparison. In a streak it prolongs the streak."""
+        if number <= self.streak_end:
+            self.streak_end = number + MAX_PARTS
+            return True
+        # A pause is not prolonged: the digest was of a moment that has passed, and a real difference may follow.
+        return number <= self.pause_end
+
+
+class RotatingDigests(StepObserver):
+    """Digests a part of the parameters and shared buffers for every call, and compares everything after a difference.
+
+    The digest is taken in the first training forward since the last call: later, a loop may hold other weights for a
+    moment (sharpness-aware minimisation). Without a forward the call takes the digest.
+    """
+
+    def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
+        super().__init__(planner.counter.policy)
+        self.buffers = SharedBuffers(settings)
+        self.optimizers = SteppedOptimizers()
+        self._wrapper = weakref.ref(wrapper)
+        self._settings = settings
+        self._planner = planner
+        self._places: list[_Place] = []
+        self._parts: list[list[Piece]] = []
+        self._layout: object = None  # of the parts
+        self._next_call = 1
+        self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
+        self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
+
+    def begin_forward(self) -> None:
+        """Take the digest for the next call, in the first training forward since the last call."""
+        self.buffers.has_run = True
+        if self._taken is None:
+            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
+            with suppress(Exception), torch.no_grad():
+                self._taken = self._next_call, self._digest(self._next_call)
+
+    def digest_of(self, call: Call) -> int:
+        """The digest for ``call``."""
+        self.forget_failed_step()
+        taken, self._taken, self._next_call = self._taken, None, call.number + 1
+        with call.phase("digest"):
+            if taken is not None and taken[0] == call.number and self._is_divided:
+                return taken[1]
+            return self._digest(call.number)
+
+    def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
+        """The report if replicas differ. ``is_equal``: whether the digests of this call are equal on all ranks.
+
+        Collective after a difference that is not known yet, and with ``divergence="raise"`` after every difference.
+        """
+        memory = self._memories.setdefault(call.groups, _GroupMemory())
+        if is_equal:
+            memory.agreed[self._turn_of(call.number)] = call.number
+            return None
+        if memory.is_known(call.number) and self._settings.checks.divergence == "warn":
+            return None
+        with call.phase("compare"):
+            has_new_statistics = self.buffers.learn(call, self._module, left_out)
+        if has_new_statistics:
+            self._find_parts()
+        report = compare_items(call, list(self._items()), None, left_out=left_out)
+        # Optimizers may differ by design (sharded state).
+        if not any(item.kind in ("parameters", "buffers") for item in report.differences):
+            memory.pause_end = 0 if has_new_statistics else call.number + MAX_PARTS
+            return None
+        memory.streak_end = call.number + MAX_PARTS
+        return _with_evidence(call, report, self._last_agreed(call, memory, left_out))
+
+    def end_call(self, _: Call) -> None:
+        """Begin with the time after a successful call."""
+        self.optimizers.clear()
+
+    def restart(self) -> None:
+        """Discard the digest, after a broadcast of parameters."""
+        self._taken = None
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
+        self.optimizers.add(optimizer)
+        self._taken = None
+
+    @property
+    def _module(self) -> nn.Module:
+        wrapper: Any = self._wrapper()
+        module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
+        return module
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether the parts belong to the present parameters."""
+        return self._layout is not None and self._layout is self._planner.layout
+
+    def _digest(self, number: int) -> int:
+        # At the start of a rotation the tensors are found again: modules and buffers may be new.
+        read = self._read(number) if self._is_divided and number % MAX_PARTS else None
+        if read is None:
+            self._find_parts()
+            read = self._read(number) or []
+        return digest_all(read)
+
+    def _turn_of(self, number: int) -> int:
+        return number % len(self._parts)
+
+    def _read(self, number: int) -> list[torch.Tensor] | None:
+        """The tensors and pieces of tensors of the part for call ``number``; None after a change of a size."""
+        found = []
+        for index, start, stop in self._parts[self._turn_of(number)]:
+            place = self._places[index]
+            tensor = place.owner.get(place.key)
+            if tensor is None or tensor.nbytes != place.size_bytes:
+                return None
+            found.append(tensor if stop - start == place.size_bytes else as_bytes(tensor)[start:stop])
+        return found
+
+    def _find_parts(self) -> None:
+        """Find the tensors of the replica, and divide them. Tensors on other devices than the CPU are left out."""
+        module, ignore = self._module, self._settings.ignore
+        parameters = distinct(module.named_parameters(remove_duplicate=False), ignore)
+        self.ids = frozenset(id(item.tensor) for item in parameters)
+        owners = _owners(module)
+        self._places = [
+            # A module may show tensors under names of its own choice, or tensors of no module.
+            _Place(*owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
+            for item in (*parameters, *self.buffers.named(module))
+            if item.tensor.device.type == "cpu" and item.tensor.layout is torch.strided and is_digestible(item.tensor)
+        ]
+        self._layout = self._planner.layout
+        before, self._parts = self._parts, divide([place.size_bytes for place in self._places])
+        if self._parts != before:
+            for memory in self._memories.values():
+                memory.agreed.clear()
+
+    def _items(self) -> Iterator[state.StateItem]:
+        module, ignore, optimizers = self._module, self._settings.ignore, self.optimizers.alive
+        yield from state.parameters(module, ignore)
+        yield from self.buffers.items(module)
+        yield from state.optimizer_items(optimizers, module, self.optimizers.settings_of)
+        yield from parameter_groups(optimizers, module, ignore)
+
+    def _last_agreed(self, call: Call, memory: _GroupMemory, left_out: Collection[int]) -> int:
+        """Collective: the last call in which a part agreed that differs now; 0 without a call of this kind."""
+        turns = range(len(self._parts))
+        padding = [0] * (MAX_PARTS - len(turns))
+        digests = [digest_all(self._read(turn) or []) for turn in turns]
+        agreed = [memory.agreed.get(turn, 0) for turn in turns]
+        rows = call.gather(torch.tensor([digests + padding, agreed + padding], dtype=torch.int64, device="cpu"))
+        compared = rows[[rank for rank in range(len(rows)) if rank not in left_out]]
+        differs = (compared[:, 0] != compared[0, 0]).any(dim=0)
+        # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
+        return int((compared[:, 1].amin(dim=0) * differs).max())
+
+
+def _with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport:
+    """``report`` with the calls between which the difference came about, and its possible causes."""
+    since = f"between {f'call {last}' if last else 'the start'} and this call"
+    verdict = replace(report.verdict, since=since)
+    if call.number == 1:
+        verdict = replace(verdict, phase="start", since=AT_START.since, cause=AT_START.cause)
+    elif verdict.phase == "unknown":
+        verdict = replace(verdict, cause=_CAUSE)
+    return replace(report, verdict=verdict)
+
+
+def _owners(module: nn.Module) -> dict[int, tuple[Mapping[str, torch.Tensor | None], str]]:
+    """By the id of each parameter and buffer: the dictionary of a submodule with the tensor, and the key there."""
+    return {
+        id(tensor): (owner, key)
+        for child in module.modules()
+        for owner in (child._parameters, child._buffers)
+        if isinstance(owner, dict)  # not of a scripted module, which has no dictionaries
+        for key, tensor in owner.items()
+        if tensor is not None
+    }

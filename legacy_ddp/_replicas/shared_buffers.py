@@ -1,0 +1,72 @@
+"""The buffers that replicas share: all buffers but statistics of each rank's own data."""
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._buckets.inventory import Named
+from legacy_ddp._replicas import state
+from legacy_ddp._replicas.digest import digest_each, is_digestible
+from legacy_ddp._settings import Settings
+from legacy_ddp._transport.call import Call
+
+
+class SharedBuffers:
+    """Chooses the buffers to compare.
+
+    Left out: ``ignore``, ``Checks(local_buffers=)``, running statistics of torch's normalisation layers, buffers that
+    are not saved, and statistics found by :meth:`learn`.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._marks: dict[str, int] = {}
+        self._statistics: set[str] = set()
+        self.has_run = False  # a training forward of this rank has begun since the mark
+
+    def named(self, module: nn.Module) -> list[Named]:
+        """The buffers to compare, with all their names, sorted."""
+        left_out = {*self._settings.ignore, *self._statistics, *internals.local_buffer_names(module)}
+        return state.named_buffers(module, left_out, self._settings.checks.local_buffers)
+
+    def items(self, module: nn.Module) -> list[state.StateItem]:
+        """An item for each buffer to compare."""
+        return state.buffer_items(self.named(module))
+
+    def mark(self, module: nn.Module) -> None:
+        """Remember the present bits: the buffers are equal on all ranks now, or are meant to be.
+
+        A copy of a wrapper has no marks, and every buffer counts as changed: the earlier training may have changed the
+        buffer.
+        """
+        self._marks = _digest(self.named(module))
+        self.has_run = False
+
+    def learn(self, call: Call, module: nn.Module, left_out: Collection[int]) -> bool:
+        """Collective: find statistics, which differ now and have changed on every rank since the mark.
+
+        A write to a buffer on some ranks leaves the bits of the mark on the other ranks. Returns whether there are new
+        statistics; equal on all ranks that compare the same buffers.
+        """
+        present = _digest(self.named(module))
+        # A rank that had no data yet cannot tell.
+        own = {name: [not self.has_run or self._marks.get(name) != bits, bits] for name, bits in present.items()}
+        rows: list[dict[str, Any]] = call.gather_objects(own)
+        compared = [row for rank, row in enumerate(rows) if rank not in left_out]
+        unknown = [True, 0]  # a buffer that this rank left out before, or does not have
+        found = {
+            name
+            for name in set[str]().union(*compared)  # not of this rank alone: every rank finds the same names
+            if len({row.get(name, unknown)[1] for row in compared}) > 1
+            and all(row.get(name, unknown)[0] for row in compared)
+        }
+        self._statistics |= found
+        return bool(found)
+
+
+def _digest(named: Collection[Named]) -> dict[str, int]:
+    """The digest of each buffer with digestible bits."""
+    tensors = {item.name: item.tensor for item in named if is_digestible(item.tensor)}
+    return dict(zip(tensors, digest_each(tensors.values()), strict=True))

@@ -1,0 +1,50 @@
+"""The optimizers that stepped since the last call."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from legacy_ddp._replicas import state
+
+
+class SteppedOptimizers:
+    """The optimizers that made a step since the last call, with the hyperparameters of their last step.
+
+    A scheduler may have made the present hyperparameters equal again. Keeps no optimizer alive.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Mapping[str, Any]]]
+        self._groups = weakref.WeakKeyDictionary()
+
+    def add(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note a step. Returns whether the step is the first of this optimizer since the last call."""
+        # Copied and not yet described: an optimizer may have hundreds of parameter groups.
+        self._groups[optimizer] = [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
+        ]
+        if any(reference() is optimizer for reference in self._stepped):
+            return False
+        self._stepped.append(weakref.ref(optimizer))
+        return True
+
+    def clear(self) -> None:
+        """Begin with the steps after a call."""
+        self._stepped.clear()
+
+    @property
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, in the order of their first steps."""
+        return [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
+
+    def settings_of(self, optimizer: torch.optim.Optimizer) -> Iterable[state.Fact]:
+        """The hyperparameters as of the last step."""
+        return state.settings_in(self._groups[optimizer])

@@ -1,0 +1,36 @@
+"""No warning and no error in healthy trainings, by default and with ``checks="detail"``; 10,000 steps in a soak."""
+
+import math
+from functools import cache
+
+import pytest
+
+from legacy_ddp import LegacyDDPError
+from tests.helpers import logged_warnings
+from tests.helpers.clean_loops import LOOPS
+from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import count
+
+STEPS = count(math.ceil(10_000 / len(LOOPS)), 36)
+
+
+def _run_all(rank: int, checks: str) -> dict[str, list[str]]:
+    said = {}
+    for name, loop in LOOPS.items():
+        try:
+            loop(rank, checks, STEPS)
+            said[name] = logged_warnings.take()
+        except LegacyDDPError as error:  # on all ranks: the next loop can run
+            said[name] = [str(error), *logged_warnings.take()]
+    return said
+
+
+@cache
+def _said(world_size: int, checks: str) -> list[dict[str, list[str]]]:
+    return run_ranks(_run_all, world_size, checks, timeout_seconds=count(3600, 240))
+
+
+@pytest.mark.parametrize("world_size, checks", [(2, "info"), (3, "info"), (2, "detail")])
+@pytest.mark.parametrize("name", LOOPS)
+def test_nothing_is_said_of_a_healthy_training(name: str, world_size: int, checks: str) -> None:
+    assert [of_rank[name] for of_rank in _said(world_size, checks)] == [[]] * world_size

@@ -1,0 +1,224 @@
+"""Diverged replicas are found with default settings: rank, tensor, and the calls between which it happened."""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
+from tests.helpers import default_trainings as trainings
+from tests.helpers import logged_warnings
+from tests.helpers.default_trainings import PARTS, Action, Run, Warned, train
+from tests.helpers.ranks import run_ranks
+
+STEP = 20  # of the fault: a whole rotation has passed before
+STEPS = STEP + PARTS + 4
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``names``: the tensors to be reported. ``at_once``: all parameters differ, and the next call tells."""
+
+    action: Action
+    names: frozenset[str]
+    moment: str = "stepped"
+    step: int = STEP
+    at_once: bool = False
+    words: tuple[str, ...] = ()
+
+
+_ALL = frozenset({"0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"})
+_everywhere = partial(Fault, names=_ALL, at_once=True)
+FAULTS = {
+    "weights initialised after wrapping": Fault(
+        trainings.initialise,
+        frozenset({"3.weight"}),
+        moment="wrapped",
+        step=0,
+        words=("since: between the start and this call",),
+    ),
+    "noise on a weight": Fault(trainings.add_noise, frozenset({"3.weight"}), words=("1 of 65536 elements differs",)),
+    "gradients clipped": _everywhere(trainings.clip, moment="reduced"),
+    "another learning rate": _everywhere(
+        trainings.change_rate, moment="reduced", words=("lr of parameter group 0", "0.0005", "0.001")
+    ),
+    "optimizer state loaded": _everywhere(trainings.load_optimizer, moment="reduced", words=("exp_avg of '0.bias'",)),
+    "a parameter replaced": Fault(
+        trainings.replace_parameter, frozenset({"3.bias"}), words=("parameter group of '3.bias'", "none")
+    ),
+    "a buffer written": Fault(trainings.poke_buffer, frozenset({"table"}), words=("1 of 64 elements differs",)),
+}
+
+
+def _all_faults(rank: int, faulty: tuple[int, ...]) -> dict[str, Warned]:
+    return {
+        name: train(Run(rank), STEPS, {(fault.moment, fault.step): fault.action} if rank in faulty else {})
+        for name, fault in FAULTS.items()
+    }
+
+
+@cache
+def _warned(world_size: int, *faulty: int) -> list[dict[str, Warned]]:
+    return run_ranks(_all_faults, world_size, faulty, timeout_seconds=240)
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int, who: int) -> None:
+    fault, of_ranks = FAULTS[name], [of_rank[name] for of_rank in _warned(world_size, who)]
+    first = of_ranks[0]
+
+    assert of_ranks == [first] * world_size
+    assert first.count == 1
+    assert STEP < first.call <= STEP + PARTS or (fault.step == 0 and first.call <= PARTS), first
+    assert f"all_reduce() call {first.call}: replicas differ" in first.text
+    assert f"rank {who} against rank" in first.unwrapped or world_size == 2
+    assert trainings.names_in(first.text) == fault.names
+    assert all(word in first.unwrapped for word in fault.words), first.text
+    assert not fault.at_once or first.call == STEP + 1
+    assert not fault.at_once or f"since: between call {STEP} and this call" in first.unwrapped
+    assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_all_ranks_do_alike_is_silent(name: str, world_size: int) -> None:
+    assert [of_rank[name] for of_rank in _warned(world_size, *range(world_size))] in (
+        [Warned()] * world_size,
+        # Of these weights every rank makes its own.
+        [of_rank[name] for of_rank in _warned(world_size, *range(world_size))] if name.startswith("weights") else [],
+    )
+
+
+def test_the_evidence_of_a_single_tensor_is_a_rotation_wide() -> None:
+    first = _warned(2, 1)[0]["noise on a weight"]
+    since = int(first.unwrapped.partition("between call ")[2].split()[0])
+
+    assert since <= STEP
+    assert first.call - since <= PARTS
+
+
+# Reactions
+
+
+def _diverges(rank: int, checks: tuple[Any, ...], steps: int) -> list[str]:
+    run = Run(rank, arguments={"checks": checks[rank]})
+    run.wrap()
+    trainings.initialise(run)
+    said = []
+    for _ in range(steps):
+        run.backward()
+        try:
+            run.model.all_reduce()
+        except ReplicaDivergenceError as error:
+            said += [error.parameter or "", str(error)]
+            run.model.broadcast_parameters()
+            run.model.all_reduce()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert logged_warnings.take() == []
+    return said
+
+
+def test_a_divergence_can_be_an_error_on_all_ranks_and_training_goes_on_after_a_broadcast() -> None:
+    said = run_ranks(_diverges, 3, (Checks(divergence="raise"),) * 3, 20)
+
+    assert said[0] == said[1] == said[2]
+    assert said[0][:1] == ["3.weight"]
+    assert len(said[0]) == 2
+    assert "replicas differ in 1 of 6 parameters" in said[0][1]
+
+
+@pytest.mark.parametrize(
+    "checks", [(Checks(divergence="ignore"),) * 2, ("off", "info"), ("info", "off")], ids=["ignore", "off", "info"]
+)
+def test_nothing_is_said_where_divergence_is_ignored_or_checks_are_off_on_a_rank(checks: tuple[Any, ...]) -> None:
+    assert run_ranks(_diverges, 2, checks, 20) == [[], []]
+
+
+def _diverges_twice(rank: int) -> list[int]:
+    run = Run(rank)
+    run.wrap()
+    calls = []
+    for step in range(1, 80):
+        if step in (3, 50):
+            trainings.initialise(run)
+        if step == 20:
+            run.model.broadcast_parameters()
+        run.backward()
+        run.model.all_reduce()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        calls += [step] * len(logged_warnings.take())
+    return calls
+
+
+def test_a_streak_ends_after_a_silent_rotation() -> None:
+    first, second = run_ranks(_diverges_twice, 2)
+
+    assert first == second
+    assert len(first) == 2
+    assert first[0] < 20
+    assert first[1] >= 50
+
+
+def _moves_to_another_group(rank: int) -> list[list[int]]:
+    run = Run(rank)
+    run.wrap()
+    groups = [dist.group.WORLD, dist.new_group([0, 1])]
+    calls: list[list[int]] = [[], []]
+    for step in range(1, 61):
+        which = step % 2
+        run.model.process_group = groups[which]
+        if step == 30:
+            trainings.initialise(run)
+        run.backward()
+        run.model.all_reduce()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        calls[which] += [step] * len(logged_warnings.take())
+    return calls
+
+
+def test_each_process_group_has_a_rotation_of_its_own() -> None:
+    first, second = run_ranks(_moves_to_another_group, 2)
+
+    assert first == second
+    assert [len(calls) for calls in first] == [1, 1]
+
+
+def _learns_a_statistic(rank: int, checks: str, pokes: bool) -> list[str]:
+    run = Run(rank, arguments={"checks": checks})
+    run.wrap()
+    for step in range(1, 40):
+        run.backward()
+        with torch.no_grad():
+            run.module.get_buffer("table").mul_(0.9).add_(0.1 * (rank + 2))
+        if pokes and step > 10 and rank == 1:
+            trainings.add_noise(run)
+        try:
+            run.model.all_reduce()
+        except ReplicaDivergenceError as error:
+            return [str(error)]
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return logged_warnings.take()
+
+
+@pytest.mark.parametrize("checks", ["info", "detail"])
+def test_a_buffer_that_changes_on_every_rank_is_a_statistic_and_hides_nothing_else(checks: str) -> None:
+    assert run_ranks(_learns_a_statistic, 2, checks, False) == [[], []]
+
+    first, second = run_ranks(_learns_a_statistic, 2, checks, True)
+
+    assert first == second
+    assert trainings.names_in(first[0]) == {"3.weight"}
+
+
+def test_a_model_without_digestible_tensors_is_silent(alone: None) -> None:
+    model = LegacyDistributedDataParallel(torch.nn.Identity())
+
+    assert model.all_reduce().call == 1

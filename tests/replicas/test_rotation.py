@@ -1,0 +1,170 @@
+"""Digests in turns in unusual modules and loops: what is read, and which differences are compared."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers import default_trainings as trainings
+from tests.helpers import logged_warnings
+from tests.helpers.default_trainings import PARTS, Run, Warned, train, wide_net
+from tests.helpers.ranks import run_ranks
+
+# Modules
+
+
+class _Renamed(nn.Sequential):
+    """Shows its parameters under names of its own, which lead to no submodule."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield f"model.{name}", parameter
+
+
+def _trains_renamed(rank: int, faulty: int) -> Warned:
+    run = Run(rank, module=_Renamed(*wide_net()))
+    return train(run, 2 * PARTS, {("stepped", 3): trainings.add_noise} if rank == faulty else {})
+
+
+def test_a_module_with_names_of_its_own_is_compared() -> None:
+    assert run_ranks(_trains_renamed, 2, -1) == [Warned()] * 2
+
+    first, second = run_ranks(_trains_renamed, 2, 1)
+    assert first == second
+    assert trainings.names_in(first.text) == {"model.3.weight"}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_module_is_digested() -> None:
+    net = wide_net()
+    del net._buffers["table"]
+    model = LegacyDistributedDataParallel(torch.jit.script(net))
+
+    for call in range(1, 4):
+        model(torch.ones(2, 64)).sum().backward()
+        assert model.all_reduce().call == call
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_traced_forward_records_no_digest() -> None:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+
+    traced = torch.jit.trace(model, torch.ones(1, 2), check_trace=False)
+
+    assert {node.kind() for node in traced.inlined_graph.nodes()} == {"prim::GetAttr", "aten::linear"}
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("values", torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _replace_table(run: Run) -> None:
+    run.module[4] = _Table()
+
+
+def _poke_table(run: Run) -> None:
+    run.module.get_buffer("4.values")[3] = 0.5
+
+
+def _trains_with_new_table(rank: int) -> Warned:
+    actions = {("stepped", 5): _replace_table}
+    run = Run(rank, module=wide_net().append(_Table()))
+    return train(run, 3 * PARTS, actions | ({("stepped", 8): _poke_table} if rank else {}))
+
+
+def test_a_buffer_of_a_replaced_module_is_read_from_the_next_rotation_on() -> None:
+    first, second = run_ranks(_trains_with_new_table, 2)
+
+    assert first == second
+    assert first.count == 1
+    assert trainings.names_in(first.text) == {"4.values"}
+
+
+# Differences
+
+
+def _keep_cache(run: Run) -> None:
+    run.module.register_buffer("cache", torch.ones(64))
+
+
+def _trains_with_cache(rank: int) -> Warned:
+    actions = {("stepped", 5): _keep_cache, ("stepped", PARTS + 4): trainings.add_noise}
+    return train(Run(rank), 4 * PARTS, actions if rank else {})
+
+
+def test_a_buffer_on_one_rank_alone_leaves_no_rank_waiting_later() -> None:
+    first, second = run_ranks(_trains_with_cache, 2)
+
+    assert first == second
+    assert trainings.names_in(first.text) == {"3.weight"}
+
+
+def _forwards_other_weights(rank: int, faulty: int) -> list[int]:
+    """Rank 0 runs a training forward with other weights, before the forward of the step, and gives the weights back."""
+    run = Run(rank)
+    run.wrap()
+    calls = []
+    for step in range(1, 4 * PARTS):
+        if step == 3 and rank == 0:
+            kept = [parameter.detach().clone() for parameter in run.model.parameters()]
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.mul_(0.5)
+            run.model(torch.randn(8, 64))
+            with torch.no_grad():
+                for parameter, value in zip(run.model.parameters(), kept, strict=True):
+                    parameter.copy_(value)
+        run.backward()
+        run.model.all_reduce()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        if step == 6 and rank == faulty:
+            trainings.initialise(run)
+        calls += [step] * len(logged_warnings.take())
+    return calls
+
+
+def test_a_digest_of_a_moment_that_has_passed_is_silent_and_hides_no_later_difference() -> None:
+    assert run_ranks(_forwards_other_weights, 2, -1) == [[], []]
+
+    calls, others = run_ranks(_forwards_other_weights, 2, 1)
+    assert calls == others
+    assert len(calls) == 1
+    assert 6 < calls[0] <= 3 + 2 * PARTS
+
+
+def _joins(rank: int, checks: tuple[str, ...]) -> list[str]:
+    """Rank 0 leaves first. Rank 1 has weights of its own."""
+    run = Run(rank, arguments={"checks": checks[rank]})
+    run.wrap()
+    if rank == 1:
+        trainings.initialise(run)
+    optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
+    with run.model.join():
+        for _ in range(4 if rank == 0 else PARTS):
+            run.backward()
+            run.model.all_reduce()
+            optimizer.step()
+            optimizer.zero_grad()
+    return logged_warnings.take()
+
+
+def test_a_rank_that_left_a_join_with_checks_off_leaves_no_rank_waiting() -> None:
+    assert run_ranks(_joins, 3, ("off", "info", "info")) == [[], [], []]
+
+
+def test_ranks_that_are_left_in_a_join_are_compared() -> None:
+    first, *others = run_ranks(_joins, 3, ("info",) * 3)
+
+    assert others == [first] * 2
+    assert len(first) == 1
