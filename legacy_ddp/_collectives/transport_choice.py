@@ -66,7 +66,7 @@ def host_buffers(plan: Plan) -> list[FlatBuffer]:
 def choose_transport(call: Call, settings: Settings, plan: Plan, own: Sequence[Segment | None], problem: str) -> bool:
     """Collective, after headers matched: whether the host transport carries this call. New segments are mapped.
 
-    ``own``: the segments of this rank. ``problem``: why this rank has none.
+    ``own``: the segments of this rank. ``problem``: why this rank has no segments.
 
     Raises:
         TransportError: on all ranks: ``transport="host"`` is not possible, or a segment cannot be mapped any more.

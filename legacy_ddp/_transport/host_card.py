@@ -32,7 +32,7 @@ def own_card() -> dict[str, str]:
 
 
 def new_name() -> str:
-    """A name that nobody can guess: 128 random bits."""
+    """A random name of 128 bits, which no other process can guess."""
     return secrets.token_hex(16)
 
 

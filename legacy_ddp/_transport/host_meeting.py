@@ -65,7 +65,7 @@ class HostMeeting:
             self._star = self._listener.accept(own, self.card["token"])
 
     def _connect_hosts(self, call: Gatherer, hosts: Sequence[Sequence[int]], own: Sequence[int]) -> None:
-        """A group per index on the host: its ranks add the shards that they own."""
+        """A group per index on the host: its ranks own the same part of the gradients."""
         name = f"hosts, index {own.index(self._rank)}"
         self._between = call.groups.connect(name, hosts.index(own), len(hosts))
 
