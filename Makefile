@@ -12,6 +12,9 @@ ARGS ?=
 # Ranks of a test wait for each other much of the time: more than cores.
 WORKERS ?= 3
 BENCH ?=
+# The interpreters of make test-oldest and make test-newest.
+OLDEST_PYTHON ?= python3.11
+NEWEST_PYTHON ?= python3
 
 # One thread per rank; torchrun would set the same and print a warning about it.
 OMP_NUM_THREADS ?= 1
@@ -28,7 +31,11 @@ LAUNCH := $(PY) -m torch.distributed.run --standalone --nproc-per-node
 TORCHRUN := $(LAUNCH) $(RANKS)
 
 TEST_PACKAGES := torch pytest xdist hypothesis numpy sklearn tqdm bokeh selenium
-PYTEST = $(PY) -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST_OPTIONS = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
+# Tests that need torch and pytest alone.
+CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard transport watchdog) \
+	$(wildcard tests/test_*.py)
 
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))
@@ -43,13 +50,13 @@ if missing:
     packages = " ".join({"sklearn": "scikit-learn", "xdist": "pytest-xdist"}.get(name, name) for name in missing)
     sys.exit(f"missing; run: {sys.executable} -m pip install -c constraints.txt {packages}")
 import torch
-if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
-    print(f"note: torch {torch.__version__} found; only 2.13 and newer are tested", file=sys.stderr)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
+    sys.exit(f"torch {torch.__version__} found, expected 2.8 or newer")
 endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay restart test test-programs test-fast soak browser picture lint bench bench-full clean
+.PHONY: help demo digits hunt replay restart test test-programs test-fast test-oldest test-newest soak package browser picture lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -90,9 +97,18 @@ test-fast: $(READY) ## run the tests that start no process, and a few of ranks
 	$(call needs,$(TEST_PACKAGES))
 	$(PYTEST) -m fast $(ARGS)
 
+test-oldest: .venv-oldest/.ready ## run the tests of the core with torch 2.8, several GB in an environment of its own
+	.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS) $(CORE_TESTS) $(ARGS)
+
+test-newest: .venv-newest/.ready ## the same with torch 2.15; NEWEST_PYTHON=python3.13
+	.venv-newest/bin/python -m pytest $(PYTEST_OPTIONS) $(CORE_TESTS) $(ARGS)
+
 soak: $(READY) ## run the tests with every repetition: twenty kills, not three
 	$(call needs,$(TEST_PACKAGES))
 	SOAK=1 $(PYTEST) $(ARGS)
+
+package: $(READY) ## build wheel and sdist into dist/, and try both in empty environments
+	bash .ci/check-package $(PY)
 
 browser: ## install Debian's Chromium for the tests of the page
 	@$(foreach program,chromium chromedriver,command -v $(program) >/dev/null &&) exit 0; \
@@ -123,8 +139,16 @@ bench-full: $(READY) ## measure in full, over an hour; writes benchmarks/results
 	$(PY) benchmarks/run_all.py --full $(if $(BENCH),--only $(BENCH))
 
 clean: ## remove .venv and everything else that was made here
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv-oldest/.ready: INTERPRETER = $(OLDEST_PYTHON)
+.venv-newest/.ready: INTERPRETER = $(NEWEST_PYTHON)
+.venv-%/.ready: .ci/constraints-%.txt
+	@echo "setting up .venv-$* with $(INTERPRETER) (once; downloads torch with CUDA, several GB)"
+	$(INTERPRETER) -m venv --clear .venv-$*
+	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet -c $< torch numpy hypothesis pytest pytest-xdist
+	@touch $@
 
 # setuptools comes first and without build isolation, so that its version is pinned too.
 $(VENV)/.ready: setup.cfg setup.py constraints.txt

@@ -1,7 +1,8 @@
 """Explicit data parallelism for torch: gradient synchronisation in a single visible call."""
 
+from typing import TYPE_CHECKING
+
 from legacy_ddp._checks import Checks
-from legacy_ddp._collectives.all_reduce import all_reduce_gradients
 from legacy_ddp._errors import (
     AgreedError,
     CommHookError,
@@ -19,9 +20,24 @@ from legacy_ddp._errors import (
     TransportError,
     UnsynchronizedStepError,
 )
-from legacy_ddp._record import RankRow, SyncRecord
+from legacy_ddp._lazy import lazy_names
 from legacy_ddp._statistics import NoiseScale
-from legacy_ddp._wrapper import LegacyDistributedDataParallel
+
+# These modules import torch. The command legacy-ddp imports this package, and needs torch for no trace.
+if TYPE_CHECKING:
+    from legacy_ddp._collectives.all_reduce import all_reduce_gradients
+    from legacy_ddp._record import RankRow, SyncRecord
+    from legacy_ddp._wrapper import LegacyDistributedDataParallel
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "LegacyDistributedDataParallel": "legacy_ddp._wrapper",
+            "RankRow": "legacy_ddp._record",
+            "SyncRecord": "legacy_ddp._record",
+            "all_reduce_gradients": "legacy_ddp._collectives.all_reduce",
+        },
+    )
 
 __all__ = [
     "AgreedError",
@@ -46,5 +62,10 @@ __all__ = [
     "UnsynchronizedStepError",
     "all_reduce_gradients",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __version__ = "0.1.0"

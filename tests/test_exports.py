@@ -4,6 +4,7 @@ import ast
 import inspect
 import pickle
 import traceback
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +33,8 @@ from legacy_ddp import (
     debug,
 )
 
+_NOT_PUBLIC = ("typing", "legacy_ddp._lazy")
+
 _ERRORS = [
     AgreedError,
     CommHookError,
@@ -53,9 +56,20 @@ _ERRORS = [
 
 @pytest.mark.parametrize("door", [legacy_ddp, debug])
 def test_all_is_sorted_and_names_exactly_what_is_public(door: ModuleType) -> None:
-    public = {name for name, value in vars(door).items() if name[0] != "_" and not isinstance(value, ModuleType)}
+    imported = _imported_names(door)
 
-    assert list(door.__all__) == sorted(public)
+    assert list(door.__all__) == sorted(imported)
+    assert dir(door) == sorted(imported)
+    assert all(getattr(door, name) is getattr(import_module(module), name) for name, module in imported.items())
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        door.nothing  # noqa: B018
+
+
+def _imported_names(door: ModuleType) -> dict[str, str]:
+    """What the source imports from the library for its users, and the module of each."""
+    source = ast.parse(Path(str(door.__file__)).read_text(encoding="utf-8"))
+    imports = [node for node in ast.walk(source) if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in imports if node.module not in _NOT_PUBLIC for alias in node.names}
 
 
 @pytest.mark.parametrize("door, name", [(door, name) for door in (legacy_ddp, debug) for name in door.__all__])

@@ -9,6 +9,7 @@ import legacy_ddp
 PACKAGE = Path(legacy_ddp.__file__).parent
 # A folder is one room; a module outside of folders is another. docs/design.md says what each holds.
 ROOMS = (
+    "_lazy",
     "_statistics",
     "_compare",
     "_text",

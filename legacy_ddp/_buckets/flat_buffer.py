@@ -211,7 +211,7 @@ class FlatBuffer:
                 slots.append(view)
                 loose.append(grad)
         if loose:
-            torch._foreach_copy_(slots, loose)
+            internals.foreach_copy(slots, loose)
 
 
 def _inside(runs: Sequence[Run], offset: int) -> bool:

@@ -3,10 +3,32 @@
 Imported by users and by the command ``legacy-ddp``; the core never imports it. Imports the core.
 """
 
-from legacy_ddp._replicas.digest import digest
-from legacy_ddp._replicas.element_compare import ElementDifference
-from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
-from legacy_ddp.debug._check import check_replicas
-from legacy_ddp.debug._recorder import Recorder
+from typing import TYPE_CHECKING
+
+from legacy_ddp._lazy import lazy_names
+
+# These modules import torch, which the command does not need.
+if TYPE_CHECKING:
+    from legacy_ddp._replicas.digest import digest
+    from legacy_ddp._replicas.element_compare import ElementDifference
+    from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+    from legacy_ddp.debug._check import check_replicas
+    from legacy_ddp.debug._recorder import Recorder
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "ElementDifference": "legacy_ddp._replicas.element_compare",
+            "Recorder": "legacy_ddp.debug._recorder",
+            "ReplicaDifference": "legacy_ddp._replicas.report",
+            "ReplicaReport": "legacy_ddp._replicas.report",
+            "check_replicas": "legacy_ddp.debug._check",
+            "digest": "legacy_ddp._replicas.digest",
+        },
+    )
 
 __all__ = ["ElementDifference", "Recorder", "ReplicaDifference", "ReplicaReport", "check_replicas", "digest"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -18,6 +18,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._buckets import flat_buffer
 from legacy_ddp._buckets.backward_copy import SMALLEST_BYTES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_versions import HAS_GRAD_DTYPE
 
 LARGE = (SMALLEST_BYTES // 4 // 64, 64)
 INNER: dict[str, Callable[[nn.Module], Any]] = {
@@ -279,7 +280,7 @@ DEEDS = [
     _repointed,
     _reshaped,
     _one_for_two,
-    _other_dtype,
+    *([_other_dtype] if HAS_GRAD_DTYPE else []),
     _keep_row_while_another_slot_is_left,
     _numpy_memory,
     _shared_memory,

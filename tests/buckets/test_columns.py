@@ -69,6 +69,7 @@ def test_a_walk_of_an_instance() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")  # newer than torch 2.13
 def test_scripted_and_compiled_modules() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 

@@ -41,6 +41,7 @@ from tests.helpers.cases import (
     wrap_module,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_versions import needs_grad_dtype
 
 # What a call means
 
@@ -291,6 +292,7 @@ def _other_dtype(grad_dtypes: Sequence[torch.dtype | None], rank: int) -> tuple[
     return told, result, get_gradients(wrapped)
 
 
+@needs_grad_dtype
 @pytest.mark.parametrize(
     "grad_dtypes, told",
     [

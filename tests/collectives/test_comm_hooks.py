@@ -69,7 +69,8 @@ def _shown(rank: int) -> tuple[list[Any], list[Any]]:
     grads[2] = grads[2] + 4j
     set_gradients(model, grads)
     model.all_reduce()
-    return seen, [(grad.stride(), grad.tolist()) for grad in get_gradients(model) if grad is not None]
+    # Versions of torch differ in the stride of the first dimension, of size 1.
+    return seen, [(grad.stride()[-3:], grad.tolist()) for grad in get_gradients(model) if grad is not None]
 
 
 def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters() -> None:
@@ -83,7 +84,7 @@ def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters() -> None:
             ((1, 3), [[1.0, 1.0]] * 3),
             ((1,), [1.0, 1.0]),
             ((1,), [1 + 4j, 1 + 4j]),
-            ((8, 1, 4, 2), [[[[1.0, 1.0]] * 2] * 2]),
+            ((1, 4, 2), [[[[1.0, 1.0]] * 2] * 2]),
         ]
 
 

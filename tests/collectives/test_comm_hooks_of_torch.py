@@ -4,6 +4,7 @@ import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -172,8 +173,8 @@ def test_hooks_of_torch_that_fail_under_torch_ddp_fail_with_the_same_error_here(
 
 
 def _bf16(rank: int) -> list[float]:
-    """torch DDP refuses it on gloo by its name; it runs there all the same."""
-    with pytest.raises(TypeError, match="BF16"):
+    """torch DDP refuses it on gloo by its name (not in torch 2.8); it runs there all the same."""
+    with suppress(TypeError):
         DistributedDataParallel(nn.Linear(1, 1)).register_comm_hook(None, default_hooks.bf16_compress_hook)
     model = wrap()
     model.register_comm_hook(None, default_hooks.bf16_compress_hook)

@@ -21,6 +21,7 @@ from tests.helpers.cases import (
     wrap_module,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_versions import needs_grad_dtype
 
 ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
@@ -119,5 +120,6 @@ def _sparse_of_another_dtype(rank: int) -> list[float]:
     return grad.to_dense().flatten().tolist()
 
 
+@needs_grad_dtype
 def test_a_sparse_gradient_of_another_dtype_than_its_parameter_may_be_missing_on_a_rank() -> None:
     assert run_ranks(_sparse_of_another_dtype, 2) == [[0.75, 0.0, 1.5]] * 2

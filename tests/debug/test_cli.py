@@ -326,6 +326,19 @@ def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    "arguments, status",
+    [(["--help"], 0), (["--version"], 0), (["show", "{0}"], 0), (["diff", "{0}", "{1}"], 1), (["diff"], 2)],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_the_command_starts_without_torch(traces: tuple[Path, Path, Path], arguments: list[str], status: int) -> None:
+    given = [argument.format(traces[0], traces[2]) for argument in arguments]
+
+    done = run(*given, start=("-c", _WITHOUT.format("torch")))
+
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False)
+
+
 def test_without_bokeh_report_says_what_to_install(traces: tuple[Path, Path, Path], tmp_path: Path) -> None:
     done = run("report", traces[0], "-o", tmp_path / "page.html", start=("-c", _WITHOUT.format("bokeh")))
 

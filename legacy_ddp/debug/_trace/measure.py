@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._replicas.digest import digest_each
 
 Measured = tuple[str | None, float | None, int]
@@ -63,7 +64,7 @@ def _norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[float]:
     found: dict[torch.device, list[torch.Tensor]] = {}
     for indices, batch in _batches(tensors):
         first = batch[0]
-        norms = torch._foreach_norm(batch, 2, dtype=torch.promote_types(first.dtype, dtype))
+        norms = internals.foreach_norm(batch, 2, dtype=torch.promote_types(first.dtype, dtype))
         indices_of.setdefault(first.device, []).extend(indices)
         found.setdefault(first.device, []).append(torch.stack(norms).double())
     parts: list[list[float]] = [[] for _ in tensors]

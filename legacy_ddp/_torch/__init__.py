@@ -1,0 +1,80 @@
+"""Every use of torch's groups, storages, hooks and compiler beyond the public API: to be reviewed when torch changes.
+
+The private names and the versions of torch that have them are in :mod:`~legacy_ddp._torch.private`.
+"""
+
+# First, because an ImportError of the other modules does not tell the version of torch that is needed.
+from legacy_ddp._torch import private as private
+
+# isort: split
+from torch._C import Future  # then() returns this type, not torch.futures.Future
+from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
+from torch.utils.weak import WeakIdKeyDictionary
+
+from legacy_ddp._torch.compiler import disable_dynamo, inside_backward, is_tracing, profiled, skip_tracing
+from legacy_ddp._torch.groups import (
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    backend_name,
+    group_store,
+    group_timeout,
+    is_registered,
+    operation_options,
+)
+from legacy_ddp._torch.guards import TensorGuards
+from legacy_ddp._torch.hooks import (
+    accumulate_hooks,
+    add_accumulate_hook,
+    attach_hooks,
+    before_every_step,
+    identity,
+)
+from legacy_ddp._torch.memory import (
+    flattened,
+    foreach_copy,
+    foreach_norm,
+    grad_dtypes,
+    is_only_in_grad,
+    ref_counts,
+    storage_handles,
+    storage_use_count,
+    under_own_storage,
+)
+from legacy_ddp._torch.training import local_buffer_names, used_scaler
+
+__all__ = [
+    "Future",
+    "JoinConfig",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "Store",
+    "TensorGuards",
+    "WeakIdKeyDictionary",
+    "accumulate_hooks",
+    "add_accumulate_hook",
+    "attach_hooks",
+    "backend_name",
+    "before_every_step",
+    "disable_dynamo",
+    "flattened",
+    "foreach_copy",
+    "foreach_norm",
+    "grad_dtypes",
+    "group_store",
+    "group_timeout",
+    "identity",
+    "inside_backward",
+    "is_only_in_grad",
+    "is_registered",
+    "is_tracing",
+    "local_buffer_names",
+    "operation_options",
+    "profiled",
+    "ref_counts",
+    "skip_tracing",
+    "storage_handles",
+    "storage_use_count",
+    "under_own_storage",
+    "used_scaler",
+]

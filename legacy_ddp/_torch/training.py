@@ -1,0 +1,25 @@
+"""The parts of a training script: gradient scalers, and buffers of modules."""
+
+import gc
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+
+def used_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler in this process that has scaled a loss; of several the one with the largest scale.
+
+    Looks at all objects of the process: for rare moments alone.
+    """
+    scalers = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+    used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
+    return max(used, key=torch.amp.GradScaler.get_scale, default=None)
+
+
+def local_buffer_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers of normalisation layers, which are statistics, and of buffers that are not saved."""
+    found: set[str] = set()
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        names = child._buffers if isinstance(child, _NormBase) else child._non_persistent_buffers_set
+        found.update(f"{prefix}.{name}" if prefix else name for name in names)
+    return found

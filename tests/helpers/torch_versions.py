@@ -1,0 +1,17 @@
+"""Differences between the supported versions of torch."""
+
+import re
+
+import pytest
+import torch
+
+HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
+needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype is new in torch 2.10")
+
+_GLOO_LINE = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
+
+
+def without_gloo_lines(stdout: str) -> str:
+    """``stdout`` without the line that gloo prints for each group in torch 2.8 and 2.9."""
+    return _GLOO_LINE.sub("", stdout)
