@@ -169,7 +169,7 @@ def _hosts_of_2() -> Table:
         '`checks="off"`': "ours, off",
         '`checks="info"`': "ours, info",
         '`checks="off"`, `transport="gloo"`': "ours, off, gloo",
-        "`reduce_dtype=torch.bfloat16`, over gloo": "ours, off, reduce_dtype=bf16",
+        "`reduce_dtype=torch.bfloat16`, over gloo alone (older)": "ours, off, reduce_dtype=bf16",
         "torch DDP, `gradient_as_bucket_view=True`": "torch DDP, bucket views",
         "torch DDP, `bf16_compress_hook`": "torch DDP, bf16_compress_hook",
         "torch DDP again": "torch DDP again",

@@ -10,7 +10,7 @@ torch DDP       overlaps communication with the last backward; the reference. On
                 from 1 is noise. With bucket views. With bf16_compress_hook: 16 bits on the wire
 ours            one call after backward, without overlap: checks off, checks info; checks off with transport="gloo"; and
                 checks off with reduce_dtype=torch.bfloat16, to be compared with torch DDP's hook. From two ranks per
-                host on, the first two add in memory on each host, and over gloo between the hosts
+                host on, all but the third add in memory on each host, and over gloo between the hosts
 local compute   the same step without synchronisation: a lower limit
 
 Aims with one rank per host: at 2 Gbit/s and update-freq >= 8, ours <= 1.00 of torch DDP; with bfloat16 on the wire <=

@@ -47,8 +47,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         gradient_as_bucket_view: after a call ``.grad`` is a view of one flat tensor per device and dtype, without a
             copy in the next call; on CPU, from 64 KiB on, already in ``backward()``, unless something holds it.
             A kept gradient keeps its flat tensor. False: a second copy of all gradients, copied in and out.
-        reduce_dtype: floating dtype for the exchange of real gradients over gloo; None: the gradient's dtype, but fp32
-            for fp16. In shared memory sums are made in at least this dtype, and at least in fp32.
+        reduce_dtype: floating dtype for the exchange of real gradients over gloo, also between hosts; None: the
+            gradient's dtype, but fp32 for fp16. In shared memory sums are made in at least this dtype, and fp32.
         reproducible: add gradients in an order that depends on the micro-batches of the step alone: every split over
             ranks gives the same bits. Needs ``sample_size`` and one :meth:`no_sync` block per micro-batch except the
             last; docs/reproducible.md shows the loop. Takes no sparse gradient, no ``skip`` and no ``reduce_dtype``.

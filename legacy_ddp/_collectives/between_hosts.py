@@ -2,8 +2,11 @@
 
 Every rank owns an equal part of every run on its host. The owner adds this part over the ranks of its host in rank
 order, gloo adds the sums of all owners of the part, and each owner divides and writes the result to the flat tensors of
-its host. Between hosts gradients have the dtype of the gloo transport: fp16 gradients travel as fp32, all others
-unchanged.
+its host. Between hosts gradients have the dtype of the gloo transport: ``reduce_dtype``, else fp32 for fp16 gradients,
+and their own dtype for all others.
+
+With ``reproducible=True`` the sum over a host is a node of the tree, and the owners of a part add their nodes in the
+order of the tree.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,22 +20,23 @@ from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.layout import Run, cut_runs
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._buckets.wire import as_real, wire_dtype
-from legacy_ddp._collectives.dense import SMALLEST_PIECE_BYTES
+from legacy_ddp._buckets.wire import wire_dtype
+from legacy_ddp._collectives.dense import SMALLEST_PIECE_BYTES, split_divisor
 from legacy_ddp._collectives.host_sum import (
     Chunk,
+    HostMemory,
     Work,
-    cut_chunks,
+    divide,
     fill_runs,
     give_out,
-    part_of,
+    kept_views,
     size_bytes,
     total_of,
     work_on,
 )
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._collectives.transport_choice import host_buffers
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
 
@@ -43,19 +47,14 @@ def sum_between_hosts(
     """Replace every run of dense gradients by its sum over all ranks, divided; return the bytes summed.
 
     If ranks have gradients in different slots, they fill the other slots now, and wait for the ranks of their host
-    before the sum. The collectives of all pieces are started before the first wait.
+    before the sum. Sums of micro-batches have no empty slots.
     """
     buffers = host_buffers(plan)
-    runs = fill_runs(call, plan, packed, kinds, is_filled=agreement.has_same_mask)
-    started = []
-    for buffer, pieces in zip(buffers, _pieces_of(call, settings, buffers, runs), strict=True):
-        with call.profiled(f"start {buffer.bucket.label}"):
-            started += [(buffer, piece, _start(call, buffer, piece)) for piece in pieces]
-    for buffer, piece, work in started:
-        with call.profiled(f"finish {buffer.bucket.label}"):
-            call.wait(call.groups.between, work)
-            for chunk, carried in piece.with_carried(buffer):
-                give_out(chunk, carried, agreement.divisor)
+    runs = fill_runs(call, plan, packed, kinds, is_filled=agreement.has_same_mask or settings.reproducible)
+    pieces = [piece for of_buffer in _pieces_of(call, settings, buffers, runs) for piece in of_buffer]
+    reduced = _reduced_in_tree_order if settings.reproducible else _reduced
+    for chunk in reduced(call, pieces, agreement.divisor):
+        give_out(chunk)
     call.barrier()
     return size_bytes(buffers, runs)
 
@@ -64,66 +63,86 @@ def sum_between_hosts(
 class _Piece:
     """A stretch of the own part, summed between hosts by one collective.
 
-    ``run``: borders in the flat tensor, in real numbers. ``work``: the sum over the host. ``copy``: memory for the
-    collective if the dtype between hosts is another, else None.
+    ``work``: the sum over the host. ``stretch``: of the own flat tensor. ``carried``: memory for the collective: the
+    stretch, or a copy if the dtype between hosts is another. ``recv_buffer``: for nodes of the tree, else empty.
     """
 
-    run: Run
     work: Work
-    copy: torch.Tensor | None
+    stretch: torch.Tensor
+    carried: torch.Tensor
+    recv_buffer: torch.Tensor
 
-    def carried(self, buffer: FlatBuffer) -> torch.Tensor:
-        """The memory for the collective: the copy, or this stretch of the flat tensor."""
-        start, stop = self.run
-        return as_real(buffer.payload)[start:stop] if self.copy is None else self.copy
+    def add_on_host(self, divisor: float = 1.0) -> None:
+        """Put the sum over the ranks of the host, divided by ``divisor``, into ``carried``."""
+        for chunk, carried in self.with_carried():
+            total = total_of(self.work, chunk)
+            carried.copy_(total if divisor == 1.0 else total.div_(divisor))
 
-    def with_carried(self, buffer: FlatBuffer) -> Iterator[tuple[Chunk, torch.Tensor]]:
-        """Every chunk, with its part of :meth:`carried`."""
+    def with_carried(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Every chunk, with its part of ``carried``."""
         numels = [chunk.own.numel() for chunk in self.work.chunks]
-        yield from zip(self.work.chunks, torch.split(self.carried(buffer), numels), strict=True)
+        yield from zip(self.work.chunks, torch.split(self.carried, numels), strict=True)
 
 
 def _pieces_of(
     call: Call, settings: Settings, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...]
 ) -> list[list[_Piece]]:
-    """The pieces per buffer, equal on the owners of a part. Kept from call to call, as making the views takes time."""
-    memory, segments, ranks = call.group_state.peer_memory, call.peer_segments, call.groups.host_ranks
-    if memory is None or segments is None:
-        raise LegacyDDPError(f"{call}: no shared memory is mapped")
-    on_host = [(rank, segments[rank]) for rank in ranks]
-    key = (tuple(on_host), runs)
-    pieces: list[list[_Piece]] | None = memory.views.get(key)
-    if pieces is None:
-        own = ranks.index(call.groups.rank)
-        pieces = []
-        for index, (buffer, own_runs) in enumerate(zip(buffers, runs, strict=True)):
-            flats = [as_real(memory[rank, ids.serials[index]].view(buffer.bucket.dtype)) for rank, ids in on_host]
-            parts = [part_of(run, own, len(ranks)) for run in own_runs]
-            pieces.append([_piece(settings, buffer, flats, own, run) for run in _cut(settings, buffer, parts)])
-        memory.keep_views(key, pieces)
-    return pieces
+    """The pieces per buffer, equal on the owners of a part."""
+
+    def pieces(buffer: FlatBuffer, memory: HostMemory, own_runs: Sequence[Run]) -> list[_Piece]:
+        return [_piece(settings, buffer, memory, part) for part in _cut(settings, buffer, memory.own_parts(own_runs))]
+
+    return kept_views(call, buffers, runs, pieces)
 
 
 def _cut(settings: Settings, buffer: FlatBuffer, parts: Sequence[Run]) -> list[Run]:
     """The stretch of each collective. The parts are cut in halves: one half is added while the other is in flight."""
     half = (sum(stop - start for start, stop in parts) + 1) // 2
-    smallest = SMALLEST_PIECE_BYTES // wire_dtype(buffer.bucket.dtype, None).itemsize
+    smallest = SMALLEST_PIECE_BYTES // wire_dtype(buffer.bucket.dtype, settings.reduce_dtype).itemsize
     return cut_runs(parts, max_numel=min(settings.buffer_size, max(half, smallest)))
 
 
-def _piece(settings: Settings, buffer: FlatBuffer, flats: Sequence[torch.Tensor], own: int, run: Run) -> _Piece:
+def _piece(settings: Settings, buffer: FlatBuffer, memory: HostMemory, part: Run) -> _Piece:
+    work = work_on(buffer.bucket, list(memory.chunks(part)), settings)
+    stretch = memory.flats[memory.own][memory.stretch(part)]
     dtype = buffer.bucket.dtype
-    width = 2 if dtype.is_complex else 1
-    work = work_on(buffer.bucket, list(cut_chunks(flats, flats, run, own, width)), settings)
-    wire = wire_dtype(dtype, None)
-    copy = torch.empty(run[1] - run[0], dtype=wire, device="cpu") if wire != dtype else None
-    return _Piece((width * run[0], width * run[1]), work, copy)
+    wire = wire_dtype(dtype, settings.reduce_dtype)
+    carried = stretch if wire == dtype else torch.empty_like(stretch, dtype=wire)
+    return _Piece(work, stretch, carried, carried.new_empty(carried.numel() if settings.reproducible else 0))
 
 
-def _start(call: Call, buffer: FlatBuffer, piece: _Piece) -> Any:
-    """Add the chunks over the ranks of the host, and start the sum over the hosts."""
-    for chunk, carried in piece.with_carried(buffer):
-        carried.copy_(total_of(piece.work, chunk))
+def _reduced(call: Call, pieces: Sequence[_Piece], divisor: int) -> Iterator[Chunk]:
+    """Every chunk, when it holds the sum over all ranks, divided. All collectives are started before the first wait."""
+    started = []
+    for piece in pieces:
+        with call.profiled(f"start {piece.work.label}"):
+            before, after = split_divisor(divisor, call.groups.size, piece.carried.dtype)
+            started.append((piece, after, _start(call, piece, before)))
+    for piece, after, work in started:
+        with call.profiled(f"finish {piece.work.label}"):
+            call.wait(call.groups.between, work)
+            for chunk, carried in piece.with_carried():
+                divide(chunk, carried, after)
+                yield chunk
+
+
+def _start(call: Call, piece: _Piece, divisor: float) -> Any:
+    """Add over the ranks of the host, divide by ``divisor``, and start the sum over the hosts."""
+    piece.add_on_host(divisor)
     options = call.options("Allreduce")
     options.reduceOp = dist.ReduceOp.SUM
-    return call.start(call.groups.between, lambda group: group.allreduce([piece.carried(buffer)], options))
+    return call.start(call.groups.between, lambda group: group.allreduce([piece.carried], options))
+
+
+def _reduced_in_tree_order(call: Call, pieces: Sequence[_Piece], divisor: int) -> Iterator[Chunk]:
+    """As :func:`_reduced`, with the sums of micro-batches: a host is a rank of the tree over the hosts."""
+    for piece, _ in zip(pieces, tree_reduce(call, _tree_inputs(call, pieces), divisor), strict=True):
+        yield from piece.work.chunks
+
+
+def _tree_inputs(call: Call, pieces: Sequence[_Piece]) -> Iterator[TreeInput]:
+    for piece in pieces:
+        with call.profiled(f"start {piece.work.label}"):
+            piece.add_on_host()
+        runs = [(0, piece.carried.numel())]
+        yield TreeInput(call.groups.between, piece.carried, piece.recv_buffer, piece.stretch, runs)

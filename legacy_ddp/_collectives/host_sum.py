@@ -5,8 +5,10 @@ tensor of every rank. The order of addition is the order of the ranks, whatever 
 ``reproducible=True`` the sums of micro-batches are added instead of gradients, in the order of the tree.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -72,6 +74,7 @@ def size_bytes(buffers: Sequence[FlatBuffer], runs: Sequence[Sequence[Run]]) -> 
     )
 
 
+T = TypeVar("T")
 Add = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
 
 
@@ -86,6 +89,37 @@ class Chunk:
     parts: Sequence[torch.Tensor]
     own: torch.Tensor
     others: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The memory of one buffer on all ranks of the host in order, as real numbers; ``width`` of them per element.
+
+    ``parts``: to add; the flat tensors, or the sums of micro-batches. ``flats``: the flat tensors, for the result.
+    ``own``: place of this rank.
+    """
+
+    parts: Sequence[torch.Tensor]
+    flats: Sequence[torch.Tensor]
+    own: int
+    width: int
+
+    def own_parts(self, runs: Sequence[Run]) -> list[Run]:
+        """The part of this rank in each run, in elements."""
+        return [part_of(run, self.own, len(self.flats)) for run in runs]
+
+    def stretch(self, part: Run) -> slice:
+        """The place of ``part`` in a tensor."""
+        start, stop = part
+        return slice(self.width * start, self.width * stop)
+
+    def chunks(self, part: Run) -> Iterator[Chunk]:
+        """The chunks of a part."""
+        whole = self.stretch(part)
+        for place in range(whole.start, whole.stop, CHUNK_NUMEL):
+            stretch = slice(place, min(place + CHUNK_NUMEL, whole.stop))
+            others = [flat[stretch] for rank, flat in enumerate(self.flats) if rank != self.own]
+            yield Chunk([part[stretch] for part in self.parts], self.flats[self.own][stretch], others)
 
 
 @dataclass(frozen=True)
@@ -104,27 +138,39 @@ class Work:
 def _work_of(
     call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...], settings: Settings
 ) -> list[Work]:
-    """The work per buffer. Kept from call to call: making the views takes a seventh of a call."""
-    memory, segments = call.group_state.peer_memory, call.peer_segments
+    """The work per buffer."""
+
+    def work(buffer: FlatBuffer, memory: HostMemory, own_runs: Sequence[Run]) -> Work:
+        chunks = [chunk for part in memory.own_parts(own_runs) for chunk in memory.chunks(part)]
+        return work_on(buffer.bucket, chunks, settings)
+
+    return kept_views(call, buffers, runs, work)
+
+
+def kept_views(
+    call: Call,
+    buffers: Sequence[FlatBuffer],
+    runs: tuple[tuple[Run, ...], ...],
+    make: Callable[[FlatBuffer, HostMemory, Sequence[Run]], T],
+) -> list[T]:
+    """``make(buffer, memory, runs)`` per buffer. Kept from call to call: making the views takes a seventh of a call."""
+    memory, segments, ranks = call.group_state.peer_memory, call.peer_segments, call.groups.host_ranks
     if memory is None or segments is None:
         raise LegacyDDPError(f"{call}: no shared memory is mapped")
-    key = (tuple(segments), runs)
-    work: list[Work] | None = memory.views.get(key)
-    if work is None:
-        work = []
+    key = (tuple((rank, segments[rank]) for rank in ranks), runs)
+    views: list[T] | None = memory.views.get(key)
+    if views is None:
+        views, own = [], ranks.index(call.groups.rank)
         for index, (buffer, own_runs) in enumerate(zip(buffers, runs, strict=True)):
-            dtype = buffer.bucket.dtype
-            flats = [as_real(memory[rank, ids.serials[index]].view(dtype)) for rank, ids in enumerate(segments)]
-            parts = list(flats)
-            for rank, ids in enumerate(segments):
-                if serial := ids.serials[len(buffers) + index]:
-                    parts[rank] = as_real(memory[rank, serial].view(wire_dtype(dtype, None)))
-            width = 2 if dtype.is_complex else 1
-            own_parts = [part_of(run, call.groups.rank, len(flats)) for run in own_runs]
-            chunks = [chunk for part in own_parts for chunk in cut_chunks(parts, flats, part, call.groups.rank, width)]
-            work.append(work_on(buffer.bucket, chunks, settings))
-        memory.keep_views(key, work)
-    return work
+            dtype, flats, parts = buffer.bucket.dtype, [], []
+            for rank in ranks:
+                serials = segments[rank].serials
+                flats.append(as_real(memory[rank, serials[index]].view(dtype)))
+                sums = serials[len(buffers) + index]
+                parts.append(as_real(memory[rank, sums].view(wire_dtype(dtype, None))) if sums else flats[-1])
+            views.append(make(buffer, HostMemory(parts, flats, own, 2 if dtype.is_complex else 1), own_runs))
+        memory.keep_views(key, views)
+    return views
 
 
 def work_on(bucket: Bucket, chunks: Sequence[Chunk], settings: Settings) -> Work:
@@ -141,17 +187,6 @@ def work_on(bucket: Bucket, chunks: Sequence[Chunk], settings: Settings) -> Work
     return Work(bucket.label, chunks, add_in_tree_order if settings.reproducible else _add_in_rank_order, memory)
 
 
-def cut_chunks(
-    parts: Sequence[torch.Tensor], flats: Sequence[torch.Tensor], part: Run, own: int, width: int
-) -> Iterator[Chunk]:
-    """The chunks of a part. ``own``: place of this rank in ``flats``. ``width``: real numbers per element."""
-    start, stop = (width * border for border in part)
-    for place in range(start, stop, CHUNK_NUMEL):
-        stretch = slice(place, min(place + CHUNK_NUMEL, stop))
-        first, *others = [flat[stretch] for flat in (flats[own], *flats[:own], *flats[own + 1 :])]
-        yield Chunk([part[stretch] for part in parts], first, others)
-
-
 def part_of(run: Run, rank: int, size: int) -> Run:
     """The part of ``rank`` in a run. The parts of all ranks are disjoint and cover the run."""
     start, stop = run
@@ -166,7 +201,8 @@ def part_of(run: Run, rank: int, size: int) -> Run:
 def _sum_chunks(work: Work, divisor: int) -> None:
     """Add, divide into the own chunk, and copy it to the other ranks."""
     for chunk in work.chunks:
-        give_out(chunk, total_of(work, chunk), divisor)
+        divide(chunk, total_of(work, chunk), divisor)
+        give_out(chunk)
 
 
 def total_of(work: Work, chunk: Chunk) -> torch.Tensor:
@@ -174,12 +210,22 @@ def total_of(work: Work, chunk: Chunk) -> torch.Tensor:
     return work.add(chunk.parts, [memory[: chunk.own.numel()] for memory in work.memory])
 
 
-def give_out(chunk: Chunk, total: torch.Tensor, divisor: int) -> None:
-    """Divide ``total``, which may be the own chunk, into the own chunk, and copy it to the other ranks."""
-    if total.dtype != chunk.own.dtype:
-        chunk.own.copy_(total.div_(float(divisor)))
+def divide(chunk: Chunk, total: torch.Tensor, divisor: float) -> None:
+    """Divide ``total``, which may be the own chunk, into the own chunk. Overwrites ``total``.
+
+    The sum may need the wider range of the two dtypes, the quotient does not.
+    """
+    own = chunk.own
+    if total.dtype == own.dtype:
+        _divide(total, divisor, own)
+    elif torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:
+        own.copy_(total.div_(float(divisor)))
     else:
-        _divide(total, divisor, chunk.own)
+        _divide(own.copy_(total), divisor, own)
+
+
+def give_out(chunk: Chunk) -> None:
+    """Copy the own chunk to the other ranks."""
     for part in chunk.others:
         part.copy_(chunk.own)
 
@@ -196,8 +242,9 @@ def _add_in_rank_order(parts: Sequence[torch.Tensor], memory: Sequence[torch.Ten
     return total
 
 
-def _divide(sums: torch.Tensor, divisor: int, out: torch.Tensor) -> None:
-    if divisor & (divisor - 1):
-        torch.div(sums, float(divisor), out=out)
-    else:  # a power of two: the product with its reciprocal has the same bits, and is quicker
+def _divide(sums: torch.Tensor, divisor: float, out: torch.Tensor) -> None:
+    mantissa, _ = math.frexp(divisor)
+    if mantissa == 0.5:  # a power of two: the product with its reciprocal has the same bits, and is quicker
         torch.mul(sums, 1 / divisor, out=out)
+    else:
+        torch.div(sums, float(divisor), out=out)

@@ -67,7 +67,7 @@ def reduce(
             if hook is not None:
                 size_bytes += copy_results(call, hook, results, divisor)
             elif leaves is not None:
-                size_bytes += tree_reduce(call, _tree_inputs(call, leaves, plan, rest, packed, kinds), divisor)
+                size_bytes += sum(tree_reduce(call, _tree_inputs(call, leaves, plan, rest, packed, kinds), divisor))
             else:
                 size_bytes += reduce_dense(call, plan, rest, packed, kinds, divisor)
             if max(kinds, default=ABSENT) < SPARSE:
@@ -103,7 +103,8 @@ def _tree_inputs(
             own = packed.flats[index]
             recv_buffer = leaves.sums.recv_buffer(index, own) if call.groups.size > 1 else own
             runs = cut_runs(merged_runs(buffer, kinds[share]), max_numel=plan.layout.buffer_size)
-            inputs.append(TreeInput(own, recv_buffer, buffer.flat, runs))
+            group = call.groups.payload(buffer.bucket.device)
+            inputs.append(TreeInput(group, own, recv_buffer, buffer.flat, runs))
     return inputs
 
 

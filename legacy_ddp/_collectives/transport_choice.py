@@ -11,6 +11,7 @@ from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
+from legacy_ddp._reproducible.splits import why_no_nodes
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.host_row import MAX_BUCKETS, SegmentIds
@@ -100,10 +101,8 @@ def _why_gloo(state: GroupState, settings: Settings) -> str:
         return 'transport="gloo"'
     if settings.comm_hook is not None:
         return "a communication hook"
-    if state.groups.between is not None and settings.reproducible:
-        return "reproducible=True on several hosts"
-    if state.groups.between is not None and settings.reduce_dtype is not None:
-        return f"reduce_dtype={settings.reduce_dtype} on several hosts"
+    if state.groups.between is not None and settings.reproducible and (reason := why_no_nodes(state.groups.hosts)):
+        return f"reproducible=True: {reason}"
     return state.groups.star_problem
 
 

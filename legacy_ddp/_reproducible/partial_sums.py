@@ -10,6 +10,8 @@ from legacy_ddp._buckets.layout import Bucket
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.wire import wire_dtype
 
+_CONVERTED_NUMEL = 2**18  # elements at a time: all at once, fresh memory takes five times as long
+
 
 class PartialSums:
     """The sums, flat tensors of shape (bucket.numel,): fp16 leaves are added in fp32, other leaves in their dtype.
@@ -33,7 +35,7 @@ class PartialSums:
         size, newest = 1, leaf
         while self._nodes and self._nodes[-1][0] == size:
             _, older = self._nodes.pop()
-            older.add_(newest)
+            _add_to(older, newest)
             if newest is not leaf:
                 self._spare.append(newest)
             size, newest = 2 * size, older
@@ -98,3 +100,14 @@ class PartialSums:
 
     def _new(self) -> torch.Tensor:
         return torch.empty(self._bucket.numel, dtype=self.dtype, device=self._bucket.device)
+
+
+def _add_to(total: torch.Tensor, leaf: torch.Tensor) -> None:
+    """Add ``leaf``, which may have a narrower dtype: torch would convert the whole leaf, in fresh memory."""
+    if leaf.dtype == total.dtype:
+        total.add_(leaf)
+        return
+    numel = _CONVERTED_NUMEL
+    wide = total.new_empty(min(numel, total.numel()))
+    for sums, narrow in zip(torch.split(total, numel), torch.split(leaf, numel), strict=True):
+        sums.add_(wide[: narrow.numel()].copy_(narrow))

@@ -1,8 +1,13 @@
 """Splits of a step's micro-batches over ranks, and which splits give sums in the same order. Pure.
 
 Micro-batches are the leaves of a binary tree. Rank r of W ranks with K micro-batches each holds leaves r K to
-r K + K - 1. The sum of a rank is a node of the tree if K is a power of two, or if there is no other rank.
+r K + K - 1. The sum of a rank is a node of the tree if K is a power of two, or if there is no other rank. The sum of a
+host is a node of the tree over the ranks if the host has a power of two of consecutive ranks, as many as each host
+before it.
 """
+
+from collections.abc import Sequence
+from itertools import pairwise
 
 
 def is_aligned(ranks: int, each: int) -> bool:
@@ -20,3 +25,18 @@ def format_splits(total: int) -> str:
     """The aligned splits of ``total``, for an error message."""
     splits = ", ".join(f"{ranks} x {each}" for ranks, each in aligned_splits(total))
     return f"splits of {total} that add in one order (ranks x each): {splits}"
+
+
+def why_no_nodes(hosts: Sequence[Sequence[int]]) -> str:
+    """Why the sum of a host is no node of the tree; empty if the sums of all hosts are nodes.
+
+    ``hosts``: the ranks of every host, ascending; equally many on each.
+    """
+    each = len(hosts[0])
+    if each.bit_count() != 1:
+        return f"{each} ranks on each host, which is no power of two"
+    for ranks in hosts:
+        for rank, following in pairwise(ranks):
+            if following != rank + 1:
+                return f"ranks {rank} and {following} of a host are not consecutive"
+    return ""

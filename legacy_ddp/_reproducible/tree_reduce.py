@@ -1,11 +1,11 @@
 """Reduction over a process group in the order of a tree over the micro-batches of all ranks. Collective (payload).
 
-Each run is cut into a shard per rank. A rank receives its shard from all other ranks, adds in the order of the tree,
-divides, and broadcasts the result. A rank sends 2 (W - 1) / W of the bytes, as in a ring all-reduce. No sum depends on
-the place of its element, on the transport, or on the owner of the shard.
+Each run is cut into a shard per rank of the group. A rank receives its shard from all other ranks, adds in the order of
+the tree, divides, and broadcasts the result. A rank sends 2 (W - 1) / W of the bytes, as in a ring all-reduce. No sum
+depends on the place of its element, on the transport, or on the owner of the shard.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -21,31 +21,36 @@ from legacy_ddp._transport.call import Call
 class TreeInput:
     """The input of the reduction for one buffer: three flat tensors of equal size.
 
-    ``own``: the sum of this rank's leaves, a node of the tree; overwritten. ``recv_buffer``: memory for the sums of
-    other ranks. ``result``: receives the reduced gradients; may be ``own``. ``runs``: the elements to reduce.
+    ``group``: the ranks to add, None for a single rank. ``own``: the node of the tree that this rank brings;
+    overwritten. ``recv_buffer``: memory for the nodes of other ranks. ``result``: receives the reduced gradients; may
+    be ``own``. ``runs``: the elements to reduce.
     """
 
+    group: Any
     own: torch.Tensor
     recv_buffer: torch.Tensor
     result: torch.Tensor
     runs: Sequence[Run]
 
 
-def tree_reduce(call: Call, inputs: Sequence[TreeInput], divisor: int) -> int:
-    """Put the sums over all ranks, divided by ``divisor``, into every result. Returns the number of bytes sent.
+def tree_reduce(call: Call, inputs: Iterable[TreeInput], divisor: int) -> Iterator[int]:
+    """Put the sums over all ranks, divided by ``divisor``, into every result.
 
-    The collectives of all runs are started before the first wait.
+    The collectives of all runs are started before the first wait, of each run as soon as ``inputs`` gives its input.
+
+    Yields:
+        The number of bytes sent for each run, when its result is complete.
     """
-    sharded = [_ShardedRun(call, tree_input, run) for tree_input in inputs for run in tree_input.runs]
-    exchanges = [run.exchange() for run in sharded]
+    sharded = (_ShardedRun(call, tree_input, run) for tree_input in inputs for run in tree_input.runs)
+    exchanges = [(run, run.exchange()) for run in sharded]
     broadcasts = []
-    for run, works in zip(sharded, exchanges, strict=True):
+    for run, works in exchanges:
         run.wait(works)
         run.reduce_own_shard(divisor)
-        broadcasts.append(run.broadcast_result())
-    for run, works in zip(sharded, broadcasts, strict=True):
+        broadcasts.append((run, run.broadcast_result()))
+    for run, works in broadcasts:
         run.wait(works)
-    return sum(run.size_bytes for run in sharded) if call.groups.size > 1 else 0
+        yield run.size_bytes
 
 
 def add_in_tree_order(nodes: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -62,12 +67,13 @@ def add_in_tree_order(nodes: Sequence[torch.Tensor], memory: Sequence[torch.Tens
 
 
 class _ShardedRun:
-    """One run, cut into a shard per rank."""
+    """One run, cut into a shard per rank of the group."""
 
     def __init__(self, call: Call, tree_input: TreeInput, run: Run) -> None:
         self._call = call
-        self._group = call.groups.payload(tree_input.own.device)
-        self._size, self._rank = call.groups.size, call.groups.rank
+        self._group = group = tree_input.group
+        self._size: int = 1 if group is None else group.size()
+        self._rank: int = 0 if group is None else group.rank()
         own, recv_buffer, result = (
             as_real(flat[slice(*run)]) for flat in (tree_input.own, tree_input.recv_buffer, tree_input.result)
         )
@@ -79,7 +85,7 @@ class _ShardedRun:
             recv_buffer = own.new_empty(needed)
         self._recv_buffer = recv_buffer[:needed]
         self._results = torch.split(result, self._lengths)
-        self.size_bytes = own.nbytes
+        self.size_bytes = own.nbytes if self._size > 1 else 0
 
     def exchange(self) -> list[Any]:
         """Start to send every shard of this rank's sum to its owner, and to receive this rank's shard of other sums."""

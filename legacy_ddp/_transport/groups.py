@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -47,7 +47,8 @@ class Groups:
         self.endpoints_exchanged = False
         self.star: Star | None = None  # None: gloo alone, or no call yet
         self.star_problem = ""  # why there is no star
-        self.host_ranks: tuple[int, ...] = ()  # with a star: the ranks of this host, ascending
+        self.hosts: Sequence[tuple[int, ...]] = ()  # with stars: the ranks of every host, ascending
+        self.host_ranks: tuple[int, ...] = ()  # of this host
         self.between: Any = None  # with stars on several hosts: the group of the ranks of equal index on their hosts
         self._at_end: list[Callable[[], None]] = []  # in this order; also at exit
         self._end = weakref.finalize(self, _call_all, self._at_end)
@@ -140,9 +141,10 @@ class Groups:
         self._end()
         self.control = self._payload = self.between = None
 
-    def use_star(self, star: Star | None, host_ranks: tuple[int, ...], between: Any) -> None:
+    def use_star(self, star: Star | None, hosts: Sequence[tuple[int, ...]], between: Any) -> None:
         """Use the connections to the ranks of this host, and the group to the other hosts, None for one host."""
-        self.star, self.host_ranks, self.between = star, host_ranks, between
+        self.star, self.hosts, self.between = star, hosts, between
+        self.host_ranks = next(ranks for ranks in hosts if self.rank in ranks)
         if star is not None:
             self._at_end.append(star.close)
 
@@ -151,8 +153,7 @@ class Groups:
         """``2 hosts of 4 ranks, gloo between them``; empty for one host, and without stars."""
         if self.between is None:
             return ""
-        ranks = len(self.host_ranks)
-        return f"{self.size // ranks} hosts of {ranks} ranks, gloo between them"
+        return f"{len(self.hosts)} hosts of {len(self.host_ranks)} ranks, gloo between them"
 
     def close_star(self) -> None:
         """Close the connections to the ranks of this host: they notice at once."""

@@ -45,7 +45,7 @@ class HostMeeting:
             if not reason and len(hosts) > 1:
                 reason = _agreed(call, lambda: self._connect_hosts(call, hosts, own))
             if not reason:
-                groups.use_star(self._star, own, self._between)
+                groups.use_star(self._star, hosts, self._between)
                 self._star = None
         groups.star_problem = reason
 

@@ -15,7 +15,7 @@ from tests.helpers.ranks import run_ranks
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 SIZES = (1, 63, 64, 65, 4096, 3 * host_sum.CHUNK_NUMEL + 7)
-HALF = (torch.float16, torch.bfloat16)
+RANGE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # ascending
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
 
@@ -29,26 +29,34 @@ def _grad(rank: int, index: int, numel: int, dtype: torch.dtype, step: int) -> t
     return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(3.0).to(dtype)
 
 
-def _sum_over_two_hosts(grads: list[torch.Tensor], hosts: str, divisor: int) -> torch.Tensor:
-    """Of every host in rank order, 16-bit gradients in fp32; then of both in the dtype between hosts; then divided."""
+def _sum_over_two_hosts(grads: list[torch.Tensor], hosts: str, reduce_dtype: torch.dtype | None) -> torch.Tensor:
+    """Of every host in rank order, at least in fp32; then of both in the dtype between hosts; then the mean.
+
+    fp16 between hosts is divided by the power of two next to the square root of 4, the number of ranks, before the sum.
+    """
     dtype = grads[0].dtype
     if dtype.is_complex:
         pairs = [torch.view_as_real(grad) for grad in grads]
-        return torch.view_as_complex(_sum_over_two_hosts(pairs, hosts, divisor))
-    carried = torch.float32 if dtype == torch.float16 else dtype
+        return torch.view_as_complex(_sum_over_two_hosts(pairs, hosts, None))
+    carried = reduce_dtype or (torch.float32 if dtype == torch.float16 else dtype)
+    is_wide = torch.float64 in (dtype, carried)
     totals: dict[str, torch.Tensor] = {}
     for host, grad in zip(hosts, grads, strict=True):
-        wide = grad.float() if dtype in HALF else grad
+        wide = grad.double() if is_wide else grad.float()
         totals[host] = totals[host] + wide if host in totals else wide
-    first, second = (total.to(carried) for total in totals.values())
-    return ((first + second) / divisor).to(dtype)
+    before = 2.0 if carried == torch.float16 else 1.0
+    first, second = ((total / before).to(carried) for total in totals.values())
+    total, after = first + second, len(grads) / before
+    return total.to(dtype) / after if RANGE.index(carried) < RANGE.index(dtype) else (total / after).to(dtype)
 
 
-def _sums(rank: int, hosts: str, buffer_size: int) -> tuple[set[str], list[str]]:
+def _sums(
+    rank: int, hosts: str, buffer_size: int, reduce_dtype: torch.dtype | None = None
+) -> tuple[set[str], list[str]]:
     """The transports, and the parameters whose gradient is not the sum by hand."""
     named = [(dtype, numel) for dtype in DTYPES for numel in SIZES]
     parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype, numel in named])
-    model = _model(rank, hosts, parameters, checks="off", buffer_size=buffer_size)
+    model = _model(rank, hosts, parameters, checks="off", buffer_size=buffer_size, reduce_dtype=reduce_dtype)
     transports, wrong = set(), []
     for step in range(3):
         for index, (dtype, numel) in enumerate(named):
@@ -56,7 +64,7 @@ def _sums(rank: int, hosts: str, buffer_size: int) -> tuple[set[str], list[str]]
         transports.add(model.all_reduce().transport)
         for index, (dtype, numel) in enumerate(named):
             grads = [_grad(other, index, numel, dtype, step) for other in range(len(hosts))]
-            if not torch.equal(parameters[index].grad, _sum_over_two_hosts(grads, hosts, len(hosts))):
+            if not torch.equal(parameters[index].grad, _sum_over_two_hosts(grads, hosts, reduce_dtype)):
                 wrong.append(f"step {step}, {dtype} {numel}")
     return transports, wrong
 
@@ -69,6 +77,11 @@ def test_every_dtype_and_size_is_summed_per_host_and_then_over_the_hosts(
     transport: str, hosts: str, buffer_size: int
 ) -> None:
     assert run_ranks(_sums, len(hosts), hosts, buffer_size) == [({"host"}, [])] * len(hosts)
+
+
+@pytest.mark.parametrize("reduce_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_between_hosts_gradients_have_the_dtype_that_was_asked_for(transport: str, reduce_dtype: torch.dtype) -> None:
+    assert run_ranks(_sums, 4, "abab", 2**28, reduce_dtype) == [({"host"}, [])] * 4
 
 
 def _whole(generator: torch.Generator, numel: int) -> torch.Tensor:
@@ -138,6 +151,19 @@ def _large_and_small(rank: int, hosts: str) -> list[float]:
 
 def test_half_precision_overflows_and_underflows_nowhere_on_the_way(transport: str) -> None:
     assert run_ranks(_large_and_small, 4, "aabb") == [[40_000.0, float(torch.tensor(6e-8).half())]] * 4
+
+
+def _large_in_half(rank: int) -> float:
+    net = nn.Linear(2, 1, bias=False)
+    model = _model(rank, "aabb", net, reduce_dtype=torch.float16)
+    net.weight.grad = torch.full((1, 2), 70_000.0 if rank == 1 else 0.0)
+    assert model.all_reduce().transport == "host"
+    return float(net.weight.grad.unique())
+
+
+def test_half_precision_between_hosts_is_divided_before_the_sum(transport: str) -> None:
+    """70,000 is no number of fp16."""
+    assert run_ranks(_large_in_half, 4) == [17_504.0] * 4  # 35,000 is 35,008 in fp16
 
 
 def _kept(rank: int, hosts: str, keeper: int) -> tuple[list[float], list[float]]:

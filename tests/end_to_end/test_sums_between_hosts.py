@@ -1,6 +1,6 @@
 """Two hosts with two ranks each, in network namespaces: sums of the combined transport, and a rank killed on one host.
 
-Run as a script, this file is one rank: `test_sums_between_hosts.py FOLDER`.
+Run as a script, this file is one rank: `test_sums_between_hosts.py FOLDER [reproducible]`.
 """
 
 import json
@@ -33,28 +33,28 @@ def _grads(rank: int, step: int) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for numel in SIZES]
 
 
-def _train(folder: Path) -> None:
+def _train(folder: Path, *, reproducible: bool) -> None:
     """Three steps, compared with sums by hand; in the fourth the victim dies, and the others tell what they see."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # of the launcher, on the host of the victim
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in SIZES])
-    model = LegacyDistributedDataParallel(parameters)
+    model = LegacyDistributedDataParallel(parameters, reproducible=reproducible)
     equal, transports = [], []
     for step in range(3):
         for parameter, grad in zip(parameters, _grads(rank, step), strict=True):
             parameter.grad = grad
-        transports.append(model.all_reduce().transport)
+        transports.append(model.all_reduce(sample_size=1).transport)
         for parameter, *grads in zip(parameters, *(_grads(other, step) for other in range(4)), strict=True):
             expected = ((grads[0] + grads[1]) + (grads[2] + grads[3])) / 4
             equal.append(torch.equal(parameter.grad, expected))
     (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
     if rank == VICTIM:
-        between_hosts._start = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        between_hosts.total_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     try:
-        model.all_reduce()
+        model.all_reduce(sample_size=1)
     except LostPeerError as error:
         dropped = all(parameter.grad is None for parameter in parameters)
         facts = [transports, all(equal), line, type(error).__name__, error.ranks, dropped]
@@ -67,9 +67,13 @@ def _write(path: Path, facts: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
-def test_sums_are_right_to_the_last_bit_and_a_rank_killed_on_one_host_is_named_on_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [(), ("reproducible",)])
+def test_sums_are_right_to_the_last_bit_and_a_rank_killed_on_one_host_is_named_on_both(
+    tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    """The expected order of two hosts of two ranks is also the order of the tree."""
     with Hosts(2) as hosts:
-        hosts.torchrun(__file__, str(tmp_path), nproc_per_node=2).wait(120.0, check=False)
+        hosts.torchrun(__file__, str(tmp_path), *mode, nproc_per_node=2).wait(120.0, check=False)
 
     for rank in range(3):
         facts = json.loads((tmp_path / f"lost-{rank}").read_text())
@@ -78,4 +82,4 @@ def test_sums_are_right_to_the_last_bit_and_a_rank_killed_on_one_host_is_named_o
 
 
 if __name__ == "__main__":
-    _train(Path(sys.argv[1]))
+    _train(Path(sys.argv[1]), reproducible="reproducible" in sys.argv[2:])

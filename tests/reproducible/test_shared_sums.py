@@ -11,47 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._buckets import backward_copy
-from legacy_ddp._collectives import host_sum
 from legacy_ddp._transport.peer_memory import PeerMemory
 from tests.helpers import tiers
 from tests.helpers.cases import all_bits, get_gradients
+from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import Window, bring, take, wrap_reproducible
+from tests.helpers.reference_tree import bring, take, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
-CHUNK = 64  # many chunks in a small tensor
-SIZES = (1, 63, 65, 1000)
-
-
-def _window(step: int, count: int, items: Sequence[int] | None = None) -> Window:
-    """Random gradients of many magnitudes, negative zeros, and a gradient missing here and there."""
-    generator = torch.Generator().manual_seed(step)
-    leaves: list[list[torch.Tensor | None]] = []
-    for number in range(count):
-        grads: list[torch.Tensor | None] = []
-        for index, (dtype, numel) in enumerate((dtype, numel) for dtype in DTYPES for numel in SIZES):
-            values = torch.randn(numel, 2, generator=generator, dtype=torch.float64)
-            values *= 2.0 ** torch.randint(-12, 6, values.shape, generator=generator)
-            values[::7] = -0.0
-            own = torch.view_as_complex(values) if dtype.is_complex else values[:, 0].contiguous()
-            grads.append(None if (number + index + step) % 5 == 0 else own.to(dtype))
-        leaves.append(grads)
-    return Window(leaves, items or [3] * count, in_blocks=step % 2 == 0)
-
-
-def _model(**options: Any) -> LegacyDistributedDataParallel:
-    host_sum.CHUNK_NUMEL = CHUNK
-    return wrap_reproducible([torch.ones(numel, dtype=dtype) for dtype in DTYPES for numel in SIZES], **options)
 
 
 def _differences(rank: int, world_size: int, each: Sequence[int]) -> tuple[str, list[int]]:
     """The transport of the last step, and the steps with other bits than one process. ``each``: micro-batches."""
-    model, wrong = _model(), []
+    model, wrong = mixed_model(), []
     for step, count in enumerate(each):
-        window = _window(step, count * world_size)
+        window = mixed_window(step, count * world_size, in_blocks=step % 2 == 0)
         model.zero_grad()
         if all_bits(take(model, window, rank, world_size)) != all_bits(window.expected()):
             wrong.append(step)
@@ -69,15 +43,12 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process_on_either_transport(t
 
 def _left_out(rank: int, world_size: int) -> list[int]:
     """In every step another rank has no data, and brings zeros from memory of its own."""
-    model, wrong = _model(), []
+    model, wrong = mixed_model(), []
     for step in range(6):
-        without = step % world_size
-        window = _window(step, world_size, [int(number != without) for number in range(world_size)])
-        counted = Window(
-            [leaf if n != without else [None] * len(leaf) for n, leaf in enumerate(window.leaves)], window.counts
-        )
+        items = [int(number != step % world_size) for number in range(world_size)]
+        window = mixed_window(step, world_size, items, in_blocks=step % 2 == 0)
         model.zero_grad()
-        if all_bits(take(model, window, rank, world_size)) != all_bits(counted.expected()):
+        if all_bits(take(model, window, rank, world_size)) != all_bits(counted(window).expected()):
             wrong.append(step)
     return wrong
 

@@ -1,13 +1,15 @@
 """Ranks lost on one of two hosts: an error on all ranks of both hosts that names the rank by its number in the group.
 
-Ranks 0 and 2 claim to run on one host, ranks 1 and 3 on another: no number is the index on a host. A PeerLostError
-comes before the timeout of the call, a SyncTimeoutError at the timeout.
+Ranks 0 and 2 claim to run on one host, ranks 1 and 3 on another: no number is the index on a host. With
+``reproducible=True``, which needs consecutive ranks, ranks 0 and 1, and ranks 2 and 3. A PeerLostError comes before the
+timeout of the call, a SyncTimeoutError at the timeout.
 """
 
 import os
 import signal
 import sys
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -19,24 +21,29 @@ from tests.helpers.claimed_hosts import on_host
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 
-HOSTS = "abab"
+HOSTS, CONSECUTIVE = "abab", "aabb"
 NUMEL = 20 * 64
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
 
-def _model(rank: int, *, checks: str = "info", timeout_seconds: float = 30.0) -> LegacyDistributedDataParallel:
+def _model(
+    rank: int, *, checks: str = "info", timeout_seconds: float = 30.0, reproducible: bool = False
+) -> LegacyDistributedDataParallel:
     host_sum.CHUNK_NUMEL = 64
     net = nn.Linear(NUMEL, 1, bias=False)
-    with on_host(HOSTS[rank]):
-        return LegacyDistributedDataParallel(
-            net, transport="host", checks=checks, timeout_seconds=timeout_seconds, buffer_size=192
-        )
+    options = {"checks": checks, "timeout_seconds": timeout_seconds, "reproducible": reproducible}
+    with on_host(_hosts(reproducible)[rank]):
+        return LegacyDistributedDataParallel(net, transport="host", buffer_size=192, **options)
+
+
+def _hosts(reproducible: bool) -> str:
+    return CONSECUTIVE if reproducible else HOSTS
 
 
 def _step(model: LegacyDistributedDataParallel, value: float) -> float:
     weight = model.module.weight
     weight.grad = torch.full_like(weight, value)
-    model.all_reduce()
+    model.all_reduce(sample_size=1)
     return float(weight.grad.unique())
 
 
@@ -53,9 +60,12 @@ def _end(number: int) -> None:
 Seen = tuple[str, tuple[int, ...], str | None, bool]
 
 
-def _lost(rank: int, victim: int, function: str, count: int, number: int, checks: str = "info") -> Seen | None:
+def _lost(
+    rank: int, victim: int, function: str, count: int, number: int, checks: str = "info", reproducible: bool = False
+) -> Seen | None:
     """Rank ``victim`` gets a signal as it enters ``function`` for the ``count``-th time in a call."""
-    model = _model(rank, checks=checks, timeout_seconds=3.0 if number == signal.SIGSTOP else 30.0)
+    seconds = 3.0 if number == signal.SIGSTOP else 30.0
+    model = _model(rank, checks=checks, timeout_seconds=seconds, reproducible=reproducible)
     for value in (1.0, 2.0, 3.0):
         _step(model, value)
     if rank == victim:
@@ -68,8 +78,8 @@ def _lost(rank: int, victim: int, function: str, count: int, number: int, checks
 
 def _at(function: str, count: int, action: partial[None]) -> None:
     """Run ``action`` at the ``count``-th call of ``function`` from now on, from 0."""
-    if function == "barrier":
-        sys.setprofile(do_when(function, action))
+    if not hasattr(between_hosts, function):
+        sys.setprofile(do_when(function, action, nth=count + 1))
         return
     real = getattr(between_hosts, function)
     left = [count]
@@ -84,26 +94,31 @@ def _at(function: str, count: int, action: partial[None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "victim, function, count",
+    "victim, function, count, reproducible",
     [
-        (0, "total_of", 0),
-        (1, "total_of", 4),
-        (2, "_start", 1),
-        (3, "give_out", 0),
-        (1, "give_out", 5),
-        (3, "barrier", 0),
+        (0, "total_of", 0, False),
+        (1, "total_of", 4, False),
+        (2, "_start", 1, False),
+        (3, "give_out", 0, False),
+        (1, "give_out", 5, False),
+        (3, "barrier", 0, False),
+        (1, "total_of", 4, True),
+        (0, "reduce_own_shard", 1, True),
+        (2, "broadcast_result", 2, True),
+        (3, "give_out", 5, True),
     ],
 )
 def test_a_rank_killed_anywhere_in_the_payload_is_named_on_both_hosts(
-    transport: str, victim: int, function: str, count: int
+    transport: str, victim: int, function: str, count: int, reproducible: bool
 ) -> None:
-    seen = run_ranks(_lost, 4, victim, function, count, signal.SIGKILL, lost=(victim,))
+    seen = run_ranks(_lost, 4, victim, function, count, signal.SIGKILL, "info", reproducible, lost=(victim,))
 
     for rank, found in enumerate(seen):
         if found is not None:
             kind, ranks, phase, is_dropped = found
             assert (kind, ranks, is_dropped) == ("PeerLostError", (victim,), True)
-            on_its_host = HOSTS[rank] == HOSTS[victim]
+            hosts = _hosts(reproducible)
+            on_its_host = hosts[rank] == hosts[victim]
             assert phase == "payload" if on_its_host else phase in ("payload", "agree")
 
 
@@ -141,8 +156,8 @@ def test_a_rank_killed_before_a_call_is_named_on_both_hosts(transport: str, vict
         assert (kind, ranks) == ("PeerLostError", (victim,))
 
 
-def _interrupted(rank: int, function: str) -> tuple[str, bool]:
-    model = _model(rank)
+def _interrupted(rank: int, function: str, reproducible: bool) -> tuple[str, bool]:
+    model = _model(rank, reproducible=reproducible)
     _step(model, 1.0)
     if rank == 2:
         sys.setprofile(do_when(function, _interrupt))
@@ -160,12 +175,21 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("function", ["decode_host_words", "_pieces_of", "_start", "_poll", "_divide"])
-def test_an_interrupt_after_the_header_drops_every_gradient_on_both_hosts(transport: str, function: str) -> None:
-    """In ``_divide`` the other host may have its result already."""
-    seen = run_ranks(_interrupted, 4, function, fresh=True)
+@pytest.mark.parametrize(
+    "function, reproducible",
+    [
+        *product(["decode_host_words", "_pieces_of", "_start", "_poll", "_divide"], [False]),
+        *product(["_pieces_of", "add_on_host", "reduce_own_shard", "give_out"], [True]),
+    ],
+)
+def test_an_interrupt_after_the_header_drops_every_gradient_on_both_hosts(
+    transport: str, function: str, reproducible: bool
+) -> None:
+    """In ``_divide`` and ``give_out`` the other host may have its result already."""
+    seen = run_ranks(_interrupted, 4, function, reproducible, fresh=True)
 
+    hosts = _hosts(reproducible)
     assert seen[2] == ("KeyboardInterrupt", True)
-    assert seen[0] == ("PeerLostError", True)
-    for found in (seen[1], seen[3]):
-        assert found == ("PeerLostError", True) or (function == "_divide" and found == ("", False))
+    for rank in (0, 1, 3):
+        may_have_its_result = function in ("_divide", "give_out") and hosts[rank] != hosts[2]
+        assert seen[rank] == ("PeerLostError", True) or (may_have_its_result and seen[rank] == ("", False))
