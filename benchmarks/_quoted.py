@@ -299,6 +299,27 @@ def _replicas() -> Table:
     )
 
 
+def _digests() -> Table:
+    names = {
+        "the main job's model": "train_lm",
+        "1,000 tensors of 16 elements": "1,000 small tensors",
+        "transformer of 8.8 million parameters": "transformer",
+    }
+    place = ("step of {model}, 2 ranks",)
+    return Table(
+        file="digest_2.json",
+        heading='digests in a step at `"info"`, 2 ranks',
+        columns=[
+            Column("share of the step", ((*place, "share"),), "{:.4f}"),
+            Column("digests", ((*place, "digest_ms"),), "{:.3f} ms"),
+            Column("step", ((*place, "step_ms"),), "{:.1f} ms"),
+        ],
+        rows={label: {"model": name} for label, name in names.items()},
+    )
+
+
+# Tables of measurements that are not made yet. With its results a table goes to TABLES, and its markers into a page.
+WITHOUT_RESULTS: Mapping[str, Table] = MappingProxyType({"digests": _digests()})
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "call": _calls(),

@@ -15,6 +15,7 @@ _ALLOWED = {
     "nonfinite": ("ignore", "warn", "raise"),
     "same_data": ("warn", "allow"),
     "divergence": ("warn", "raise", "ignore"),
+    "edited": ("warn", "raise", "allow"),
 }
 
 
@@ -63,6 +64,9 @@ class Checks:
             (norm of the local gradient, finite or not). ``"detail"``: also fingerprints of parameters, buffers and
             gradients in every call, so that diverged replicas are a ReplicaDivergenceError in the next call; for
             wrappers, not for :func:`all_reduce_gradients`.
+        every: with ``"detail"`` compare replicas in call 1, every + 1, 2 every + 1 and so on, and nothing in the calls
+            between. Above 1 the report names the calls between which replicas parted, not the phase, and gradients are
+            not compared; the numbers of steps are, as at level ``"info"``. Must be equal on all ranks.
         uneven: the reaction to different numbers of micro-batches per rank: ``"warn"`` once a run, on rank 0 (not with
             ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any call;
             ``"allow"``. Micro-batches of a step in :meth:`no_sync` do not count, if ``unsynchronized_step`` is
@@ -88,6 +92,12 @@ class Checks:
             parameter on CPU: ``"warn"`` once for a streak of calls, with the report of all ranks, on rank 0 and in the
             log of every rank; ``"raise"`` a ReplicaDivergenceError on every rank; ``"ignore"``, for instance for
             weights that differ on purpose. Must be equal on all ranks. ``"detail"`` always raises, in the next call.
+        edited: the reaction if gradients were unscaled by a GradScaler or clipped, in place, between backward and the
+            call: ``"warn"`` once, on rank 0 and in the log of every rank; ``"raise"`` an EditedGradientError on every
+            rank, before gradients are exchanged; ``"allow"``, for instance for gradients normalised before the call.
+            ``"raise"`` must be equal on all ranks. A scaler is known from its second step on. A clip shows in edited
+            gradients of different directions, on CPU, with one norm or one greatest element in call after call; other
+            edits are silent.
         local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): these
             buffers are not compared. Without a name, too: running statistics of torch's normalisation layers, buffers
             that are not saved, and buffers that differ and have changed on every rank since construction.
@@ -106,9 +116,11 @@ class Checks:
     grad_scaler: LossScaler | None = None
     same_data: str = "warn"
     divergence: str = "warn"
+    edited: str = "warn"
     local_buffers: Sequence[str] = ()
     warn_after_seconds: float = 60.0
     report_dir: str | os.PathLike[str] | None = None
+    every: int = 1
 
     def __repr__(self) -> str:
         changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
@@ -120,6 +132,10 @@ class Checks:
             if value not in allowed:
                 raise ValueError(f"checks: {name} is unknown: got {value!r}, expected one of {allowed}")
         object.__setattr__(self, "local_buffers", as_names(self.local_buffers, "checks: local_buffers"))
+        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+            raise ValueError(
+                f"checks: every is not usable: got {self.every!r}, expected a number of calls, an int of at least 1"
+            )
         if not is_duration(self.warn_after_seconds):
             raise ValueError(
                 f"checks: warn_after_seconds is not usable: got {self.warn_after_seconds!r}, "
@@ -155,14 +171,20 @@ class Checks:
         return self.nonfinite if self.level != "off" else "ignore"
 
     @cached_property
+    def edited_policy(self) -> str:
+        """The reaction to gradients that were changed before the call."""
+        return self.edited if self.level != "off" else "allow"
+
+    @cached_property
     def warns_of_same_data(self) -> bool:
         """Whether to warn of ranks with seemingly the same data."""
         return self.level != "off" and self.same_data == "warn"
 
     @cached_property
     def counts_steps(self) -> bool:
-        """Whether every call compares the numbers of optimizer steps; ``"detail"`` compares the steps themselves."""
-        return self.level == "info" and self.guards_steps
+        """Whether every call compares the numbers of optimizer steps; ``"detail"`` compares the steps themselves, if in
+        every call."""
+        return self.guards_steps and (self.level == "info" or self.every > 1)
 
     @cached_property
     def rotates_digests(self) -> bool:
@@ -171,7 +193,7 @@ class Checks:
 
     @cached_property
     def compares_replicas(self) -> bool:
-        """Whether every call compares the state of the replicas."""
+        """Whether calls compare all of the replicas."""
         return self.level == "detail"
 
 

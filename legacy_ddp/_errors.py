@@ -7,6 +7,7 @@ LegacyDDPError(RuntimeError)
 │   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
 │   ├── PeerError              a rank failed locally before the exchange; the text has its error
 │   ├── ReplicaDivergenceError  replicas hold different bits; the text names tensors, phase and cause
+│   ├── EditedGradientError    gradients were clipped or unscaled before the call, with ``edited="raise"``
 │   ├── NonFiniteGradientError  a gradient holds NaN or infinity, with ``nonfinite="raise"``
 │   ├── CommHookError          a communication hook returned no usable gradient
 │   └── TransportError         ``transport="host"`` is not possible, or not any more
@@ -84,6 +85,13 @@ class NonFiniteGradientError(AgreedError):
     """A local gradient held NaN or infinity before the exchange; only with ``Checks(nonfinite="raise")``.
 
     ``ranks``: the ranks with such a gradient. ``parameter``: the first such parameter on the first of these ranks.
+    """
+
+
+class EditedGradientError(AgreedError):
+    """Gradients were clipped or unscaled between backward and the call; only with ``Checks(edited="raise")``.
+
+    ``ranks``: the ranks with such gradients.
     """
 
 

@@ -121,9 +121,11 @@ class Settings:
             "comm_hook": str(self.comm_hook),
             "transport": self.transport,
             "uneven": self.checks.uneven,
-            'checks="detail"': f"{self.checks.compares_replicas}, local_buffers={sorted(self.checks.local_buffers)}",
+            'checks="detail"': f"{self.checks.compares_replicas}, every={self.checks.every}, "
+            f"local_buffers={sorted(self.checks.local_buffers)}",
             "nonfinite": "raise" if self.checks.nonfinite_policy == "raise" else "warn or ignore",
             "divergence": self.checks.divergence,
+            "edited": "raise" if self.checks.edited_policy == "raise" else "warn or allow",
         }
 
 

@@ -1,4 +1,4 @@
-"""Statistics over the rows of all ranks: equal norms, gradient noise scale, straggler. Pure."""
+"""Statistics over the rows of all ranks: equal norms, limited norms, gradient noise scale, straggler. Pure."""
 
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -8,6 +8,9 @@ from statistics import fmean, median
 
 # Chance, or a batch that is shared on purpose, ends earlier. Data that two ranks read do not.
 SUSPICIOUS_CALLS = 10
+RECENT_NORMS = 32  # of a rank
+_EQUAL_NORMS = 5  # of the recent norms
+_NORM_TOLERANCE = 1e-5  # relative: the rounding of a clip, and the 1e-6 that torch adds to the norm
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -81,3 +84,15 @@ class SameDataDetector:
         return equal_ranks(
             [None if None in norms or len(set(norms)) == 1 else norms for norms in zip(*self._calls, strict=True)]
         )
+
+
+class LimitDetector:
+    """Finds norms at a limit: ``_EQUAL_NORMS`` of the recent norms of a rank are nearly equal."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=RECENT_NORMS)
+
+    def add(self, norm: float) -> bool:
+        """Add the norm of a call. Returns whether the norm is at a limit."""
+        self._recent.append(norm)
+        return sum(abs(each - norm) <= _NORM_TOLERANCE * norm for each in self._recent) >= _EQUAL_NORMS

@@ -160,12 +160,12 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         Raises:
             PeerError: a rank failed before the exchange (a gradient that requires grad, wrong arguments, called inside
                 backward, ...). If every rank failed with the same text, every rank raises its local error instead.
-            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or a rank skipped or repeated
-                a call.
+            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or skipped or repeated a call.
             LayoutError: parameters changed on some ranks only.
             ReplicaDivergenceError: with ``checks="detail"``, parameters or buffers of ranks hold different bits, or a
                 step since the last call used different gradients.
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
+            EditedGradientError: clipped or unscaled before the call; only with ``Checks(edited="raise")``.
             CommHookError: a hook (:meth:`register_comm_hook`) returned no usable gradient.
             TransportError: shared memory is not possible and was asked for, or is not possible any more.
             LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` (on the host

@@ -91,6 +91,11 @@ def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Ex
             "checks: nonfinite is unknown: got 'allow', expected one of ('ignore', 'warn', 'raise')",
         ),
         ({"same_data": "raise"}, "checks: same_data is unknown: got 'raise', expected one of ('warn', 'allow')"),
+        ({"edited": "ignore"}, "checks: edited is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
+        *(
+            ({"every": every}, f"checks: every is not usable: got {every!r}, expected a number of calls, an int of at ")
+            for every in (0, -1, 2.0, True, None, "5")
+        ),
         ({"uneven": True}, "checks: uneven is unknown: got True, expected one of ('warn', 'raise', 'allow')"),
     ],
 )

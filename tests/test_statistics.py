@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, NoiseScale, SyncRecord, all_reduce_gradients
-from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, equal_ranks, estimate_noise, find_straggler
+from legacy_ddp._statistics import (
+    SUSPICIOUS_CALLS,
+    LimitDetector,
+    SameDataDetector,
+    equal_ranks,
+    estimate_noise,
+    find_straggler,
+)
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, wrap
@@ -354,3 +361,32 @@ def _other_group(rank: int) -> list[str]:
 
 def test_calls_on_another_group_begin_anew() -> None:
     assert run_ranks(_other_group, 3) == [[]] * 3
+
+
+# Norms at a limit
+
+
+def _found(norms: Sequence[float]) -> list[bool]:
+    detector = LimitDetector()
+    return [detector.add(norm) for norm in norms]
+
+
+@given(st.floats(1e-6, 1e6), st.permutations([-3, -1, 0, 2, 4, 5]))
+def test_norms_at_a_limit_are_found(limit: float, roundings: list[int]) -> None:
+    norms = [limit * (1 + rounding * 2**-24) for rounding in roundings]
+
+    assert _found(norms) == [False] * 4 + [True] * 2
+
+
+@given(st.lists(st.integers(0, 10**5), max_size=80, unique=True))
+def test_norms_that_differ_are_not_found(powers: list[int]) -> None:
+    assert not any(_found([1.0001**power for power in powers]))
+
+
+def test_a_limit_is_found_among_other_norms_for_as_long_as_it_is_recent() -> None:
+    others = [3.0 + 0.1 * call for call in range(4)]
+    limited = [0.5, 0.5000001, 0.5, 0.4999999, 0.5]
+
+    assert not _found([norm for pair in zip(others, limited, strict=False) for norm in pair])[-1]
+    assert _found([*others, *limited])[-1]
+    assert not _found([*limited[:4], *others * 8, limited[4]])[-1]

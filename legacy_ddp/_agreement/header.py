@@ -28,6 +28,8 @@ class Flag(IntFlag):
     JOINED: the rank has left a join(); its replica may be old. COUNTED: the zeros of this rank count in a plain mean.
     SIGNED: ``state`` has a digest. WATCHED: the rank takes part in the report of non-finite gradients.
     VALUES: the norm was taken. FINITE: the norm is finite.
+    UNSCALED: a GradScaler has unscaled gradients before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was
+    written to in place before the call, and the norm or the greatest element is the same in call after call.
     """
 
     FAILED = 1
@@ -39,6 +41,9 @@ class Flag(IntFlag):
     COUNTED = 64
     SIGNED = 128
     WATCHED = 256
+    UNSCALED = 512
+    NORM_CLIPPED = 1024
+    VALUE_CLIPPED = 2048
 
 
 # As plain numbers, for the rows of every call: an IntFlag takes six times as long.

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._step_guard.backward_hook import count_backward_hooks, remove_hooks
+from legacy_ddp._step_guard.backward_hook import PassiveHook, only_backward_hook, remove_hooks
 
 # Smaller gradients are cheaper to copy all together. Other devices copy all together at any size: not measured there.
 SMALLEST_BYTES = 64 * 1024
@@ -64,7 +64,7 @@ class _BackwardThread:
             self._ident = threading.get_ident()
 
 
-class _MoveHook:
+class _MoveHook(PassiveHook):
     def __init__(self, buffer: FlatBuffer, index: int, thread: _BackwardThread) -> None:
         self.buffer = buffer
         self.index = index
@@ -73,8 +73,8 @@ class _MoveHook:
     def __call__(self, parameter: torch.Tensor) -> None:
         # Compiled autograd traces hooks. Several wrappers on one parameter have several slots for the gradient: counter
         # hooks that run after the move would not notice that the gradient is new.
-        if torch.compiler.is_compiling() or count_backward_hooks(parameter) != 1:
+        if torch.compiler.is_compiling() or (counting := only_backward_hook(parameter)) is None:
             return
         with self.thread.moving:
-            if self.thread.is_single:
-                self.buffer.move_to_slot(self.index, parameter)
+            if self.thread.is_single and (moved := self.buffer.move_to_slot(self.index, parameter)) is not None:
+                counting.left_version = moved._version

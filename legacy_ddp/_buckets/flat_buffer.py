@@ -96,22 +96,25 @@ class FlatBuffer:
         if copy and not all(self._is_view):
             self._copy_in(grads)
 
-    def move_to_slot(self, index: int, parameter: torch.Tensor) -> None:
+    def move_to_slot(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
         """Move the new gradient to its slot during backward, if nothing else refers to gradient or slot.
 
-        Otherwise the gradient keeps its memory until the call packs the bucket.
+        Returns the gradient in the slot. Otherwise the gradient keeps its memory until the call packs the bucket.
         """
         if not self.moves_enabled or not internals.is_only_in_grad(parameter):
-            return
+            return None
         grad = parameter.grad
         if grad is None or not is_plain(self.bucket, self.bucket.slots[index], grad):
-            return
+            return None
         try:
             views = self.views
         except (RuntimeError, MemoryError, OSError):  # no memory: the call reports the failure, on all ranks
-            return
-        if views.is_slot_unreferenced(index):
-            parameter.grad = views[index].copy_(grad)
+            return None
+        if not views.is_slot_unreferenced(index):
+            return None
+        moved: torch.Tensor = views[index].copy_(grad)
+        parameter.grad = moved
+        return moved
 
     def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         """The kind of each gradient (one per slot). Call :meth:`match_views` first."""

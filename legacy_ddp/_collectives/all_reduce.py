@@ -57,7 +57,7 @@ def all_reduce(
     collective of join() before the header.
     """
     planner, leaves = synchronizer.planner, synchronizer.leaves
-    digests, steps = synchronizer.digests, synchronizer.steps
+    digests, steps, edits = synchronizer.digests, synchronizer.steps, synchronizer.edits
     warnings, observers, settings = synchronizer.warnings, synchronizer.observers, synchronizer.settings
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
@@ -71,6 +71,7 @@ def all_reduce(
                 with call.phase("observe"):
                     observers.local.notify(dict(packed.grads(plan)))
             header = packed.header._replace(flags=packed.header.flags | flags | _watched(settings))
+            header = edits.add_flags(header, planner.counter, plan, packed)
             if steps is not None:
                 header = header._replace(random=steps.take(call.groups))
             if digests is not None:
@@ -82,6 +83,7 @@ def all_reduce(
             require_host(call, settings)
             if digests is not None and (text := check(call, digests, agreement.rows)):
                 warnings.add_everywhere(call, text)
+            edits.check(call, plan, agreement, warnings)
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, warnings)
             on_host = choose_transport(call, settings, plan, segments, planner.segments.problem)

@@ -6,7 +6,7 @@ the ranks exchange details, a few hundred bytes per rank.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -33,7 +33,7 @@ class NonFinite:
     ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter. ``bad_grads``: number of all non-finite
     gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite parameters.
     ``bad_weights``: number of all non-finite parameters. ``scale``: scale of an enabled GradScaler. ``failure``: error
-    of the inspection.
+    of the inspection. ``has_other_scaler``: a GradScaler that was not passed has scaled a loss; for an error alone.
     """
 
     counts: Mapping[str, Sequence[int]]
@@ -43,6 +43,7 @@ class NonFinite:
     bad_weights: int = 0
     scale: float | None = None
     failure: str = ""
+    has_other_scaler: bool = False
 
 
 def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, warnings: Warnings) -> None:
@@ -64,7 +65,7 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
     if call.groups in warned:
         return
     with call.phase("agree"):
-        own = _inspect(plan, packed, _scaler_of(call), scan=call.groups.rank in ranks)
+        own = _inspect(call, plan, packed, scan=call.groups.rank in ranks)
         found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
     if all(_may_overflow(details.scale) for details in found):
         return
@@ -76,13 +77,6 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
         raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
     warned.add(call.groups)
     warnings.add_everywhere(call, text)
-
-
-def _scaler_of(call: Call) -> LossScaler | None:
-    """The scaler of the checks; for a warning also a scaler that the loop did not pass, found by its use."""
-    if call.checks.grad_scaler is None and call.checks.nonfinite_policy == "warn":
-        return internals.used_scaler()
-    return call.checks.grad_scaler
 
 
 def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, stops: bool) -> str:
@@ -118,6 +112,11 @@ def _next_steps(affected: Sequence[NonFinite], found: Sequence[NonFinite], *, st
             "every rank gets them now (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
             "to stop here instead"
         )
+    if users := [rank for rank, details in enumerate(found) if details.has_other_scaler]:
+        yield (
+            f"a GradScaler of {name_ranks(users)} was not passed: pass the scaler as Checks(grad_scaler=...) on all "
+            "ranks, and a step that the scaler skips is no error"
+        )
     if not stops and not scales:
         yield "if a loss scaler of your own skips such steps, pass the scaler as Checks(grad_scaler=...)"
 
@@ -152,15 +151,27 @@ def _format_counts(nan: int, inf: int, numel: int) -> str:
     return f"{' and '.join(counts)} of {numel}".replace(" ", TIE)
 
 
-def _inspect(plan: Plan, packed: Packed, scaler: LossScaler | None, *, scan: bool) -> NonFinite:
+def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool) -> NonFinite:
+    """The details of this rank. A scaler that the loop did not pass is found by its use: a warning takes it for an
+    excuse, an error names it as a next step."""
     try:
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-        return _scan(plan, packed, scale) if scan else NonFinite({}, scale=scale)
+        found = _scan(plan, packed) if scan else NonFinite({})
+        passed = call.checks.grad_scaler
+        if passed is not None:
+            return replace(found, scale=_scale_of(passed))
+        used = internals.used_scaler()
+        if call.checks.nonfinite_policy == "raise":
+            return replace(found, has_other_scaler=used is not None)
+        return replace(found, scale=_scale_of(used))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for the details of this rank, whatever fails here
         return NonFinite({}, failure=error_line(error))
 
 
-def _scan(plan: Plan, packed: Packed, scale: float | None) -> NonFinite:
+def _scale_of(scaler: LossScaler | None) -> float | None:
+    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
+
+
+def _scan(plan: Plan, packed: Packed) -> NonFinite:
     grads = list(_grads_with_elements(plan, packed))
     bad_grads = {name: counts for name, grad in grads if (counts := _count(grad))}
     weights = [
@@ -169,7 +180,7 @@ def _scan(plan: Plan, packed: Packed, scale: float | None) -> NonFinite:
         if not torch.isfinite(parameter).all()
     ]
     named = dict(list(bad_grads.items())[:_MAX_NAMES])
-    return NonFinite(named, len(bad_grads), len(grads), weights[:_MAX_NAMES], len(weights), scale)
+    return NonFinite(named, len(bad_grads), len(grads), weights[:_MAX_NAMES], len(weights))
 
 
 def _grads_with_elements(plan: Plan, packed: Packed) -> Iterator[tuple[str, torch.Tensor]]:

@@ -182,13 +182,18 @@ def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
     """Add norm and finiteness of the local gradient; ``may_wait``: also for devices other than CPU, with a wait."""
     if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
         return packed
+    norm, finite = norm_of(pieces_of(plan, packed))
+    flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
+    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=encode_norm(norm)))
+
+
+def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
+    """The elements of all packed gradients, in as few tensors as possible, of one dimension for dense gradients."""
     pieces = [grad.values() for grad in packed.sparse.values()]
     for (buffer, share), flat in zip(plan.slot_ranges, packed.flats, strict=True):
         runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
         pieces.extend(flat[start:stop] for start, stop in runs)
-    norm, finite = norm_of(pieces)
-    flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
-    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=encode_norm(norm)))
+    return pieces
 
 
 def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:

@@ -13,6 +13,7 @@ from legacy_ddp._buckets.columns import Columns, parameter_columns
 from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings, resolve_transport
+from legacy_ddp._step_guard.backward_hook import PassiveHook
 
 
 def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, Callable[[], Columns]]:
@@ -52,7 +53,7 @@ def _of_nothing() -> Synchronizer:
     return _new()
 
 
-class _SynchronizerHook:
+class _SynchronizerHook(PassiveHook):
     """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak reference to the
     parameter would not do: torch refuses to swap the contents of a tensor with weak references."""
 

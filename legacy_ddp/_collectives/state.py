@@ -11,12 +11,14 @@ from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.plan import Plan, Planner
+from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.observers import Observers
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.check import ReplicaDigests
 from legacy_ddp._replicas.history import StepHistory
+from legacy_ddp._replicas.periodic import PeriodicDigests
 from legacy_ddp._replicas.rotation import RotatingDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
@@ -37,9 +39,11 @@ class Synchronizer:
         self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings(settings)
+        self.edits = EditedGradients(settings.checks)
         self.digests: ReplicaDigests | None = None
         if settings.checks.compares_replicas and wrapper is not None:
-            self.digests = StepHistory(wrapper, settings, self.policy)
+            kind = StepHistory if settings.checks.every == 1 else PeriodicDigests
+            self.digests = kind(wrapper, settings, self.policy)
         elif settings.checks.rotates_digests and wrapper is not None:
             self.digests = RotatingDigests(wrapper, settings, self.planner)
         if settings.checks.guards_steps:

@@ -13,15 +13,15 @@ _WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(diverge
 
 
 class ReplicaDigests(Protocol):
-    """The digests of a wrapper in its calls: of everything in every call, or in turns."""
+    """The digests of a wrapper in its calls: of everything in every call or every Nth call, or in turns."""
 
     buffers: SharedBuffers
 
     def begin_forward(self) -> None:
         """A training forward of the wrapper begins."""
 
-    def digest_of(self, call: Call) -> int:
-        """The digest for the header of ``call``."""
+    def digest_of(self, call: Call) -> int | None:
+        """The digest for the header of ``call``; None if this call compares nothing."""
 
     def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
         """The report if replicas differ. ``is_equal``: whether the digests are. Collective after a difference."""
@@ -34,8 +34,9 @@ class ReplicaDigests(Protocol):
 
 
 def add_digest(call: Call, digests: ReplicaDigests, header: Header) -> Header:
-    """``header`` with the digest of this rank."""
-    return header._replace(state=digests.digest_of(call), flags=header.flags | SIGNED_BIT)
+    """``header`` with the digest of this rank, if this call compares replicas."""
+    digest = digests.digest_of(call)
+    return header if digest is None else header._replace(state=digest, flags=header.flags | SIGNED_BIT)
 
 
 def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
@@ -47,7 +48,7 @@ def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
     """
     left = {rank for rank, row in enumerate(rows) if row.flags & JOINED_BIT}  # ranks that make no more steps
     compared = [row for rank, row in enumerate(rows) if rank not in left]
-    # Checks may be off on some ranks, also on a rank that left: such a rank takes no part in a comparison.
+    # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
     if not all(row.flags & SIGNED_BIT for row in rows):
         return ""
     report = digests.compare(call, left, is_equal=len({row.state for row in compared}) <= 1)

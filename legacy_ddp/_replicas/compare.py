@@ -28,7 +28,9 @@ from legacy_ddp._transport.operation import Operation
 
 Rows = dict[str, dict[str, str]]
 
-LARGE_BYTES = 2**28  # larger tensors are not compared by element, which may take 17 times their memory
+# Larger tensors are not compared by element, which may take 17 times their memory.
+LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
+LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
 DETAILS = 3  # tensors that are compared by element by default
 
 
@@ -71,9 +73,11 @@ def compare_items(
     snapshot: Callable[[], StepDigests] | None,
     *,
     details: int = DETAILS,
+    largest_bytes: int = LARGE_BYTES,
     left_out: Collection[int] = (),
 ) -> ReplicaReport:
-    """The report after digests differ. Collective, on every rank: exchanges rows, and at most ``details`` tensors.
+    """The report after digests differ. Collective, on every rank: exchanges rows, and at most ``details`` tensors of at
+    most ``largest_bytes``.
 
     ``left_out``: ranks with replicas known to be old, which are not compared. A tensor that is compared by element is
     sent once to all ranks, from the lowest rank of the largest group of equal ranks.
@@ -85,7 +89,12 @@ def compare_items(
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}
-        differences = _add_elements(call, differences, tensors, details, ranks)
+        chosen = [
+            item.name
+            for item in differences
+            if item.tensor is not None and _can_compare_elements(tensors[item.name], largest_bytes)
+        ]
+        differences = _add_elements(call, differences, {name: tensors[name] for name in chosen[:details]}, ranks)
     return ReplicaReport(str(call), call.groups.size, compared, tuple(differences), verdict)
 
 
@@ -172,14 +181,12 @@ def _add_elements(
     call: Call,
     differences: Sequence[ReplicaDifference],
     tensors: Mapping[str, torch.Tensor],
-    details: int,
     ranks: Sequence[int],
 ) -> list[ReplicaDifference]:
-    """Compare the first ``details`` tensors by element. All ranks choose the same tensors."""
+    """Compare the ``tensors`` by element. All ranks choose the same tensors."""
     detailed = []
     for item in differences:
-        if details > 0 and item.tensor is not None and _can_compare_elements(tensors[item.name]):
-            details -= 1
+        if item.name in tensors:
             found = _compare_elements(call, tensors[item.name], item.holders[0][1])
             elements = {rank: difference for rank, difference in found.items() if rank in ranks}
             detailed.append(replace(item, elements=elements))
@@ -200,9 +207,9 @@ def _compare_elements(call: Call, own: torch.Tensor, majority: Sequence[int]) ->
     return {rank: ElementDifference.from_json(item) for rank, item in enumerate(gathered) if item is not None}
 
 
-def _can_compare_elements(tensor: torch.Tensor) -> bool:
+def _can_compare_elements(tensor: torch.Tensor, largest_bytes: int) -> bool:
     """Whether elements are compared; depends only on facts that are equal on all ranks."""
-    return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize <= LARGE_BYTES
+    return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize <= largest_bytes
 
 
 def _try_compare(own: torch.Tensor, reference: torch.Tensor) -> ElementDifference | None:

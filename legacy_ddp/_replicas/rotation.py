@@ -13,7 +13,7 @@ from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import AT_START
-from legacy_ddp._replicas.compare import compare_items
+from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, compare_items
 from legacy_ddp._replicas.digest import as_bytes, digest_all, is_digestible
 from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
@@ -114,13 +114,13 @@ class RotatingDigests(StepObserver):
             has_new_statistics = self.buffers.learn(call, self._module, left_out)
         if has_new_statistics:
             self._find_parts()
-        report = compare_items(call, list(self._items()), None, left_out=left_out)
+        report = compare_items(call, list(self._items()), None, largest_bytes=LARGE_BYTES_BY_DEFAULT, left_out=left_out)
         # Optimizers may differ by design (sharded state).
         if not any(item.kind in ("parameters", "buffers") for item in report.differences):
             memory.pause_end = 0 if has_new_statistics else call.number + MAX_PARTS
             return None
         memory.streak_end = call.number + MAX_PARTS
-        return _with_evidence(call, report, self._last_agreed(call, memory, left_out))
+        return with_evidence(call, report, self._last_agreed(call, memory, left_out))
 
     def end_call(self, _: Call) -> None:
         """Begin with the time after a successful call."""
@@ -206,7 +206,7 @@ class RotatingDigests(StepObserver):
         return int((compared[:, 1].amin(dim=0) * differs).max())
 
 
-def _with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport:
+def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport:
     """``report`` with the calls between which the difference came about, and its possible causes."""
     since = f"between {f'call {last}' if last else 'the start'} and this call"
     verdict = replace(report.verdict, since=since)

@@ -133,6 +133,30 @@ class BackwardCounter:
         self.ignore_earlier_writes(parameters)
         return True
 
+    def reached(self, parameters: Sequence[torch.Tensor]) -> list[tuple[BackwardHook, torch.Tensor]]:
+        """The parameters reached by backward since the last reset, without gradients that a local step has used."""
+        return [
+            (hook, parameter)
+            for count, hook, parameter in zip(self._counts, self._hooks, parameters, strict=True)
+            if count and not hook.is_consumed
+        ]
+
+    def was_first_edited(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the first gradient of :meth:`reached` was written to in place after its backward: a quick look."""
+        for count, hook, parameter in zip(self._counts, self._hooks, parameters, strict=True):
+            if count and not hook.is_consumed:
+                return hook.was_written(parameter.grad)
+        return False
+
+    def were_all_edited(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether every gradient of :meth:`reached` was written to in place after its backward, by no other hook."""
+        reached = self.reached(parameters)
+        on_parameters = internals.accumulate_hooks(parameter for _, parameter in reached)
+        return bool(reached) and all(
+            own.was_written(parameter.grad) and own.is_alone(hooks)
+            for (own, parameter), hooks in zip(reached, on_parameters, strict=True)
+        )
+
     def ignore_earlier_writes(self, parameters: Sequence[torch.Tensor]) -> None:
         """Do not count earlier writes as a step."""
         self._versions[:] = [parameter._version for parameter in parameters]

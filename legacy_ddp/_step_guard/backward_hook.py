@@ -1,6 +1,6 @@
 """The hook on a parameter: counts how often backward reached the parameter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -13,6 +13,12 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.policy import StepPolicy
 
 
+class PassiveHook:
+    """A hook after the accumulation that leaves the values of the gradient as they are."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True, eq=False)
 class BackwardHook:
     """Counts in the lists of a counter, at ``index``. Refers to no counter and no parameter.
@@ -20,7 +26,9 @@ class BackwardHook:
     ``is_last_result``: whether a gradient is the object left by the last call. ``earlier_result``: the identity of the
     gradient left by a call with other parameters, before the present parameters replaced them. Later writes to the
     gradient, for example by clipping, do not matter: the call has divided the gradient all the same.
-    ``is_consumed``: a local step has used the counted gradients; the next backward counts from 1.
+    ``grad_version``: of the gradient, after its last backward. ``left_version``: the same, after the gradient moved to
+    its slot, if it moved. ``is_consumed``: a local step has used the counted gradients; the next backward counts from
+    1.
     """
 
     name: str
@@ -31,6 +39,7 @@ class BackwardHook:
     is_last_result: Callable[[torch.Tensor], bool]
     earlier_result: dict[str, Any] | None = None
     grad_version: int = -1
+    left_version: int = -1
     thread: int = 0
     is_consumed: bool = False
 
@@ -50,7 +59,8 @@ class BackwardHook:
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
             if is_new and parameter._version == versions[index]:
                 counts[index] = 0
-            self.grad_version, self.thread = version, thread
+            self.grad_version = self.left_version = version
+            self.thread = thread
         count = counts[index]
         if not count:
             versions[index] = parameter._version
@@ -65,11 +75,26 @@ class BackwardHook:
             return False
         return internals.identity(grad) is self.earlier_result or (self is not excluding and self.is_last_result(grad))
 
+    def was_written(self, grad: torch.Tensor | None) -> bool:
+        """Whether the gradient was written to in place after its last backward. After a compiled backward unknown, so
+        False. A write through ``.data``, or of a GradScaler, leaves the version as it is."""
+        if grad is None or not self.thread:
+            return False
+        try:
+            return 0 <= self.left_version < grad._version
+        except RuntimeError:  # of an inference tensor
+            return False
 
-def count_backward_hooks(parameter: torch.Tensor) -> int:
-    """How many counters have a hook on the parameter."""
+    def is_alone(self, hooks: Mapping[int, Any]) -> bool:
+        """Whether no other of the ``hooks`` on the parameter may write to the gradient."""
+        return len(hooks) == 1 or all(hook is self or isinstance(hook, PassiveHook) for hook in hooks.values())
+
+
+def only_backward_hook(parameter: torch.Tensor) -> BackwardHook | None:
+    """The hook of a counter on the parameter, None if several counters have a hook there."""
     (hooks,) = internals.accumulate_hooks([parameter])
-    return sum(type(hook) is BackwardHook for hook in hooks.values())
+    found = [hook for hook in hooks.values() if type(hook) is BackwardHook]
+    return found[0] if len(found) == 1 else None
 
 
 def remove_hooks(handles: list[RemovableHandle]) -> None:

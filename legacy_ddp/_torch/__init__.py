@@ -41,7 +41,7 @@ from legacy_ddp._torch.memory import (
     storage_use_count,
     under_own_storage,
 )
-from legacy_ddp._torch.training import local_buffer_names, used_scaler
+from legacy_ddp._torch.training import calling_scaler, has_unscaled, local_buffer_names, used_scaler
 
 __all__ = [
     "Future",
@@ -56,6 +56,7 @@ __all__ = [
     "attach_hooks",
     "backend_name",
     "before_every_step",
+    "calling_scaler",
     "disable_dynamo",
     "flattened",
     "foreach_copy",
@@ -63,6 +64,7 @@ __all__ = [
     "grad_dtypes",
     "group_store",
     "group_timeout",
+    "has_unscaled",
     "identity",
     "inside_backward",
     "is_only_in_grad",

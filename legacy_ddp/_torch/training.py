@@ -1,8 +1,11 @@
 """The parts of a training script: gradient scalers, and buffers of modules."""
 
 import gc
+import sys
+from typing import cast
 
 import torch
+from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _NormBase
 
 
@@ -14,6 +17,25 @@ def used_scaler() -> torch.amp.GradScaler | None:
     scalers = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
     used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
     return max(used, key=torch.amp.GradScaler.get_scale, default=None)
+
+
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+
+
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler whose ``step()`` is running in the calling thread."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _SCALER_STEP:
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return cast(torch.amp.GradScaler, frame.f_locals["self"])
+
+
+def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``scaler.unscale_(optimizer)`` ran, and neither ``scaler.step()`` nor ``scaler.update()`` since."""
+    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+    return states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
 
 
 def local_buffer_names(module: torch.nn.Module) -> set[str]:

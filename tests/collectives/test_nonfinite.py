@@ -382,6 +382,33 @@ def test_a_scaler_that_was_not_passed_is_recognised_by_its_use() -> None:
     assert run_ranks(_scaler_of_the_loop, 2, True) == [(1, [])] * 2
 
 
+def _error_beside_a_scaler(rank: int, users: tuple[int, ...]) -> str:
+    scaler = torch.amp.GradScaler("cpu", enabled=rank in users)
+    model = wrap(checks=Checks(nonfinite="raise"))
+    (scaler.scale(model(torch.ones(1, 2)).sum()) * (INF if rank == 1 else 1.0)).backward()
+    told = error_of(model.all_reduce)
+    return "" if told is None else " ".join(told[1].split())
+
+
+@pytest.mark.parametrize("users, names", [((0, 1, 2), "ranks 0-2"), ((1,), "rank 1")])
+def test_the_error_names_a_scaler_that_is_used_but_was_not_passed(users: tuple[int, ...], names: str) -> None:
+    first, *others = run_ranks(_error_beside_a_scaler, 3, users)
+
+    assert others == [first] * 2
+    assert first.endswith(
+        "nothing changed: mend the cause, or zero_grad() on all ranks drops this step "
+        f"a GradScaler of {names} was not passed: pass the scaler as Checks(grad_scaler=...) on all ranks, and a step "
+        "that the scaler skips is no error"
+    )
+
+
+def test_the_error_names_no_scaler_where_there_is_none() -> None:
+    first, *others = run_ranks(_error_beside_a_scaler, 3, ())
+
+    assert others == [first] * 2
+    assert "GradScaler" not in first
+
+
 def test_a_scaler_that_scales_nothing_excuses_nothing() -> None:
     (_, first), (_, second) = run_ranks(_scaler_of_the_loop, 2, False)
 

@@ -5,16 +5,17 @@ from functools import cache
 
 import pytest
 
-from legacy_ddp import LegacyDDPError
-from tests.helpers import logged_warnings
-from tests.helpers.clean_loops import LOOPS
+from legacy_ddp import Checks, LegacyDDPError
+from tests.helpers import clean_edits, clean_loops, logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import count
 
+LOOPS = {**clean_loops.LOOPS, **clean_edits.LOOPS}
 STEPS = count(math.ceil(10_000 / len(LOOPS)), 36)
+CHECKS = {"info": Checks(), "detail": Checks("detail"), "detail, every 5": Checks("detail", every=5)}
 
 
-def _run_all(rank: int, checks: str) -> dict[str, list[str]]:
+def _run_all(rank: int, checks: Checks) -> dict[str, list[str]]:
     said = {}
     for name, loop in LOOPS.items():
         try:
@@ -27,10 +28,10 @@ def _run_all(rank: int, checks: str) -> dict[str, list[str]]:
 
 @cache
 def _said(world_size: int, checks: str) -> list[dict[str, list[str]]]:
-    return run_ranks(_run_all, world_size, checks, timeout_seconds=count(3600, 240))
+    return run_ranks(_run_all, world_size, CHECKS[checks], timeout_seconds=count(3600, 240))
 
 
-@pytest.mark.parametrize("world_size, checks", [(2, "info"), (3, "info"), (2, "detail")])
+@pytest.mark.parametrize("world_size, checks", [(2, "info"), (3, "info"), (2, "detail"), (2, "detail, every 5")])
 @pytest.mark.parametrize("name", LOOPS)
 def test_nothing_is_said_of_a_healthy_training(name: str, world_size: int, checks: str) -> None:
     assert [of_rank[name] for of_rank in _said(world_size, checks)] == [[]] * world_size

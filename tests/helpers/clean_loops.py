@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,55 +15,20 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.besides_ddp import distributed_optimizers
-
-Loop = Callable[[int, str, int], object]
-SIZE = 64
+from tests.helpers.clean_training import SIZE, Loop, draw, make_net, run_backward, train
 
 
-def _net(*extra: nn.Module) -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, SIZE), nn.Tanh(), *extra, nn.Linear(SIZE, 8 * SIZE), nn.Linear(8 * SIZE, 1))
-
-
-def _data(rank: int) -> torch.Tensor:
-    return torch.randn(6, 4) + rank
-
-
-def _backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:
-    (model(_data(rank)).square().mean() * scale).backward()
-
-
-def _train(
-    model: LegacyDistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    rank: int,
-    steps: int,
-    *,
-    reduced: Callable[[int], object] = lambda _: None,
-    stepped: Callable[[int], object] = lambda _: None,
-    backward: Callable[[nn.Module, int], object] = _backward,
-) -> None:
-    torch.manual_seed(100 + rank)
-    for step in range(steps):
-        backward(model, rank)
-        model.all_reduce()
-        reduced(step)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 3 > 0)
-        stepped(step)
-
-
-def _plain(rank: int, checks: str, steps: int, module: Callable[[], nn.Module] = _net, **options: Any) -> None:
+def _plain(rank: int, checks: Checks, steps: int, module: Callable[[], nn.Module] = make_net, **options: Any) -> None:
     model = LegacyDistributedDataParallel(module(), checks=checks, **options)
-    _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, steps)
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, steps)
 
 
 def _with_norm() -> nn.Module:
-    return _net(nn.BatchNorm1d(SIZE), nn.Dropout(0.3), nn.LayerNorm(SIZE))
+    return make_net(nn.BatchNorm1d(SIZE), nn.Dropout(0.3), nn.LayerNorm(SIZE))
 
 
 def _reparametrised() -> nn.Module:
-    net = _net()
+    net = make_net()
     parametrizations.weight_norm(net[2])
     parametrizations.spectral_norm(net[3])
     return net
@@ -121,19 +87,19 @@ class _Words(nn.Module):
         return self.last(self.words((x.abs() * 10).long().clamp(max=49)).mean(1))
 
 
-def _sparse(rank: int, checks: str, steps: int) -> None:
+def _sparse(rank: int, checks: Checks, steps: int) -> None:
     model = LegacyDistributedDataParallel(_Words(), checks=checks)
-    _train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
 
 
-def _scaler(rank: int, checks: str, steps: int) -> None:
+def _scaler(rank: int, checks: Checks, steps: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=20)
-    model = LegacyDistributedDataParallel(_with_norm(), checks=Checks(checks, grad_scaler=scaler))
+    model = LegacyDistributedDataParallel(_with_norm(), checks=replace(checks, grad_scaler=scaler))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(100 + rank)
     for step in range(steps):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = model(_data(rank)).float().square().mean()
+            loss = model(draw(rank)).float().square().mean()
         (scaler.scale(loss) * (float("inf") if step % 37 == 11 and rank == 1 else 1.0)).backward()
         model.all_reduce()
         scaler.unscale_(optimizer)
@@ -143,8 +109,8 @@ def _scaler(rank: int, checks: str, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _averages(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+def _averages(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def evaluate_average(step: int) -> None:
@@ -154,26 +120,26 @@ def _averages(rank: int, checks: str, steps: int) -> None:
             model.module.load_state_dict(average.module.state_dict())
             model.eval()
             with torch.no_grad():
-                model(_data(rank))
+                model(draw(rank))
             model.train()
             model.module.load_state_dict(kept)
 
-    _train(model, torch.optim.AdamW(model.parameters()), rank, steps, stepped=evaluate_average)
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, stepped=evaluate_average)
 
 
-def _local_sgd(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+def _local_sgd(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(100 + rank)
     for step in range(steps):
         with model.no_sync():
             for _ in range(1 + (rank + step) % 3):
                 for _ in range(1 + rank):
-                    _backward(model, rank)
+                    run_backward(model, rank)
                 optimizer.step()
                 optimizer.zero_grad()
         if step % 2:
-            _backward(model, rank)
+            run_backward(model, rank)
         for parameter in model.parameters():
             dist.all_reduce(parameter.data)
             parameter.data /= dist.get_world_size()
@@ -183,23 +149,23 @@ def _local_sgd(rank: int, checks: str, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _thaw(rank: int, checks: str, steps: int) -> None:
+def _thaw(rank: int, checks: Checks, steps: int) -> None:
     """Frozen layers beside small trained ones; later all are trained."""
-    model = LegacyDistributedDataParallel(_net().requires_grad_(False), checks=checks)
+    model = LegacyDistributedDataParallel(make_net().requires_grad_(False), checks=checks)
     model.module[3].requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters())
-    _train(model, optimizer, rank, steps // 2)
+    train(model, optimizer, rank, steps // 2)
     model.module.requires_grad_(True)
-    _train(model, optimizer, rank, steps // 2)
+    train(model, optimizer, rank, steps // 2)
 
 
-def _optimizer_kinds(rank: int, checks: str, steps: int) -> None:
+def _optimizer_kinds(rank: int, checks: Checks, steps: int) -> None:
     for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        model = LegacyDistributedDataParallel(_net(), checks=checks)
-        _train(model, torch.optim.AdamW(model.parameters(), **options), rank, steps // 3)
+        model = LegacyDistributedDataParallel(make_net(), checks=checks)
+        train(model, torch.optim.AdamW(model.parameters(), **options), rank, steps // 3)
 
 
-def _rank_0_looks(rank: int, checks: str, steps: int) -> None:
+def _rank_0_looks(rank: int, checks: Checks, steps: int) -> None:
     """Rank 0 evaluates, saves, and reads the optimizer's state, which makes a step with zero gradients."""
     model = LegacyDistributedDataParallel(_with_norm(), checks=checks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
@@ -208,28 +174,28 @@ def _rank_0_looks(rank: int, checks: str, steps: int) -> None:
         if step % 5 == 4 and rank == 0:
             model.eval()
             with torch.no_grad():
-                model(_data(rank))
+                model(draw(rank))
             model.train()
             copy.deepcopy((model.state_dict(), optimizer.state_dict()))
 
-    if rank == 0 and checks == "info":
+    if rank == 0 and checks.level == "info":
         get_optimizer_state_dict(model.module, optimizer)
-    _train(model, optimizer, rank, steps, stepped=look)
+    train(model, optimizer, rank, steps, stepped=look)
 
 
-def _looks_before_the_step(rank: int, checks: str, steps: int) -> None:
+def _looks_before_the_step(rank: int, checks: Checks, steps: int) -> None:
     """Rank 0 runs a forward in training mode between call and step."""
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
 
     def look(step: int) -> None:
         if step % 5 == 4 and rank == 0:
-            model(_data(rank))
+            model(draw(rank))
 
-    _train(model, torch.optim.AdamW(model.parameters()), rank, steps, reduced=look)
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, reduced=look)
 
 
-def _gan(rank: int, checks: str, steps: int) -> None:
-    generator = LegacyDistributedDataParallel(_net(), checks=checks)
+def _gan(rank: int, checks: Checks, steps: int) -> None:
+    generator = LegacyDistributedDataParallel(make_net(), checks=checks)
     critic = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), checks=checks)
     optimizers = [torch.optim.Adam(model.parameters()) for model in (generator, critic)]
     torch.manual_seed(100 + rank)
@@ -237,13 +203,13 @@ def _gan(rank: int, checks: str, steps: int) -> None:
         for model, optimizer in [(critic, optimizers[1]), (generator, optimizers[0])][: 1 + (step % 2)]:
             for each in optimizers:
                 each.zero_grad()
-            (critic(generator(_data(rank))).mean() * (1 if model is critic else -1)).backward()
+            (critic(generator(draw(rank))).mean() * (1 if model is critic else -1)).backward()
             model.all_reduce()
             optimizer.step()
 
 
-def _lbfgs(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+def _lbfgs(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
     torch.manual_seed(100 + rank)
 
@@ -260,8 +226,8 @@ def _lbfgs(rank: int, checks: str, steps: int) -> None:
         optimizer.step(closure)
 
 
-def _several_optimizers(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+def _several_optimizers(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     first = torch.optim.SGD(model.module[0].parameters(), lr=0.01)
     second = torch.optim.Adam(model.module[3].parameters())
 
@@ -270,12 +236,12 @@ def _several_optimizers(rank: int, checks: str, steps: int) -> None:
             second.step()
         second.zero_grad()
 
-    _train(model, first, rank, steps, reduced=step_second)
+    train(model, first, rank, steps, reduced=step_second)
 
 
-def _sharded(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
-    _train(
+def _sharded(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    train(
         model,
         distributed_optimizers().ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3),
         rank,
@@ -283,88 +249,88 @@ def _sharded(rank: int, checks: str, steps: int) -> None:
     )
 
 
-def _uneven(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(_Statistic()), checks=checks)
+def _uneven(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(_Statistic()), checks=checks)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(100 + rank)
     for step in range(steps):
         batches = (rank + step) % 3
         for _ in range(batches):
-            _backward(model, rank)
+            run_backward(model, rank)
         model.all_reduce(sample_size=6 * batches)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _joins(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+def _joins(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         with model.join():
-            _train(model, optimizer, rank, steps // 4 + 7 * rank)
+            train(model, optimizer, rank, steps // 4 + 7 * rank)
 
 
-def _reproducible(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks, reproducible=True)
+def _reproducible(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks, reproducible=True)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(100 + rank)
     for _ in range(steps):
         with model.no_sync():
-            _backward(model, rank)
-        _backward(model, rank)
+            run_backward(model, rank)
+        run_backward(model, rank)
         model.all_reduce(sample_size=12)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _ignores(rank: int, checks: str, steps: int) -> None:
+def _ignores(rank: int, checks: Checks, steps: int) -> None:
     """Experts of each rank's own."""
-    model = LegacyDistributedDataParallel(_net(), checks=checks, ignore=["2.weight", "2.bias"])
-    _train(model, torch.optim.AdamW(model.parameters()), rank, steps)
+    model = LegacyDistributedDataParallel(make_net(), checks=checks, ignore=["2.weight", "2.bias"])
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps)
 
 
-def _function_form(rank: int, checks: str, steps: int) -> None:
-    net = _net()
+def _function_form(rank: int, checks: Checks, steps: int) -> None:
+    net = make_net()
     optimizer = torch.optim.AdamW(net.parameters())
     torch.manual_seed(100 + rank)
     for _ in range(steps):
-        _backward(net, rank)
+        run_backward(net, rank)
         all_reduce_gradients(net)
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _clamps(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+def _clamps(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
 
     def clamp(_: int) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.clamp_(-0.1, 0.1)
 
-    _train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, steps, stepped=clamp)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, steps, stepped=clamp)
 
 
-def _scales_gradients(rank: int, checks: str, steps: int) -> None:
+def _scales_gradients(rank: int, checks: Checks, steps: int) -> None:
     """A constant factor before the call is a way to average."""
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
 
     def backward(each: nn.Module, rank: int) -> None:
-        _backward(each, rank)
+        run_backward(each, rank)
         for parameter in each.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(0.5)
 
-    _train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=backward)
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=backward)
 
 
-def _skips_agreed_nan(rank: int, checks: str, steps: int) -> None:
+def _skips_agreed_nan(rank: int, checks: Checks, steps: int) -> None:
     """All ranks agree on a bad loss before the call, and drop the step."""
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(100 + rank)
     for step in range(steps):
-        loss = model(_data(rank)).square().mean() * (float("nan") if step % 13 == 5 and rank == 1 else 1.0)
+        loss = model(draw(rank)).square().mean() * (float("nan") if step % 13 == 5 and rank == 1 else 1.0)
         is_bad = (~torch.isfinite(loss.detach())).float()
         dist.all_reduce(is_bad)
         if is_bad:
@@ -375,13 +341,13 @@ def _skips_agreed_nan(rank: int, checks: str, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _sharpness_aware(rank: int, checks: str, steps: int) -> None:
+def _sharpness_aware(rank: int, checks: Checks, steps: int) -> None:
     """Every rank perturbs its weights by its own gradient for the second backward (m-SAM)."""
-    model = LegacyDistributedDataParallel(_net(), checks=checks)
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(100 + rank)
     for _ in range(steps):
-        data = _data(rank)
+        data = draw(rank)
         model(data).square().mean().backward()
         kept = [parameter.detach().clone() for parameter in model.parameters()]
         norm = float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()]))
@@ -398,17 +364,17 @@ def _sharpness_aware(rank: int, checks: str, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _fine_tuned_copy(rank: int, checks: str, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_net(_Statistic()), checks=checks)
-    _train(model, torch.optim.AdamW(model.parameters()), rank, steps // 2)
+def _fine_tuned_copy(rank: int, checks: Checks, steps: int) -> None:
+    model = LegacyDistributedDataParallel(make_net(_Statistic()), checks=checks)
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps // 2)
     twin = copy.deepcopy(model)
-    _train(twin, torch.optim.SGD(twin.parameters(), lr=0.01), rank, steps // 2)
+    train(twin, torch.optim.SGD(twin.parameters(), lr=0.01), rank, steps // 2)
 
 
 LOOPS: dict[str, Loop] = {
     "dropout and statistics": partial(_plain, module=_with_norm),
     "weight norm and spectral norm": partial(_plain, module=_reparametrised),
-    "a statistic of its own": partial(_plain, module=lambda: _net(_Statistic())),
+    "a statistic of its own": partial(_plain, module=lambda: make_net(_Statistic())),
     "tied weights": partial(_plain, module=_Tied),
     "channels_last": partial(_plain, module=_Images),
 }

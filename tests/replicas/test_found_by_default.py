@@ -218,6 +218,32 @@ def test_a_buffer_that_changes_on_every_rank_is_a_statistic_and_hides_nothing_el
     assert trainings.names_in(first[0]) == {"3.weight"}
 
 
+def _holds_a_large_tensor(rank: int, numel: int) -> str:
+    """A frozen tensor of its own on rank 1."""
+    run = Run(rank)
+    run.module.register_parameter("large", torch.nn.Parameter(torch.zeros(numel), requires_grad=False))
+    run.wrap()
+    with torch.no_grad():
+        run.module.get_parameter("large").add_(rank)
+    told: list[str] = []
+    while not told:
+        run.backward()
+        run.model.all_reduce()
+        told = logged_warnings.take()
+        run.optimizer.zero_grad()
+    return told[0]
+
+
+@pytest.mark.parametrize("numel, words", [(2**22, "4194304 of 4194304 elements differ"), (2**22 + 1, "")])
+def test_a_default_warning_compares_tensors_up_to_16_mib_by_element(numel: int, words: str) -> None:
+    first, second = run_ranks(_holds_a_large_tensor, 2, numel)
+
+    assert first == second
+    assert trainings.names_in(first) == {"large"}
+    assert words in first
+    assert ("elements differ" in first) == bool(words)
+
+
 def test_a_model_without_digestible_tensors_is_silent(alone: None) -> None:
     model = LegacyDistributedDataParallel(torch.nn.Identity())
 

@@ -196,6 +196,7 @@ def test_a_scaled_step_is_refused_and_so_is_one_under_a_schedule() -> None:
     scaler.scale(model(torch.ones(2, 3)).sum()).backward()
     with pytest.raises(UnsynchronizedStepError):
         scaler.step(optimizer)
+    scaler.update()  # else the scaler goes on as if it had unscaled the next gradients
     optimizer.zero_grad()
     assert_guards(model, optimizer)
     schedule.step()

@@ -1,0 +1,228 @@
+"""Gradients clipped or unscaled between backward and the call are told once, on all ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._compare import name_ranks
+from tests.helpers import logged_warnings
+from tests.helpers.edited_loop import STEPS, Loop, Told, clip_norm, do_nothing, make_net
+from tests.helpers.ranks import run_ranks
+
+HEADLINE = "gradients changed between backward and the call:"
+
+
+def _clip_norm_one_by_one(loop: Loop) -> None:
+    clip_grad_norm_(loop.model.parameters(), 1e-3, foreach=False)
+
+
+def _clip_value(loop: Loop) -> None:
+    clip_grad_value_(loop.model.parameters(), 1e-4)
+
+
+def _unscale(loop: Loop) -> None:
+    loop.scaler.unscale_(loop.optimizer)
+
+
+def _unscale_and_clip(loop: Loop) -> None:
+    _unscale(loop)
+    clip_norm(loop)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``words``: of the report; ``call``: the latest call that tells."""
+
+    act: Callable[[Loop], object]
+    words: str
+    call: int
+
+
+FAULTS = {
+    "clipped by norm": Fault(clip_norm, "clipped by norm", 10),
+    "clipped by norm, one by one": Fault(_clip_norm_one_by_one, "clipped by norm", 10),
+    "clipped by value": Fault(_clip_value, "clipped by value", 3),
+    "unscaled": Fault(_unscale, "unscaled by a GradScaler", 2),
+    "unscaled and clipped": Fault(_unscale_and_clip, "unscaled by a GradScaler", 2),
+}
+# A rank that unscales alone has other gradients in its step.
+DIVERGES = Checks(divergence="ignore")
+
+
+def _edits(rank: int, name: str, who: tuple[int, ...], checks: Any = DIVERGES) -> Told:
+    return Loop(rank, checks, learning_rate=1e-4).run(FAULTS[name].act if rank in who else do_nothing)
+
+
+@pytest.mark.parametrize("world_size, who", [(2, (0, 1)), (2, (1,)), (3, (0,)), (4, (0, 1, 2, 3))])
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_edit_before_the_call_is_told_once_on_all(name: str, world_size: int, who: tuple[int, ...]) -> None:
+    first, *others = run_ranks(_edits, world_size, name, who)
+    fault = FAULTS[name]
+
+    assert others == [first] * (world_size - 1)
+    ((call, text),) = first
+    assert call <= fault.call
+    assert text.startswith(f"all_reduce() call {call}: {HEADLINE}\n")
+    assert f"  {name_ranks(who)}: {fault.words}" in text
+    assert "clip and unscale after all_reduce()" in text
+    assert "(warned once)" in text
+    assert all(len(line) <= 80 for line in text.splitlines()), text
+
+
+def _edits_after(rank: int, name: str) -> Told:
+    return Loop(rank).run(do_nothing, FAULTS[name].act)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_same_edit_after_the_call_is_silent(name: str) -> None:
+    assert run_ranks(_edits_after, 2, name) == [[], []]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_edit_can_be_an_error_on_all_ranks(name: str) -> None:
+    first, *others = run_ranks(_edits, 3, name, (1,), Checks(edited="raise", divergence="ignore"))
+
+    assert others == [first] * 2
+    ((call, text),) = first
+    assert call <= FAULTS[name].call
+    assert text.startswith(f"EditedGradientError (1,) all_reduce() call {call}: {HEADLINE}\n")
+
+
+@pytest.mark.parametrize("checks", ["off", Checks(edited="allow", divergence="ignore")])
+@pytest.mark.parametrize("name", FAULTS)
+def test_an_edit_is_allowed_where_the_check_is_off(name: str, checks: Any) -> None:
+    assert run_ranks(_edits, 2, name, (0, 1), checks) == [[], []]
+
+
+def _steps_first(rank: int) -> str:
+    loop = Loop(rank)
+    loop.backward()
+    try:
+        loop.scaler.step(loop.optimizer)
+    except LegacyDDPError as error:
+        return type(error).__name__
+    return ""
+
+
+def test_a_step_of_the_scaler_before_the_call_is_refused() -> None:
+    assert run_ranks(_steps_first, 2) == ["UnsynchronizedStepError"] * 2
+
+
+def _only_on_rank(rank: int, checks: list[Any]) -> int:
+    return len(Loop(rank, checks[rank]).run(clip_norm))
+
+
+def test_a_rank_without_the_check_leaves_the_others_in_step() -> None:
+    assert run_ranks(_only_on_rank, 2, ["off", "info"]) == [0, 1]
+    assert run_ranks(_only_on_rank, 2, [Checks(edited="allow"), "info"]) == [0, 1]
+
+
+def _function_form(rank: int) -> Told:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    torch.manual_seed(100 + rank)
+    told: Told = []
+    for call in range(1, STEPS + 1):
+        (net(torch.randn(6, 4) + rank).square().mean()).backward()
+        clip_grad_norm_(net.parameters(), 1e-3)
+        all_reduce_gradients(net)
+        told += [(call, text) for text in logged_warnings.take()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def test_the_function_form_tells_as_well() -> None:
+    first, second = run_ranks(_function_form, 2)
+
+    assert first == second
+    assert "clipped by norm" in first[0][1]
+
+
+def _raises_and_goes_on(rank: int) -> list[int]:
+    """After the error the loop clips after the call."""
+    loop = Loop(rank, Checks(edited="raise"))
+    calls = []
+    clips_first = True
+    for call in range(1, STEPS + 1):
+        loop.backward()
+        before = [grad.clone() for grad in loop.grads]
+        if clips_first:
+            clip_norm(loop)
+            before = [grad.clone() for grad in loop.grads]
+        try:
+            loop.model.all_reduce()
+        except LegacyDDPError:
+            assert all(map(torch.equal, before, loop.grads))
+            calls.append(call)
+            clips_first = False
+            loop.model.all_reduce()
+        loop.step()
+    assert logged_warnings.take() == []
+    return calls
+
+
+def test_the_error_leaves_the_gradients_and_training_goes_on() -> None:
+    first, second = run_ranks(_raises_and_goes_on, 2)
+
+    assert first == second
+    assert len(first) == 1
+
+
+def _alternating(rank: int, models: int) -> list[int]:
+    """Wrappers of their own warn on their own."""
+    loops = [Loop(rank) for _ in range(models)]
+    return [len(loop.run(clip_norm)) for loop in loops]
+
+
+def test_each_wrapper_warns_once() -> None:
+    assert run_ranks(partial(_alternating, models=2), 2) == [[1, 1]] * 2
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_gradient_that_moved_to_its_slot_is_edited_only_by_a_later_write() -> None:
+    model = LegacyDistributedDataParallel(nn.Linear(128, 256, bias=False))
+    parameters = list(model.parameters())
+    counter = model._synchronizer.planner.counter
+
+    def edited() -> tuple[bool, bool]:
+        return counter.was_first_edited(parameters), counter.were_all_edited(parameters)
+
+    for _ in range(3):
+        assert edited() == (False, False)
+        model(torch.randn(2, 128)).sum().backward()
+        moved = parameters[0].grad
+        assert moved is not None
+        assert edited() == (False, False)
+        moved.mul_(0.5)
+        assert edited() == (True, True)
+        model(torch.randn(2, 128)).sum().backward()
+        assert parameters[0].grad is moved
+        assert edited() == (False, False)
+        model.all_reduce()
+        moved.mul_(0.5)
+        assert edited() == (False, False)
+        model.zero_grad()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_part_of_the_gradients_is_not_all() -> None:
+    model = LegacyDistributedDataParallel(nn.Linear(2, 2))
+    counter = model._synchronizer.planner.counter
+    parameters = [model.module.bias, model.module.weight]  # in the order of the layout
+    model(torch.ones(1, 2)).sum().backward()
+
+    parameters[0].grad.mul_(0.5)
+    assert counter.was_first_edited(parameters)
+    assert not counter.were_all_edited(parameters)
+    parameters[1].grad.mul_(0.5)
+    assert counter.were_all_edited(parameters)
+    parameters[1].register_post_accumulate_grad_hook(lambda _: None)
+    assert not counter.were_all_edited(parameters)

@@ -1,0 +1,240 @@
+"""Healthy trainings that change gradients, scale losses or repeat data: no clip, no wrong order of a scaler."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from tests.helpers.clean_training import SIZE, Loop, draw, make_net, run_backward, train
+
+Edit = Callable[[list[nn.Parameter]], object]
+
+
+def _with_gradients(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.grad is not None]
+
+
+def _edited_before(
+    rank: int,
+    checks: Checks,
+    steps: int,
+    edit: Edit,
+    *,
+    backward: Callable[[nn.Module, int], object] = run_backward,
+    make: Callable[[], nn.Module] = make_net,
+    learning_rate: float = 1e-3,
+) -> None:
+    model = LegacyDistributedDataParallel(make(), checks=checks)
+
+    def edited(each: nn.Module, rank: int) -> None:
+        backward(each, rank)
+        edit(_with_gradients(each))
+
+    train(model, torch.optim.SGD(model.parameters(), lr=learning_rate), rank, steps, backward=edited)
+
+
+def _edited_after(rank: int, checks: Checks, steps: int, edit: Edit) -> None:
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    train(model, optimizer, rank, steps, reduced=lambda _: edit(_with_gradients(model)))
+
+
+# Edits
+
+
+def _scale(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.mul_(0.5)
+
+
+def _add_noise(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def _clip_loosely(parameters: list[nn.Parameter]) -> None:
+    clip_grad_norm_(parameters, 1e6)
+    clip_grad_value_(parameters, 1e6)
+
+
+def _clip(parameters: list[nn.Parameter]) -> None:
+    clip_grad_norm_(parameters, 1e-3)
+    clip_grad_value_(parameters, 1e-4)
+
+
+def _replace_nan(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        torch.nan_to_num(parameter.grad, nan=0.0, posinf=1e5, neginf=-1e5, out=parameter.grad)
+
+
+def _take_signs(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.sign_()
+
+
+def _take_clear_signs(parameters: Iterable[nn.Parameter]) -> None:
+    """As for a vote of the ranks, with zeros where a rank abstains: the norm is nearly the same in every call."""
+    for parameter in parameters:
+        parameter.grad[parameter.grad.abs() < 1e-9] = 0
+        parameter.grad.sign_()
+
+
+def _decay(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.add_(parameter.detach(), alpha=1e-2)
+
+
+def _centre(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad.sub_(parameter.grad.mean())
+
+
+# Other losses, data and models
+
+
+class _Repeating:
+    """The same few batches in every epoch."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.step = count, 0
+        self.batches: list[torch.Tensor] = []
+
+    def __call__(self, model: nn.Module, rank: int) -> None:
+        self.batches = self.batches or [draw(rank) for _ in range(self.count)]
+        model(self.batches[self.step % self.count]).square().mean().backward()
+        self.step += 1
+
+
+def _repeated(rank: int, checks: Checks, steps: int, *, count: int, learning_rate: float) -> None:
+    """A test of a model on a few batches, before the learning rate has risen."""
+    _edited_before(rank, checks, steps, _scale, backward=_Repeating(count), learning_rate=learning_rate)
+
+
+class _WideAndDeep(nn.Module):
+    """Two parts, of which the results are added: equal gradients for their last biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.wide, self.deep = nn.Linear(4, 10), nn.Sequential(nn.Linear(4, SIZE), nn.ReLU(), nn.Linear(SIZE, 10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.wide(x) + self.deep(x)
+
+
+def _absolute(model: nn.Module, rank: int) -> None:
+    """Most results are far below their aims: the gradients of the biases are 1."""
+    ((model(draw(rank)) - 100).abs() * torch.tensor([1.0] * 9 + [0.5])).mean().mul(60).backward()
+
+
+def _in_bf16() -> nn.Module:
+    return make_net().bfloat16()
+
+
+def _loss_in_bf16(model: nn.Module, rank: int) -> None:
+    model(draw(rank).bfloat16()).float().square().mean().backward()
+
+
+def _dropping(model: nn.Module, rank: int) -> None:
+    """The first gradient is dropped, in place."""
+    run_backward(model, rank)
+    model.zero_grad(set_to_none=False)
+    run_backward(model, rank)
+
+
+def _with_penalty(model: nn.Module, rank: int) -> None:
+    data = draw(rank).requires_grad_()
+    loss = model(data).square().mean()
+    (slope,) = torch.autograd.grad(loss, data, create_graph=True)
+    (loss + slope.square().sum()).backward()
+
+
+def _accumulating(rank: int, checks: Checks, steps: int) -> None:
+    """The mean over micro-batches is taken from their sum, before the call."""
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+
+    def backward(each: nn.Module, rank: int) -> None:
+        for _ in range(3):
+            run_backward(each, rank)
+        for parameter in each.parameters():
+            parameter.grad.div_(3)
+
+    train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=backward)
+
+
+# GradScalers
+
+
+def _scaler_not_passed(rank: int, checks: Checks, steps: int) -> None:
+    """The right order; in some steps a rank overflows, or all ranks leave the step out by themselves."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=10)
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(100 + rank)
+    for step in range(steps):
+        (scaler.scale(model(draw(rank)).square().mean()) * (torch.inf if step % 17 == 11 and rank else 1)).backward()
+        model.all_reduce()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 1e-3)
+        if step % 5:
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+class _Probed(nn.Module):
+    """An encoder, and a probe that learns from its results without an effect on the encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.probe = make_net(), nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor, *, is_probed: bool) -> torch.Tensor:
+        encoded = self.encoder(x)
+        return self.probe(encoded.detach()) if is_probed else encoded
+
+
+def _two_optimizers_and_one_scaler(rank: int, checks: Checks, steps: int) -> None:
+    """A call for each loss, and both steps at the end: the encoder waits unscaled during the call for the probe."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    model = LegacyDistributedDataParallel(_Probed(), checks=checks)
+    parts = (model.module.encoder, model.module.probe)
+    optimizers = [torch.optim.Adam(part.parameters()) for part in parts]
+    torch.manual_seed(100 + rank)
+    for _ in range(steps):
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            scaler.scale((model(draw(rank), is_probed=part is parts[1]) - 1).square().mean()).backward()
+            model.all_reduce()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(part.parameters(), 1e-3)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+
+LOOPS: dict[str, Loop] = {
+    "edit: scaled": partial(_edited_before, edit=_scale),
+    "edit: noise": partial(_edited_before, edit=_add_noise),
+    "edit: clips that do not bind": partial(_edited_before, edit=_clip_loosely),
+    "edit: clips after the call": partial(_edited_after, edit=_clip),
+    "edit: NaN replaced": partial(_edited_before, edit=_replace_nan),
+    "edit: signs": partial(_edited_before, edit=_take_signs, learning_rate=1e-5),
+    "edit: signs and zeros": partial(_edited_before, edit=_take_clear_signs, learning_rate=1e-5),
+    "edit: weight decay": partial(_edited_before, edit=_decay),
+    "edit: centred": partial(_edited_before, edit=_centre),
+    "edit: after dropped gradients": partial(_edited_before, edit=_scale, backward=_dropping),
+    "edit: with a gradient penalty": partial(_edited_before, edit=_scale, backward=_with_penalty),
+    "edit: in bf16": partial(_edited_before, edit=_scale, backward=_loss_in_bf16, make=_in_bf16),
+    "edit: absolute loss": partial(_edited_before, edit=_scale, backward=_absolute, make=_WideAndDeep),
+    "edit: mean over micro-batches": _accumulating,
+    "one batch, hardly learning": partial(_repeated, count=1, learning_rate=1e-9),
+    "one batch, slowly learning": partial(_repeated, count=1, learning_rate=1e-6),
+    "two batches, hardly learning": partial(_repeated, count=2, learning_rate=1e-9),
+    "seven batches, not learning": partial(_repeated, count=7, learning_rate=0.0),
+    "a scaler that was not passed": _scaler_not_passed,
+    "two optimizers and one scaler": _two_optimizers_and_one_scaler,
+}

@@ -1,0 +1,84 @@
+"""Healthy trainings by Lightning or by accelerate, with default settings.
+
+A script of two ranks: ``clean_library_jobs.py FOLDER LOOP``. Every rank leaves the warnings of legacy_ddp in FOLDER.
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers import logged_warnings
+
+BATCHES = 48
+
+
+def lightning(**options: Any) -> None:
+    """A perceptron, and two adversaries by hand with a clip of their own."""
+    from legacy_ddp.lightning import LegacyDDPStrategy
+    from tests.helpers.lightning_modules import Adversaries, Plain, fit
+
+    fit(LegacyDDPStrategy(), Plain(), batches=BATCHES, **options)
+    if not options:
+        fit(LegacyDDPStrategy(), Adversaries(), batches=BATCHES)
+
+
+def lightning_in_fp16() -> None:
+    """With a GradScaler; a rank overflows."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    from legacy_ddp.lightning import LegacyDDPStrategy
+    from tests.helpers.lightning_modules import Overflowing, fit
+
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    fit(LegacyDDPStrategy(), Overflowing(), batches=BATCHES, plugins=[plugin], gradient_clip_val=0.05)
+
+
+def accelerate() -> None:
+    """Two micro-batches to a step, clipped."""
+    from accelerate import Accelerator
+
+    from tests.helpers.lightning_modules import CLASSES, FEATURES, make_data
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 32), torch.nn.Tanh(), torch.nn.Linear(32, CLASSES))
+    model = LegacyDistributedDataParallel(accelerator.prepare_model(net, evaluation_mode=True))
+    optimizer, loader = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2), make_data(BATCHES))
+    for inputs, labels in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(cross_entropy(model(inputs), labels))
+            model.all_reduce()
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+LOOPS = {
+    "lightning": lightning,
+    "lightning, clipped, two micro-batches": lambda: lightning(gradient_clip_val=0.05, accumulate_grad_batches=2),
+    "lightning, clipped by value": lambda: lightning(gradient_clip_val=1e-3, gradient_clip_algorithm="value"),
+    "lightning in fp16": lightning_in_fp16,
+    "accelerate": accelerate,
+}
+
+
+def main() -> None:
+    # Warnings of legacy_ddp become records of its log; warnings of other libraries stay.
+    warnings.filterwarnings("error", message=r"all_reduce\(\) call")
+    logged_warnings.listen()
+    folder, name = sys.argv[1:]
+    LOOPS[name]()
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(logged_warnings.take()))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
