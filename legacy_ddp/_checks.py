@@ -3,20 +3,19 @@
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from functools import cache, cached_property
+from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
 
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow
-_ALLOWED = {
-    "level": ("off", "info", "detail"),
-    "uneven": ("warn", "raise", "allow"),
-    "unsynchronized_step": ("raise", "allow"),
-    "nonfinite": ("ignore", "warn", "raise"),
-    "same_data": ("warn", "allow"),
-    "divergence": ("warn", "raise", "ignore"),
-    "edited": ("warn", "raise", "allow"),
-}
+# The values of a setting, in one place: for type checkers, and for the check of the arguments.
+Level = Literal["off", "info", "detail"]
+Uneven = Literal["warn", "raise", "allow"]
+UnsynchronizedStep = Literal["raise", "allow"]
+Nonfinite = Literal["ignore", "warn", "raise"]
+SameData = Literal["warn", "allow"]
+Divergence = Literal["warn", "raise", "ignore"]
+Edited = Literal["warn", "raise", "allow"]
 
 
 @runtime_checkable
@@ -109,14 +108,14 @@ class Checks:
         TypeError, ValueError: a value not allowed above.
     """
 
-    level: str = "info"
-    uneven: str = "warn"
-    unsynchronized_step: str = "raise"
-    nonfinite: str = "warn"
+    level: Level = "info"
+    uneven: Uneven = "warn"
+    unsynchronized_step: UnsynchronizedStep = "raise"
+    nonfinite: Nonfinite = "warn"
     grad_scaler: LossScaler | None = None
-    same_data: str = "warn"
-    divergence: str = "warn"
-    edited: str = "warn"
+    same_data: SameData = "warn"
+    divergence: Divergence = "warn"
+    edited: Edited = "warn"
     local_buffers: Sequence[str] = ()
     warn_after_seconds: float = 60.0
     report_dir: str | os.PathLike[str] | None = None
@@ -127,7 +126,7 @@ class Checks:
         return f"Checks({', '.join(f'{item.name}={getattr(self, item.name)!r}' for item in changed)})"
 
     def __post_init__(self) -> None:
-        for name, allowed in _ALLOWED.items():
+        for name, allowed in _allowed_values().items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"checks: {name} is unknown: got {value!r}, expected one of {allowed}")
@@ -166,12 +165,12 @@ class Checks:
         return self.level != "off" and self.unsynchronized_step == "raise"
 
     @cached_property
-    def nonfinite_policy(self) -> str:
+    def nonfinite_policy(self) -> Nonfinite:
         """The reaction to a non-finite gradient."""
         return self.nonfinite if self.level != "off" else "ignore"
 
     @cached_property
-    def edited_policy(self) -> str:
+    def edited_policy(self) -> Edited:
         """The reaction to gradients that were changed before the call."""
         return self.edited if self.level != "off" else "allow"
 
@@ -197,7 +196,14 @@ class Checks:
         return self.level == "detail"
 
 
-def resolve_checks(checks: str | Checks) -> Checks:
+@cache
+def _allowed_values() -> dict[str, tuple[str, ...]]:
+    """The values of every field of :class:`Checks` with a literal type."""
+    hints = get_type_hints(Checks).items()
+    return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
+
+
+def resolve_checks(checks: Level | Checks) -> Checks:
     """The checks of the caller, with the level of the environment if ``LEGACY_DDP_CHECKS`` is set.
 
     Raises:
@@ -211,6 +217,6 @@ def resolve_checks(checks: str | Checks) -> Checks:
     if not level:
         return asked
     try:
-        return replace(asked, level=level)
+        return replace(asked, level=cast(Level, level))  # the constructor checks the value
     except ValueError as error:
         raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error

@@ -1,6 +1,6 @@
-"""Record of a call: SyncRecord, with a RankRow per rank."""
+"""Record of a call: SyncRecord, with a RankRow per rank, and the text of ``print(record)``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -8,6 +8,9 @@ import torch
 
 from legacy_ddp._agreement.header import Header, decode_rows
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
+from legacy_ddp._text import format_bytes, table
+
+_MAX_ROWS = 16  # of a text; rows that stand out are shown before the rows of the first ranks
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,11 @@ class SyncRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
     _headers: torch.Tensor | None = field(default=None, repr=False, compare=False)
+
+    def __str__(self) -> str:
+        """A line about the call, with its longest phase, and a line for each of at most 16 ranks: ranks with a gradient
+        that is not finite, the straggler, then the first ranks."""
+        return "\n".join([_describe(self), *_rank_lines(self)])
 
     @cached_property
     def rows(self) -> tuple[RankRow, ...]:
@@ -129,3 +137,52 @@ def _row(rank: int, header: Header) -> RankRow:
         seconds_waited=header.waited_us / 1e6,
         leaves=header.leaves,
     )
+
+
+def _describe(record: SyncRecord) -> str:
+    if not record.synchronized:
+        return "no call: inside no_sync()"
+    items = "sample" if record.sample_size is not None else "rank"
+    facts = [f"mean over {record.divisor:,} {items}{'s' if record.divisor != 1 else ''}"]
+    if record.skipped:
+        facts = ["no rank took part, every .grad is None"]
+    if record.transport:
+        facts.append(f"{format_bytes(record.payload_bytes)} by {record.transport}")
+    if record.seconds:
+        phase, longest = max(record.seconds.items(), key=lambda item: item[1])
+        facts.append(f"{_duration(sum(record.seconds.values()))} ({phase} {_duration(longest)})")
+    return f"call {record.call}: {', '.join(facts)}"
+
+
+def _rank_lines(record: SyncRecord) -> list[str]:
+    if not record.rows:
+        return []
+    rows = [record.rows[rank] for rank in _shown_ranks(record)]
+    counted = record.sample_size is not None
+    heads = ("rank", "local norm", "micro-batches", *(["samples"] if counted else []), "waited before", "")
+    lines = table([heads, *(tuple(_cells(row, counted=counted)) for row in rows)])
+    more = len(record.rows) - len(rows)
+    return [*lines, f"  ... {more:,} more ranks"] if more else lines
+
+
+def _shown_ranks(record: SyncRecord) -> Sequence[int]:
+    ranks = range(len(record.rows))
+    if len(ranks) <= _MAX_ROWS:
+        return ranks
+    notable = [row.rank for row in record.rows if row.finite is False][: _MAX_ROWS // 2]
+    notable += [record.straggler[0]] if record.straggler else []
+    return sorted([*dict.fromkeys([*notable, *ranks])][:_MAX_ROWS])
+
+
+def _cells(row: RankRow, *, counted: bool) -> Iterator[str]:
+    yield str(row.rank)
+    yield "" if row.local_norm is None else f"{row.local_norm:.6g}"
+    yield f"{row.leaves or row.micro_batches:,}"
+    if counted:
+        yield "" if row.sample_size is None else f"{row.sample_size:,}"
+    yield _duration(row.seconds_waited)
+    yield "" if row.took_part else "took no part"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

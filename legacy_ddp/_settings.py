@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -11,12 +11,13 @@ from torch import nn
 from legacy_ddp._checks import LONGEST_SECONDS, Checks, as_names, is_duration
 
 TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
-_TRANSPORTS = ("auto", "gloo", "host")
+Transport = Literal["auto", "gloo", "host"]
+_TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEFAULT_CHECKS = Checks()
 
 
-def resolve_transport(transport: str) -> str:
+def resolve_transport(transport: Transport) -> Transport:
     """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller.
 
     Raises:
@@ -65,7 +66,7 @@ class Settings:
     ignore: frozenset[str] = frozenset()
     checks: Checks = _DEFAULT_CHECKS
     timeout_seconds: float | None = None
-    transport: str = "auto"
+    transport: Transport = "auto"
     comm_hook: CommHook | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never
+from typing import Any, Never, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._checks import Checks, resolve_checks
+from legacy_ddp._checks import Checks, Level, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.construct import construct
@@ -24,7 +24,7 @@ from legacy_ddp._collectives.transport_choice import prepare_transport
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._settings import CommHook, Settings, names_to_ignore, resolve_transport
+from legacy_ddp._settings import CommHook, Settings, Transport, names_to_ignore, resolve_transport
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_unknown
@@ -83,8 +83,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         reduce_dtype: torch.dtype | None = None,
         reproducible: bool = False,
         ignore: Iterable[str] = (),
-        transport: str = "auto",
-        checks: str | Checks = "info",
+        transport: Transport = "auto",
+        checks: Level | Checks = "info",
         timeout_seconds: float | None = None,
         **unknown: Never,
     ) -> None:
@@ -130,7 +130,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             self._synchronizer.begin_forward(args, kwargs, is_training=self.training)
             return self.module(*args, **kwargs)
 
-    def all_reduce(self, sample_size: int | None = None, *, skip: bool = False) -> SyncRecord:
+    def all_reduce(self, sample_size: SupportsIndex | None = None, *, skip: bool = False) -> SyncRecord:
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
         Collective: once per step, on every rank, in this order:
@@ -151,7 +151,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         twice. It is an error if it shows: no backward since, and every gradient is still the view of the last call.
 
         Args:
-            sample_size: number of items in this rank's gradient sums, a host int.
+            sample_size: number of items in this rank's gradient sums; an int, or an integer of NumPy or torch.
             skip: leave this rank out of the mean, and ignore ``sample_size``.
 
         Returns:

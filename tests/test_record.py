@@ -1,13 +1,16 @@
 """Records of calls, and the warning about uneven work."""
 
+import re
 import warnings
 from functools import partial
+from math import nan
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, SyncRecord, all_reduce_gradients
+from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, RankRow, SyncRecord, all_reduce_gradients
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap
@@ -56,6 +59,76 @@ def test_the_record_says_what_the_call_did() -> None:
         norms = [(rank + 1) ** 2 * 2**0.5 for rank in range(3)]
         assert [row.local_norm for row in plain.rows] == pytest.approx(norms, rel=1e-6)
         assert all(row.finite for row in plain.rows)
+
+
+def _printed(rank: int) -> tuple[list[str], str]:
+    model = wrap(checks=Checks(uneven="allow"))
+    add_gradients(model, rank + 1)
+    if rank:
+        add_gradients(model, rank + 1)
+    with model.no_sync():
+        nothing = str(model.all_reduce())
+    return str(model.all_reduce(sample_size=1000 * rank)).splitlines(), nothing
+
+
+def test_a_record_prints_a_line_for_the_call_and_a_line_for_each_rank(transport: str) -> None:
+    for lines, nothing in run_ranks(_printed, 3):
+        assert nothing == "no call: inside no_sync()"
+        head, *rows = [re.sub(r" +", " ", re.sub(r"\b[\d,]+\.\d m?s\b", "TIME", line)).strip() for line in lines]
+        assert re.sub(r"\(\w+ ", "(PHASE ", head) == (
+            f"call 1: mean over 3,000 samples, 8 bytes by {transport}, TIME (PHASE TIME)"
+        )
+        # rank r adds r+1 to both elements, once on rank 0, which takes no part, and twice elsewhere
+        assert rows == [
+            "rank local norm micro-batches samples waited before",
+            "0 0 0 TIME took no part",
+            f"1 {4 * 2**0.5:.6g} 2 1,000 TIME",
+            f"2 {6 * 2**0.5:.6g} 2 2,000 TIME",
+        ]
+
+
+def _record_of(rows: list[RankRow], **facts: Any) -> SyncRecord:
+    record = SyncRecord(call=20, synchronized=True, **facts)
+    vars(record)["rows"] = tuple(rows)  # in the place of its cached property
+    return record
+
+
+@pytest.mark.parametrize(
+    "facts, line",
+    [
+        ({"divisor": 4}, "call 20: mean over 4 ranks"),
+        ({"divisor": 1}, "call 20: mean over 1 rank"),
+        ({"divisor": 0, "skipped": True}, "call 20: no rank took part, every .grad is None"),
+        (
+            {"divisor": 1_048_576, "sample_size": 1_048_576, "payload_bytes": 380_000_000, "transport": "host"},
+            "call 20: mean over 1,048,576 samples, 380 MB by host",
+        ),
+        (
+            {"divisor": 2, "seconds": {"pack": 0.0125, "agree": 1.25, "alias": 0.0375}},
+            "call 20: mean over 2 ranks, 1.3 s (agree 1.2 s)",
+        ),
+    ],
+)
+def test_the_line_of_a_record_says_what_was_divided_moved_and_slow(facts: dict[str, Any], line: str) -> None:
+    assert str(_record_of([], **facts)) == line
+
+
+def test_a_record_of_many_ranks_prints_the_first_ranks_and_the_ranks_to_look_at() -> None:
+    # Rank 700 has a NaN, and the other ranks waited for rank 900.
+    rows = [RankRow(r, nan if r == 700 else 1.5, r != 700, 8, None, True, 0.5 * (r != 900)) for r in range(1000)]
+
+    text = str(_record_of(rows, divisor=1000, payload_bytes=380_000_000, transport="host", seconds={"agree": 0.25}))
+
+    head, _, *lines, more = text.splitlines()
+    assert head == "call 20: mean over 1,000 ranks, 380 MB by host, 250.0 ms (agree 250.0 ms)"
+    assert [int(line.split()[0]) for line in lines] == [*range(14), 700, 900]
+    assert (lines[-2].split(), lines[-1].split()) == (
+        ["700", "nan", "8", "500.0", "ms"],
+        ["900", "1.5", "8", "0.0", "ms"],
+    )
+    assert more == "  ... 984 more ranks"
+    assert max(map(len, text.splitlines())) <= 80
+    assert "SyncRecord(call=20" in repr(_record_of([]))
 
 
 class _Mixed(nn.Module):

@@ -16,6 +16,7 @@ ROOMS = (
     "_error_text",
     "_errors",
     "_torch",
+    "_traceback",
     "_step_guard",
     "_checks",
     "_settings",

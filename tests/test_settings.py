@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
 
 import pytest
 import torch
@@ -11,8 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp.debug import check_replicas
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +213,69 @@ def test_an_unusable_argument_on_one_rank_is_an_error_on_all_instead_of_a_hang(n
         assert said is not None
         assert said[0] == "PeerError"
         assert "rank 1" in said[1]
+
+
+# Types
+
+
+_VALUES = {
+    "level": ("off", "info", "detail"),
+    "uneven": ("warn", "raise", "allow"),
+    "unsynchronized_step": ("raise", "allow"),
+    "nonfinite": ("ignore", "warn", "raise"),
+    "same_data": ("warn", "allow"),
+    "divergence": ("warn", "raise", "ignore"),
+}
+
+
+def test_the_types_of_checks_are_the_values_that_checks_takes() -> None:
+    hints = get_type_hints(Checks)
+
+    for name, values in _VALUES.items():
+        assert hints[name] == Literal[values]
+        assert [getattr(Checks(**{name: value}), name) for value in values] == list(values)
+    assert [name for name, hint in hints.items() if hint is str] == []
+
+
+def test_the_types_of_arguments_are_the_values_that_they_take() -> None:
+    wrapper = get_type_hints(LegacyDistributedDataParallel.__init__)
+    assert wrapper["checks"] == Literal[_VALUES["level"]] | Checks
+    assert wrapper["transport"] == Literal["auto", "gloo", "host"]
+    assert get_type_hints(SyncRecord)["transport"] is str  # also empty
+    parts = ("parameters", "buffers", "gradients", "optimizer", "rng")
+    assert get_type_hints(check_replicas)["what"] == Iterable[Literal[parts]]
+    assert check_replicas(nn.Linear(2, 1), what=parts).identical
+
+
+_TYPED = """
+from torch import nn
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp.debug import check_replicas
+
+module = nn.Linear(2, 1)
+LegacyDistributedDataParallel(module, checks="detail", transport="gloo").all_reduce(sample_size=module.weight.sum())
+check_replicas(module, what=["parameters"])
+Checks("off", uneven="raise", nonfinite="warn", divergence="ignore", same_data="allow", unsynchronized_step="allow")
+LegacyDistributedDataParallel(module, checks="on")
+LegacyDistributedDataParallel(module, transport="nearby")
+LegacyDistributedDataParallel(module).all_reduce(sample_size=1.5)
+check_replicas(module, what=["weights"])
+Checks("all")
+Checks(uneven="ignore")
+Checks(nonfinite="allow")
+Checks(divergence="allow")
+Checks(same_data="raise")
+Checks(unsynchronized_step="warn")
+"""
+
+
+@pytest.mark.slow
+def test_mypy_refuses_other_values(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="mypy belongs to the extra lint")
+    (tmp_path / "typed.py").write_text(_TYPED)
+
+    run = run_script("-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), str(tmp_path / "typed.py"), cwd=ROOT)
+
+    first = _TYPED.splitlines().index('LegacyDistributedDataParallel(module, checks="on")') + 1
+    wrong = re.findall(r"typed\.py:(\d+): error: ", run.stdout)
+    assert [int(line) for line in wrong] == list(range(first, first + 10)), run.stdout

@@ -282,6 +282,25 @@ def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0
     assert others == [[]] * len(others)
 
 
+def _reduced_twice(rank: int) -> list[str]:
+    """Two wrappers of one module, both called in every step on data of each rank; the texts of the warnings."""
+    net = nn.Linear(4, 1)
+    models = [LegacyDistributedDataParallel(net), LegacyDistributedDataParallel(net)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in range(CALLS):
+            net.zero_grad()
+            net(torch.full((1, 4), float(call + rank + 1))).sum().backward()
+            norms = [[row.local_norm for row in model.all_reduce().rows] for model in models]
+            assert norms[0][0] != norms[0][1]
+            assert norms[1][0] == norms[1][1]
+    return [str(warning.message) for warning in caught]
+
+
+def test_gradients_that_another_wrapper_has_reduced_are_no_sign_of_the_same_data() -> None:
+    assert run_ranks(_reduced_twice, 2) == [[], []]
+
+
 _DIFFERENT = [(0, 1, 2)] * CALLS
 _SAME = [(0, 0, 0)] * CALLS
 

@@ -27,7 +27,7 @@ class Flag(IntFlag):
     STEPPED: weights changed between the first backward since the last call and this call.
     JOINED: the rank has left a join(); its replica may be old. COUNTED: the zeros of this rank count in a plain mean.
     SIGNED: ``state`` has a digest. WATCHED: the rank takes part in the report of non-finite gradients.
-    VALUES: the norm was taken. FINITE: the norm is finite.
+    VALUES: the norm was taken. FINITE: the norm is finite. REDUCED: a call of a different wrapper left the gradients.
     UNSCALED: a GradScaler has unscaled gradients before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was
     written to in place before the call, and the norm or the greatest element is the same in call after call.
     """
@@ -44,6 +44,7 @@ class Flag(IntFlag):
     UNSCALED = 512
     NORM_CLIPPED = 1024
     VALUE_CLIPPED = 2048
+    REDUCED = 4096
 
 
 # As plain numbers, for the rows of every call: an IntFlag takes six times as long.

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ def all_reduce(
     synchronizer: Synchronizer,
     parameters: Callable[[], Columns],
     group: dist.ProcessGroup,
-    sample_size: int | None,
+    sample_size: SupportsIndex | None,
     skip: bool,
     *,
     flags: int = 0,
@@ -153,7 +153,7 @@ def all_reduce_gradients(
     module_or_params: nn.Module | Iterable[torch.Tensor],
     *,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
-    sample_size: int | None = None,
+    sample_size: SupportsIndex | None = None,
     skip: bool = False,
 ) -> SyncRecord:
     """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, for a loop with another wrapper around its model.

@@ -11,6 +11,7 @@ from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.transport_choice import require_host
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
+from legacy_ddp._traceback import check_traceback_variable
 from legacy_ddp._transport.call import Call
 
 
@@ -37,6 +38,7 @@ def construct(
     with announcing_failures(call):
         if problem is not None:
             raise problem
+        check_traceback_variable()
         if isinstance(world_size, bool) or not isinstance(world_size, int | None):
             raise TypeError(
                 f"world_size is of the wrong type: got {type(world_size).__name__}, expected an int or None; "

@@ -1,8 +1,10 @@
 """Local gradients of an all_reduce, checked and packed into flat tensors, and their header."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import SupportsIndex
 
 import torch
 
@@ -42,7 +44,12 @@ class Packed:
 
 
 def pack(
-    call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, sample_size: int | None, skip: bool
+    call: Call,
+    counter: BackwardCounter,
+    leaves: Leaves | None,
+    plan: Plan,
+    sample_size: SupportsIndex | None,
+    skip: bool,
 ) -> Packed:
     """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see.
 
@@ -107,21 +114,35 @@ def _sum_segments(leaves: Leaves | None, flats: Sequence[torch.Tensor]) -> Seque
     return () if leaves is None else leaves.sums.segments(flats)
 
 
-def _header_of(sample_size: int | None, skip: bool) -> Header:
+def _header_of(sample_size: SupportsIndex | None, skip: bool) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
         return Header(participation=Participation.SKIP)
-    if sample_size is not None and (isinstance(sample_size, bool) or not isinstance(sample_size, int)):
-        hint = "; use .item() on a tensor" if hasattr(sample_size, "item") else ""
-        raise TypeError(
-            f"sample_size is of the wrong type: got {type(sample_size).__name__}, expected a host int or None{hint}"
-        )
-    if sample_size is not None and not 0 <= sample_size < 2**62:
-        raise ValueError(f"sample_size is out of range: got {sample_size}, expected 0 to 2**62; 0 leaves this rank out")
     if sample_size is None:
         return Header(participation=Participation.PLAIN)
-    return Header(participation=Participation.SAMPLES, sample_size=sample_size)
+    return Header(participation=Participation.SAMPLES, sample_size=_number_of_items(sample_size))
+
+
+def _number_of_items(sample_size: SupportsIndex) -> int:
+    try:
+        if isinstance(sample_size, bool) or getattr(sample_size, "dtype", None) == torch.bool:
+            raise TypeError("True and False count nothing")
+        number = operator.index(sample_size)
+    except TypeError:
+        raise TypeError(
+            f"sample_size is of the wrong type: got {_name_type(sample_size)}, expected an int, an integer of NumPy, "
+            "an integer tensor of one element, or None; pass int(n) if n counts items"
+        ) from None
+    if not 0 <= number < 2**62:
+        raise ValueError(f"sample_size is out of range: got {number}, expected 0 to 2**62 - 1; 0 leaves this rank out")
+    return number
+
+
+def _name_type(value: object) -> str:
+    """The type, of an array or a tensor with dtype and shape."""
+    form = [f"{value.dtype}, shape {tuple(value.shape)}"] if hasattr(value, "dtype") and hasattr(value, "shape") else []
+    return " of ".join([type(value).__name__, *form])
 
 
 def _require_sample_size(header: Header) -> None:
@@ -160,6 +181,8 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     flags = 0
     if counter.was_stepped(plan.parameters):
         flags |= Flag.STEPPED
+    if counter.is_after_foreign_call(plan.parameters):
+        flags |= Flag.REDUCED
     if (
         counter.accumulations == 0
         and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)

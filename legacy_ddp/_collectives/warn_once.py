@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import warn
 from legacy_ddp._settings import Settings
@@ -98,8 +99,12 @@ class _SameData:
             if self._streaks:
                 self._streaks.pop(call.groups, None)
             return ""
-        # Without a backward pass since the last call the gradients are the result of that call, equal on all ranks.
-        norms = [comparable_norm(row.local_norm, row.finite) if row.micro_batches else None for row in rows]
+        # Without a backward pass since the last call (of this wrapper, or of a second wrapper of the parameters) the
+        # gradients are the result of that call, equal on all ranks.
+        norms = [
+            comparable_norm(row.local_norm, row.finite) if row.micro_batches and not row.flags & Flag.REDUCED else None
+            for row in rows
+        ]
         groups = self._streaks.setdefault(call.groups, SameDataDetector()).add(norms)
         if not groups:
             return ""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -16,7 +16,8 @@ from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 
 Fact = tuple[str, torch.Tensor | str]
 NONE = "none"  # in place of a gradient
-KINDS = ("parameters", "buffers", "gradients", "optimizer")
+Kind = Literal["parameters", "buffers", "gradients", "optimizer"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)

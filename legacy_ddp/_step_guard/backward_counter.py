@@ -7,7 +7,7 @@ part of the model, and with ``create_graph=True``. The number is for warnings an
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import contains, is_
 from typing import Any, NamedTuple
 
@@ -96,16 +96,16 @@ class BackwardCounter:
 
         A foreign call is a call of a different counter, or a call with different parameters.
         """
-        return [
-            index
-            for index, (own, parameter, hooks) in enumerate(
-                zip(self._hooks, parameters, internals.accumulate_hooks(parameters), strict=True)
-            )
-            if (len(hooks) > 1 or own.earlier_result is not None)
-            and any(
-                hook.was_reduced(parameter.grad, excluding=own) for hook in hooks.values() if type(hook) is BackwardHook
-            )
-        ]
+        of_parameters = zip(self._hooks, parameters, internals.accumulate_hooks(parameters), strict=True)
+        return [index for index, found in enumerate(of_parameters) if _is_foreign_result(*found)]
+
+    def is_after_foreign_call(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether the first gradient is the result of a foreign call, as in :meth:`already_reduced`."""
+        index = next((index for index, parameter in enumerate(parameters) if parameter.grad is not None), None)
+        if index is None:
+            return False
+        (hooks,) = internals.accumulate_hooks([parameters[index]])
+        return _is_foreign_result(self._hooks[index], parameters[index], hooks)
 
     @property
     def micro_batches(self) -> int:
@@ -191,6 +191,13 @@ class BackwardCounter:
 def is_any_counting() -> bool:
     """Whether any parameter with a hook was reached by backward since the last reset of its counter."""
     return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
+
+
+def _is_foreign_result(own: BackwardHook, parameter: torch.Tensor, hooks: Mapping[int, object]) -> bool:
+    """Whether a foreign call left the gradient of ``parameter``. ``own``: the hook of this counter among ``hooks``."""
+    return (len(hooks) > 1 or own.earlier_result is not None) and any(
+        hook.was_reduced(parameter.grad, excluding=own) for hook in hooks.values() if type(hook) is BackwardHook
+    )
 
 
 def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:

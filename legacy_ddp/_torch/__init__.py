@@ -19,6 +19,7 @@ from legacy_ddp._torch.groups import (
     backend_name,
     group_store,
     group_timeout,
+    inner_excepthook,
     is_registered,
     operation_options,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "group_timeout",
     "has_unscaled",
     "identity",
+    "inner_excepthook",
     "inside_backward",
     "is_only_in_grad",
     "is_registered",

@@ -1,7 +1,10 @@
 """Process groups: stores, timeouts, backends and options of operations."""
 
+from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
+from inspect import getclosurevars
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -41,6 +44,13 @@ def operation_options(kind: str, timeout: timedelta) -> Any:
     options = getattr(c10d, f"{kind}Options")()
     options.timeout = timeout
     return options
+
+
+def inner_excepthook(hook: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The hook that torch's ``sys.excepthook`` calls, after it has put the rank in front; None for another hook."""
+    if getattr(hook, "__module__", "") != c10d.__name__ or not isinstance(hook, FunctionType):
+        return None
+    return cast(Callable[..., Any] | None, getclosurevars(hook).nonlocals.get("old_hook"))
 
 
 def _import_functional() -> None:

@@ -14,6 +14,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._checks import Checks
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError
+from legacy_ddp._traceback import shorten_display
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_meeting import HostMeeting
@@ -77,6 +78,7 @@ class Call(Gatherer):
         self.checks = checks
         self.wrapper_id = 0
         self.seconds: dict[str, float] = {}
+        self._failed_alike = False
 
     def __enter__(self) -> "Call":
         if not self.groups.busy.acquire(blocking=False):
@@ -119,6 +121,9 @@ class Call(Gatherer):
             if watchdog is not None and not isinstance(error, LostPeerError):
                 watchdog.notify_failure(error)
             self.groups.close_star()  # after the notice: the other ranks ask for the reason at once
+        if error is not None:
+            is_agreed = isinstance(error, AgreedError) or self._failed_alike
+            shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.first)
 
     def __str__(self) -> str:
         return self.name
@@ -155,8 +160,8 @@ class Call(Gatherer):
         self.groups.endpoints_exchanged = True
 
     def mark_finished(self) -> None:
-        """Record the end of the call on every rank: no rank waits any more."""
-        self._peers_waiting = False
+        """Record that every rank failed with the same text: no rank waits any more."""
+        self._peers_waiting, self._failed_alike = False, True
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

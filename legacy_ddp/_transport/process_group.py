@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 
+_SINGLE_RANK = 'torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
 _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
 
 
@@ -57,7 +58,7 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.
         if process_group is None:
             raise ValueError(
                 "no default process group: start with torchrun and call torch.distributed.init_process_group() first, "
-                "or pass process_group="
+                f"or pass process_group=; plain python and notebooks, for a single rank: {_SINGLE_RANK}"
             )
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(

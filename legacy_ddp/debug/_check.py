@@ -1,6 +1,7 @@
 """Comparison of the present replica state of all ranks, bit for bit."""
 
 from collections.abc import Collection, Iterable, Sequence
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,14 +24,15 @@ from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of
 
-EVERYTHING = (*hold.KINDS, "rng")
+What = Literal[hold.Kind, "rng"]
+EVERYTHING: tuple[What, ...] = get_args(What)
 
 
 @internals.disable_dynamo
 def check_replicas(
     model: nn.Module,
     optimizer: Optimizers | None = None,
-    what: Iterable[str] = EVERYTHING,
+    what: Iterable[What] = EVERYTHING,
     *,
     local_buffers: Iterable[str] | None = None,
     details: int = DETAILS,

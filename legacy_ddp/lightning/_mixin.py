@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
-from legacy_ddp._checks import Checks, LossScaler, as_names, resolve_checks
+from legacy_ddp._checks import Checks, Level, LossScaler, as_names, resolve_checks
 from legacy_ddp._errors import UnsynchronizedStepError
 from legacy_ddp._settings import Settings
 from legacy_ddp._unsupported import refuse_unknown
@@ -30,7 +30,7 @@ class StrategyMixin:
         gradient_as_bucket_view: bool = True,
         reduce_dtype: torch.dtype | None = None,
         ignore: Iterable[str] = (),
-        checks: str | Checks = "info",
+        checks: Level | Checks = "info",
         timeout_seconds: float | None = None,
         find_unused_parameters: bool = False,
         **kwargs: Any,

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from legacy_ddp import (
     PeerError,
     SyncRecord,
 )
+from tests.helpers import small_models
 from tests.helpers.cases import (
     DTYPES,
     SKIP,
@@ -70,6 +72,47 @@ def test_only_ranks_that_take_part_count() -> None:
         {str(parts): Case([torch.zeros(2)], grads, parts) for parts, _ in table},
         {str(parts): [torch.tensor([value, 10 * value])] for parts, value in table},
     )
+
+
+def test_a_sample_size_is_anything_that_counts_as_an_int() -> None:
+    sizes = [3, np.int64(3), np.uint8(3), np.array(3), torch.tensor(3), torch.tensor([3], dtype=torch.uint8)]
+    grads = vectors([6.0, 60.0], [12.0, 120.0])
+
+    check_case(
+        {repr(size): Case([torch.zeros(2)], grads, [{"sample_size": size}, {"sample_size": 1}]) for size in sizes},
+        {repr(size): [torch.tensor([18.0, 180.0]) / 4] for size in sizes},
+    )
+
+
+_NO_NUMBERS = {
+    "float": 3.0,
+    "float32": np.float32(3),
+    "bool": True,
+    "Tensor of torch.bool, shape ()": torch.tensor(True),
+    "Tensor of torch.float32, shape ()": torch.tensor(3.0),
+    "Tensor of torch.int64, shape (2,)": torch.tensor([1, 2]),
+    "ndarray of int64, shape (2,)": np.array([1, 2]),
+    "ndarray of bool, shape ()": np.array(True),
+    "str": "3",
+}
+
+
+def _sizes_refused(rank: int) -> list[small_models.Said]:
+    model = wrap_module([torch.zeros(2)])
+    values = (*_NO_NUMBERS.values(), -1, 2**62, np.uint64(2**63))
+    return [small_models.error_of(model.all_reduce, value) for value in values]
+
+
+def test_a_sample_size_that_counts_nothing_is_refused_with_its_type_and_its_limits_are_true() -> None:
+    for said in run_ranks(_sizes_refused, 2):
+        types, ranges = said[: len(_NO_NUMBERS)], said[len(_NO_NUMBERS) :]
+        for found, (kind, text) in zip(_NO_NUMBERS, types, strict=True):
+            assert kind == "TypeError"
+            assert text.startswith(f"sample_size is of the wrong type: got {found}")
+            assert ", expected an int, an integer of NumPy, an integer tensor of one element, or None" in text
+        for value, (kind, text) in zip((-1, 2**62, 2**63), ranges, strict=True):
+            assert kind == "ValueError"
+            assert text.startswith(f"sample_size is out of range: got {value}, expected 0 to 2**62 - 1")
 
 
 def _records(all_parts: Sequence[Sequence[Part]], rank: int) -> list[tuple[bool, SyncRecord]]:

@@ -17,6 +17,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.modules import module as global_hooks
 
+from legacy_ddp._log import is_configured
+
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
 
@@ -64,10 +66,16 @@ def _finalizers() -> int:
 
 
 def _loggers() -> dict[str, object]:
+    """Without the library's own handler, which stays."""
     known = {name: logger for name, logger in logging.root.manager.loggerDict.items() if name.startswith("legacy_ddp")}
     loggers = {"": logging.root, **{n: logger for n, logger in known.items() if isinstance(logger, logging.Logger)}}
     described = {
-        name: (logger.level, logger.propagate, logger.disabled, [id(handler) for handler in logger.handlers])
+        name: (
+            logger.level,
+            logger.propagate,
+            logger.disabled,
+            [id(handler) for handler in logger.handlers if type(handler).__module__ != is_configured.__module__],
+        )
         for name, logger in loggers.items()
     }
     usual = (logging.NOTSET, True, False, [])  # as a logger that nobody asked for yet

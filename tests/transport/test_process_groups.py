@@ -11,7 +11,9 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
 from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import fork_script
 from tests.helpers.small_models import Said, error_of, step, wrap
 
 
@@ -163,3 +165,28 @@ def _cpu_model_on_a_group_for_cuda(rank: int) -> float | None:
 
 def test_cpu_gradients_need_no_cpu_backend_of_the_user_s_group() -> None:
     assert run_ranks(_cpu_model_on_a_group_for_cuda, 2) == [0.5, 0.5]
+
+
+def test_the_error_without_a_group_names_a_line_that_makes_plain_python_work() -> None:
+    code = """
+import re
+import torch
+from legacy_ddp import LegacyDistributedDataParallel
+try:
+    LegacyDistributedDataParallel(torch.nn.Linear(3, 1))
+except ValueError as error:
+    line = re.search(r"for a single rank: (torch\\.distributed\\.init_process_group\\(.*\\))$", str(error))[1]
+exec(line)
+model = LegacyDistributedDataParallel(torch.nn.Linear(3, 1, bias=False))
+model(torch.full((1, 3), 2.0)).sum().backward()
+record = model.all_reduce()
+print(line, len(record.rows), model.module.weight.grad.tolist(), sep="\\n")
+torch.distributed.destroy_process_group()
+"""
+    run = fork_script("-c", code)
+
+    assert run.returncode == 0, run.stderr
+    line, ranks, gradient = run.stdout.splitlines()
+    assert (ranks, gradient) == ("1", "[[2.0, 2.0, 2.0]]")
+    for page in ("README.md", "docs/reference.md"):
+        assert line in (ROOT / page).read_text(encoding="utf-8")

@@ -65,7 +65,7 @@ def _chosen(rank: int, hosts: str, reproducible: bool = False) -> tuple[str, flo
         logger.removeHandler(kept)
         logger.setLevel(level)
     (value,) = set(values)
-    return record.transport, value, before, _line(model), [line.partition(", ")[2] for line in kept.lines]
+    return record.transport, value, before, _line(model), kept.lines
 
 
 FROM_FIRST_CALL = "transport: host (from the first call on)"

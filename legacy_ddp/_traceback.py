@@ -1,0 +1,131 @@
+"""Tracebacks at the end of a process: a single one for a job, with a single line of the library.
+
+A failed call chains ``sys.excepthook``. The chained hook changes the display alone: the exception keeps its traceback,
+and every exception of other code goes to the hook of before as it is. A process with a display of its own (a hook of
+the script, IPython) is left alone.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._error_text import first_line
+from legacy_ddp._errors import LegacyDDPError
+
+TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
+_STYLES = ("short", "full")
+# Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
+_ELSEWHERE = "_legacy_ddp_shown_by"
+_LIBRARY = os.path.join(os.path.dirname(__file__), "")
+# Frames of these files between two frames of the library belong to the library.
+_INNER = (_LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
+# A launcher ends all processes a tenth of a second after the first end; the rank with the traceback ends first.
+_HEAD_START_SECONDS = 1.0
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def check_traceback_variable() -> None:
+    """Refuse an unknown value of ``LEGACY_DDP_TRACEBACK``.
+
+    Raises:
+        ValueError: with the value.
+    """
+    style = os.environ.get(TRACEBACK_VARIABLE)
+    if style and style not in _STYLES:
+        raise ValueError(f"environment variable {TRACEBACK_VARIABLE}: got {style!r}, expected one of {_STYLES}")
+
+
+def shorten_display(error: BaseException, *, is_agreed: bool, rank: int, first: int) -> None:
+    """Shorten the traceback of ``error``, if no code catches it and the process ends.
+
+    ``is_agreed``: every rank of the group raises this error. Then rank 0 of the group, which is rank ``first`` of the
+    job, shows the traceback. ``rank``: of this process in the group.
+    """
+    if is_agreed:
+        vars(error)[_ELSEWHERE] = f"rank {first}" if rank else ""
+    hook = sys.excepthook
+    while (inner := internals.inner_excepthook(hook)) is not None:
+        hook = inner
+    if hook is sys.__excepthook__:
+        sys.excepthook = ShortDisplay(sys.excepthook)
+
+
+class ShortDisplay:
+    """The hook: shows an error of the library by ``previous``, shortened."""
+
+    def __init__(self, previous: Hook) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Show ``error``, as ``sys.excepthook`` does."""
+        if os.environ.get(TRACEBACK_VARIABLE) not in (None, "", "short"):
+            self._previous(kind, error, trace)
+        elif (place := vars(error).get(_ELSEWHERE)) and _next(error) is None:
+            line = _line(error, place)
+            self._previous(type(line), line, None)
+            time.sleep(_HEAD_START_SECONDS)
+        else:
+            with _shortened(error):
+                self._previous(kind, error, error.__traceback__)
+
+
+def _line(error: BaseException, place: str) -> BaseException:
+    """An exception that is displayed as type and first line of ``error``, and ``place``."""
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    stand_in: type[BaseException] = type(kind.__name__, (Exception,), names)
+    return stand_in(f"{first_line(error)} (raised on all ranks; text and traceback are in the output of {place})")
+
+
+def _next(error: BaseException) -> BaseException | None:
+    """The exception displayed before ``error``: its cause, or the exception under way when ``error`` was raised."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@contextmanager
+def _shortened(error: BaseException) -> Iterator[None]:
+    """Take the inner frames out of ``error`` and the displayed exceptions behind it, for the time of the block."""
+    whole: list[tuple[BaseException, TracebackType | None]] = []
+    shown: BaseException | None = error
+    while shown is not None and all(shown is not other for other, _ in whole):
+        whole.append((shown, shown.__traceback__))
+        shown = _next(shown)
+    try:
+        for shown, trace in whole:
+            if _hides_frames(shown):
+                shown.__traceback__ = _outer_frames(trace)
+        yield
+    finally:
+        for shown, trace in whole:
+            shown.__traceback__ = trace
+
+
+def _hides_frames(error: BaseException) -> bool:
+    """Whether the place of ``error`` inside the library says nothing to a reader: the text says all, or the place of a
+    Ctrl-C is chance."""
+    is_argument = isinstance(error, TypeError | ValueError) and _ELSEWHERE in vars(error)
+    return is_argument or isinstance(error, LegacyDDPError | KeyboardInterrupt)
+
+
+def _outer_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` with the first frame alone of every run of frames of the library."""
+    outer: list[TracebackType] = []
+    is_inside = False
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not (is_inside and file.startswith(_INNER)):
+            is_inside = file.startswith(_LIBRARY)
+            outer.append(trace)
+        trace = trace.tb_next
+    for frame in reversed(outer):
+        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return trace

@@ -1,0 +1,259 @@
+"""Tracebacks at the end of a process, as scripts of several ranks show them."""
+
+import re
+import signal
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.scripts import fork_scripts, run_script
+
+_START = """
+    import os, sys
+    import torch
+    import torch.distributed as dist
+    from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", init_method="file://" + os.path.abspath("store"), rank=rank, world_size=size)
+
+    def backward(model):
+        model(torch.ones(1, 3)).sum().backward()
+
+    def disagree(model):
+        backward(model)
+        model.all_reduce(sample_size=1 if rank == 1 else None)
+
+    model = LegacyDistributedDataParallel(torch.nn.Linear(3, 2))
+"""
+_DISAGREE = "legacy_ddp.DesyncError: all_reduce() call 1: plain and weighted calls met:"
+_LIBRARY_LINE = re.compile(r"File \".*/legacy_ddp/\w+\.py\", line \d+, in \w+")
+_ANY_LIBRARY_LINE = re.compile(r"File \".*/legacy_ddp/.*\.py\"")
+
+
+def _run(folder: Path, script: str, *, ranks: int = 3, start: str = _START, **environment: str) -> list[str]:
+    """The errors of each rank, without the rank that torch puts in front of every line. Every rank fails."""
+    (folder / "train.py").write_text(textwrap.dedent(start) + textwrap.dedent(script))
+    places = [{"RANK": str(rank), "WORLD_SIZE": str(ranks), **environment} for rank in range(ranks)]
+    runs = fork_scripts([("train.py",)] * ranks, places, cwd=folder)
+    assert {run.returncode for run in runs} <= {1, -signal.SIGKILL, -signal.SIGINT}
+    return [re.sub(r"(?m)^\[rank\d\]: ", "", run.stderr) for run in runs]
+
+
+def _is_pointer(errors: str, beginning: str, rank: int = 0) -> bool:
+    """Whether ``errors`` is one line, with the text of the error, that points to ``rank``."""
+    (line,) = errors.splitlines()
+    end = f" (raised on all ranks; text and traceback are in the output of rank {rank})"
+    return line.startswith(beginning) and line.endswith(end)
+
+
+def _tracebacks(errors: str) -> int:
+    return errors.count("Traceback (most recent call last)")
+
+
+def test_an_agreed_error_is_one_traceback_with_one_line_of_the_library_and_a_line_on_the_other_ranks(
+    tmp_path: Path,
+) -> None:
+    first, *others = _run(tmp_path, "disagree(model)")
+
+    assert _tracebacks(first) == 1
+    assert [line for line in first.splitlines() if "train.py" in line and "in disagree" in line]
+    assert len(_ANY_LIBRARY_LINE.findall(first)) == 1
+    assert re.search(r"/legacy_ddp/_wrapper\.py\", line \d+, in all_reduce", first)
+    assert first.index("in disagree") < first.index("in all_reduce")
+    assert "torch/_" not in first
+    # The whole text, with every line.
+    assert f"{_DISAGREE}\n  argument: rank 1 has an int sample_size; ranks 0, 2 have sample_size=None\n" in first
+    assert first.endswith("pass sample_size= on every rank or on none\n")
+    assert [_is_pointer(errors, _DISAGREE) for errors in others] == [True, True]
+
+
+def test_an_error_that_all_ranks_make_alike_is_one_traceback_too(tmp_path: Path) -> None:
+    first, *others = _run(tmp_path, "model.all_reduce(sample_size=1.5)")
+
+    assert (_tracebacks(first), len(_ANY_LIBRARY_LINE.findall(first))) == (1, 1)
+    assert "TypeError: sample_size is of the wrong type" in first
+    assert all(_is_pointer(errors, "TypeError: sample_size is of the wrong type") for errors in others)
+
+
+def test_the_variable_asks_for_all_tracebacks_with_all_frames(tmp_path: Path) -> None:
+    for errors in _run(tmp_path, "disagree(model)", LEGACY_DDP_TRACEBACK="full"):
+        assert _tracebacks(errors) == 1
+        assert len(_ANY_LIBRARY_LINE.findall(errors)) > 2
+        assert _DISAGREE in errors
+
+
+def test_an_unknown_value_of_the_variable_is_an_error_of_the_first_wrapper(tmp_path: Path) -> None:
+    expected = "ValueError: environment variable LEGACY_DDP_TRACEBACK: got 'loud', expected one of ('short', 'full')\n"
+
+    for errors in _run(tmp_path, "", ranks=2, LEGACY_DDP_TRACEBACK="loud"):
+        assert errors.endswith(expected)
+
+
+def test_a_rank_with_an_error_of_its_own_behind_the_agreed_error_shows_both(tmp_path: Path) -> None:
+    first, second, third = _run(tmp_path, "model.all_reduce(sample_size=-1 if rank == 1 else 1)")
+
+    assert _tracebacks(first) == 1
+    assert _tracebacks(second) == 2
+    assert "\nValueError: sample_size is out of range: got -1" in second
+    assert "The above exception was the direct cause" in second
+    assert _is_pointer(third, "legacy_ddp.PeerError: ")
+
+
+def test_an_exception_under_way_on_one_rank_stays_visible(tmp_path: Path) -> None:
+    script = """
+        backward(model)
+        try:
+            if rank == 2:
+                raise KeyError("lost in user code")
+        finally:
+            model.all_reduce(sample_size=1 if rank == 1 else None)
+    """
+    first, second, third = _run(tmp_path, script)
+
+    assert _tracebacks(first) == 1
+    assert _is_pointer(second, _DISAGREE)
+    assert _tracebacks(third) == 2
+    assert "KeyError: 'lost in user code'" in third
+
+
+def test_errors_of_user_code_are_shown_as_ever_also_after_an_agreed_error(tmp_path: Path) -> None:
+    script = """
+        try:
+            disagree(model)
+        except LegacyDDPError:
+            pass
+        def fail():
+            raise ValueError(f"from rank {rank}")
+        fail()
+    """
+    for rank, errors in enumerate(_run(tmp_path, script)):
+        assert _tracebacks(errors) == 1
+        assert "in fail" in errors
+        assert errors.endswith(f"\nValueError: from rank {rank}\n")
+
+
+def test_a_caught_error_keeps_its_whole_traceback_and_the_display_changes_nothing(tmp_path: Path) -> None:
+    script = """
+        try:
+            disagree(model)
+        except LegacyDDPError as error:
+            before = error.__traceback__
+            sys.excepthook(type(error), error, before)
+            assert error.__traceback__ is before
+            files = []
+            while before is not None:
+                files.append(before.tb_frame.f_code.co_filename)
+                before = before.tb_next
+            assert sum("/legacy_ddp/" in file for file in files) > 2, files
+        raise SystemExit(1)
+    """
+    first, *others = _run(tmp_path, script)
+
+    assert (_tracebacks(first), len(_ANY_LIBRARY_LINE.findall(first))) == (1, 1)
+    assert all(_is_pointer(errors, _DISAGREE) for errors in others)
+
+
+def test_a_hook_of_the_script_gets_every_error_whole(tmp_path: Path) -> None:
+    hook = """
+    import sys, traceback
+    def hook(kind, error, trace):
+        print("own hook", kind.__name__, len(traceback.extract_tb(trace)) > 4, file=sys.stderr)
+    sys.excepthook = hook
+    """
+    assert _run(tmp_path, "disagree(model)", start=hook.rstrip() + _START) == ["own hook DesyncError True\n"] * 3
+
+
+def test_a_lost_rank_is_no_agreed_error_and_every_survivor_shows_a_traceback(tmp_path: Path) -> None:
+    script = """
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        backward(model)
+        model.all_reduce()
+    """
+    killed, *survivors = _run(tmp_path, script)
+
+    assert killed == ""
+    for errors in survivors:
+        assert _tracebacks(errors) == 1
+        assert len(_LIBRARY_LINE.findall(errors)) == 1
+        assert "legacy_ddp.PeerLostError: " in errors
+
+
+def test_ctrl_c_in_a_call_shows_the_line_of_the_script_and_one_line_of_the_library(tmp_path: Path) -> None:
+    script = """
+        from functools import partial
+        from tests.helpers.rank_faults import WAITS, do_when
+        def train():
+            backward(model)
+            if rank == 0:
+                sys.setprofile(do_when(WAITS, partial(os.kill, os.getpid(), 2)))
+            model.all_reduce()
+        train()
+    """
+    interrupted, other = _run(tmp_path, script, ranks=2)
+
+    assert _tracebacks(interrupted) == 1
+    assert "in train" in interrupted
+    assert len(_ANY_LIBRARY_LINE.findall(interrupted)) == 1
+    assert interrupted.endswith("KeyboardInterrupt\n")
+    assert "legacy_ddp.PeerLostError: " in other
+
+
+def test_the_line_points_to_the_first_rank_of_the_group_counted_in_the_job(tmp_path: Path) -> None:
+    script = """
+        group = dist.new_group([1, 2])
+        if rank == 0:
+            raise SystemExit(1)
+        backward(model)
+        all_reduce_gradients(model.module, process_group=group, sample_size=1 if rank == 2 else None)
+    """
+    _, first, other = _run(tmp_path, script)
+
+    assert _tracebacks(first) == 1
+    assert re.search(r"_collectives/all_reduce\.py\", line \d+, in all_reduce_gradients", first)
+    assert _is_pointer(other, _DISAGREE, rank=1)
+
+
+def test_frames_of_user_code_below_the_library_stay(tmp_path: Path) -> None:
+    script = """
+        def callback(record):
+            call_again()
+        def call_again():
+            model.all_reduce()
+        model.on_sync(callback)
+        backward(model)
+        try:
+            disagree(model)
+        except LegacyDDPError:
+            pass
+        model.all_reduce()
+    """
+    for errors in _run(tmp_path, script, ranks=2):
+        assert [name for name in re.findall(r", in (\w+)\n", errors) if name in ("callback", "call_again")] == [
+            "callback",
+            "call_again",
+        ]
+        assert errors.count("in all_reduce\n") == 2
+        assert "inside an on_sync() callback" in errors
+
+
+@pytest.mark.program
+def test_under_torchrun_with_record_there_is_one_traceback_and_its_error_file_is_whole(tmp_path: Path) -> None:
+    body = """
+        from torch.distributed.elastic.multiprocessing.errors import record
+        @record
+        def main():
+            disagree(model)
+        main()
+    """
+    start = _START.replace('init_method="file://" + os.path.abspath("store"), rank=rank, world_size=size', "")
+    (tmp_path / "train.py").write_text(textwrap.dedent(start) + textwrap.dedent(body))
+
+    run = run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", cwd=tmp_path)
+
+    assert run.returncode == 1
+    assert len(re.findall(r"(?m)^\[rank\d\]: Traceback", run.stderr)) == 1
+    assert run.stderr.count(f"{_DISAGREE} ") == 2
+    assert "in agree" in run.stderr.partition("Root Cause")[2]
