@@ -22,7 +22,7 @@ class Progress:
             self._bar.set_postfix_str(f"{bits:.2f} bits/byte", refresh=False)
             self._bar.update()
         elif self._visible and (done % self._steps_per_line == 0 or done == self._steps):
-            print(f"step {done:5d} of {self._steps}   {bits:.2f} bits/byte on rank 0", file=sys.stderr, flush=True)
+            print(f"step {done:5d} of {self._steps}   {bits:.2f} bits/byte", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         if self._bar is not None:

@@ -123,7 +123,7 @@ class Training:
     earlier_calls: int = 0  # of the runs before the resume
 
     def update(self, micro_batches: Iterable[MicroBatch]) -> float:
-        """Collective: one step. Returns this rank's loss in bits per byte."""
+        """Collective: one step. Returns the loss over all ranks in bits per byte."""
         self.optimizer.zero_grad()
         loss_sum, sample_size = 0.0, 0
         for number, windows in micro_batches:
@@ -131,14 +131,14 @@ class Training:
                 loss, count = summed_loss(self.model, windows.to(self.device))
                 loss.backward()
             loss_sum, sample_size = loss_sum + loss.item(), sample_size + count
-        record = self.model.all_reduce(sample_size=sample_size)
+        record = self.model.all_reduce(sample_size=sample_size, metrics={"loss": loss_sum})
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)  # after all_reduce(), so that all ranks clip alike
         for group in self.optimizer.param_groups:
             group["lr"] = self.peak_learning_rate * learning_rate_factor(self.step)
         self.optimizer.step()
         self.step += 1
         self.calls = self.earlier_calls + record.call
-        return in_bits(loss_sum / sample_size)
+        return in_bits(record.metrics["loss"] / record.sample_size)
 
     @contextmanager
     def micro_batch(self, number: int) -> Iterator[None]:

@@ -44,9 +44,10 @@ class SyncRecord:
     sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``payload_bytes``:
     gradient bytes from this rank to collectives. ``transport``: the carrier of dense gradients on CPU, ``host`` (memory
     shared by the ranks of a host; gloo between several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall
-    time of this rank per phase (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with a
-    communication hook hook, inside :meth:`join` join, under a recorder observe). ``rank``: number of this rank, and
-    index of its row.
+    time of this rank per phase (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with metrics
+    metrics, with a communication hook hook, inside :meth:`join` join, under a recorder observe). ``rank``: number of
+    this rank, and index of its row. ``metrics``: the sum of each metric over the ranks, equal on every rank, sorted by
+    name.
     """
 
     call: int
@@ -59,6 +60,7 @@ class SyncRecord:
     transport: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
     _headers: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._checks import Checks, Level, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
+from legacy_ddp._collectives.arguments import Arguments, Metrics
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
@@ -130,7 +131,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             self._synchronizer.begin_forward(args, kwargs, is_training=self.training)
             return self.module(*args, **kwargs)
 
-    def all_reduce(self, sample_size: SupportsIndex | None = None, *, skip: bool = False) -> SyncRecord:
+    def all_reduce(
+        self, sample_size: SupportsIndex | None = None, *, skip: bool = False, metrics: Metrics = None
+    ) -> SyncRecord:
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
         Collective: once per step, on every rank, in this order:
@@ -153,6 +156,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         Args:
             sample_size: number of items in this rank's gradient sums; an int, or an integer of NumPy or torch.
             skip: leave this rank out of the mean, and ignore ``sample_size``.
+            metrics: numbers of this rank by name, also tensors with one element on any device; equal names on every
+                rank. ``record.metrics`` has the sums over all ranks, as doubles; docs/reference.md has the rules.
 
         Returns:
             The record of the call. ``record.rows`` has a row per rank.
@@ -160,7 +165,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         Raises:
             PeerError: a rank failed before the exchange (a gradient that requires grad, wrong arguments, called inside
                 backward, ...). If every rank failed with the same text, every rank raises its local error instead.
-            DesyncError: ranks are in different calls, mix None and int ``sample_size``, or skipped or repeated a call.
+            DesyncError: ranks are in different calls, mix None and int ``sample_size``, pass other names of metrics, or
+                a rank skipped or repeated a call.
             LayoutError: parameters changed on some ranks only.
             ReplicaDivergenceError: with ``checks="detail"``, parameters or buffers of ranks hold different bits, or a
                 step since the last call used different gradients.
@@ -169,17 +175,17 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             CommHookError: a hook (:meth:`register_comm_hook`) returned no usable gradient.
             TransportError: shared memory is not possible and was asked for, or is not possible any more.
             LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` (on the host
-                transport also in ``agree``) every ``.grad`` becomes None.
+                transport also in ``agree`` and ``metrics``) every ``.grad`` becomes None.
 
         After all errors but LostPeerError every ``.grad`` is unchanged on every rank, and the next call may succeed.
         """
-        synchronizer = self._synchronizer
+        synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
         if not synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
         parameters, group = partial(parameter_columns, self.module), self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:
-            record = all_reduce(synchronizer, parameters, group, sample_size, skip, notice=notice)
+            record = all_reduce(synchronizer, parameters, group, arguments, notice=notice)
         except BaseException:
             self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
             raise
@@ -192,8 +198,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
     def broadcast_parameters(self, src: int = 0) -> None:
         """Collective: copy the parameters (also frozen ones) of rank ``src`` of the group to every rank.
 
-        Raises:
-            As :meth:`all_reduce`; ValueError: ``src`` is not in the group.
+        Raises: as :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
         self._refuse_inside_join("broadcast_parameters()")
         broadcast_parameters(self._synchronizer, self.module, self._group.resolve(), src=src)
@@ -203,8 +208,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
         No other method synchronises buffers: BatchNorm statistics drift apart between two calls.
 
-        Raises:
-            As :meth:`all_reduce`; ValueError: ``src`` is not in the group.
+        Raises: as :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """
         self._refuse_inside_join("broadcast_buffers()")
         broadcast_buffers(self._synchronizer, self.module, self._group.resolve(), src=src)
@@ -260,10 +264,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
     def on_sync(self, callback: Callable[[SyncRecord], object]) -> RemovableHandle:
         """Call ``callback(record)`` on this rank after every successful :meth:`all_reduce`; for logs and plots.
 
-        An exception of the callback leaves :meth:`all_reduce`, with the gradients reduced. A copy has no callback.
-
-        Returns:
-            A handle; ``remove()`` unregisters the callback.
+        An exception of the callback leaves :meth:`all_reduce`, with the gradients reduced. A copy has no callback. The
+        returned handle has ``remove()``.
 
         Raises:
             TypeError: ``callback`` is not callable.

@@ -96,24 +96,34 @@ def announcing_failures(call: Call) -> Iterator[None]:
         raise problem from error
 
 
-def agree(call: Call, header: Header, inventory: Mapping[str, str], *, uneven: str = "allow") -> Agreement:
+def agree(
+    call: Call,
+    header: Header,
+    inventory: Mapping[str, str],
+    *,
+    uneven: str = "allow",
+    metrics: Sequence[str] = (),
+) -> Agreement:
     """Exchange headers, and return them if they match.
 
     ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
-    of ``inventory``.
+    of ``inventory``. ``metrics``: the names behind ``header.argument`` of an all_reduce.
 
     Raises:
         PeerError: a rank failed before the exchange.
         DesyncError: a different wrapper, operation or call; sample_size on some ranks only; a skipped or extra call;
-            with ``uneven="raise"`` different numbers of micro-batches; a split of micro-batches unsuitable for a tree.
+            with ``uneven="raise"`` different numbers of micro-batches; a split of micro-batches unsuitable for a tree;
+            different names of metrics.
         LayoutError: a different inventory.
     """
     header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
     with call.phase("agree"):
         headers = call.exchange_headers(encode_row(header))
         agreement = Agreement(headers, decode_rows(headers))
-        if not agreement.is_uniform and (problem := find_mismatch(call, agreement.rows, inventory, uneven)):
-            raise problem
+        if not agreement.is_uniform:
+            problem = find_mismatch(call, agreement.rows, inventory, uneven, metrics)
+            if problem is not None:
+                raise problem
         call.exchange_endpoints()
     call.group_state.waited_seconds = call.seconds["agree"]
     return agreement

@@ -56,7 +56,8 @@ FAILED_BIT, VALUES_BIT, FINITE_BIT, JOINED_BIT, COUNTED_BIT, SIGNED_BIT = (
 class Header(NamedTuple):
     """The row of a rank: signed 64-bit words, in the order of transfer.
 
-    ``wrapper_id``: number of the wrapper on the group. ``argument``: ``src`` of a broadcast. ``mask``: fingerprint of
+    ``wrapper_id``: number of the wrapper on the group. ``argument``: ``src`` of a broadcast; in an all_reduce() the
+    fingerprint of the names of the metrics, 0 without metrics. ``mask``: fingerprint of
     the kinds of all gradients, in check_replicas() of the gradients themselves. ``state``: fingerprint of the state
     shared by replicas. ``random``: fingerprint of the random generators, which may differ; in an all_reduce() 1 + the
     number of optimizer steps since the last call, 0 if unknown. ``leaves``: number of
@@ -85,6 +86,11 @@ class Header(NamedTuple):
         """For example ``all_reduce() call 3``."""
         labels = {int(operation): operation.label for operation in Operation}
         return f"{labels.get(self.operation, f'operation {self.operation}')} call {self.call}"
+
+    @property
+    def src(self) -> int:
+        """The source of a broadcast, 0 in an all_reduce()."""
+        return 0 if self.operation == Operation.ALL_REDUCE else self.argument
 
     @property
     def takes_part(self) -> bool:

@@ -15,14 +15,18 @@ from legacy_ddp._transport.operation import Operation
 
 
 def find_mismatch(
-    call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], uneven: str
+    call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], uneven: str, metrics: Sequence[str] = ()
 ) -> AgreedError | None:
-    """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call."""
+    """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call.
+
+    ``metrics``: the names of this rank's metrics.
+    """
     return (
         find_failure(call, rows, "")
         or _find_other_call(rows)
         or _find_other_layout(call, rows, inventory)
         or find_other_meaning(rows, uneven)
+        or _find_other_metrics(call, rows, metrics)
     )
 
 
@@ -43,7 +47,7 @@ def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> Agree
 
 
 def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
-    if len({(row.version, row.wrapper_id, row.operation, row.call, row.argument) for row in rows}) == 1:
+    if len({(row.version, row.wrapper_id, row.operation, row.call, row.src) for row in rows}) == 1:
         return None
     finding = compare_rows(
         [
@@ -51,7 +55,7 @@ def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
                 "header version": str(row.version),
                 "wrapper": f"number {row.wrapper_id} on this group",
                 "call": row.call_name,
-                "src": str(row.argument),
+                "src": str(row.src),
             }
             for row in rows
         ]
@@ -148,6 +152,17 @@ def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
     splits = format_splits(len(rows) * most)
     text = f"micro-batches are not split over the ranks as reproducible=True needs it:\n{found}\n{splits}"
     return _error(DesyncError, rows, text, finding.ranks)
+
+
+def _find_other_metrics(call: Gatherer, rows: Sequence[Header], names: Sequence[str]) -> AgreedError | None:
+    """The error for metrics of different names. Collective after a difference."""
+    ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks count as zeros
+    if rows[0].operation != Operation.ALL_REDUCE or len({rows[rank].argument for rank in ranks}) == 1:
+        return None
+    held = call.gather_objects(list(names))
+    finding = compare_rows([{f"metric {name!r}": "a value" for name in held[rank]} for rank in ranks], ranks)
+    advice = "pass metrics= with equal names on every rank, with 0.0 on a rank without data"
+    return _error(DesyncError, rows, f"ranks bring different metrics:\n{finding}\n{advice}", finding.ranks)
 
 
 def _participants(rows: Sequence[Header]) -> list[int]:

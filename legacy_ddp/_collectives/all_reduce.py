@@ -1,7 +1,7 @@
 """The collective call: plan → pack → agree → check → reduce → alias → record."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, SupportsIndex
 
@@ -15,6 +15,8 @@ from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.columns import Columns
 from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._collectives.arguments import Arguments, Metrics
+from legacy_ddp._collectives.metrics import sum_metrics
 from legacy_ddp._collectives.nonfinite import check_finite
 from legacy_ddp._collectives.pack import pack
 from legacy_ddp._collectives.reduce import Reduced, discard, reduce
@@ -45,8 +47,7 @@ def all_reduce(
     synchronizer: Synchronizer,
     parameters: Callable[[], Columns],
     group: dist.ProcessGroup,
-    sample_size: SupportsIndex | None,
-    skip: bool,
+    arguments: Arguments,
     *,
     flags: int = 0,
     notice: Callable[[], Any] | None = None,
@@ -66,7 +67,7 @@ def all_reduce(
             prepare_transport(call.group_state, planner)
             with call.phase("plan"):
                 plan = planner.plan(parameters())
-            packed = pack(call, planner.counter, leaves, plan, sample_size, skip)
+            packed = pack(call, planner.counter, leaves, plan, arguments)
             if observers.local:
                 with call.phase("observe"):
                     observers.local.notify(dict(packed.grads(plan)))
@@ -79,13 +80,15 @@ def all_reduce(
             segments = segments_of(plan, packed, planner.segments.problem)
             call.segments = ids_of(plan, segments)
         with _discarding_after(call, plan, leaves):
-            agreement = agree(call, header, plan.layout.inventory, uneven=settings.checks.uneven)
+            uneven, names = settings.checks.uneven, tuple(packed.metrics)
+            agreement = agree(call, header, plan.layout.inventory, uneven=uneven, metrics=names)
             require_host(call, settings)
             if digests is not None and (text := check(call, digests, agreement.rows)):
                 warnings.add_everywhere(call, text)
             edits.check(call, plan, agreement, warnings)
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, warnings)
+            metrics = sum_metrics(call, agreement, packed.metrics)
             on_host = choose_transport(call, settings, plan, segments, planner.segments.problem)
             reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
             with call.phase("alias"):
@@ -97,7 +100,7 @@ def all_reduce(
             steps.begin(call.groups, plan.parameters)
         if digests is not None:
             digests.end_call(call)
-    return _finish(synchronizer, call, agreement, reduced, on_host=on_host)
+    return _finish(synchronizer, call, agreement, reduced, metrics, on_host=on_host)
 
 
 @contextmanager
@@ -123,7 +126,13 @@ def _watched(settings: Settings) -> int:
 
 
 def _finish(
-    synchronizer: Synchronizer, call: Call, agreement: Agreement, reduced: Reduced, *, on_host: bool
+    synchronizer: Synchronizer,
+    call: Call,
+    agreement: Agreement,
+    reduced: Reduced,
+    metrics: Mapping[str, float],
+    *,
+    on_host: bool,
 ) -> SyncRecord:
     """Check for warnings, make the record, log the call and notify the observers."""
     warnings, observers, divisor = synchronizer.warnings, synchronizer.observers, agreement.divisor
@@ -140,6 +149,7 @@ def _finish(
         seconds=call.seconds,
         rank=call.groups.rank,
         transport=HOST if on_host else GLOO if call.groups.size > 1 else "",
+        metrics=metrics,
         _headers=agreement.headers,
     )
     if LOGGER.isEnabledFor(logging.DEBUG):
@@ -155,6 +165,7 @@ def all_reduce_gradients(
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     sample_size: SupportsIndex | None = None,
     skip: bool = False,
+    metrics: Metrics = None,
 ) -> SyncRecord:
     """The same as :meth:`LegacyDistributedDataParallel.all_reduce`, for a loop with another wrapper around its model.
 
@@ -167,7 +178,8 @@ def all_reduce_gradients(
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
     """
     synchronizer, parameters = synchronizer_of(module_or_params)
-    record = all_reduce(synchronizer, parameters, resolve_group(process_group), sample_size, skip)
+    arguments = Arguments(sample_size, skip, metrics)
+    record = all_reduce(synchronizer, parameters, resolve_group(process_group), arguments)
     if synchronizer.warnings.pending:
         synchronizer.warnings.emit()
     return record

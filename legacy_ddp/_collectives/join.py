@@ -19,6 +19,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._collectives.all_reduce import all_reduce
+from legacy_ddp._collectives.arguments import Arguments
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._errors import LegacyDDPError
@@ -150,9 +151,9 @@ class _StandIn(JoinHook):
         """Collective: take part in the call of a rank with data, without gradients."""
         synchronizer, wrapper = self._synchronizer, self._wrapper
         parameters = partial(parameter_columns, wrapper.module)
-        part = (0, False) if synchronizer.settings.reproducible else (None, True)
+        part = Arguments(sample_size=0) if synchronizer.settings.reproducible else Arguments(skip=True)
         try:
-            all_reduce(synchronizer, parameters, wrapper.join_process_group, *part, flags=self._flags)
+            all_reduce(synchronizer, parameters, wrapper.join_process_group, part, flags=self._flags)
         except BaseException:
             wrapper._joining = None
             raise

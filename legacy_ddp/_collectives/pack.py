@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import SupportsIndex
 
 import torch
@@ -13,6 +13,8 @@ from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment
+from legacy_ddp._collectives.arguments import Arguments
+from legacy_ddp._collectives.metrics import metrics_word, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
@@ -25,7 +27,8 @@ class Packed:
 
     ``kinds``: kind of every slot's gradient, all absent on a rank that takes no part. ``flats``: a tensor per
     buffer, with the dense gradients. ``sparse``: the sparse gradients, coalesced, by slot. ``segments``: with
-    micro-batches the shared memory per tensor of ``flats``; None for the flat tensor of the buffer.
+    micro-batches the shared memory per tensor of ``flats``; None for the flat tensor of the buffer. ``metrics``: of
+    this rank, by name.
     """
 
     kinds: Sequence[int]
@@ -33,6 +36,7 @@ class Packed:
     sparse: Mapping[int, torch.Tensor]
     header: Header
     segments: Sequence[Segment | None] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     def grads(self, plan: Plan) -> Iterator[tuple[str, torch.Tensor | None]]:
         """Every slot's name and gradient, in slot order."""
@@ -43,18 +47,11 @@ class Packed:
                 yield slot.name, dense if kind <= DENSE else self.sparse[index]
 
 
-def pack(
-    call: Call,
-    counter: BackwardCounter,
-    leaves: Leaves | None,
-    plan: Plan,
-    sample_size: SupportsIndex | None,
-    skip: bool,
-) -> Packed:
+def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan, arguments: Arguments) -> Packed:
     """Check arguments and gradients, and copy the gradients into flat tensors. Writes nothing that a user can see.
 
     Raises:
-        TypeError, ValueError: an unusable ``sample_size`` or ``skip``.
+        TypeError, ValueError: an unusable argument.
         GradientError: a gradient that cannot be reduced, or that ``sample_size`` would divide a second time; an
             incomplete micro-batch.
         LegacyDDPError: called from inside backward or while a CUDA graph is captured.
@@ -62,7 +59,8 @@ def pack(
     """
     with call.phase("pack"):
         check_can_communicate(call)
-        header = _header_of(sample_size, skip)
+        metrics = read_metrics(arguments.metrics)
+        header = _header_of(arguments.sample_size, arguments.skip)._replace(argument=metrics_word(metrics))
         if leaves is not None:
             _require_sample_size(header)
         if leaves is None:
@@ -76,7 +74,7 @@ def pack(
             kinds = [ABSENT] * len(plan.parameters)
             flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
             header = _with_fingerprints(call, plan, header, kinds)
-            return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats))
+            return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats), metrics)
         header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
         if header.participation == Participation.SAMPLES:
             _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
@@ -86,7 +84,7 @@ def pack(
             header = header._replace(leaves=count)
         sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
         header = _with_fingerprints(call, plan, header, kinds)
-        packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats))
+        packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats), metrics)
         if call.checks.level == "off":
             return packed
         return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy == "raise")

@@ -9,7 +9,7 @@ from legacy_ddp._watchdog.processes import DEAD, RUNNING
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
-_PHASES = ("plan", "pack", "digest", "agree", "compare", HOOK, "payload", "alias")
+_PHASES = ("plan", "pack", "digest", "agree", "compare", "metrics", HOOK, "payload", "alias")
 
 
 @dataclass(frozen=True)

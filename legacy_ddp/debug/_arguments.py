@@ -1,7 +1,9 @@
-"""Arguments of the tools: a model, wrapped or not, with its process group; and its optimizers."""
+"""Arguments of the tools: a model, wrapped or not, with its process group; its optimizers; a folder; a number."""
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
 from legacy_ddp._transport.process_group import resolve_group
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp.debug._trace.records import MAX_STEP
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -56,3 +59,37 @@ def as_optimizers(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     if others := [type(item).__name__ for item in found if not isinstance(item, torch.optim.Optimizer)]:
         raise TypeError(f"optimizer is of the wrong type: got {others[0]}, expected torch.optim.Optimizer or several")
     return found
+
+
+def as_folder(folder: str | os.PathLike[str]) -> Path:
+    """The path of a folder, with ``~`` expanded.
+
+    Raises:
+        TypeError, ValueError: no path, or ``~`` of an unknown user.
+    """
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:  # ~ without a home directory, or ~name of an unknown user
+        raise ValueError(
+            f"folder is not usable: got {str(folder)!r}, expected ~ with a known home directory; name the whole path"
+        ) from error
+
+
+def as_flag(argument: str, value: object) -> bool:
+    """Raises a TypeError for a value other than True and False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{argument} is not usable: got {value!r}, expected True or False")
+    return value
+
+
+def as_count(argument: str, value: object) -> int:
+    """A number of steps.
+
+    Raises:
+        ValueError: not a whole number from 1.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEP:
+        raise ValueError(f"{argument} is not usable: got {value!r}, expected a whole number from 1 to {MAX_STEP:,}")
+    return value

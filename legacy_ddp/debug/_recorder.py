@@ -2,10 +2,10 @@
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._collectives.metrics import read_numbers
 from legacy_ddp._error_text import error_text
 from legacy_ddp._log import warn
 from legacy_ddp._record import RankRow, SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.debug._arguments import Optimizers, as_optimizers, target_of
+from legacy_ddp.debug._arguments import Optimizers, as_count, as_flag, as_folder, as_optimizers, target_of
 from legacy_ddp.debug._steps import OptimizerSteps
 from legacy_ddp.debug._trace import snapshot
 from legacy_ddp.debug._trace.environment import environment_of
-from legacy_ddp.debug._trace.records import MAX_STEP, CallFacts, Environment, Section
+from legacy_ddp.debug._trace.records import CallFacts, Environment, Section
 from legacy_ddp.debug._trace.write import Writer
 
 
@@ -50,6 +51,7 @@ class Recorder:
         every: record the steps with a number divisible by ``every``.
         first_step: number of the first step: 101 for a training resumed after step 100.
         process_group: of a plain module; None for the default group.
+        argv: record the command line (``sys.argv``). False: leave it out, for a command line with a secret.
 
     Raises:
         TypeError, ValueError: an unusable argument.
@@ -65,6 +67,7 @@ class Recorder:
         every: int = 1,
         first_step: int = 1,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
+        argv: bool = True,
     ) -> None:
         if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
             raise TypeError(
@@ -74,14 +77,15 @@ class Recorder:
         if process_group is not None and isinstance(model, LegacyDistributedDataParallel):
             raise ValueError("process_group is the wrapper's own, expected None; assign model.process_group instead")
         self._target = target_of(model, process_group)
-        self._folder = _path(folder)
+        self._folder = as_folder(folder)
         self._optimizers = as_optimizers(optimizer)
-        self._every = _count("every", every)
-        self._first_step = _count("first_step", first_step)
+        self._every = as_count("every", every)
+        self._first_step = as_count("first_step", first_step)
+        self._has_argv = as_flag("argv", argv)
         self._writer: Writer | None = None
         self._handles: list[RemovableHandle] = []
         self._rank = 0
-        self._was_used = False
+        self._was_used = self._is_open = False
         self._step = first_step - 1  # the last step
         self._steps = OptimizerSteps(self._optimizers, lambda: self._try(self._write_result))
         # Of the next step: inputs of its forward passes, generators and local gradients at its call.
@@ -115,6 +119,7 @@ class Recorder:
             observers.reduced.add(self.see_reduced),
         ]
         self._steps.watch()
+        self._is_open = True
         return self
 
     def __exit__(
@@ -123,6 +128,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._steps.release()
+        self._is_open = False
         if kind is None and not self._optimizers:  # with optimizers, a pending step was skipped or is incomplete
             self._try(lambda writer: self._write_result(writer, with_buffers=self._has_seen_forwards))
         self._try(lambda writer: writer.close(self._step, "closed" if kind is None else kind.__name__))
@@ -134,6 +140,28 @@ class Recorder:
                 "the wrapper whose all_reduce() is called",
                 stacklevel=2,
             )
+
+    def log(self, /, **values: SupportsFloat | str) -> None:
+        """Record values of this rank: a learning rate, or the loss of this rank's data. They are not summed.
+
+        The values belong to the step of the last ``all_reduce()``, before the first to the start; a later value of the
+        same name in this step replaces the earlier value. Values of a step that is not recorded (``every``) are left
+        out. Local: other ranks may log other names.
+
+        Args:
+            values: numbers and tensors with one element, recorded as doubles, and texts.
+
+        Raises:
+            TypeError: a value is neither a number nor a text.
+            ValueError: outside of the ``with`` block; a number beyond the range of a double.
+        """
+        if not self._is_open:
+            raise ValueError("log() was called outside of the recorder's block, expected inside: with Recorder(...):")
+        read = read_numbers("log", {name: value for name, value in values.items() if not isinstance(value, str)})
+        logged: dict[str, float | str] = {name: read.get(name, str(value)) for name, value in values.items()}
+        is_start = self._step < self._first_step
+        if logged and (is_start or self._step % self._every == 0):
+            self._try(lambda writer: writer.log_now(self._step, logged))
 
     def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the inputs of a training forward pass, and the buffers before the pass changes them."""
@@ -222,6 +250,7 @@ class Recorder:
             every=self._every,
             first_step=self._first_step,
             transport=target.synchronizer.expected_transport(target.group),
+            argv=sys.argv if self._has_argv else None,
         )
 
 
@@ -241,18 +270,8 @@ def _facts_of(record: SyncRecord, row: RankRow, generators: str, inputs: snapsho
         forwards=inputs.forwards,
         inputs=tuple(inputs.found),
         inputs_complete=inputs.complete and inputs.forwards >= row.micro_batches,
+        metrics=record.metrics,
     )
-
-
-def _path(folder: str | os.PathLike[str]) -> Path:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-        raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
-    try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:  # ~ without a home directory, or ~name of an unknown user
-        raise ValueError(
-            f"folder is not usable: got {str(folder)!r}, expected ~ with a known home directory; name the whole path"
-        ) from error
 
 
 def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
@@ -273,9 +292,3 @@ def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Opti
 def _finite(norm: float | None) -> float | None:
     """The norm, or None for infinity, which JSON lacks: finite gradients may have a norm too large for a float64."""
     return norm if norm is not None and math.isfinite(norm) else None
-
-
-def _count(argument: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEP:
-        raise ValueError(f"{argument} is not usable: got {value!r}, expected a whole number from 1 to {MAX_STEP:,}")
-    return value

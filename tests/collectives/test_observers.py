@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.cases import wrap_module
 from tests.helpers.comm_hooks import mean
 from tests.helpers.paths import ROOT
@@ -171,7 +173,7 @@ def test_the_profiler_shows_phases_and_buckets_by_name(transport: str, hooked: b
 # --- docs/logging.md --------------------------------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-TENSORBOARD, WANDB, *_, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TENSORBOARD, WANDB, RECORDER, *_, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 class _Tracker:
@@ -210,6 +212,27 @@ def test_the_recipes_for_trackers_draw_every_rank_from_one() -> None:
     assert drawn == phases | {(f"{what}/rank {rank}", 10) for what in ("norm", "seconds waited") for rank in (0, 1)}
     assert {("norm/rank 1", 3), ("call", 1), ("seconds/agree", 10)} <= logged
     assert others == [[]]
+
+
+def _recorded(rank: int, folder: Path) -> float:
+    model = wrap()
+    scope = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5), "batches": [1.0, 2.0]}
+    exec(
+        RECORDER.replace('"runs/1"', repr(str(folder))),
+        {**scope, "loss_of": lambda model, batch: (batch + rank) * model(torch.ones(1, 2)).sum() / 64},
+    )
+    with open_run(folder).open(rank) as trace:
+        calls = [trace.call(step) for step in (1, 2)]
+        assert [list(call.metrics) for call in calls if call] == [["loss"]] * 2
+        assert [list(trace.logged[step]) for step in (1, 2)] == [["own_loss", "lr"]] * 2
+        assert calls[0] is not None
+        return calls[0].metrics["loss"] - float(trace.logged[1]["own_loss"])
+
+
+def test_the_recipe_for_the_recorder_writes_metrics_and_values_of_each_rank(tmp_path: Path) -> None:
+    """What the sum has beyond the own loss is the loss of the other rank: twice or half of the own one."""
+    first, second = run_ranks(_recorded, 2, tmp_path)
+    assert first == pytest.approx(2 * second)
 
 
 def _tabulated(rank: int) -> str:

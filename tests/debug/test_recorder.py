@@ -571,6 +571,7 @@ def test_a_recorder_is_used_once(tmp_path: Path) -> None:
             {"first_step": 0},
             ("ValueError", "first_step is not usable: got 0, expected a whole number from 1 to 1,000,000,000,000,000"),
         ),
+        ({"argv": "no"}, ("TypeError", "argv is not usable: got 'no', expected True or False")),
         ({"folder": 3}, ("TypeError", "folder is not usable: got 3, expected a path")),
         ({"folder": ""}, ("TypeError", "folder is not usable: got '', expected a path")),
         (

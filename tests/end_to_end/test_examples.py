@@ -420,7 +420,7 @@ def test_progress_without_tqdm_is_lines(monkeypatch: pytest.MonkeyPatch, capsys:
     progress.close()
 
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "step    10 of 100   2.50 bits/byte on rank 0"
+    assert lines[0] == "step    10 of 100   2.50 bits/byte"
     assert len(lines) == 10
 
 

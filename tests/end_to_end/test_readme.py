@@ -51,5 +51,5 @@ def test_the_command_answers_what_the_readme_shows(tmp_path: Path) -> None:
     found = fork_script("-m", "legacy_ddp", "diff", "before", "after", cwd=tmp_path)
 
     assert found.returncode == 1, found.stderr
-    printed = "".join(f"    {line}\n" if line else "\n" for line in found.stdout.splitlines())
-    assert printed.startswith(shown[1].rstrip())
+    printed = " ".join(found.stdout.split()).replace(f"{ROOT}/", "")  # lines end elsewhere with another path
+    assert printed.startswith(" ".join(shown[1].split()))

@@ -71,9 +71,13 @@ def write_trace(
     kind: str = KIND,
     environments: Callable[[int, int], Environment] = environment,
     calls: Callable[[int, int], CallFacts] = call_facts,
+    logs: Callable[[int, int], Mapping[str, float | str]] | None = None,
     end: str | None = "closed",
 ) -> Path:
-    """A run of ``steps`` steps with ranks that agree in everything but local gradients and ``planted`` entries."""
+    """A run of ``steps`` steps with ranks that agree in everything but local gradients and ``planted`` entries.
+
+    ``calls``, ``logs``: of a step and rank.
+    """
     for rank in range(world_size):
         facts = environments(rank, world_size)
         writer = Writer(folder, facts)
@@ -84,6 +88,8 @@ def write_trace(
                     writer.call(step, calls(step, rank))
                 if names.get(phase):
                     writer.section(step, section(rank, step, phase, names[phase], kind, planted or {}))
+            if logs and (logged := logs(step, rank)):
+                writer.log_now(step, logged)
             writer.flush()
         if end is None:
             writer.abandon()

@@ -145,7 +145,8 @@ class _RunComparison:
         compared = self._coverage.steps
         steps = (compared[0], compared[-1]) if compared else None
         folders = str(self._a.folder), str(self._b.folder)
-        return Comparison(folders, verdict, headline, steps, notes=tuple(self._notes(verdict)))
+        notes = tuple(self._notes(verdict))
+        return Comparison(folders, verdict, headline, steps, metrics=self._found.metrics, notes=notes)
 
     def _notes(self, verdict: Verdict) -> list[str]:
         found, steps = self._found, self._coverage.any_steps

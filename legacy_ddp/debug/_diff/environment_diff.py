@@ -12,12 +12,12 @@ EXCLUDED = ("host", "pid", "started")
 
 # Likeliest first. Unlisted facts come next, and the least likely facts last.
 _LIKELIEST = (
-    *("seed", "torch", "legacy_ddp", "reproducible", "reduce_dtype", "default dtype", "devices", "backend"),
-    *("transport", "threads", "float32 matmul precision", "deterministic algorithms", "cudnn.benchmark"),
+    *("seed", "commit", "torch", "legacy_ddp", "reproducible", "reduce_dtype", "default dtype", "devices"),
+    *("backend", "transport", "threads", "float32 matmul precision", "deterministic algorithms", "cudnn.benchmark"),
     *("cudnn.deterministic", "CUBLAS_WORKSPACE_CONFIG", "mkldnn", "cpu", "cuda", "cudnn", "nccl", "buffer_size"),
     *("optimizer", "ignore", "interop threads"),
 )
-_LEAST_LIKELY = ("python", "platform", "gradient_as_bucket_view", "checks")
+_LEAST_LIKELY = ("argv", "python", "platform", "gradient_as_bucket_view", "checks")
 
 
 def by_likelihood(facts: Sequence[str]) -> list[str]:

@@ -76,6 +76,22 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class MetricDifference:
+    """A metric with different sums in two runs.
+
+    ``step``: of the first difference. ``a``, ``b``: the sums there, NaN and infinity as text, None without this metric.
+    ``differing``: number of calls with a difference, of ``calls`` compared calls.
+    """
+
+    name: str
+    step: int
+    a: float | str | None
+    b: float | str | None
+    differing: int
+    calls: int
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Result of the comparison of two runs, or of the ranks of one run.
 
@@ -84,8 +100,9 @@ class Comparison:
     ``others``: the next few divergences in the same step and phase (for two runs, on the same rank). ``size``: for two
     runs, the greatest relative difference of norms there; None if unknown. ``explanation``: sentences about the first
     divergence. ``causes``: possible causes, likeliest first. ``locations``: the first few, in the order of training;
-    ``more_locations``: number of steps and phases with differences beyond ``locations``. ``notes``: parts of the
-    traces without a comparison, with the reason.
+    ``more_locations``: number of steps and phases with differences beyond ``locations``. ``metrics``: for two runs,
+    the first difference of each metric; no part of the verdict. ``notes``: parts of the traces without a comparison,
+    with the reason.
     """
 
     folders: tuple[str, ...]
@@ -99,4 +116,5 @@ class Comparison:
     causes: tuple[Cause, ...] = ()
     locations: tuple[Location, ...] = ()
     more_locations: int = 0
+    metrics: tuple[MetricDifference, ...] = ()
     notes: tuple[str, ...] = field(default=())

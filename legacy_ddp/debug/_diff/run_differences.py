@@ -8,8 +8,9 @@ from legacy_ddp.debug._diff import call_diff, environment_diff
 from legacy_ddp.debug._diff.call_diff import CallDifferences
 from legacy_ddp.debug._diff.coverage import ComparisonCoverage
 from legacy_ddp.debug._diff.locations import Key, Locations, merge
+from legacy_ddp.debug._diff.metric_diff import metric_differences
 from legacy_ddp.debug._diff.pair import Pair
-from legacy_ddp.debug._diff.result import Cause, Divergence, Location
+from legacy_ddp.debug._diff.result import Cause, Divergence, Location, MetricDifference
 from legacy_ddp.debug._diff.same_model import check_same_model
 from legacy_ddp.debug._diff.sections import SHARED_PHASES, entry_differences, keep_shared, total_norm
 from legacy_ddp.debug._trace.coverage import RunCoverage
@@ -33,6 +34,7 @@ class RunDifferences:
         self.coverage = ComparisonCoverage()
         self._tensors = Locations()
         self._settings = Locations()
+        self.metrics: tuple[MetricDifference, ...] = ()
         for rank in range(a.world_size) if self.equal_sizes else (0,):
             with self.open(rank, progress) as pair:
                 self._add_rank(rank, pair)
@@ -107,6 +109,8 @@ class RunDifferences:
             run_coverage.add(rank, trace)
         check_same_model(pair, *(run.folder for run in self.runs))
         self.coverage.add_rank(rank, pair.steps, pair.entry_counts())
+        if rank == 0:
+            self.metrics = metric_differences(pair)
         for step, phase in pair.candidates():
             self._compare(rank, pair, step, phase)
         if self.equal_sizes:

@@ -1,13 +1,13 @@
 """Text of 80 columns and JSON object of a comparison, with the first divergence first. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
 from legacy_ddp._text import table, wrap
 from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side
+from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, Side
 from legacy_ddp.debug._diff.sections import relative_difference
 from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 
@@ -28,6 +28,8 @@ def lines(comparison: Comparison) -> list[str]:
         text += ["", *_first(comparison, comparison.first), "", *wrap(f"meaning: {comparison.explanation}")]
     if comparison.locations:
         text += ["", *_locations(comparison)]
+    if comparison.metrics:
+        text += ["", "metrics that differ, each at its first step:", *_metrics(comparison.metrics)]
     if comparison.notes:
         text += ["", *(line for note in comparison.notes for line in wrap(f"note: {note}"))]
     return text
@@ -100,6 +102,18 @@ def _locations(comparison: Comparison) -> list[str]:
         *table(rows),
         *_more(comparison.more_locations + sum(item.steps for item in comparison.locations[MAX_LINES:])),
     ]
+
+
+def _metrics(differences: Sequence[MetricDifference]) -> Iterator[str]:
+    for item in differences[:MAX_LINES]:
+        sides = ", ".join(f"{_sum(value)} in {label}" for value, label in ((item.a, "A"), (item.b, "B")))
+        share = f"differs in {item.differing:,} of {item.calls:,} calls"
+        yield from wrap(f"{item.name!r}, step {item.step}: {sides} ({share})", "  ")
+    yield from _more(len(differences) - MAX_LINES)
+
+
+def _sum(value: float | str | None) -> str:
+    return "nothing" if value is None else str(value)
 
 
 def _more(number: int, unit: str = "") -> list[str]:

@@ -14,6 +14,7 @@ from legacy_ddp.debug._page.binning import Grid
 from legacy_ddp.debug._page.chart import Axis, Chart
 from legacy_ddp.debug._page.environment_table import environment_rows
 from legacy_ddp.debug._page.line_charts import local_norm_chart, noise_scale_chart
+from legacy_ddp.debug._page.loop_charts import logged_charts, metric_charts
 from legacy_ddp.debug._page.parameter_chart import parameter_chart
 from legacy_ddp.debug._page.series import Series, read_series
 from legacy_ddp.debug._page.wait_chart import wait_chart
@@ -75,8 +76,10 @@ def draw_charts(series: Series, labels: Sequence[str]) -> list[Chart]:
     spans = [(item.left, item.last + item.stride / 2) for item in (grid, series.parameters.grid)]
     axis = Axis.over(min(left for left, _ in spans), max(right for _, right in spans))
     return [
+        *metric_charts(axis, series.metrics, series.calls, labels),
         parameter_chart(axis, series),
         local_norm_chart(axis, series.calls, labels),
         *(wait_chart(axis, calls, grid, label) for calls, label in zip(series.calls, labels, strict=True)),
         noise_scale_chart(axis, series.calls, labels),
+        *logged_charts(axis, series.logged, labels),
     ]

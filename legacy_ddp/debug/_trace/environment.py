@@ -2,10 +2,12 @@
 
 import os
 import platform
+import shlex
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._buckets.layout import plan_layout
 from legacy_ddp._settings import Settings
+from legacy_ddp.debug._trace.commit import commit_of
 from legacy_ddp.debug._trace.records import Environment
 
 
@@ -27,6 +30,7 @@ def environment_of(
     every: int,
     first_step: int,
     transport: str,
+    argv: Sequence[str] | None,
 ) -> Environment:
     """The first line of this rank's trace."""
     parameters = distinct(module.named_parameters(remove_duplicate=False), settings.ignore)
@@ -38,7 +42,7 @@ def environment_of(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         job=_job(),
         layout=f"{plan_layout(parameters, settings).fingerprint % 2**64:016x}",
-        facts=facts_of(group, settings, {item.tensor.device for item in parameters}, optimizers, transport),
+        facts=facts_of(group, settings, {item.tensor.device for item in parameters}, optimizers, transport, argv),
         parameters=tuple(item.name for item in parameters),
         local_buffers=_local_buffers(module, settings.checks.local_buffers),
     )
@@ -50,8 +54,9 @@ def facts_of(
     devices: Iterable[torch.device],
     optimizers: Sequence[torch.optim.Optimizer],
     transport: str,
+    argv: Sequence[str] | None,
 ) -> dict[str, str]:
-    """Versions, threads, flags and settings; docs/trace-format.md lists them."""
+    """Versions, threads, flags and settings; docs/trace-format.md lists them. ``argv``: None to leave it out."""
     names = sorted({str(device) for device in devices})
     facts = {
         "torch": torch.__version__,
@@ -76,6 +81,8 @@ def facts_of(
         "checks": settings.checks.level,
         "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none given",
         "seed": str(torch.initial_seed()),
+        "argv": "not recorded" if argv is None else shlex.join(argv),
+        "commit": commit_of(Path()),
         "host": platform.node(),
         "pid": str(os.getpid()),
     }

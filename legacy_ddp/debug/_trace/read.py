@@ -3,22 +3,21 @@
 import json
 import os
 import re
-import stat
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
-from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import PHASES, DamagedLineError, check, decode
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
+from legacy_ddp.debug._trace.open_file import first_line, open_trace, unreadable
+from legacy_ddp.debug._trace.records import CallFacts, Names, Section, Values, end_reason, logged_values
 from legacy_ddp.debug._trace.validate import FOREIGN
 
-_FIRST = b'{"line":"environment","format":'
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')
 _CALL = re.compile(rb'\{"line":"call","step":(\d{1,18}),')
+_LOG = re.compile(rb'\{"line":"log","step":(\d{1,18}),')
 _ALL_FINITE = b',"nonfinite":[]'
 _COLUMNS = (*PHASES, "call")
 _ABSENT = -1
@@ -32,10 +31,11 @@ class RankTrace:
     ``steps``: all steps with a line, ascending; the start is the step before ``first_step``. ``damage``: number and
     damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
     block ended (``"closed"``, or the name of an exception), empty for a rank killed or still running. ``phases``: the
-    phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. With ``until``, these
-    attributes cover the part read: up to the first line of a step after ``until``.
+    phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values of this
+    rank alone by step. With ``until``, these attributes cover the part read: up to the first line of a step after
+    ``until``.
 
-    Memory is 260 bytes per step, independent of the number of tensors.
+    Memory is 260 bytes per step, independent of the number of tensors, and the logged values.
 
     Raises:
         TraceError: the file cannot be read, or is no trace of this version.
@@ -48,6 +48,7 @@ class RankTrace:
         self.torn = False
         self.end = ""
         self.steps = array("q")
+        self.logged: dict[int, dict[str, float | str]] = {}
         self._names: dict[int, tuple[Names, bytes]] = {}
         self._offsets = {column: array("q") for column in _COLUMNS}
         self._digests = {phase: array("q") for phase in PHASES}
@@ -61,7 +62,7 @@ class RankTrace:
         except BaseException as error:
             self._file.close()
             if isinstance(error, OSError):
-                raise TraceError(_unreadable(path, error)) from error
+                raise TraceError(unreadable(path, error)) from error
             raise
 
     def __enter__(self) -> "RankTrace":
@@ -146,7 +147,7 @@ class RankTrace:
             self._file.seek(self._offsets[column][row])
             return self._file.readline()
         except OSError as error:
-            raise TraceError(_unreadable(self.path, error)) from error
+            raise TraceError(unreadable(self.path, error)) from error
 
     def _names_of(self, values: dict[str, Any], phase: str) -> Names:
         # JSON takes the last of two equal keys; the scan took the first.
@@ -184,7 +185,9 @@ class RankTrace:
         if found := _VALUES.match(body):
             self._add_values(found, body, offset)
         elif found := _CALL.match(body):
-            self._add_row(int(found[1]), "call", offset)
+            self._add_column(int(found[1]), "call", offset)
+        elif found := _LOG.match(body):
+            self._add_logged(int(found[1]), decode(line))
         else:
             self._add_rare_line(decode(line), body)
 
@@ -193,7 +196,7 @@ class RankTrace:
         norms = body.rfind(b',"norms":')
         if phase not in PHASES or number not in self._names or norms < 0 or self._names[number][0].phase != phase:
             raise DamagedLineError(f"it {FOREIGN}")
-        row = self._add_row(step, phase, offset)
+        row = self._add_column(step, phase, offset)
         self._digests[phase][row] = _digest(self._names[number][1] + body[found.end() : norms])
         self._numbers[phase][row] = number
         if self.nonfinite is None and not body.endswith(_ALL_FINITE):
@@ -210,8 +213,20 @@ class RankTrace:
         else:
             raise DamagedLineError("it is of a kind that no recorder writes")
 
-    def _add_row(self, step: int, column: str, offset: int) -> int:
+    def _add_logged(self, step: int, values: Mapping[str, Any]) -> None:
+        self._add_row(step)
+        self.logged.setdefault(step, {}).update(logged_values(values))
+
+    def _add_column(self, step: int, column: str, offset: int) -> int:
         """The index of the step in the arrays, after storing the offset of its line."""
+        row = self._add_row(step)
+        if self._offsets[column][row] != _ABSENT:
+            raise _comes_again(step)
+        self._offsets[column][row] = offset
+        return row
+
+    def _add_row(self, step: int) -> int:
+        """The index of the step in the arrays; the step is the last one or a new one."""
         if not self.steps or step > self.steps[-1]:
             self._rows[step] = len(self.steps)
             self.steps.append(step)
@@ -220,60 +235,13 @@ class RankTrace:
             for values in (*self._digests.values(), *self._numbers.values()):
                 values.append(0)
         row = self._rows.get(step, _ABSENT)
-        if row != len(self.steps) - 1 or self._offsets[column][row] != _ABSENT:
-            raise DamagedLineError(f"step {step} comes again; are these two runs in one file?")
-        self._offsets[column][row] = offset
+        if row != len(self.steps) - 1:
+            raise _comes_again(step)
         return row
 
 
-def open_trace(path: Path) -> BufferedReader:
-    """The file, opened for reading.
-
-    Raises:
-        TraceError: the file cannot be opened, or is a pipe.
-    """
-    try:
-        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller closes the file
-    except OSError as error:
-        raise TraceError(_unreadable(path, error)) from error
-    if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
-    return file
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Opening a pipe would wait for a writer."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _unreadable(path: Path, error: OSError) -> str:
-    return f"{path} cannot be read: {error.strerror}"
-
-
-def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
-    """The environment at the beginning of a file, and the length of the line in bytes.
-
-    Raises:
-        TraceError: the file begins with another line; the text names the file.
-    """
-    try:
-        beginning = file.peek(len(_FIRST))
-    except OSError as error:
-        raise TraceError(_unreadable(path, error)) from error
-    if not beginning:
-        raise TraceError(f"{path} is empty, expected a trace; was the run killed before its first step?")
-    if not beginning.startswith(_FIRST):  # checked before readline(): junk may be one line of any length
-        raise TraceError(f"{path} is no trace: its first line is not what a recorder writes")
-    line = file.readline()
-    try:
-        values = decode(line)
-        check_version(values)
-        return Environment.from_json(values), len(line)
-    except DamagedLineError as error:
-        raise TraceError(f"{path}: line 1 is damaged: {error}") from error
-    except TraceError as error:
-        raise TraceError(f"{path} {error}") from error
+def _comes_again(step: int) -> DamagedLineError:
+    return DamagedLineError(f"step {step} comes again; are these two runs in one file?")
 
 
 def _digest(data: bytes) -> int:

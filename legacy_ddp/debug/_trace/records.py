@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace import validate
-from legacy_ddp.debug._trace.line_format import FORMAT, VERSION
+from legacy_ddp.debug._trace.line_format import FORMAT, READABLE_VERSIONS, VERSION
 
 MAX_INPUTS = 64
 MAX_STEP = 10**15  # more than any training takes, and less than the largest step number of a line
@@ -131,7 +131,8 @@ class CallFacts:
     phase. ``seconds_waited``: in this call, for the headers of the other ranks. ``generators``: 16 hex digits for the
     random generators of torch at the beginning of the call. ``inputs``: the first ``MAX_INPUTS`` arguments of the
     forward passes since the last call: dtype and shape of a tensor or type of a number or text, and 64 bits.
-    ``forwards``: number of these passes. ``inputs_complete``: no other arguments were passed.
+    ``forwards``: number of these passes. ``inputs_complete``: no other arguments were passed. ``metrics``: their sums
+    over the ranks.
     """
 
     call: int
@@ -148,13 +149,24 @@ class CallFacts:
     forwards: int
     inputs: tuple[tuple[str, str], ...]
     inputs_complete: bool
+    metrics: Annotated[Mapping[str, float], validate.mapping_of(validate.as_metric)] = field(default_factory=dict)
 
     def to_json(self, step: int) -> dict[str, Any]:
-        return {"line": "call", "step": step, **vars(self)}
+        metrics = {name: validate.plain(value) for name, value in self.metrics.items()}
+        return {"line": "call", "step": step, **vars(self), "metrics": metrics}
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "CallFacts":
-        return CallFacts(**validate.read_fields(CallFacts, values))
+        return CallFacts(**validate.read_fields(CallFacts, {"metrics": {}, **values}))  # version 1 has no metrics
+
+
+def log_to_json(step: int, values: Mapping[str, float | str]) -> dict[str, Any]:
+    """A line of values that a rank logged after the call of a step."""
+    return {"line": "log", "step": step, "values": {name: validate.plain(value) for name, value in values.items()}}
+
+
+def logged_values(values: Mapping[str, Any]) -> dict[str, float | str]:
+    return validate.read_field(values, "values", validate.mapping_of(validate.as_logged))
 
 
 def end_to_json(step: int, reason: str) -> dict[str, Any]:
@@ -174,8 +186,9 @@ def check_version(values: Mapping[str, Any]) -> None:
     """
     if values.get("line") != "environment" or values.get("format") != FORMAT:
         raise TraceError(f"is no trace: got a first line of another kind, expected one of format {FORMAT!r}")
-    if values.get("version") != VERSION:
+    if values.get("version") not in READABLE_VERSIONS:
+        readable = " or ".join(map(str, READABLE_VERSIONS))
         raise TraceError(
-            f"is of another version: got {values.get('version')!r}, expected {VERSION}; read it with the legacy_ddp "
+            f"is of another version: got {values.get('version')!r}, expected {readable}; read it with the legacy_ddp "
             "that wrote it"
         )

@@ -9,7 +9,8 @@ from pathlib import Path
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import RANK_FILE
-from legacy_ddp.debug._trace.read import Progress, RankTrace, first_line, open_trace
+from legacy_ddp.debug._trace.open_file import first_line, open_trace
+from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import Environment
 
 _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.jsonl")

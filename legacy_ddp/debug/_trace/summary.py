@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -12,6 +13,7 @@ from legacy_ddp.debug._trace.coverage import end_text
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.validate import plain
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1
@@ -44,13 +46,27 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class Curve:
+    """The first and the last recorded value of a metric, or of a value logged by ``ranks``, of the lowest of them.
+
+    ``first``, ``last``: step and value; NaN and infinity as text.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    first: tuple[int, float | str]
+    last: tuple[int, float | str]
+
+
+@dataclass(frozen=True)
 class Summary:
     """The contents of a trace, in brief.
 
     ``steps``: first and last step of any rank, None without steps; ``recorded``: number of steps. ``ends``: ranks by
     the end of their files. ``phases``: number of names per phase, at its last step on rank 0. ``facts``: equal on all
     ranks; ``own_facts``: different between ranks, each value with its ranks. ``norms``: step and norm of all reduced
-    gradients together, on rank 0, at the first and the last step; without norms too large for a float64.
+    gradients together, on rank 0, at the first and the last step; without norms too large for a float64. ``metrics``:
+    sums over the ranks. ``logged``: values of single ranks.
     """
 
     folder: str
@@ -67,6 +83,8 @@ class Summary:
     norms: tuple[tuple[int, float], ...]
     nonfinite: NonFinite | None
     waiting: Waiting | None
+    metrics: tuple[Curve, ...] = ()
+    logged: tuple[Curve, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of the summary, with its format and version."""
@@ -100,6 +118,8 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
         norms=found.norms,
         nonfinite=found.nonfinite,
         waiting=found.waits.summary(run.world_size),
+        metrics=found.metrics.curves(),
+        logged=found.logged.curves(),
     )
 
 
@@ -113,13 +133,18 @@ class _Findings:
         self.norms: tuple[tuple[int, float], ...] = ()
         self.nonfinite: NonFinite | None = None
         self.waits = _Waits()
+        self.metrics, self.logged = _Curves(), _Curves()
 
     def add(self, rank: int, trace: RankTrace) -> None:
         self.steps.update(trace.steps)
         self.ends.setdefault(_end(trace), []).append(rank)
         self.waits.add(rank, trace)
         self._add_nonfinite(rank, trace)
+        for step, values in trace.logged.items():
+            self.logged.add(rank, step, values)
         if rank == 0:
+            for step in trace.steps:
+                self.metrics.add(rank, step, call.metrics if (call := trace.call(step)) else {})
             self.phases = {phase: _size_of(trace, phase) for phase in trace.phases}
             self.norms = _norms(trace)
 
@@ -133,6 +158,25 @@ class _Findings:
         if (section := trace.section(step, phase)) and section.nonfinite:
             name, count = next(iter(section.nonfinite.items()))
             self.nonfinite = NonFinite(step, phase, rank, name, count)
+
+
+class _Curves:
+    """First and last value by name. Ranks are added in ascending order, steps of a rank in ascending order."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, list[int]] = {}
+        self._ends: dict[str, list[tuple[int, float | str]]] = {}
+
+    def add(self, rank: int, step: int, values: Mapping[str, float | str]) -> None:
+        for name, value in values.items():
+            ranks = self._ranks.setdefault(name, [rank])
+            if ranks[-1] != rank:
+                ranks.append(rank)
+            if rank == ranks[0]:
+                self._ends[name] = [*self._ends.get(name, [])[:1], (step, plain(value))]
+
+    def curves(self) -> tuple[Curve, ...]:
+        return tuple(Curve(name, tuple(self._ranks[name]), ends[0], ends[-1]) for name, ends in self._ends.items())
 
 
 class _Waits:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
-from legacy_ddp._compare import MAX_SIDES, name_ranks
-from legacy_ddp._text import format_bytes, wrap
+from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
+from legacy_ddp._text import format_bytes, shorten, wrap
 from legacy_ddp.debug._trace.coverage import span
 from legacy_ddp.debug._trace.line_format import PHASE_LABELS
-from legacy_ddp.debug._trace.summary import Summary
+from legacy_ddp.debug._trace.summary import Curve, Summary
+
+MAX_TEXT = 40  # characters of a logged text
 
 
 def lines(found: Summary) -> list[str]:
@@ -14,7 +16,7 @@ def lines(found: Summary) -> list[str]:
     text = wrap(f"{found.folder}: {_count(found.world_size, 'rank')}, {_steps(found)}, begun {found.started}")
     for item in [*_ends(found), f"size: {_size(found)}", f"phases: {_phases(found)}"]:
         text += wrap(item, "  ")
-    for item in [*_norms(found), _nonfinite(found), *_waiting(found)]:
+    for item in [*_norms(found), _nonfinite(found), *_waiting(found), *_metrics(found), *_logged(found)]:
         text += wrap(item, "  ")
     text += ["environment of all ranks:" if found.world_size > 1 else "environment:"]
     text += [line for fact, value in found.facts.items() for line in wrap(f"{fact}: {value}", "  ")]
@@ -76,6 +78,32 @@ def _waiting(found: Summary) -> Iterator[str]:
             f"waiting: others waited for rank {waiting.rank} in {waiting.steps:,} of {waiting.of_steps:,} steps; "
             f"the longest wait of a step beyond the shortest: {1000 * waiting.median_seconds:.3g} ms (median)"
         )
+
+
+def _metrics(found: Summary) -> Iterator[str]:
+    for curve in found.metrics[:MAX_LINES]:
+        yield f"metric {curve.name!r}, sum over the ranks: {_ends_of(curve)}"
+    yield from _more(len(found.metrics), "metrics")
+
+
+def _logged(found: Summary) -> Iterator[str]:
+    for curve in found.logged[:MAX_LINES]:
+        others = f" (also logged by {name_ranks(curve.ranks[1:])})" if len(curve.ranks) > 1 else ""
+        yield f"logged {curve.name!r}, rank {curve.ranks[0]}: {_ends_of(curve)}{others}"
+    yield from _more(len(found.logged), "logged names")
+
+
+def _more(number: int, noun: str) -> list[str]:
+    return [f"... {number - MAX_LINES} more {noun}"] if number > MAX_LINES else []
+
+
+def _ends_of(curve: Curve) -> str:
+    ends = dict([curve.first, curve.last])
+    return ", ".join(f"{_value(value)} at step {step}" for step, value in ends.items())
+
+
+def _value(value: float | str) -> str:
+    return shorten(value, MAX_TEXT) if isinstance(value, str) else f"{value:.6g}"
 
 
 def _count(number: int, noun: str) -> str:

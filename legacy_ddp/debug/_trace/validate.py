@@ -11,6 +11,8 @@ from legacy_ddp.debug._trace.line_format import PHASES
 
 FOREIGN = "has contents that no recorder writes"
 
+NOT_FINITE = ("nan", "inf", "-inf")
+
 T = TypeVar("T")
 Convert = Callable[[Any], T]  # raises TypeError, ValueError or OverflowError for a value of the wrong type
 
@@ -59,7 +61,7 @@ def _converter(hint: Any) -> Convert[Any]:
     if origin is tuple:
         return sequence_of(_converter(arguments[0]))
     if origin is Mapping:
-        return _mapping_of(_converter(arguments[1]))
+        return mapping_of(_converter(arguments[1]))
     return _OF_TYPE[hint]
 
 
@@ -138,13 +140,30 @@ def _entries(value: Any, *types: type) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def as_metric(value: Any) -> float:
+    """Inverse of :func:`plain` for a number."""
+    if isinstance(value, str) and value in NOT_FINITE:
+        return float(value)
+    return _as_number(value)
+
+
+def as_logged(value: Any) -> float | str:
+    """Inverse of :func:`plain`, also for a text; ``"nan"`` is NaN."""
+    return value if isinstance(value, str) and value not in NOT_FINITE else as_metric(value)
+
+
+def plain(value: float | str) -> float | str:
+    """The value as JSON has it: NaN and infinity as ``nan``, ``inf`` or ``-inf``."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _as_number(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(number := float(value)):
         raise ValueError
     return number
 
 
-def _mapping_of(convert: Convert[T]) -> Convert[dict[str, T]]:
+def mapping_of(convert: Convert[T]) -> Convert[dict[str, T]]:
     def converted(value: Any) -> dict[str, T]:
         if not isinstance(value, dict):
             raise TypeError

@@ -8,7 +8,7 @@ from typing import Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, end_to_json
+from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, end_to_json, log_to_json
 
 
 class Writer:
@@ -61,6 +61,15 @@ class Writer:
     def call(self, step: int, facts: CallFacts) -> None:
         """Add the facts about the call of a step."""
         self._add(facts.to_json(step))
+
+    def log_now(self, step: int, values: Mapping[str, float | str]) -> None:
+        """Write values of this rank alone, and all lines before.
+
+        Raises:
+            OSError: as :meth:`flush`.
+        """
+        self._add(log_to_json(step, values))
+        self.flush()
 
     def flush(self) -> None:
         """Write all added lines to the file, in one piece.

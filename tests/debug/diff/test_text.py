@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH, printable, shorten, table, wrap
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Location, Side
+from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Location, MetricDifference, Side
 from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._trace.line_format import PHASES
 
@@ -173,6 +173,8 @@ _DIVERGENCE: Any = st.builds(
     _RANKS,
     st.lists(_SIDE, min_size=2, max_size=6).map(tuple),
 )
+_COUNT = st.integers(0, 10**12)
+_SUM = st.none() | st.sampled_from(["nan", "inf", "-inf"]) | st.floats(allow_nan=False, allow_infinity=False)
 _COMPARISON: Any = st.builds(
     Comparison,
     st.tuples(_TEXT, _TEXT),
@@ -198,6 +200,7 @@ _COMPARISON: Any = st.builds(
         max_size=12,
     ).map(tuple),
     st.integers(0, 10**9),
+    st.lists(st.builds(MetricDifference, _TEXT, _COUNT, _SUM, _SUM, _COUNT, _COUNT), max_size=12).map(tuple),
     st.lists(_TEXT, max_size=3).map(tuple),
 )
 

@@ -1,5 +1,6 @@
 """Summaries have the contents of a trace."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,35 @@ def test_lines_never_exceed_80_columns(
     )
 
     assert all(len(line) <= 80 and line.isprintable() for line in lines(found))
+
+
+def test_metrics_and_logged_values_are_shown_with_their_first_and_last_value(tmp_path: Path) -> None:
+    def calls(step: int, rank: int) -> Any:
+        return call_facts(step, rank, metrics={"loss": 1 / step, "bad": math.nan} if step != 2 else {"once": 7.0})
+
+    def logs(step: int, rank: int) -> dict[str, float | str]:
+        return {"lr": step / 8 + rank, "note": f"at {step}"} if rank < 2 else {"own": -math.inf} if step == 4 else {}
+
+    found = summary(tmp_path, world_size=3, calls=calls, logs=logs)
+
+    assert [(item.name, item.first, item.last) for item in found.metrics] == [
+        ("loss", (1, 1.0), (5, 0.2)),
+        ("bad", (1, "nan"), (5, "nan")),
+        ("once", (2, 7.0), (2, 7.0)),
+    ]
+    assert [(item.name, item.ranks, item.first, item.last) for item in found.logged] == [
+        ("lr", (0, 1), (0, 0.0), (5, 0.625)),
+        ("note", (0, 1), (0, "at 0"), (5, "at 5")),
+        ("own", (2,), (4, "-inf"), (4, "-inf")),
+    ]
+    shown = lines(found)
+    at = shown.index("  metric 'loss', sum over the ranks: 1 at step 1, 0.2 at step 5")
+    assert shown[at : at + 6] == [
+        "  metric 'loss', sum over the ranks: 1 at step 1, 0.2 at step 5",
+        "  metric 'bad', sum over the ranks: nan at step 1, nan at step 5",
+        "  metric 'once', sum over the ranks: 7 at step 2",
+        "  logged 'lr', rank 0: 0 at step 0, 0.625 at step 5 (also logged by rank 1)",
+        "  logged 'note', rank 0: at 0 at step 0, at 5 at step 5 (also logged by rank 1)",
+        "  logged 'own', rank 2: -inf at step 4",
+    ]
+    json.dumps(found.as_json(), allow_nan=False)

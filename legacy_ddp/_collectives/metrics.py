@@ -1,0 +1,111 @@
+"""Metrics of a call: figures of the training loop, read on this rank and summed over the ranks."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard
+
+import torch
+
+from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import JOINED_BIT
+from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._error_text import error_line
+from legacy_ddp._transport.call import Call
+
+
+def read_metrics(metrics: object) -> dict[str, float]:
+    """The value of every metric, sorted by name; empty for None.
+
+    Raises:
+        TypeError, ValueError: as :func:`read_numbers`; not a mapping from names.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics is of the wrong type: got {type(metrics).__name__}, expected a mapping of names to numbers, such "
+            "as {'loss': 1.5}"
+        )
+    for name in metrics:
+        if not isinstance(name, str):
+            raise TypeError(f"a name in metrics is of the wrong type: got {name!r}, expected a str")
+    return read_numbers("metrics", {name: metrics[name] for name in sorted(metrics)})
+
+
+def read_numbers(owner: str, values: Mapping[str, object]) -> dict[str, float]:
+    """Every value as a double. Tensors on another device than the CPU are read together, with one wait.
+
+    Raises:
+        TypeError: a value is not a number, or has several elements; the text has ``owner`` and the name.
+        ValueError: an int beyond the range of a double.
+    """
+    away = {name: value for name, value in values.items() if _is_away(value)}
+    for name, value in away.items():
+        _require_one_real_element(f"{owner}[{name!r}]", value)
+    found = {name: _number(f"{owner}[{name!r}]", value) for name, value in values.items() if name not in away}
+    if away:
+        device = next(iter(away.values())).device
+        scalars = [value.detach().reshape(()).to(device, torch.float64, non_blocking=True) for value in away.values()]
+        found.update(zip(away, torch.stack(scalars).tolist(), strict=True))
+    return {name: found[name] for name in values}
+
+
+def metrics_word(metrics: Mapping[str, float]) -> int:
+    """The header word for the names of the metrics; 0 without metrics."""
+    return fingerprint(json.dumps([*metrics]).encode()) if metrics else 0
+
+
+def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The sum of every metric over the ranks, equal on every rank. ``metrics``: of this rank.
+
+    Collective if a rank has metrics: 8 bytes a metric from every rank. A rank that has left a join() counts as zeros,
+    and learns the names here.
+    """
+    if not any(row.argument for row in agreement.rows):
+        return {}
+    with call.phase("metrics"):
+        names: Sequence[str] = tuple(metrics)
+        if any(row.flags & JOINED_BIT for row in agreement.rows):
+            names = next(filter(None, call.gather_objects(names)))
+        own = torch.tensor([metrics.get(name, 0.0) for name in names], dtype=torch.float64, device="cpu")
+        columns = call.gather(own).T.tolist()
+    return dict(zip(names, map(_sum, columns), strict=True))
+
+
+def _sum(values: Sequence[float]) -> float:
+    """The exact sum, rounded once. With infinite values or beyond the range of a double: as ``+`` in rank order."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
+
+
+def _is_away(value: object) -> TypeGuard[torch.Tensor]:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
+
+
+def _require_one_real_element(label: str, value: torch.Tensor) -> None:
+    if value.numel() != 1:
+        raise TypeError(
+            f"{label} is not usable: got a tensor of shape {tuple(value.shape)}, expected one element; sum it first"
+        )
+    if value.is_complex():
+        raise TypeError(f"{label} is not usable: got a tensor of {value.dtype}, expected a real number")
+
+
+def _number(label: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor):
+        _require_one_real_element(label, value)
+    try:
+        held = value.item() if hasattr(value, "item") else value
+        if not hasattr(type(held), "__float__"):  # float() would read the digits of a text
+            raise TypeError(f"no real number: {type(held).__name__}")
+        return float(held)
+    except OverflowError as error:
+        raise ValueError(f"{label} is out of range: got more than 1.8e308, expected a double") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"{label} is not usable: got {type(value).__name__}, expected a real number or a tensor with one element "
+            f"({error_line(error)})"
+        ) from error

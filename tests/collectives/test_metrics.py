@@ -1,0 +1,340 @@
+"""Metrics of a call: sums over the ranks, and agreed errors for names and values that do not fit."""
+
+import math
+import os
+import signal
+import sys
+from decimal import Decimal
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, all_reduce_gradients
+from legacy_ddp._collectives.metrics import read_metrics
+from tests.helpers.rank_faults import do_when
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import add_gradients, error_of, gradient_values, wrap
+
+
+def _model(**options: Any) -> LegacyDistributedDataParallel:
+    """A wrapper with gradients."""
+    model = wrap(**options)
+    add_gradients(model, 1.0)
+    return model
+
+
+def _call(rank: int, of_ranks: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+    record = _model(**options).all_reduce(**of_ranks[rank])
+    return record.call, dict(record.metrics)
+
+
+def _sums(*of_ranks: dict[str, Any], **options: Any) -> dict[str, float]:
+    """The metrics of a call on all ranks, which must be equal bit for bit. NaN is equal to NaN."""
+    found = run_ranks(_call, len(of_ranks), list(of_ranks), options)
+    assert {str(item) for item in found} == {str(found[0])}
+    return found[0][1]
+
+
+@pytest.mark.parametrize("level", ["off", "info", "detail"])
+def test_every_rank_has_the_sums_over_all_ranks(level: str) -> None:
+    sums = _sums(
+        {"metrics": {"loss": 1.5, "correct": 3}},
+        {"metrics": {"correct": 4, "loss": 0.25}},
+        {"metrics": {"loss": -1.0, "correct": True}},
+        checks=level,
+    )
+
+    assert sums == {"correct": 8.0, "loss": 0.75}
+    assert list(sums) == ["correct", "loss"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("metrics", [None, {}])
+def test_without_metrics_there_are_no_sums(world_size: int, metrics: dict[str, float] | None) -> None:
+    assert _sums(*[{"metrics": metrics}] * world_size) == {}
+
+
+def test_a_single_rank_has_its_own_values() -> None:
+    assert _sums({"metrics": {"loss": 0.1}}) == {"loss": 0.1}
+
+
+_columns = st.lists(
+    st.tuples(*[st.floats(allow_nan=False, allow_infinity=False, min_value=-1e307, max_value=1e307)] * 3),
+    min_size=1,
+    max_size=60,
+)
+
+
+@given(columns=_columns)
+@settings(max_examples=10, deadline=None)
+def test_sums_are_exact_and_rounded_once(columns: list[tuple[float, ...]]) -> None:
+    expected = {f"m{index}": float(sum(map(Fraction, column))) for index, column in enumerate(columns)}
+
+    sums = _sums(*({"metrics": dict(zip(expected, values, strict=True))} for values in zip(*columns, strict=True)))
+
+    assert sums == expected
+
+
+def test_small_terms_are_not_lost_between_large_ones() -> None:
+    assert _sums(*({"metrics": {"loss": value}} for value in (1e16, 1.0, -1e16))) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize(
+    "values, expected",
+    [
+        ((math.nan, 1.0), "nan"),
+        ((math.inf, 1.0), "inf"),
+        ((math.inf, -math.inf), "nan"),
+        ((1.7e308, 1.7e308), "inf"),
+        ((-1.7e308, -1.7e308), "-inf"),
+    ],
+)
+def test_values_that_are_not_finite_pass_on(values: tuple[float, float], expected: str) -> None:
+    assert str(_sums(*({"metrics": {"loss": value}} for value in values))["loss"]) == expected
+
+
+class _Half:
+    def __float__(self) -> float:
+        return 0.5
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        (2**53 + 1, 2.0**53),
+        (np.float32(0.1), float(np.float32(0.1))),
+        (np.int64(7), 7.0),
+        (np.array(1.25), 1.25),
+        (np.array([1.25]), 1.25),
+        (torch.tensor(3), 3.0),
+        (torch.tensor([0.5], dtype=torch.bfloat16), 0.5),
+        (torch.ones(1, 1, requires_grad=True).sum(), 1.0),
+        (torch.tensor(True), 1.0),
+        (Decimal("0.1"), 0.1),
+        (Fraction(1, 3), 1 / 3),
+        (_Half(), 0.5),
+        (False, 0.0),
+    ],
+)
+def test_numbers_of_all_kinds_are_read_as_doubles(value: object, expected: float) -> None:
+    assert read_metrics({"m": value}) == {"m": expected}
+
+
+_NOT_USABLE = {
+    "list": ([1.0], "metrics['m'] is not usable: got list, expected a real number"),
+    "text": ("1.0", "metrics['m'] is not usable: got str, expected a real number"),
+    "none": (None, "metrics['m'] is not usable: got NoneType, expected a real number"),
+    "complex": (1j, "metrics['m'] is not usable: got complex, expected a real number"),
+    "complex of numpy": (np.complex64(1), "metrics['m'] is not usable: got complex64, expected a real number"),
+    "array": (np.zeros(2), "metrics['m'] is not usable: got ndarray, expected a real number"),
+    "tensor": (torch.zeros(2, 3), "metrics['m'] is not usable: got a tensor of shape (2, 3), expected one element"),
+    "no elements": (torch.zeros(0), "metrics['m'] is not usable: got a tensor of shape (0,), expected one element"),
+    "complex tensor": (
+        torch.tensor(1j),
+        "metrics['m'] is not usable: got a tensor of torch.complex64",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", _NOT_USABLE)
+def test_a_value_that_is_no_number_is_an_error_with_its_name(kind: str) -> None:
+    value, text = _NOT_USABLE[kind]
+    with pytest.raises(TypeError) as caught:
+        read_metrics({"a": 1.0, "m": value})
+    assert str(caught.value).startswith(text)
+
+
+def test_an_int_beyond_the_range_of_a_double_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^metrics\['m'\] is out of range: got more than 1.8e308, expected a double$"):
+        read_metrics({"m": 10**400})
+
+
+@pytest.mark.parametrize(
+    "metrics, text",
+    [
+        ([("loss", 1.0)], "metrics is of the wrong type: got list, expected a mapping of names to numbers"),
+        ({3: 1.0}, "a name in metrics is of the wrong type: got 3, expected a str"),
+    ],
+)
+def test_metrics_are_a_mapping_from_names(metrics: object, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        read_metrics(metrics)
+    assert str(caught.value).startswith(text)
+
+
+def _wrong_then_right(rank: int, wrong: list[Any], right: Any) -> tuple[Any, ...]:
+    model = _model()
+    before = gradient_values(model)
+    error = error_of(model.all_reduce, metrics=wrong[rank])
+    unchanged = gradient_values(model) == before
+    record = model.all_reduce(metrics=right)
+    return error, unchanged, record.call, dict(record.metrics)
+
+
+@pytest.mark.parametrize("wrong", [[{"loss": 1.0}, {"loss": "1.0"}], [{"loss": torch.zeros(2)}, {"loss": 1.0}]])
+def test_a_bad_value_on_one_rank_is_an_error_on_all_ranks(wrong: list[Any]) -> None:
+    bad = 0 if isinstance(wrong[0]["loss"], torch.Tensor) else 1
+    for error, unchanged, call, sums in run_ranks(_wrong_then_right, 2, wrong, {"loss": 2.0}):
+        assert error[0] == "PeerError"
+        assert f"rank {bad} failed before the exchange" in error[1]
+        assert f"rank {bad}: TypeError: metrics['loss'] is not usable" in error[1]
+        assert (unchanged, call, sums) == (True, 1, {"loss": 4.0})
+
+
+def test_the_same_bad_value_on_every_rank_is_the_local_error() -> None:
+    for error, *_ in run_ranks(_wrong_then_right, 2, [{"loss": "1"}] * 2, {"loss": 2.0}):
+        assert error[0] == "TypeError"
+
+
+@pytest.mark.parametrize(
+    "wrong, listed",
+    [
+        (
+            [{"loss": 1.0}, {"loss": 1.0}, {"los": 1.0}],
+            "metric 'loss': rank 2 has nothing; ranks 0-1 have a value\n"
+            "  metric 'los': rank 2 has a value; ranks 0-1 have nothing",
+        ),
+        (
+            [{"loss": 1.0}, None, {"loss": 1.0}],
+            "metric 'loss': rank 1 has nothing; ranks 0, 2 have a value",
+        ),
+        (
+            [{"loss": 1.0, "k": 1}, {"loss": 1.0, "k": 1}, {"loss": 1.0}],
+            "metric 'k': rank 2 has nothing; ranks 0-1 have a value",
+        ),
+    ],
+)
+def test_other_names_on_a_rank_are_an_error_with_the_rank_and_the_names(wrong: list[Any], listed: str) -> None:
+    for error, unchanged, call, sums in run_ranks(_wrong_then_right, 3, wrong, {"loss": 2.0}):
+        assert error == (
+            "DesyncError",
+            f"all_reduce() call 1: ranks bring different metrics:\n  {listed}\n"
+            "pass metrics= with equal names on every rank, with 0.0 on a rank without data",
+        )
+        assert (unchanged, call, sums) == (True, 1, {"loss": 6.0})
+
+
+@pytest.mark.parametrize("part", [{"skip": True}, {"sample_size": 0}])
+def test_metrics_of_a_rank_without_gradients_count(part: dict[str, Any]) -> None:
+    with_data = {} if "skip" in part else {"sample_size": 2}
+
+    assert _sums({**with_data, "metrics": {"seen": 1}}, {**part, "metrics": {"seen": 2}}) == {"seen": 3.0}
+
+
+def test_metrics_are_summed_in_a_call_that_no_rank_takes_part_in() -> None:
+    assert _sums(*[{"skip": True, "metrics": {"skipped": 1}}] * 2) == {"skipped": 2.0}
+
+
+def test_metrics_work_with_reproducible_sums() -> None:
+    parts = [{"sample_size": 1 + rank, "metrics": {"loss": 1.5}} for rank in range(2)]
+
+    assert _sums(*parts, reproducible=True) == {"loss": 3.0}
+
+
+def _no_sync(_: int) -> tuple[Any, ...]:
+    model = _model()
+    with model.no_sync():
+        inside = model.all_reduce(metrics={"loss": 1.0})
+    return dict(inside.metrics), dict(model.all_reduce(metrics={"loss": 2.0}).metrics)
+
+
+def test_no_sync_sums_nothing() -> None:
+    assert run_ranks(_no_sync, 2) == [({}, {"loss": 4.0})] * 2
+
+
+def _joined_names(rank: int) -> Any:
+    model = _model()
+    return error_of(model.all_reduce, metrics={"a\0b": 1.0} if rank else {"a": 1.0, "b": 1.0})
+
+
+def test_names_with_a_zero_are_told_from_two_names() -> None:
+    assert [error[0] for error in run_ranks(_joined_names, 2)] == ["DesyncError"] * 2
+
+
+def _until_data_end(rank: int, counts: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """The metrics of the calls made by this rank, and of the calls seen by an observer on this rank."""
+    model = _model(**options)
+    model.zero_grad()
+    observed: list[Any] = []
+    model._synchronizer.observers.reduced.add(lambda record: observed.append(dict(record.metrics)))
+    returned = []
+    with model.join():
+        for step in range(counts[rank]):
+            add_gradients(model, 1.0)
+            size = {"sample_size": 1} if options.get("reproducible") else {}
+            metrics = {"loss": 10.0**step, "k": rank} if step % 2 == 0 else None
+            returned.append(dict(model.all_reduce(**size, metrics=metrics).metrics))
+            model.zero_grad()
+    return returned, observed
+
+
+@pytest.mark.parametrize("options", [{}, {"reproducible": True}])
+def test_a_rank_that_has_left_join_counts_as_zeros(options: dict[str, Any]) -> None:
+    expected = [{"k": 1.0, "loss": 2.0}, {}, {"k": 1.0, "loss": 100.0}, {}]
+
+    (first, seen_by_first), (second, seen_by_second) = run_ranks(_until_data_end, 2, (1, 4), options)
+
+    assert first == expected[:1]
+    assert second == expected
+    assert seen_by_first == seen_by_second == expected
+
+
+def _dies_with_agreed_headers(rank: int) -> tuple[str, tuple[int, ...], str | None] | None:
+    model = _model()
+    model.all_reduce(metrics={"loss": 1.0})  # the watchdog knows the other ranks from now on
+    model.zero_grad()
+    add_gradients(model, 1.0)
+    if rank == 1:
+        sys.setprofile(do_when("sum_metrics", partial(os.kill, os.getpid(), signal.SIGKILL)))
+    with pytest.raises(LostPeerError) as caught:
+        model.all_reduce(metrics={"loss": 1.0})
+    return type(caught.value).__name__, caught.value.ranks, caught.value.phase
+
+
+def test_a_rank_that_dies_before_it_sends_its_metrics_is_named() -> None:
+    for seen in run_ranks(_dies_with_agreed_headers, 3, lost=(1,))[::2]:
+        assert seen == ("PeerLostError", (1,), "metrics")
+
+
+def _as_function(rank: int) -> dict[str, float]:
+    module = nn.Linear(2, 1)
+    add_gradients(module, 1.0)
+    return dict(all_reduce_gradients(module, metrics={"loss": rank + 1}).metrics)
+
+
+def test_the_function_sums_metrics_too() -> None:
+    assert run_ranks(_as_function, 2) == [{"loss": 3.0}] * 2
+
+
+def _names_that_are_not_ascii(rank: int) -> tuple[Any, ...]:
+    model = _model()
+    names = ["perte é", "lone \ud800", "", "a\0b"]
+    sums = model.all_reduce(metrics=dict.fromkeys(names, 1.0)).metrics
+    error = error_of(model.all_reduce, metrics=dict.fromkeys(names[rank:], 1.0))
+    return dict(sums), error[0] if error else None
+
+
+def test_any_text_is_a_name() -> None:
+    sums = dict.fromkeys(["perte é", "lone \ud800", "", "a\0b"], 2.0)
+    assert run_ranks(_names_that_are_not_ascii, 2) == [(sums, "DesyncError")] * 2
+
+
+def test_names_may_change_from_call_to_call() -> None:
+    assert run_ranks(_changing_names, 2, 4) == [[{"0": 2.0}, {}, {"2": 2.0}, {}]] * 2
+
+
+def _changing_names(_: int, count: int) -> list[dict[str, float]]:
+    model = _model()
+    found = []
+    for step in range(count):
+        found.append(dict(model.all_reduce(metrics={str(step): 1.0} if step % 2 == 0 else None).metrics))
+        model.zero_grad()
+        add_gradients(model, 1.0)
+    return found

@@ -1,0 +1,101 @@
+"""The commit of a working directory, against git itself."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from legacy_ddp.debug._trace import commit
+from legacy_ddp.debug._trace.commit import UNKNOWN, commit_of
+
+_IDENTITY = ("-c", "user.name=n", "-c", "user.email=n@example.org")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    run = subprocess.run(["git", *_IDENTITY, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return run.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    (folder / "inner").mkdir(parents=True)
+    _git(folder, "init", "--quiet")
+    (folder / "file").write_text("one")
+    _git(folder, "add", "file")
+    _git(folder, "commit", "--quiet", "--message", "first")
+    return folder
+
+
+def test_the_hash_of_the_commit_is_that_of_git(repository: Path) -> None:
+    head = _git(repository, "rev-parse", "HEAD")
+
+    assert commit_of(repository) == head
+    assert commit_of(repository / "inner") == head
+    _git(repository, "pack-refs", "--all")
+    assert commit_of(repository) == head
+    _git(repository, "checkout", "--quiet", "--detach")
+    assert commit_of(repository) == head
+
+
+def test_a_worktree_has_its_own_commit(repository: Path) -> None:
+    _git(repository, "worktree", "add", "--quiet", "-b", "other", "../worktree")
+    worktree = repository.parent / "worktree"
+    _git(worktree, "commit", "--quiet", "--allow-empty", "--message", "second")
+
+    assert commit_of(worktree) == _git(worktree, "rev-parse", "HEAD")
+    assert commit_of(repository) == _git(repository, "rev-parse", "HEAD")
+    assert commit_of(worktree) != commit_of(repository)
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_a_changed_file_is_told_and_an_untracked_file_is_not(repository: Path, *, staged: bool) -> None:
+    head = _git(repository, "rev-parse", "HEAD")
+    (repository / "new").write_text("untracked")
+    assert commit_of(repository) == head
+    (repository / "file").write_text("two")
+    if staged:
+        _git(repository, "add", "file")
+
+    assert commit_of(repository) == f"{head}, modified"
+
+
+def test_the_repository_is_only_read(repository: Path) -> None:
+    index = repository / ".git/index"
+    (repository / "file").touch()
+    before = index.read_bytes()
+    _git(repository, "config", "core.fsmonitor", "touch ran; false")
+
+    commit_of(repository)
+
+    assert index.read_bytes() == before
+    assert not (repository / "ran").exists()
+
+
+def test_without_a_repository_or_a_commit_the_commit_is_not_known(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) == UNKNOWN
+    assert commit_of(tmp_path / "missing") == UNKNOWN
+    _git(tmp_path, "init", "--quiet")
+    assert commit_of(tmp_path) == UNKNOWN
+
+
+def test_without_git_the_commit_is_not_known(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    assert commit_of(repository) == UNKNOWN
+
+
+def test_a_git_that_does_not_answer_is_not_waited_for(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "programs/git"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(commit, "_LIMIT_SECONDS", 0.2)
+
+    start = time.monotonic()
+    assert commit_of(repository) == UNKNOWN
+    assert time.monotonic() - start < 300  # of the 600 that the program sleeps
