@@ -47,10 +47,10 @@ def sum_between_hosts(
     """Replace every run of dense gradients by its sum over all ranks, divided; return the bytes summed.
 
     If ranks have gradients in different slots, they fill the other slots now, and wait for the ranks of their host
-    before the sum. Sums of micro-batches have no empty slots.
+    before the sum.
     """
     buffers = host_buffers(plan)
-    runs = fill_runs(call, plan, packed, kinds, is_filled=agreement.has_same_mask or settings.reproducible)
+    runs = fill_runs(call, settings, plan, packed, kinds, agreement)
     pieces = [piece for of_buffer in _pieces_of(call, settings, buffers, runs) for piece in of_buffer]
     reduced = _reduced_in_tree_order if settings.reproducible else _reduced
     for chunk in reduced(call, pieces, agreement.divisor):

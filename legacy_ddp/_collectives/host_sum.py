@@ -37,10 +37,9 @@ def sum_on_host(
     """Replace every run of dense gradients by its sum over the ranks, divided; return the bytes summed.
 
     If ranks have gradients in different slots, they fill the other slots now, and wait for each other before the sum.
-    Sums of micro-batches have no empty slots.
     """
     buffers = host_buffers(plan)
-    runs = fill_runs(call, plan, packed, kinds, is_filled=agreement.has_same_mask or settings.reproducible)
+    runs = fill_runs(call, settings, plan, packed, kinds, agreement)
     for work in _work_of(call, buffers, runs, settings):
         with call.profiled(f"sum {work.label}"):
             _sum_chunks(work, agreement.divisor)
@@ -49,16 +48,16 @@ def sum_on_host(
 
 
 def fill_runs(
-    call: Call, plan: Plan, packed: Packed, kinds: Sequence[int], *, is_filled: bool
+    call: Call, settings: Settings, plan: Plan, packed: Packed, kinds: Sequence[int], agreement: Agreement
 ) -> tuple[tuple[Run, ...], ...]:
     """The runs to sum, per host buffer. Afterwards every rank of the host has gradients or zeros there.
 
-    ``is_filled``: no rank has an empty slot there.
+    Sums of micro-batches have no empty slots.
     """
     buffers = host_buffers(plan)
     shares = [share for buffer, share in plan.slot_ranges if buffer in buffers]
     runs = [tuple(merged_runs(buffer, kinds[share])) for buffer, share in zip(buffers, shares, strict=True)]
-    if not is_filled:
+    if not (agreement.has_same_mask or settings.reproducible):
         for buffer, share, own_runs in zip(buffers, shares, runs, strict=True):
             fill_missing(buffer, packed, kinds, share, own_runs, buffer.flat)
         call.barrier()

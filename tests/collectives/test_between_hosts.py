@@ -3,18 +3,19 @@
 The ranks claim to run on the hosts in ``hosts``, a letter per rank.
 """
 
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._collectives import host_sum
 from tests.helpers import tiers
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
+from tests.helpers.summed_dtypes import every_dtype, wrong_sums
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-SIZES = (1, 63, 64, 65, 4096, 3 * host_sum.CHUNK_NUMEL + 7)
 RANGE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # ascending
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -24,12 +25,7 @@ def _model(rank: int, hosts: str, parameters: nn.Module, **arguments: object) ->
         return LegacyDistributedDataParallel(parameters, transport="host", **arguments)
 
 
-def _grad(rank: int, index: int, numel: int, dtype: torch.dtype, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + 10 * index + step)
-    return torch.randn(numel, generator=generator, dtype=torch.float64).mul_(3.0).to(dtype)
-
-
-def _sum_over_two_hosts(grads: list[torch.Tensor], hosts: str, reduce_dtype: torch.dtype | None) -> torch.Tensor:
+def _sum_over_two_hosts(grads: Sequence[torch.Tensor], hosts: str, reduce_dtype: torch.dtype | None) -> torch.Tensor:
     """Of every host in rank order, at least in fp32; then of both in the dtype between hosts; then the mean.
 
     fp16 between hosts is divided by the power of two next to the square root of 4, the number of ranks, before the sum.
@@ -53,20 +49,9 @@ def _sum_over_two_hosts(grads: list[torch.Tensor], hosts: str, reduce_dtype: tor
 def _sums(
     rank: int, hosts: str, buffer_size: int, reduce_dtype: torch.dtype | None = None
 ) -> tuple[set[str], list[str]]:
-    """The transports, and the parameters whose gradient is not the sum by hand."""
-    named = [(dtype, numel) for dtype in DTYPES for numel in SIZES]
-    parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel, dtype=dtype)) for dtype, numel in named])
-    model = _model(rank, hosts, parameters, checks="off", buffer_size=buffer_size, reduce_dtype=reduce_dtype)
-    transports, wrong = set(), []
-    for step in range(3):
-        for index, (dtype, numel) in enumerate(named):
-            parameters[index].grad = _grad(rank, index, numel, dtype, step)
-        transports.add(model.all_reduce().transport)
-        for index, (dtype, numel) in enumerate(named):
-            grads = [_grad(other, index, numel, dtype, step) for other in range(len(hosts))]
-            if not torch.equal(parameters[index].grad, _sum_over_two_hosts(grads, hosts, reduce_dtype)):
-                wrong.append(f"step {step}, {dtype} {numel}")
-    return transports, wrong
+    model = _model(rank, hosts, every_dtype(), checks="off", buffer_size=buffer_size, reduce_dtype=reduce_dtype)
+    expected = partial(_sum_over_two_hosts, hosts=hosts, reduce_dtype=reduce_dtype)
+    return wrong_sums(model, rank, len(hosts), expected, steps=3)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.utils import parametrizations
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.besides_ddp import distributed_optimizers
@@ -109,9 +109,10 @@ def _scaler(rank: int, checks: Checks, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _averages(rank: int, checks: Checks, steps: int) -> None:
+def _averages(rank: int, checks: Checks, steps: int, *, average_of: Any) -> None:
+    """Rank 0 evaluates the average with the weights swapped in."""
     model = LegacyDistributedDataParallel(make_net(), checks=checks)
-    average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    average = AveragedModel(model.module, multi_avg_fn=average_of)
 
     def evaluate_average(step: int) -> None:
         average.update_parameters(model.module)
@@ -377,13 +378,14 @@ LOOPS: dict[str, Loop] = {
     "a statistic of its own": partial(_plain, module=lambda: make_net(_Statistic())),
     "tied weights": partial(_plain, module=_Tied),
     "channels_last": partial(_plain, module=_Images),
+    "EMA": partial(_averages, average_of=get_ema_multi_avg_fn(0.9)),
+    "SWA": partial(_averages, average_of=get_swa_multi_avg_fn()),
 }
 LOOPS |= {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
         _sparse,
         _scaler,
-        _averages,
         _local_sgd,
         _thaw,
         _optimizer_kinds,

@@ -18,7 +18,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._collectives import host_sum
-from tests.helpers.rank_faults import do_when
+from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.ranks import run_ranks
 
 NUMEL = 20 * 64
@@ -107,20 +107,8 @@ def test_a_rank_killed_at_any_chunk_is_named_and_all_gradients_dropped(
 def _interrupted(rank: int, function: str, reproducible: bool = False) -> tuple[str, bool]:
     model = _model(reproducible=reproducible)
     _step(model, 1.0)
-    if rank == 1:
-        sys.setprofile(do_when(function, _interrupt))
-    try:
-        _step(model, 1.0 + rank)
-        name = ""
-    except (KeyboardInterrupt, LostPeerError) as error:
-        name = type(error).__name__
-    finally:
-        sys.setprofile(None)
+    name = error_after_interrupt(lambda: _step(model, 1.0 + rank), function, here=rank == 1)
     return name, model.module.weight.grad is None and _memory_is_left(model)
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(

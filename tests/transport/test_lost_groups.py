@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerLostError
+from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, step, wrap
@@ -197,21 +198,10 @@ def _interrupted_in(rank: int, function: str) -> tuple[str, bool]:
     model = LegacyDistributedDataParallel(nn.Linear(512, 512, bias=False))
     weight = model.module.weight
     weight.grad = torch.ones_like(weight)
-    if rank == 1:
-        sys.setprofile(do_when(function, _interrupt))
-    error: BaseException | None = None
-    try:
-        model.all_reduce()
-    except (KeyboardInterrupt, LegacyDDPError) as raised:
-        error = raised
-    sys.setprofile(None)
+    name = error_after_interrupt(model.all_reduce, function, here=rank == 1)
     with pytest.raises(LostPeerError):
         model.all_reduce()
-    return type(error).__name__, weight.grad is None
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
+    return name, weight.grad is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._collectives import between_hosts, host_sum
 from tests.helpers.claimed_hosts import on_host
+from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 
@@ -159,20 +160,8 @@ def test_a_rank_killed_before_a_call_is_named_on_both_hosts(transport: str, vict
 def _interrupted(rank: int, function: str, reproducible: bool) -> tuple[str, bool]:
     model = _model(rank, reproducible=reproducible)
     _step(model, 1.0)
-    if rank == 2:
-        sys.setprofile(do_when(function, _interrupt))
-    try:
-        _step(model, 1.0 + rank)
-        name = ""
-    except (KeyboardInterrupt, LostPeerError) as error:
-        name = type(error).__name__
-    finally:
-        sys.setprofile(None)
+    name = error_after_interrupt(lambda: _step(model, 1.0 + rank), function, here=rank == 2)
     return name, model.module.weight.grad is None
-
-
-def _interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
