@@ -31,6 +31,7 @@ LAUNCH := $(PY) -m torch.distributed.run --standalone --nproc-per-node
 TORCHRUN := $(LAUNCH) $(RANKS)
 
 TEST_PACKAGES := torch pytest xdist hypothesis numpy sklearn tqdm bokeh selenium
+DOCS_PACKAGES := torch lightning sphinx myst_parser pydata_sphinx_theme sphinx_copybutton
 PYTEST_OPTIONS = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
 # Tests that need torch and pytest alone.
@@ -41,13 +42,14 @@ CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproduci
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))
 define CHECK
 import importlib.util, sys
+NAMES = {"sklearn": "scikit-learn", "xdist": "pytest-xdist"}
 if sys.version_info < (3, 11):
     sys.exit(f"{sys.executable} is Python {sys.version.split()[0]}, expected 3.11 or newer")
 missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
 if "torch" in missing:
     sys.exit(f"{sys.executable} has no torch; leave PYTHON= out and make sets up its own .venv")
 if missing:
-    packages = " ".join({"sklearn": "scikit-learn", "xdist": "pytest-xdist"}.get(name, name) for name in missing)
+    packages = " ".join(NAMES.get(name, name.replace("_", "-")) for name in missing)
     sys.exit(f"missing; run: {sys.executable} -m pip install -c constraints.txt {packages}")
 import torch
 if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
@@ -56,7 +58,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay restart test test-programs test-fast test-oldest test-newest soak package browser picture lint bench bench-full clean
+.PHONY: help demo digits hunt replay restart test test-programs test-fast test-oldest test-newest soak package browser picture docs lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -124,6 +126,10 @@ picture: $(READY) ## redo docs/report.png from TRACE (one folder, or "A B")
 	$(if $(TRACE),,@echo "TRACE=... is missing: the folder of a trace" >&2; exit 1)
 	$(PY) docs/picture.py $(TRACE) $(ARGS)
 
+docs: $(READY) ## build the documentation site; start at build/docs/index.html
+	$(call needs,$(DOCS_PACKAGES))
+	$(PY) -m sphinx -q -n -W --keep-going -d build/doctrees docs build/docs
+
 lint: $(READY) ## check style (ruff) and types (mypy)
 	$(call needs,torch ruff mypy bokeh)
 	$(PY) -m ruff check --config .ci/ruff.toml .
@@ -156,5 +162,5 @@ $(VENV)/.ready: setup.cfg setup.py constraints.txt
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is too old: expected 3.11 or newer")'
 	python3 -m venv --clear $(VENV)
 	$(PIP) install -c constraints.txt setuptools
-	$(PIP) install -c constraints.txt --no-build-isolation --use-pep517 -e '.[demo,test,lint]'
+	$(PIP) install -c constraints.txt --no-build-isolation --use-pep517 -e '.[demo,test,lint,docs]'
 	@touch $@

@@ -1,9 +1,9 @@
-"""Drawings of the documentation: `python docs/drawings.py` writes docs/step.svg and docs/rooms.svg.
+"""Drawings of the documentation: `python docs/drawings.py` writes the files in DRAWINGS.
 
 The drawings have a light panel of their own, so the text is readable on light and on dark pages.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -15,8 +15,8 @@ COLOURS = (BLUE, ORANGE, GREEN)
 
 def main() -> None:
     """Write every drawing next to this script."""
-    for name, drawing in {"step.svg": step(), "rooms.svg": rooms()}.items():
-        (FOLDER / name).write_text(drawing, encoding="utf-8")
+    for name, draw in DRAWINGS.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
 
 
 def step() -> str:
@@ -69,6 +69,82 @@ def rooms() -> str:
     return _svg(840, 470, "The folders of legacy_ddp in the order of imports", parts)
 
 
+def meeting() -> str:
+    """A step of three ranks in the order of time: backward passes alone, the call together, the optimizer alone."""
+    parts = [_text(270, 38, "each rank alone", bold=True), _text(555, 38, "together", bold=True)]
+    parts.append(_text(720, 38, "each rank alone", bold=True))
+    for rank, widths in enumerate(((110, 120), (190, 180), (130, 150))):
+        top, left = 60 + 60 * rank, 90
+        parts.append(_text(45, top + 25, f"rank {rank}", bold=True))
+        for number, width in enumerate(widths):
+            parts.append(_box(left, top, width, 40, COLOURS[number], [f"backward {number + 1}"]))
+            left += width
+        if left < 460:
+            parts.append(_box(left, top, 460 - left, 40, PANEL, ["waits"]))
+        parts += [_arrow(460, top + 20, 486, top + 20), _arrow(620, top + 20, 646, top + 20)]
+        parts.append(_box(650, top, 140, 40, GREEN, ["clip, step()"]))
+    parts.append(_box(490, 60, 130, 160, PALE, ["all_reduce()", "compare,", "then add"], first_bold=True))
+    return _svg(820, 245, "One meeting in a step of three ranks", parts)
+
+
+def agreement() -> str:
+    """The headers of three ranks, one of them different, and the error on every rank."""
+    parts = [_text(190, 38, "own header", bold=True), _text(455, 38, "all headers", bold=True)]
+    parts.append(_text(705, 38, "the same finding", bold=True))
+    rows = [f"rank {rank}: call 7, layout {layout}" for rank, layout in enumerate(("a41f", "90c2", "a41f"))]
+    for rank, row in enumerate(rows):
+        top = 60 + 80 * rank
+        parts += [
+            _text(45, top + 35, f"rank {rank}", bold=True),
+            _box(90, top, 200, 60, RED if rank == 1 else BLUE, [row]),
+            *(_arrow(290, top + 30, 346, 90 + 80 * other) for other in range(3)),
+            _box(350, top, 210, 60, PALE, rows),
+            _arrow(560, top + 30, 586, top + 30),
+            _box(590, top, 230, 60, RED, ["LayoutError: parameter 'fc.bias':", "rank 1 against ranks 0, 2"]),
+        ]
+    return _svg(850, 305, "Agreement of three ranks", parts)
+
+
+def sums() -> str:
+    """The parts of three flat tensors, and the rank that adds each part in the order of the ranks."""
+    parts = [_text(270, 32, "flat tensors, cut into a part for each rank", bold=True)]
+    for rank in range(3):
+        parts.append(_text(60, 75 + 50 * rank, f"rank {rank}", bold=True))
+        for part, colour in enumerate(COLOURS):
+            parts.append(_box(120 + 210 * part, 50 + 50 * rank, 200, 40, colour, [f"part {part} of rank {rank}"]))
+    for part, colour in enumerate(COLOURS):
+        left = 120 + 210 * part
+        parts += [
+            _arrow(left + 100, 190, left + 100, 221),
+            _box(left, 225, 200, 60, colour, [f"rank {part} adds", "rank 0 + rank 1 + rank 2"], first_bold=True),
+            _arrow(left + 100, 285, left + 100, 316),
+        ]
+    parts.append(
+        _box(120, 320, 620, 40, PALE, ["divided, and written to the flat tensor of every rank: the same bits"])
+    )
+    return _svg(780, 380, "A sum in the order of the ranks", parts)
+
+
+def hosts() -> str:
+    """Two hosts of two ranks: shared memory within a host, gloo between the owners of the same part."""
+    parts = []
+    for host, (top, first, second) in enumerate(((20, 15, 95), (255, 85, 10))):
+        parts += [_box(20, top, 640, 145, PALE, []), _text(70, top + 78, f"host {host}", bold=True)]
+        begin, end = (top + 50, top + 91) if host == 0 else (top + 85, top + 54)
+        for number in range(2):
+            rank, left = 2 * host + number, 130 + 265 * number
+            parts.append(_box(left, top + first, 245, 35, BLUE, [f"gradients of rank {rank}"]))
+            parts.append(
+                _box(left, top + second, 245, 40, COLOURS[number + 1], [f"rank {rank} adds part {number} of both"])
+            )
+            parts += [_arrow(left + 120, begin, 250 + 265 * other, end) for other in range(2)]
+    for number in range(2):
+        middle = 252 + 265 * number
+        parts += [_arrow(middle, 210, middle, 157), _arrow(middle, 210, middle, 263)]
+        parts.append(_box(middle - 75, 190, 150, 40, COLOURS[number + 1], [f"gloo: part {number}"]))
+    return _svg(680, 420, "Two hosts of two ranks", parts)
+
+
 def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -105,6 +181,16 @@ def _text(middle: int, base: int, text: str, *, bold: bool = False) -> str:
 
 def _arrow(left: int, top: int, right: int, bottom: int) -> str:
     return f'<path d="M{left} {top} L{right} {bottom}" stroke="{LINE}" stroke-width="1.5" marker-end="url(#tip)"/>'
+
+
+DRAWINGS: dict[str, Callable[[], str]] = {
+    "step.svg": step,
+    "rooms.svg": rooms,
+    "concepts/meeting.svg": meeting,
+    "concepts/agreement.svg": agreement,
+    "concepts/sums.svg": sums,
+    "concepts/hosts.svg": hosts,
+}
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, repr=False)
 class Checks:
-    """Checks of every :meth:`all_reduce`, in addition to the comparison of headers.
+    """Checks of every :meth:`~LegacyDistributedDataParallel.all_reduce`, in addition to the comparison of headers.
 
     A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
     ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
@@ -68,11 +68,11 @@ class Checks:
             not compared; the numbers of steps are, as at level ``"info"``. Must be equal on all ranks.
         uneven: the reaction to different numbers of micro-batches per rank: ``"warn"`` once a run, on rank 0 (not with
             ``sample_size``, where every item counts the same); ``"raise"`` a DesyncError on every rank, in any call;
-            ``"allow"``. Micro-batches of a step in :meth:`no_sync` do not count, if ``unsynchronized_step`` is
+            ``"allow"``. Micro-batches of a step in ``no_sync()`` do not count, if ``unsynchronized_step`` is
             ``"raise"``.
         unsynchronized_step: the reaction if an optimizer's ``step()`` would use gradients that were not reduced since
             the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
-            ``"off"``; ``"allow"``. Inside :meth:`no_sync` a step is allowed. With ``"raise"``, level ``"info"`` also
+            ``"off"``; ``"allow"``. Inside ``no_sync()`` a step is allowed. With ``"raise"``, level ``"info"`` also
             counts the steps between two calls, on CPU: different numbers are a DesyncError on every rank.
         nonfinite: the reaction if the local gradient of a participating rank holds NaN or infinity: ``"warn"`` in the
             first call of a streak, on rank 0 and in the log of every rank, and go on; ``"raise"`` a
@@ -106,6 +106,11 @@ class Checks:
 
     Raises:
         TypeError, ValueError: a value not allowed above.
+
+    Example:
+        >>> Checks("detail", nonfinite="raise")
+        Checks(level='detail', nonfinite='raise')
+        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(uneven="allow"))
     """
 
     level: Level = "info"

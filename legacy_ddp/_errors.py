@@ -20,7 +20,7 @@ LegacyDDPError(RuntimeError)
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from legacy_ddp._text import encodable
 
@@ -30,7 +30,19 @@ class LegacyDDPError(RuntimeError):
 
     ``ranks``: the ranks at fault, counted inside the group; empty if they are not known. ``call``: number of the
     collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: the name of the parameter.
+    ``anchor``: of the section about this class in docs/errors.md.
+
+    Example:
+        >>> try:
+        ...     record = model.all_reduce(sample_size="3")
+        ... except LegacyDDPError as error:  # any error of this library
+        ...     print(error.ranks, error.call, error.phase, error.parameter)
+        ... except TypeError as error:  # every rank made the same mistake
+        ...     print("wrong on every rank")
+        wrong on every rank
     """
+
+    anchor: ClassVar[str] = "legacyddperror"
 
     def __init__(
         self,
@@ -49,15 +61,44 @@ class LegacyDDPError(RuntimeError):
 
 
 class AgreedError(LegacyDDPError):
-    """A disagreement of the ranks that all ranks detected: the same error on every rank, nothing written."""
+    """A disagreement of the ranks that all ranks detected: the same error on every rank, nothing written.
+
+    Example:
+        >>> if rank == 1:
+        ...     model.module.weight.requires_grad = False
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except AgreedError as error:
+        ...     print(error.ranks)
+        (1,)
+    """
 
 
 class LayoutError(AgreedError):
-    """Ranks hold different parameters, buffers or settings; the text names each difference and its ranks."""
+    """Ranks hold different parameters, buffers or settings; the text names each difference and its ranks.
+
+    Example:
+        >>> if rank == 1:
+        ...     model.module.weight.requires_grad = False
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except LayoutError as error:
+        ...     print(error.ranks, error.call)
+        (1,) 1
+    """
 
 
 class DesyncError(AgreedError):
-    """Ranks met in different calls, or mean different things by the same call."""
+    """Ranks met in different calls, or mean different things by the same call.
+
+    Example:
+        >>> model(inputs).sum().backward()
+        >>> try:
+        ...     record = model.all_reduce(sample_size=None if rank == 1 else len(inputs))
+        ... except DesyncError as error:
+        ...     print(error.ranks)
+        (1,)
+    """
 
 
 class ReplicaDivergenceError(AgreedError):
@@ -70,6 +111,17 @@ class ReplicaDivergenceError(AgreedError):
     the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes.
     ``report``: the :class:`legacy_ddp.debug.ReplicaReport` with the same text. ``phase``: the first phase with a
     difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``.
+
+    Example:
+        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks="detail")
+        >>> if rank == 1:
+        ...     model.module.bias.data += 1.0
+        >>> model(inputs).sum().backward()
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except ReplicaDivergenceError as error:
+        ...     print(error.minority, error.implicated, error.phase)
+        (1,) () start
     """
 
     report: Any = None
@@ -78,13 +130,32 @@ class ReplicaDivergenceError(AgreedError):
 
 
 class PeerError(AgreedError):
-    """A rank failed locally before the exchange, so nothing was exchanged."""
+    """A rank failed locally before the exchange, so nothing was exchanged.
+
+    Example:
+        >>> if rank == 1:
+        ...     model.module.weight.grad = torch.ones(1, 2, requires_grad=True)
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except PeerError as error:
+        ...     print(error.ranks)
+        (1,)
+    """
 
 
 class NonFiniteGradientError(AgreedError):
     """A local gradient held NaN or infinity before the exchange; only with ``Checks(nonfinite="raise")``.
 
     ``ranks``: the ranks with such a gradient. ``parameter``: the first such parameter on the first of these ranks.
+
+    Example:
+        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(nonfinite="raise"))
+        >>> (model(inputs) * (float("nan") if rank == 1 else 1.0)).sum().backward()
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except NonFiniteGradientError as error:
+        ...     print(error.ranks, error.parameter)
+        (1,) bias
     """
 
 
@@ -96,43 +167,118 @@ class EditedGradientError(AgreedError):
 
 
 class CommHookError(AgreedError):
-    """A communication hook returned no usable gradient; the text names the ranks and the expected result."""
+    """A communication hook returned no usable gradient; the text names the ranks and the expected result.
+
+    Example:
+        >>> model.register_comm_hook(None, lambda state, bucket: bucket.buffer()[1:])  # too short
+        >>> model(inputs).sum().backward()
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except CommHookError as error:
+        ...     print(error.ranks)
+        (0, 1, 2)
+    """
 
 
 class TransportError(AgreedError):
-    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank with one."""
+    """``transport="host"`` is not possible, or not any more; the text has the reason of the first rank with one.
+
+    Example:
+        >>> try:
+        ...     model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), transport="host")
+        ... except TransportError as error:
+        ...     print(error)  # the reason
+    """
 
 
 class LostPeerError(LegacyDDPError):
     """A rank did not answer; the process group is not usable any more.
 
     ``report``: the activity of every rank, the same text on all ranks that raise; empty with checks off.
+
+    Example:
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except LostPeerError as error:  # save nothing here: gradients may be gone
+        ...     print(error.report)
+        ...     raise SystemExit(1)
     """
 
     report = ""
 
 
 class PeerLostError(LostPeerError):
-    """The connection to a rank broke: its process ended or its host vanished."""
+    """The connection to a rank broke: its process ended or its host vanished.
+
+    Example:
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except PeerLostError as error:
+        ...     raise SystemExit(f"lost ranks {error.ranks} in phase {error.phase}")
+    """
 
 
 class SyncTimeoutError(LostPeerError):
-    """A rank did not arrive within ``timeout_seconds``."""
+    """A rank did not arrive within ``timeout_seconds``.
+
+    Example:
+        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), timeout_seconds=300.0)
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except SyncTimeoutError as error:
+        ...     raise SystemExit(f"ranks {error.ranks} were silent for 300 seconds")
+    """
 
 
 class GradientError(LegacyDDPError):
-    """A gradient of this rank cannot be reduced."""
+    """A gradient of this rank cannot be reduced.
+
+    Example:
+        >>> model.module.weight.grad = torch.ones(1, 2, requires_grad=True)  # on every rank
+        >>> try:
+        ...     record = model.all_reduce()
+        ... except GradientError as error:
+        ...     print(error.parameter)
+        weight
+    """
 
 
 class UnsynchronizedStepError(LegacyDDPError):
-    """An optimizer step would use gradients without a call of :meth:`all_reduce`. Nothing changed."""
+    """An optimizer step would use gradients without a call of ``all_reduce()``. Nothing changed.
+
+    Example:
+        >>> model(inputs).sum().backward()
+        >>> try:
+        ...     optimizer.step()
+        ... except UnsynchronizedStepError:
+        ...     print("call all_reduce() first")
+        call all_reduce() first
+    """
 
 
 class TraceError(LegacyDDPError):
-    """A trace cannot be written, read or compared; the text names the file and the next step."""
+    """A trace cannot be written, read or compared; the text names the file and the next step.
+
+    Example:
+        >>> with Recorder(model, folder):
+        ...     record = model.all_reduce()
+        >>> try:
+        ...     with Recorder(model, folder):
+        ...         pass
+        ... except TraceError as error:
+        ...     print("this folder holds a trace")
+        this folder holds a trace
+    """
 
 
-# Tracebacks, pickles and logs name the public module.
+# Tracebacks, pickles and logs name the public module. The heading of a section is the name of its class.
 for _item in tuple(globals().values()):
     if isinstance(_item, type) and issubclass(_item, LegacyDDPError):
         _item.__module__ = "legacy_ddp"
+        _item.anchor = _item.__name__.lower()
+
+
+def add_reference(text: str, anchor: str) -> str:
+    """``text``, ending with the place of its explanation; unchanged if the text ends so already, as in a pickle."""
+    reference = f"see docs/errors.md#{anchor}"
+    return text if text.endswith(reference) else f"{text}\n{reference}"

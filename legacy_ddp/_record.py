@@ -23,6 +23,12 @@ class RankRow:
     ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
     ``leaves``: with ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of
     the other ranks, in the *previous* call; the straggler waited least.
+
+    Example:
+        >>> model(inputs).sum().backward()
+        >>> record = model.all_reduce(sample_size=0 if rank == 1 else len(inputs))
+        >>> [(row.rank, row.took_part, row.sample_size) for row in record.rows]
+        [(0, True, 3), (1, False, 0), (2, True, 3)]
     """
 
     rank: int
@@ -37,7 +43,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class SyncRecord:
-    """Record of an :meth:`all_reduce` on this rank. Host values, final when the call returns.
+    """Record of a call of ``all_reduce()`` on this rank. Host values, final when the call returns.
 
     ``call``: number of the call on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``.
     ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
@@ -45,9 +51,15 @@ class SyncRecord:
     gradient bytes from this rank to collectives. ``transport``: the carrier of dense gradients on CPU, ``host`` (memory
     shared by the ranks of a host; gloo between several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall
     time of this rank per phase (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with metrics
-    metrics, with a communication hook hook, inside :meth:`join` join, under a recorder observe). ``rank``: number of
+    metrics, with a communication hook hook, inside ``join()`` join, under a recorder observe). ``rank``: number of
     this rank, and index of its row. ``metrics``: the sum of each metric over the ranks, equal on every rank, sorted by
     name.
+
+    Example:
+        >>> model(inputs).sum().backward()
+        >>> record = model.all_reduce(sample_size=len(inputs))
+        >>> record.call, record.sample_size, record.payload_bytes
+        (1, 9, 8)
     """
 
     call: int
@@ -101,9 +113,10 @@ class SyncRecord:
 
         After McCandlish, Kaplan, Amodei et al. 2018, "An Empirical Model of Large-Batch Training", arXiv:1812.06162,
         appendix A.1, with a small batch per rank that took part. Rank r's gradient is a sum over n_r items
-        (``sample_size``; in a plain call its contribution is one item), g_r the sum / n_r, g the reduced gradient,
-        N = Σ n_r. With G the true gradient and Σ the covariance of one item's gradient, E|g_r|² = |G|² + tr(Σ) / n_r
-        and E|g|² = |G|² + tr(Σ) / N. With h the mean over ranks of 1 / n_r, and A the mean of |g_r|²,
+        (``sample_size``; in a plain call its contribution is one item), ``g_r`` the sum / n_r, g the reduced gradient,
+        N = Σ n_r. With G the true gradient and Σ the covariance of one item's gradient,
+        ``E|g_r|² = |G|² + tr(Σ) / n_r`` and ``E|g|² = |G|² + tr(Σ) / N``. With h the mean over ranks of 1 / n_r, and A
+        the mean of ``|g_r|²``::
 
             tr(Σ) ≈ (A - |g|²) / (h - 1 / N),    |G|² ≈ |g|² - tr(Σ) / N
 

@@ -19,9 +19,13 @@ Groups = tuple[tuple[int, ...], ...]
 class NoiseScale:
     """Gradient noise of a call. The unit is an item: of ``sample_size``, or in a plain call a rank's contribution.
 
-    ``squared_norm``: estimate of |G|², for the gradient G of infinitely many items. ``noise``: estimate of tr(Σ), the
-    trace of the covariance of one item's gradient. Both are unbiased and very noisy, and may be negative: average each
-    over many steps before the division.
+    ``squared_norm``: estimate of ``|G|²``, for the gradient G of infinitely many items. ``noise``: estimate of tr(Σ),
+    the trace of the covariance of one item's gradient. Both are unbiased and very noisy, and may be negative: average
+    each over many steps before the division.
+
+    Example:
+        >>> NoiseScale(squared_norm=4.0, noise=32.0).scale
+        8.0
     """
 
     squared_norm: float

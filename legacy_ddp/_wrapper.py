@@ -70,6 +70,13 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         LayoutError: ranks hold different parameters, buffers or settings; on every rank, with their names.
         TransportError: ``transport="host"`` is not possible; on every rank.
         PeerError, DesyncError, LostPeerError: as for :meth:`all_reduce`.
+
+    Example:
+        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1))
+        >>> model(inputs).sum().backward()
+        >>> record = model.all_reduce(sample_size=len(inputs))  # on every rank, between backward() and step()
+        >>> model.module.weight.grad
+        tensor([[1., 1.]])
     """
 
     def __init__(
@@ -137,7 +144,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         """Average the gradients over the ranks; afterwards ``.grad`` holds the same bits on every rank.
 
         Collective: once per step, on every rank, in this order:
-        scale → backward → **all_reduce** → unscale_ → clip → step. In a later place, ranks would skip or clip
+        scale → backward → **all_reduce** → ``unscale_()`` → clip → step. In a later place, ranks would skip or clip
         differently, and replicas would diverge. Inside :meth:`no_sync` it does nothing.
 
         ========================  ==================================================================================

@@ -36,6 +36,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Raises:
         TypeError, ValueError: an unusable value, also a split of the micro-batches over ranks that
             ``reproducible=True`` cannot add in one order; the text lists the possible splits.
+
+    Example:
+        >>> sampler = GlobalBatchSampler(8, 1, micro_batches_per_step=4, shuffle=False, rank=1, world_size=2)
+        >>> list(sampler)  # the second half of each step
+        [[2], [3], [6], [7]]
     """
 
     def __init__(
@@ -92,7 +97,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def micro_batches(self) -> range:
-        """The numbers of this rank's micro-batches in a step: ``index`` of :func:`micro_batch_rng`."""
+        """The numbers of this rank's micro-batches in a step, each the ``index`` of :func:`micro_batch_rng`."""
         return range(self.rank * self._each, (self.rank + 1) * self._each)
 
     @property
@@ -129,7 +134,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 yield order[start : start + self._size].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``. In the middle of ``epoch`` the position stays, for a resumed loop."""
+        """Go to the start of ``epoch``. In the middle of ``epoch`` the position stays, for a resumed loop.
+
+        Raises:
+            TypeError, ValueError: ``epoch`` is no int of at least 0.
+        """
         _check_int("epoch", epoch, 0)
         if epoch != self._epoch or self._step == self.steps_per_epoch:
             self._epoch, self._step = epoch, 0
@@ -140,6 +149,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
         ``global_step``: optimizer steps since the start of epoch 0; needed if worker processes of the DataLoader read
         ahead of the training. Default: the steps handed out completely.
+
+        Raises:
+            TypeError, ValueError: ``global_step`` is no int of at least 0.
         """
         if global_step is None:
             global_step = self._epoch * self.steps_per_epoch + self._step
@@ -182,6 +194,13 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
 
     Raises:
         TypeError, ValueError: an argument that is no int of at least 0.
+
+    Example:
+        >>> with micro_batch_rng(step=0, index=2):
+        ...     mask = torch.rand(3)
+        >>> with micro_batch_rng(step=0, index=2):
+        ...     torch.equal(mask, torch.rand(3))
+        True
     """
     for name, value in (("step", step), ("index", index), ("seed", seed)):
         _check_int(name, value, 0)

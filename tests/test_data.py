@@ -209,6 +209,12 @@ def test_splits_that_are_listed_are_the_aligned_ones(ranks: int, each: int) -> N
     assert ((ranks, each) in aligned_splits(ranks * each)) == is_aligned(ranks, each)
 
 
+@pytest.mark.parametrize("total, error", [(0, ValueError), (-3, ValueError), (True, TypeError), (4.0, TypeError)])
+def test_splits_of_no_number_of_micro_batches_are_refused(total: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"total is .*got {total}"):
+        aligned_splits(total)
+
+
 # --- random numbers ---------------------------------------------------------------------------------------------------
 
 

@@ -176,6 +176,13 @@ def all_reduce_gradients(
 
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 1)
+        >>> layer(inputs * rank).sum().backward()
+        >>> record = all_reduce_gradients(layer)
+        >>> layer.weight.grad  # the mean of 0, 3 and 6
+        tensor([[3., 3.]])
     """
     synchronizer, parameters = synchronizer_of(module_or_params)
     arguments = Arguments(sample_size, skip, metrics)

@@ -32,6 +32,10 @@ def digest(tensor: torch.Tensor) -> int:
 
     Raises:
         TypeError: the tensor is quantized or meta, or neither strided nor sparse COO.
+
+    Example:
+        >>> digest(torch.zeros(2)) == digest(torch.zeros(2)), digest(torch.zeros(2)) == digest(-torch.zeros(2))
+        (True, False)
     """
     return digest_each([tensor])[0]
 

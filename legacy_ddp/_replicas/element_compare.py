@@ -26,6 +26,14 @@ class ElementDifference:
     values holds a NaN. ``kind``: an entry of ``element_kinds.KINDS``; ``words``: the kind with numbers and a likely
     cause, as text. ``bit``: the flipped bit of the element (of its real or imaginary part), 0 for the lowest bit; None
     if more than a single bit differs.
+
+    Example:
+        >>> if rank == 1:
+        ...     model.module.weight.data[0, 1] = 5.0
+        >>> (difference,) = check_replicas(model).differences
+        >>> found = difference.elements[1]  # of rank 1
+        >>> found.count, found.first_index, found.values
+        (1, (0, 1), ('5.0', '0.0'))
     """
 
     count: int

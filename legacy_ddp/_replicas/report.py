@@ -23,6 +23,13 @@ class ReplicaDifference:
     ``parameter 'fc.weight'``. ``holders``: each value as text (of a tensor: dtype, shape and digest) and the ranks with
     this value, the largest group of ranks first. ``elements``: for ranks outside the first group, the difference of
     their tensor from the tensor of the first group; only for the first few tensors.
+
+    Example:
+        >>> if rank == 1:
+        ...     model.module.weight.data[0, 1] = 5.0
+        >>> (difference,) = check_replicas(model).differences
+        >>> difference.parameter, difference.suspects
+        ('weight', (1,))
     """
 
     kind: str
@@ -83,6 +90,15 @@ class ReplicaReport:
     tensors and settings of each kind. ``differences``: empty if replicas are identical. ``phase``, ``ranks``,
     ``minority``, ``implicated``, ``cause``: the attribution, empty where unknown. ``generators``: groups of ranks with
     equal random generators, which may differ. ``notes``: the items that were not compared, with the reason.
+
+    Example:
+        >>> check_replicas(model).identical
+        True
+        >>> if rank == 1:
+        ...     model.module.weight.data[0, 1] = 5.0
+        >>> report = check_replicas(model)
+        >>> report.identical, report.minority
+        (False, (1,))
     """
 
     call: str

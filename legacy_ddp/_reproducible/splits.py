@@ -16,7 +16,19 @@ def is_aligned(ranks: int, each: int) -> bool:
 
 
 def aligned_splits(total: int) -> list[tuple[int, int]]:
-    """All (ranks, micro-batches each) of ``total`` micro-batches with the same order of sums; fewest ranks first."""
+    """All (ranks, micro-batches each) of ``total`` micro-batches with the same order of sums; fewest ranks first.
+
+    Raises:
+        TypeError, ValueError: ``total`` is no int of at least 1.
+
+    Example:
+        >>> aligned_splits(4)
+        [(1, 4), (2, 2), (4, 1)]
+    """
+    if not isinstance(total, int) or isinstance(total, bool):
+        raise TypeError(f"total is of the wrong type: got {total!r}, expected a number of micro-batches, an int")
+    if total < 1:
+        raise ValueError(f"total is out of range: got {total}, expected at least 1 micro-batch")
     powers = (1 << power for power in range(total.bit_length()))
     return sorted({(1, total), *((total // each, each) for each in powers if total % each == 0)})
 

@@ -67,6 +67,10 @@ def check_replicas(
         ReplicaDivergenceError: with ``raises``, replicas differ; its text is the report.
         LayoutError: the arguments differ between ranks.
         TypeError, ValueError: wrong arguments. PeerError, DesyncError, LostPeerError: as for ``all_reduce()``.
+
+    Example:
+        >>> check_replicas(model, optimizer).identical
+        True
     """
     target = target_of(model, process_group)
     if isinstance(model, LegacyDistributedDataParallel):

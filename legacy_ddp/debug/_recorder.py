@@ -56,6 +56,12 @@ class Recorder:
     Raises:
         TypeError, ValueError: an unusable argument.
         TraceError: on entering, the file exists or cannot be created.
+
+    Example:
+        >>> with Recorder(model, folder, optimizer=optimizer):
+        ...     model(inputs).sum().backward()
+        ...     record = model.all_reduce()
+        ...     optimizer.step()
     """
 
     def __init__(

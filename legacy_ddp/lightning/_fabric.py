@@ -34,6 +34,10 @@ class LegacyDDPFabricStrategy(StrategyMixin, DDPStrategy):
     Raises:
         TypeError: an argument is unknown, only for torch DDP, or of the wrong type.
         ValueError: an unusable value.
+
+    Example:
+        >>> strategy = LegacyDDPFabricStrategy(checks="detail", timeout_seconds=600.0)
+        >>> fabric = Fabric(strategy=strategy, accelerator="cpu", devices=2)
     """
 
     def __init__(self, **kwargs: Any) -> None:

@@ -35,6 +35,10 @@ class LegacyDDPStrategy(StrategyMixin, DDPStrategy):
     Raises:
         TypeError: an argument is unknown, only for torch DDP, or of the wrong type.
         ValueError: an unusable value.
+
+    Example:
+        >>> strategy = LegacyDDPStrategy(checks="detail", timeout_seconds=600.0)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
     def __init__(self, **kwargs: Any) -> None:

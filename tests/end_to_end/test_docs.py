@@ -33,7 +33,7 @@ def _tests(path: Path) -> set[str]:
 
 
 def test_no_page_that_points_to_tests_is_left_out() -> None:
-    found = {page.name for page in DOCS.glob("*.md") if POINTER.search(page.read_text(encoding="utf-8"))}
+    found = {page.name for page in DOCS.rglob("*.md") if POINTER.search(page.read_text(encoding="utf-8"))}
 
     assert found == set(PAGES)
 
@@ -56,7 +56,7 @@ def test_every_row_of_a_table_of_features_ends_with_a_test(page: str) -> None:
         assert POINTER.search(row[-1]), row
 
 
-MARKDOWN = sorted([ROOT / "README.md", ROOT / "benchmarks" / "README.md", *DOCS.glob("*.md")])
+MARKDOWN = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *DOCS.rglob("*.md")])
 LINK = re.compile(r"\]\((?!https?:)([^()#\s]*)(?:#([^()\s]+))?\)")
 
 
@@ -79,5 +79,6 @@ def test_every_link_of_a_page_leads_to_a_file_and_a_heading(page: Path) -> None:
 def test_the_drawings_are_those_that_the_script_makes() -> None:
     drawings = runpy.run_path(str(DOCS / "drawings.py"))
 
-    for name in ("step", "rooms"):
-        assert (DOCS / f"{name}.svg").read_text(encoding="utf-8") == drawings[name](), "run: python docs/drawings.py"
+    assert {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.svg")} == set(drawings["DRAWINGS"])
+    for name, draw in drawings["DRAWINGS"].items():
+        assert (DOCS / name).read_text(encoding="utf-8") == draw(), "run: python docs/drawings.py"

@@ -36,7 +36,8 @@ const walk = root => {
 }
 walk(document)
 """
-_DRAWN = "return document.readyState == 'complete' && window.Bokeh && Bokeh.documents.every(item => item.is_idle)"
+LOADED = "return document.readyState == 'complete'"
+DRAWN = f"{LOADED} && window.Bokeh && Bokeh.documents.every(item => item.is_idle)"
 
 
 def reason_missing() -> str | None:
@@ -46,17 +47,17 @@ def reason_missing() -> str | None:
 
 
 class Page:
-    """A page in the browser, drawn."""
+    """A page in the browser, once the script ``ready`` returns true. ``query``: the end of the address."""
 
-    def __init__(self, driver: webdriver.Chrome, path: Path) -> None:
+    def __init__(self, driver: webdriver.Chrome, path: Path, *, ready: str = DRAWN, query: str = "") -> None:
         self.driver = driver
         self._wait = WebDriverWait(driver, 60, poll_frequency=0.05)
-        self.url = path.as_uri()
+        self.url = path.as_uri() + query
         driver.get("about:blank")  # the start page of the browser loads many files
         for kind in ("browser", "performance"):
             driver.get_log(kind)  # discard entries of the previous page
         driver.get(self.url)
-        self._wait.until(lambda browser: browser.execute_script(_DRAWN))
+        self._wait.until(lambda browser: browser.execute_script(ready))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The result of ``script``, in which ``found`` holds all elements, including shadow trees."""
@@ -65,6 +66,11 @@ class Page:
     def wait_for(self, script: str, *arguments: Any) -> Any:
         """The first result of ``script`` which is not null."""
         return self._wait.until(lambda _: self.run(script, *arguments))
+
+    def set_width(self, width: int) -> None:
+        """Give the page a width in pixels, which may be less than that of any window."""
+        size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
     def point(self, x: float, y: float) -> None:
         """Move the pointer to a position in the window."""
