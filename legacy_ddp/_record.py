@@ -8,7 +8,7 @@ import torch
 
 from legacy_ddp._agreement.header import Header, decode_rows
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
-from legacy_ddp._text import format_bytes, table
+from legacy_ddp._text import format_bytes, printable, table, wrap
 
 _MAX_ROWS = 16  # of a text; rows that stand out are shown before the rows of the first ranks
 
@@ -76,9 +76,9 @@ class SyncRecord:
     _headers: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
-        """A line about the call, with its longest phase, and a line for each of at most 16 ranks: ranks with a gradient
-        that is not finite, the straggler, then the first ranks."""
-        return "\n".join([_describe(self), *_rank_lines(self)])
+        """A line about the call, with its longest phase, the metrics, and a line for each of at most 16 ranks: ranks
+        with a gradient that is not finite, the straggler, then the first ranks."""
+        return "\n".join([_describe(self), *_metric_lines(self), *_rank_lines(self)])
 
     @cached_property
     def rows(self) -> tuple[RankRow, ...]:
@@ -167,6 +167,11 @@ def _describe(record: SyncRecord) -> str:
         phase, longest = max(record.seconds.items(), key=lambda item: item[1])
         facts.append(f"{_duration(sum(record.seconds.values()))} ({phase} {_duration(longest)})")
     return f"call {record.call}: {', '.join(facts)}"
+
+
+def _metric_lines(record: SyncRecord) -> list[str]:
+    sums = ", ".join(f"{printable(name)} {value:.6g}" for name, value in record.metrics.items())
+    return wrap(f"metrics, summed over the ranks: {sums}", "  ") if sums else []
 
 
 def _rank_lines(record: SyncRecord) -> list[str]:

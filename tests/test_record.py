@@ -113,6 +113,16 @@ def test_the_line_of_a_record_says_what_was_divided_moved_and_slow(facts: dict[s
     assert str(_record_of([], **facts)) == line
 
 
+def test_the_metrics_of_a_record_are_printed_in_lines_of_80_columns() -> None:
+    metrics = {"loss": 12.5, "correct": 57.0, "a name\nof two lines": 1e300}
+
+    assert str(_record_of([], divisor=2, metrics=metrics)).splitlines() == [
+        "call 20: mean over 2 ranks",
+        "  metrics, summed over the ranks: loss 12.5, correct 57, a name\\nof two lines",
+        "    1e+300",
+    ]
+
+
 def test_a_record_of_many_ranks_prints_the_first_ranks_and_the_ranks_to_look_at() -> None:
     # Rank 700 has a NaN, and the other ranks waited for rank 900.
     rows = [RankRow(r, nan if r == 700 else 1.5, r != 700, 8, None, True, 0.5 * (r != 900)) for r in range(1000)]
