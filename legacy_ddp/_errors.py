@@ -30,7 +30,7 @@ class LegacyDDPError(RuntimeError):
 
     ``ranks``: the ranks at fault, counted inside the group; empty if they are not known. ``call``: number of the
     collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: the name of the parameter.
-    ``anchor``: of the section about this class in docs/errors.md.
+    ``anchor``: of the section about this class in docs/errors.md, which a traceback shows below the text.
 
     Example:
         >>> try:
@@ -58,6 +58,7 @@ class LegacyDDPError(RuntimeError):
         self.call = call
         self.phase = phase
         self.parameter = parameter
+        self.add_note(f"see docs/errors.md#{self.anchor}")
 
 
 class AgreedError(LegacyDDPError):
@@ -276,9 +277,3 @@ for _item in tuple(globals().values()):
     if isinstance(_item, type) and issubclass(_item, LegacyDDPError):
         _item.__module__ = "legacy_ddp"
         _item.anchor = _item.__name__.lower()
-
-
-def add_reference(text: str, anchor: str) -> str:
-    """``text``, ending with the place of its explanation; unchanged if the text ends so already, as in a pickle."""
-    reference = f"see docs/errors.md#{anchor}"
-    return text if text.endswith(reference) else f"{text}\n{reference}"

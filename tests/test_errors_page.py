@@ -1,6 +1,8 @@
 """docs/errors.md has a section for every public exception, and shows what ranks print."""
 
+import pickle
 import re
+import traceback
 from collections.abc import Callable
 from functools import partial
 
@@ -8,7 +10,6 @@ import pytest
 
 import legacy_ddp
 from legacy_ddp import LegacyDDPError
-from legacy_ddp._errors import add_reference
 from tests.helpers import logged_warnings
 from tests.helpers.error_scenes import ERRORS, WARNINGS
 from tests.helpers.paths import ROOT
@@ -46,11 +47,14 @@ def test_the_anchor_of_an_exception_is_that_of_its_section() -> None:
         assert name.lower() in headings
 
 
-def test_a_reference_is_added_once() -> None:
-    text = add_reference("wrong", "layouterror")
+@pytest.mark.parametrize("name", [name for name in legacy_ddp.__all__ if name.endswith("Error")])
+def test_a_traceback_ends_with_the_anchor_also_after_pickle(name: str) -> None:
+    error = getattr(legacy_ddp, name)("wrong")
 
-    assert text == "wrong\nsee docs/errors.md#layouterror"
-    assert add_reference(text, "layouterror") == text
+    for shown in (error, pickle.loads(pickle.dumps(error))):
+        lines = traceback.format_exception_only(shown)
+        assert lines == [f"legacy_ddp.{name}: wrong\n", f"see docs/errors.md#{name.lower()}\n"]
+        assert str(shown) == "wrong"
 
 
 def _error(rank: int, scene: Callable[[int], None]) -> tuple[str, str]:

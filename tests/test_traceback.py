@@ -65,7 +65,7 @@ def test_an_agreed_error_is_one_traceback_with_one_line_of_the_library_and_a_lin
     assert "torch/_" not in first
     # The whole text, with every line.
     assert f"{_DISAGREE}\n  argument: rank 1 has an int sample_size; ranks 0, 2 have sample_size=None\n" in first
-    assert first.endswith("pass sample_size= on every rank or on none\n")
+    assert first.endswith("pass sample_size= on every rank or on none\nsee docs/errors.md#desyncerror\n")
     assert [_is_pointer(errors, _DISAGREE) for errors in others] == [True, True]
 
 

@@ -53,6 +53,27 @@ def _nonfinite(rank: int) -> None:
     model.all_reduce()
 
 
+def _unscaled(checks: Checks) -> None:
+    model = _wrap(checks=checks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):  # a scaler is known from its first step on
+        scaler.scale(model(torch.ones(3, 2)).sum()).backward()
+        scaler.unscale_(optimizer)
+        model.all_reduce()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def _edited(rank: int) -> None:
+    _unscaled(Checks(edited="raise"))
+
+
+def _edited_warned(rank: int) -> None:
+    _unscaled(Checks())
+
+
 def _too_short(_: Any, bucket: Any) -> torch.Tensor:
     part: torch.Tensor = bucket.buffer()[1:]
     return part
@@ -95,6 +116,7 @@ ERRORS: dict[str, Callable[[int], None]] = {
     "PeerError": _peer,
     "ReplicaDivergenceError": _divergence,
     "NonFiniteGradientError": _nonfinite,
+    "EditedGradientError": _edited,
     "CommHookError": _comm_hook,
     "GradientError": _gradient,
     "UnsynchronizedStepError": _unsynchronized,
@@ -144,6 +166,7 @@ def _merged(rank: int) -> None:
 WARNINGS: dict[str, Callable[[int], None]] = {
     "Replicas differ": _differ,
     "Gradients are not finite": _nonfinite_warned,
+    "Gradients were changed before the call": _edited_warned,
     "Uneven work": _uneven,
     "The same data": _same_data,
     "Merged micro-batches": _merged,
