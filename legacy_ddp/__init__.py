@@ -70,4 +70,4 @@ def __dir__() -> list[str]:
     return __all__
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
