@@ -68,6 +68,8 @@ html_theme_options = {
 }
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_use_index = False
+html_domain_indices = False
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False

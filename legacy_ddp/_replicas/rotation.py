@@ -78,6 +78,7 @@ class RotatingDigests(StepObserver):
         self._places: list[_Place] = []
         self._parts: list[list[Piece]] = []
         self._layout: object = None  # of the parts
+        self._found: list[tuple[int, str, int]] = []  # the tensors of the modules, when they were divided
         self._next_call = 1
         self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
@@ -147,12 +148,15 @@ class RotatingDigests(StepObserver):
         return self._layout is not None and self._layout is self._planner.layout
 
     def _digest(self, number: int) -> int:
-        # At the start of a rotation the tensors are found again: modules and buffers may be new.
-        read = self._read(number) if self._is_divided and number % MAX_PARTS else None
+        read = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
         if read is None:
             self._find_parts()
             read = self._read(number) or []
         return digest_all(read)
+
+    def _has_new_tensors(self, number: int) -> bool:
+        """Whether modules or tensors are new; looked for at the start of a rotation."""
+        return number % MAX_PARTS == 0 and _tensors_of(self._module) != self._found
 
     def _turn_of(self, number: int) -> int:
         return number % len(self._parts)
@@ -181,6 +185,8 @@ class RotatingDigests(StepObserver):
             if item.tensor.device.type == "cpu" and item.tensor.layout is torch.strided and is_digestible(item.tensor)
         ]
         self._layout = self._planner.layout
+        # Tensors of no module cannot be looked for.
+        self._found = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
         before, self._parts = self._parts, divide([place.size_bytes for place in self._places])
         if self._parts != before:
             for memory in self._memories.values():
@@ -217,13 +223,23 @@ def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport
     return replace(report, verdict=verdict)
 
 
+def _tensors_of(module: nn.Module) -> list[tuple[int, str, int]]:
+    """The dictionary, the key and the id of each parameter and buffer of the submodules."""
+    return [(id(owner), key, id(tensor)) for owner in _dictionaries(module) for key, tensor in owner.items()]
+
+
 def _owners(module: nn.Module) -> dict[int, tuple[Mapping[str, torch.Tensor | None], str]]:
     """By the id of each parameter and buffer: the dictionary of a submodule with the tensor, and the key there."""
     return {
         id(tensor): (owner, key)
-        for child in module.modules()
-        for owner in (child._parameters, child._buffers)
-        if isinstance(owner, dict)  # not of a scripted module, which has no dictionaries
+        for owner in _dictionaries(module)
         for key, tensor in owner.items()
         if tensor is not None
     }
+
+
+def _dictionaries(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor | None]]:
+    for child in module.modules():
+        for owner in (child._parameters, child._buffers):
+            if isinstance(owner, dict):  # not of a scripted module, which has no dictionaries
+                yield owner
