@@ -57,24 +57,19 @@ def _wrap(folder: Path) -> LegacyDistributedDataParallel:
     return wrap(timeout_seconds=30.0, checks=Checks(report_dir=folder))
 
 
-class _Raises(int):
+@dataclass
+class _Raises:
     """A sample size that fails when it is looked at."""
 
     error: Exception
 
-    def __ge__(self, other: object) -> bool:
+    def __index__(self) -> int:
         raise self.error
-
-    def __lt__(self, other: object) -> bool:
-        raise self.error
-
-    __le__ = __gt__ = __ge__
 
 
 def _fails_before_the_header(rank: int, folder: Path, odd: str) -> tuple[Told, float | None]:
     model = _wrap(folder)
-    size = _Raises(1)
-    size.error = ODD[odd][0]()
+    size = _Raises(ODD[odd][0]())
     add_gradients(model, 1.0)
     told = _told(folder, lambda: model.all_reduce(sample_size=size if rank == CULPRIT else 1))
     return told, step(model, 1.0 + rank)
