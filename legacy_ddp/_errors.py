@@ -164,6 +164,21 @@ class EditedGradientError(AgreedError):
     """Gradients were clipped or unscaled between backward and the call; only with ``Checks(edited="raise")``.
 
     ``ranks``: the ranks with such gradients.
+
+    Example:
+        >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=Checks(edited="raise"))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = torch.amp.GradScaler("cpu")
+        >>> try:
+        ...     for step in range(2):  # a scaler is known from its first step on
+        ...         scaler.scale(model(inputs).sum()).backward()
+        ...         scaler.unscale_(optimizer)  # belongs behind all_reduce()
+        ...         record = model.all_reduce()
+        ...         scaler.step(optimizer)
+        ...         scaler.update()
+        ... except EditedGradientError as error:
+        ...     print(error.ranks)
+        (0, 1, 2)
     """
 
 

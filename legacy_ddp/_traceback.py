@@ -9,8 +9,10 @@ import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._errors import LegacyDDPError, LostPeerError
 
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
 _STYLES = ("short", "full")
@@ -76,14 +78,25 @@ class ShortDisplay:
         else:
             with _shortened(error):
                 self._previous(kind, error, error.__traceback__)
+            if isinstance(error, LostPeerError):  # the lost rank ends first, and a launcher names that rank
+                time.sleep(_HEAD_START_SECONDS)
 
 
 def _line(error: BaseException, place: str) -> BaseException:
-    """An exception that is displayed as type and first line of ``error``, and ``place``."""
+    """An exception displayed as type and first line of ``error``, this rank's line of the script, and ``place``."""
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     stand_in: type[BaseException] = type(kind.__name__, (Exception,), names)
-    return stand_in(f"{first_line(error)} (raised on all ranks; text and traceback are in the output of {place})")
+    text = f"{first_line(error).removesuffix(':')}{_script_line(error)}"
+    return stand_in(f"{text} (raised on all ranks; text and traceback are in the output of {place})")
+
+
+def _script_line(error: BaseException) -> str:
+    """``, at train.py:12 in main``: the last line before the library; empty if no other code is in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    before = takewhile(lambda frame: not frame.filename.startswith(_LIBRARY), frames)
+    of_script = [frame for frame in before if not frame.filename.startswith(_INNER)]
+    return "".join(f", at {os.path.basename(last.filename)}:{last.lineno} in {last.name}" for last in of_script[-1:])
 
 
 def _next(error: BaseException) -> BaseException | None:
@@ -101,7 +114,9 @@ def _shortened(error: BaseException) -> Iterator[None]:
         shown = _next(shown)
     try:
         for shown, trace in whole:
-            if _hides_frames(shown):
+            # An argument of the wrong kind, behind the error of all ranks.
+            is_cause = isinstance(error, LegacyDDPError) and isinstance(shown, TypeError | ValueError)
+            if is_cause or _hides_frames(shown):
                 shown.__traceback__ = _outer_frames(trace)
         yield
     finally:

@@ -21,7 +21,7 @@ def _private_attributes(path: Path) -> Iterator[tuple[ast.Attribute, str]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
             owner = ast.unparse(node.value)
-            if not owner.startswith(("self", "cls")):
+            if owner.split(".")[0] not in ("self", "cls", "sys"):
                 yield node, owner
 
 

@@ -27,7 +27,7 @@ _START = """
 
     model = LegacyDistributedDataParallel(torch.nn.Linear(3, 2))
 """
-_DISAGREE = "legacy_ddp.DesyncError: all_reduce() call 1: plain and weighted calls met:"
+_DISAGREE = "legacy_ddp.DesyncError: all_reduce() call 1: plain and weighted calls met"
 _LIBRARY_LINE = re.compile(r"File \".*/legacy_ddp/\w+\.py\", line \d+, in \w+")
 _ANY_LIBRARY_LINE = re.compile(r"File \".*/legacy_ddp/.*\.py\"")
 
@@ -44,6 +44,7 @@ def _run(folder: Path, script: str, *, ranks: int = 3, start: str = _START, **en
 def _is_pointer(errors: str, beginning: str, rank: int = 0) -> bool:
     """Whether ``errors`` is one line, with the text of the error, that points to ``rank``."""
     (line,) = errors.splitlines()
+    assert re.search(r"[^:], at \w+\.py:\d+ in (<module>|\w+) \(raised on all ranks;", line)
     end = f" (raised on all ranks; text and traceback are in the output of rank {rank})"
     return line.startswith(beginning) and line.endswith(end)
 
@@ -64,9 +65,12 @@ def test_an_agreed_error_is_one_traceback_with_one_line_of_the_library_and_a_lin
     assert first.index("in disagree") < first.index("in all_reduce")
     assert "torch/_" not in first
     # The whole text, with every line.
-    assert f"{_DISAGREE}\n  argument: rank 1 has an int sample_size; ranks 0, 2 have sample_size=None\n" in first
+    assert f"{_DISAGREE}:\n  argument: rank 1 has an int sample_size; ranks 0, 2 have sample_size=None\n" in first
     assert first.endswith("pass sample_size= on every rank or on none\nsee docs/errors.md#desyncerror\n")
     assert [_is_pointer(errors, _DISAGREE) for errors in others] == [True, True]
+    # The rank at fault shows its own line of the script.
+    (line,) = [number for number, text in enumerate(_START.splitlines()) if "sample_size=1 if rank == 1" in text]
+    assert f"weighted calls met, at train.py:{line + 1} in disagree (raised" in others[0]
 
 
 def test_an_error_that_all_ranks_make_alike_is_one_traceback_too(tmp_path: Path) -> None:
@@ -97,6 +101,7 @@ def test_a_rank_with_an_error_of_its_own_behind_the_agreed_error_shows_both(tmp_
     assert _tracebacks(first) == 1
     assert _tracebacks(second) == 2
     assert "\nValueError: sample_size is out of range: got -1" in second
+    assert len(_ANY_LIBRARY_LINE.findall(second)) == 2  # one in each traceback
     assert "The above exception was the direct cause" in second
     assert _is_pointer(third, "legacy_ddp.PeerError: ")
 
@@ -197,7 +202,7 @@ def test_ctrl_c_in_a_call_shows_the_line_of_the_script_and_one_line_of_the_libra
     assert _tracebacks(interrupted) == 1
     assert "in train" in interrupted
     assert len(_ANY_LIBRARY_LINE.findall(interrupted)) == 1
-    assert interrupted.endswith("KeyboardInterrupt\n")
+    assert interrupted.endswith("KeyboardInterrupt\n"), interrupted
     assert "legacy_ddp.PeerLostError: " in other
 
 
@@ -255,5 +260,5 @@ def test_under_torchrun_with_record_there_is_one_traceback_and_its_error_file_is
 
     assert run.returncode == 1
     assert len(re.findall(r"(?m)^\[rank\d\]: Traceback", run.stderr)) == 1
-    assert run.stderr.count(f"{_DISAGREE} ") == 2
+    assert run.stderr.count(f"{_DISAGREE}, at train.py") == 2
     assert "in agree" in run.stderr.partition("Root Cause")[2]

@@ -90,6 +90,8 @@ def _require_one_real_element(label: str, value: torch.Tensor) -> None:
         raise TypeError(
             f"{label} is not usable: got a tensor of shape {tuple(value.shape)}, expected one element; sum it first"
         )
+    if value.is_meta:
+        raise TypeError(f"{label} is not usable: got a tensor of the meta device, expected a tensor with a value")
     if value.is_complex():
         raise TypeError(f"{label} is not usable: got a tensor of {value.dtype}, expected a real number")
 
@@ -104,8 +106,8 @@ def _number(label: str, value: Any) -> float:
         return float(held)
     except OverflowError as error:
         raise ValueError(f"{label} is out of range: got more than 1.8e308, expected a double") from error
-    except (TypeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 - a conversion may be the user's code
         raise TypeError(
             f"{label} is not usable: got {type(value).__name__}, expected a real number or a tensor with one element "
             f"({error_line(error)})"
-        ) from error
+        ) from None

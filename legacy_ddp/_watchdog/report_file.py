@@ -46,8 +46,11 @@ class ReportFile:
         """Append a report with a single write: after a kill the file holds all of the report or nothing.
 
         Returns:
-            Whether the report is in the file. A full disk is no error; log the text then.
+            Whether the report is in the file. A full disk is no error; log the text then. Also True after
+            :meth:`close`: the other ranks report the end of this rank, also to this rank.
         """
+        if self._descriptor == _CLOSED:
+            return True
         self._problem = self._no_file
         try:
             self._write(text)

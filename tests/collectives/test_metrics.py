@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -127,6 +128,11 @@ def test_numbers_of_all_kinds_are_read_as_doubles(value: object, expected: float
     assert read_metrics({"m": value}) == {"m": expected}
 
 
+class _Broken:
+    def __float__(self) -> float:
+        raise ZeroDivisionError("no items")
+
+
 _NOT_USABLE = {
     "list": ([1.0], "metrics['m'] is not usable: got list, expected a real number"),
     "text": ("1.0", "metrics['m'] is not usable: got str, expected a real number"),
@@ -135,6 +141,8 @@ _NOT_USABLE = {
     "complex of numpy": (np.complex64(1), "metrics['m'] is not usable: got complex64, expected a real number"),
     "array": (np.zeros(2), "metrics['m'] is not usable: got ndarray, expected a real number"),
     "tensor": (torch.zeros(2, 3), "metrics['m'] is not usable: got a tensor of shape (2, 3), expected one element"),
+    "meta": (torch.zeros((), device="meta"), "metrics['m'] is not usable: got a tensor of the meta device"),
+    "broken": (_Broken(), "metrics['m'] is not usable: got _Broken, expected a real number"),
     "no elements": (torch.zeros(0), "metrics['m'] is not usable: got a tensor of shape (0,), expected one element"),
     "complex tensor": (
         torch.tensor(1j),
@@ -338,3 +346,21 @@ def _changing_names(_: int, count: int) -> list[dict[str, float]]:
         model.zero_grad()
         add_gradients(model, 1.0)
     return found
+
+
+def _drops_a_step(rank: int, dropped: int | None) -> int | None:
+    """The first step in which the sum of the ranks' step numbers is not a multiple; rank 1 drops a whole step."""
+    model = wrap()
+    for step in range(1, 6):
+        if rank == 1 and step == dropped:
+            continue
+        add_gradients(model, 1.0)
+        record = model.all_reduce(metrics={"step": step})
+        if record.metrics["step"] != step * dist.get_world_size():
+            return step
+    return None
+
+
+def test_the_number_of_the_step_as_a_metric_shows_a_rank_that_dropped_a_whole_step() -> None:
+    assert run_ranks(partial(_drops_a_step, dropped=3), 3) == [3, 4, 3]
+    assert run_ranks(partial(_drops_a_step, dropped=None), 3) == [None] * 3

@@ -60,6 +60,16 @@ def test_an_existing_file_is_never_written_to(tmp_path: Path) -> None:
     assert "report" in file.path.read_text()
 
 
+def test_a_report_after_the_end_is_neither_written_nor_called_a_problem(tmp_path: Path) -> None:
+    """The other ranks send the report of a lost rank to all ranks; the lost rank may be at its end, not yet ended."""
+    with _file(tmp_path) as file:
+        pass
+
+    assert file.append("rank 1 is lost")
+    assert "not written" not in file.where("reports of this rank:")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_full_disk_is_no_reason_to_fail() -> None:
     with _file(Path("/tmp")) as file:
         full = os.open("/dev/full", os.O_WRONLY)

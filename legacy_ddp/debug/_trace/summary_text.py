@@ -65,9 +65,9 @@ def _norms(found: Summary) -> Iterator[str]:
 def _nonfinite(found: Summary) -> str:
     first = found.nonfinite
     if first is None:
-        return "NaN or infinity: none"
+        return "NaN or infinity in tensors: none"
     return (
-        f"NaN or infinity: first at step {first.step} in {PHASE_LABELS[first.phase]} of rank {first.rank}: "
+        f"NaN or infinity in tensors: first at step {first.step} in {PHASE_LABELS[first.phase]} of rank {first.rank}: "
         f"{first.name}, {_count(first.count, 'element')}"
     )
 

@@ -72,8 +72,10 @@ def test_a_line_with_any_changed_bit_is_damaged(members: dict[str, Any], data: s
 def test_a_line_that_is_cut_is_torn(members: dict[str, Any], data: st.DataObject) -> None:
     line = encode({"line": "x", **members}, 7)
 
-    with pytest.raises(DamagedLineError, match=r"^it is torn$"):
+    with pytest.raises(DamagedLineError) as caught:
         check(line[: data.draw(st.integers(0, len(line) - 1))])
+
+    assert str(caught.value) == "it is torn"
 
 
 @given(st.binary(max_size=60))

@@ -141,7 +141,7 @@ def test_a_run_killed_before_its_first_step_has_a_summary(tmp_path: Path) -> Non
 def test_the_text_says_what_there_is(tmp_path: Path) -> None:
     text = lines(summary(tmp_path, world_size=2))
 
-    assert "  NaN or infinity: none" in text
+    assert "  NaN or infinity in tensors: none" in text
     assert "  norm of the reduced gradients: 2.40442 at step 1, 3.08727 at step 5" in text
     assert "environment of all ranks:" in text
     assert "  threads: 1" in text
