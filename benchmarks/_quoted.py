@@ -318,8 +318,6 @@ def _digests() -> Table:
     )
 
 
-# Tables of measurements that are not made yet. With its results a table goes to TABLES, and its markers into a page.
-WITHOUT_RESULTS: Mapping[str, Table] = MappingProxyType({"digests": _digests()})
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "call": _calls(),
@@ -335,6 +333,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "memory": _memory(),
         "agree": _agreement(),
         "replicas": _replicas(),
+        "digests": _digests(),
         **GROWTH,
     }
 )

@@ -42,19 +42,13 @@ def test_a_page_holds_what_the_results_say(page: Path) -> None:
     assert tables.fill(text, tables.TABLES) == text, "run: python benchmarks/tables.py --write"
 
 
-def test_a_table_waits_no_longer_than_its_results() -> None:
-    for name, table in _quoted.WITHOUT_RESULTS.items():
-        assert name not in tables.TABLES
-        assert not (tables.RESULTS / table.file).exists(), f"move {name!r} to TABLES, and its markers into a page"
-
-
-def test_a_table_without_results_finds_its_numbers_in_results_of_its_script(tmp_path: Path) -> None:
+def test_the_table_of_digests_finds_its_numbers_in_results_of_its_script(tmp_path: Path) -> None:
     row = {"share": 0.00456, "digest_ms": 0.1234, "step_ms": 27.06}
     names = ("train_lm", "1,000 small tensors", "transformer")
     results = {f"step of {name}, 2 ranks": row for name in names}
     (tmp_path / "digest_2.json").write_text(json.dumps({"results": results}))
 
-    lines = tables.render(_quoted.WITHOUT_RESULTS["digests"], tmp_path).splitlines()
+    lines = tables.render(tables.TABLES["digests"], tmp_path).splitlines()
 
     assert lines[2] == "| the main job's model | 0.0046 | 0.123 ms | 27.1 ms |"
     assert len(lines) == 5
