@@ -310,8 +310,10 @@ def _digests() -> Table:
         file="digest_2.json",
         heading='digests in a step at `"info"`, 2 ranks',
         columns=[
-            Column("share of the step", ((*place, "share"),), "{:.4f}"),
-            Column("digests", ((*place, "digest_ms"),), "{:.3f} ms"),
+            Column("a step takes longer by", ((*place, "longer"),), "{:.4f}"),
+            Column("95 % of the median, from", ((*place, "longer_95", "0"),), "{:.4f}"),
+            Column("to", ((*place, "longer_95", "1"),), "{:.4f}"),
+            Column("share of the digests' own time", ((*place, "share"),), "{:.4f}"),
             Column("step", ((*place, "step_ms"),), "{:.1f} ms"),
         ],
         rows={label: {"model": name} for label, name in names.items()},

@@ -103,7 +103,7 @@ RUNS = {
     "agree_header_16": Run("bench_agree.py", 16, "header"),
     "debug_step_2": Run("bench_debug.py", 2, "step"),
     "debug_digest": Run("bench_debug.py", 1, "digest"),
-    "digest_2": Run("bench_digest.py", 2, "--rounds 20", f"--layers 2 {_LITTLE}"),
+    "digest_2": Run("bench_digest.py", 2, "--rounds 60", f"--layers 2 {_LITTLE}"),
     "trace": Run("bench_trace.py", 0, ""),
     "gpu_nccl_1": Run("bench_gpu.py", 1, "", f"--models transformer {_LITTLE}", _no_device),
     "gpu_gloo_2": Run("bench_gpu.py", 2, "", None, _no_device),

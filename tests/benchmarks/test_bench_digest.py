@@ -33,10 +33,31 @@ def test_each_model_has_the_share_of_its_digests(tmp_path: Path) -> None:
     models = ["train_lm", "1,000 small tensors", "transformer"]
     assert list(results) == [f"step of {name}, 2 ranks" for name in models]
     for row in results.values():
-        assert row["n"] == 4  # of 6 steps, without the warm-up
+        assert row["n"] == 4  # of 6 steps with digests, without the warm-up
         assert 0 < row["digest_ms"] < row["step_ms"]
         assert row["share"] == pytest.approx(row["digest_ms"] / row["step_ms"])
-        assert row["verdict"] == ("met" if row["share"] <= 0.01 else "missed")
+        low, high = row["longer_95"]
+        assert low <= row["longer"] <= high
+        assert row["verdict"] == ("met" if row["longer"] <= 0.01 else "missed")
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_without_digests_take_none_and_steps_with_digests_take_one() -> None:
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    digests = model._synchronizer.digests
+    taken: list[int] = []
+    take = digests._digest
+    digests._digest = lambda number: (taken.append(number), take(number))[1]
+    watch = bench_digest._Stopwatch(digests)
+
+    for step in range(1, 9):
+        watch.is_on = step in (2, 5, 6)
+        model(torch.ones(1, 2)).sum().backward()
+        model.all_reduce()
+        optimizer.step()
+
+    assert taken == [2, 5, 6]
 
 
 @pytest.mark.usefixtures("alone")

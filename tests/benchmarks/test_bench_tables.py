@@ -43,14 +43,14 @@ def test_a_page_holds_what_the_results_say(page: Path) -> None:
 
 
 def test_the_table_of_digests_finds_its_numbers_in_results_of_its_script(tmp_path: Path) -> None:
-    row = {"share": 0.00456, "digest_ms": 0.1234, "step_ms": 27.06}
+    row = {"share": 0.00456, "longer": 0.0021, "longer_95": [-0.001, 0.0052], "step_ms": 27.06}
     names = ("train_lm", "1,000 small tensors", "transformer")
     results = {f"step of {name}, 2 ranks": row for name in names}
     (tmp_path / "digest_2.json").write_text(json.dumps({"results": results}))
 
     lines = tables.render(tables.TABLES["digests"], tmp_path).splitlines()
 
-    assert lines[2] == "| the main job's model | 0.0046 | 0.123 ms | 27.1 ms |"
+    assert lines[2] == "| the main job's model | 0.0021 | -0.0010 | 0.0052 | 0.0046 | 27.1 ms |"
     assert len(lines) == 5
 
 

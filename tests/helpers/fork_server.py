@@ -13,7 +13,7 @@ _PRELOAD = [
     "torch._inductor.compile_fx",
     "hypothesis",
     "pytest",
-    "legacy_ddp",
+    "legacy_ddp._wrapper",
     "tests.helpers.rank_process",
 ]
 
