@@ -2,26 +2,20 @@
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.plan import Planner
-from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import AT_START
 from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, compare_items
 from legacy_ddp._replicas.digest import as_bytes, digest_all, is_digestible
-from legacy_ddp._replicas.membership import parameter_groups
+from legacy_ddp._replicas.forward_digests import ForwardDigests
 from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.shared_buffers import SharedBuffers
-from legacy_ddp._replicas.stepped import SteppedOptimizers
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.step_observer import StepObserver
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
 
@@ -61,35 +55,20 @@ class _GroupMemory:
         return number <= self.pause_end
 
 
-class RotatingDigests(StepObserver):
+class RotatingDigests(ForwardDigests):
     """Digests a part of the parameters and shared buffers for every call, and compares everything after a difference.
 
-    The digest is taken in the first training forward since the last call: later, a loop may hold other weights for a
-    moment (sharpness-aware minimisation). Without a forward the call takes the digest.
+    Without a forward since the last call, the call takes the digest.
     """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
-        super().__init__(planner.counter.policy)
-        self.buffers = SharedBuffers(settings)
-        self.optimizers = SteppedOptimizers()
-        self._wrapper = weakref.ref(wrapper)
-        self._settings = settings
+        super().__init__(wrapper, settings, planner.counter.policy)
         self._planner = planner
         self._places: list[_Place] = []
         self._parts: list[list[Piece]] = []
         self._layout: object = None  # of the parts
         self._found: list[tuple[int, str, int]] = []  # the tensors of the modules, when they were divided
-        self._next_call = 1
-        self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
-
-    def begin_forward(self) -> None:
-        """Take the digest for the next call, in the first training forward since the last call."""
-        self.buffers.has_run = True
-        if self._taken is None:
-            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
-            with suppress(Exception), torch.no_grad():
-                self._taken = self._next_call, self._digest(self._next_call)
 
     def digest_of(self, call: Call) -> int:
         """The digest for ``call``."""
@@ -127,25 +106,13 @@ class RotatingDigests(StepObserver):
         """Begin with the time after a successful call."""
         self.optimizers.clear()
 
-    def restart(self) -> None:
-        """Discard the digest, after a broadcast of parameters."""
-        self._taken = None
-
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
-        self.optimizers.add(optimizer)
-        self._taken = None
-
-    @property
-    def _module(self) -> nn.Module:
-        wrapper: Any = self._wrapper()
-        module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
-        return module
-
     @property
     def _is_divided(self) -> bool:
         """Whether the parts belong to the present parameters."""
         return self._layout is not None and self._layout is self._planner.layout
+
+    def _is_due(self, _: int) -> bool:
+        return True
 
     def _digest(self, number: int) -> int:
         read = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
@@ -191,13 +158,6 @@ class RotatingDigests(StepObserver):
         if self._parts != before:
             for memory in self._memories.values():
                 memory.agreed.clear()
-
-    def _items(self) -> Iterator[state.StateItem]:
-        module, ignore, optimizers = self._module, self._settings.ignore, self.optimizers.alive
-        yield from state.parameters(module, ignore)
-        yield from self.buffers.items(module)
-        yield from state.optimizer_items(optimizers, module, self.optimizers.settings_of)
-        yield from parameter_groups(optimizers, module, ignore)
 
     def _last_agreed(self, call: Call, memory: _GroupMemory, left_out: Collection[int]) -> int:
         """Collective: the last call in which a part agreed that differs now; 0 without a call of this kind."""

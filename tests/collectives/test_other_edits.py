@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers import logged_warnings
 from tests.helpers.edited_loop import STEPS, Loop, Told, clip_norm, do_nothing
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Words
 
 
 def _scale_by_a_constant(loop: Loop) -> None:
@@ -186,18 +186,8 @@ def _shared_parameters(rank: int) -> Told:
     return loop.run(do_nothing, lambda each: (clip_norm(each), second.all_reduce()))
 
 
-class _Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words, self.last = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.words((x.abs() * 10).long().clamp(max=49)).mean(1))
-
-
 def _sparse(rank: int) -> Told:
-    loop = Loop(rank, net=_Words)
+    loop = Loop(rank, net=Words)
     loop.scaler = torch.amp.GradScaler("cpu", enabled=False)
     return loop.run(_scale_by_a_constant)
 

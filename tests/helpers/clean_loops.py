@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.clean_training import SIZE, Loop, draw, make_net, run_backward, train
+from tests.helpers.small_models import Words
 
 
 def _plain(rank: int, checks: Checks, steps: int, module: Callable[[], nn.Module] = make_net, **options: Any) -> None:
@@ -75,20 +76,8 @@ class _Images(nn.Module):
         return self.layers(images.to(memory_format=torch.channels_last))
 
 
-class _Words(nn.Module):
-    """A sparse embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.words, self.last = nn.Embedding(50, 4, sparse=True), nn.Linear(4, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.words((x.abs() * 10).long().clamp(max=49)).mean(1))
-
-
 def _sparse(rank: int, checks: Checks, steps: int) -> None:
-    model = LegacyDistributedDataParallel(_Words(), checks=checks)
+    model = LegacyDistributedDataParallel(Words(), checks=checks)
     train(model, torch.optim.SGD(model.parameters(), lr=0.01), rank, steps)
 
 
