@@ -11,8 +11,8 @@ from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas.attribution import AT_START
 from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, compare_items
-from legacy_ddp._replicas.digest import as_bytes, digest_all, is_digestible
 from legacy_ddp._replicas.forward_digests import ForwardDigests
+from legacy_ddp._replicas.memory_checksum import add_memory, has_memory
 from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._settings import Settings
@@ -115,11 +115,11 @@ class RotatingDigests(ForwardDigests):
         return True
 
     def _digest(self, number: int) -> int:
-        read = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
-        if read is None:
+        digest = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
+        if digest is None:
             self._find_parts()
-            read = self._read(number) or []
-        return digest_all(read)
+            digest = self._read(number) or 0
+        return digest
 
     def _has_new_tensors(self, number: int) -> bool:
         """Whether modules or tensors are new; looked for at the start of a rotation."""
@@ -128,16 +128,16 @@ class RotatingDigests(ForwardDigests):
     def _turn_of(self, number: int) -> int:
         return number % len(self._parts)
 
-    def _read(self, number: int) -> list[torch.Tensor] | None:
-        """The tensors and pieces of tensors of the part for call ``number``; None after a change of a size."""
-        found = []
+    def _read(self, number: int) -> int | None:
+        """The checksum of the part for call ``number``; None after a change of a size."""
+        checksum = 0
         for index, start, stop in self._parts[self._turn_of(number)]:
             place = self._places[index]
             tensor = place.owner.get(place.key)
             if tensor is None or tensor.nbytes != place.size_bytes:
                 return None
-            found.append(tensor if stop - start == place.size_bytes else as_bytes(tensor)[start:stop])
-        return found
+            checksum = add_memory(checksum, tensor, start, stop)
+        return checksum
 
     def _find_parts(self) -> None:
         """Find the tensors of the replica, and divide them. Tensors on other devices than the CPU are left out."""
@@ -149,7 +149,7 @@ class RotatingDigests(ForwardDigests):
             # A module may show tensors under names of its own choice, or tensors of no module.
             _Place(*owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
             for item in (*parameters, *self.buffers.named(module))
-            if item.tensor.device.type == "cpu" and item.tensor.layout is torch.strided and is_digestible(item.tensor)
+            if has_memory(item.tensor)
         ]
         self._layout = self._planner.layout
         # Tensors of no module cannot be looked for.
@@ -163,7 +163,7 @@ class RotatingDigests(ForwardDigests):
         """Collective: the last call in which a part agreed that differs now; 0 without a call of this kind."""
         turns = range(len(self._parts))
         padding = [0] * (MAX_PARTS - len(turns))
-        digests = [digest_all(self._read(turn) or []) for turn in turns]
+        digests = [self._read(turn) or 0 for turn in turns]
         agreed = [memory.agreed.get(turn, 0) for turn in turns]
         rows = call.gather(torch.tensor([digests + padding, agreed + padding], dtype=torch.int64, device="cpu"))
         compared = rows[[rank for rank in range(len(rows)) if rank not in left_out]]
