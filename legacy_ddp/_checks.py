@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
 
+from legacy_ddp._argument_errors import argument_errors
+
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow
 # The values of a setting, in one place: for type checkers, and for the check of the arguments.
@@ -130,6 +132,7 @@ class Checks:
         changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
         return f"Checks({', '.join(f'{item.name}={getattr(self, item.name)!r}' for item in changed)})"
 
+    @argument_errors
     def __post_init__(self) -> None:
         for name, allowed in _allowed_values().items():
             value = getattr(self, name)

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._collectives.metrics import read_numbers
 from legacy_ddp._error_text import error_text
 from legacy_ddp._log import warn
@@ -64,6 +65,7 @@ class Recorder:
         ...     optimizer.step()
     """
 
+    @argument_errors
     def __init__(
         self,
         model: nn.Module,
@@ -104,6 +106,7 @@ class Recorder:
         self._buffers: list[Section] | None = None
         self._has_seen_forwards = False
 
+    @argument_errors
     def __enter__(self) -> "Recorder":
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
@@ -147,6 +150,7 @@ class Recorder:
                 stacklevel=2,
             )
 
+    @argument_errors
     def log(self, /, **values: SupportsFloat | str) -> None:
         """Record values of this rank: a learning rate, or the loss of this rank's data. They are not summed.
 
