@@ -287,6 +287,8 @@ from legacy_ddp.debug import check_replicas
 module = nn.Linear(2, 1)
 LegacyDistributedDataParallel(module, checks="detail", transport="gloo").all_reduce(sample_size=module.weight.sum())
 check_replicas(module, what=["parameters"])
+record = LegacyDistributedDataParallel(module).all_reduce(metrics={"loss": 1.0})
+mean: float = record.metrics["loss"] / record.divisor
 Checks("off", uneven="raise", nonfinite="warn", divergence="ignore", same_data="allow", unsynchronized_step="allow")
 LegacyDistributedDataParallel(module, checks="on")
 LegacyDistributedDataParallel(module, transport="nearby")
