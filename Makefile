@@ -109,7 +109,7 @@ soak: $(READY) ## run the tests with every repetition: twenty kills, not three
 	$(call needs,$(TEST_PACKAGES))
 	SOAK=1 $(PYTEST) $(ARGS)
 
-package: $(READY) ## build wheel and sdist into dist/, and try both in empty environments
+package: $(READY) ## build wheel and sdist into dist/, and try both, also with other torches
 	bash .ci/check-package $(PY)
 
 browser: ## install Debian's Chromium for the tests of the page

@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from legacy_ddp._agreement.header import Header, decode_rows
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._text import format_bytes, printable, table, wrap
 
@@ -104,6 +105,7 @@ class SyncRecord:
         """
         return find_straggler([row.seconds_waited for row in self.rows])
 
+    @argument_errors
     def noise_scale(self, reduced_norm: float | torch.Tensor) -> NoiseScale:
         """Estimate of the gradient noise scale, up to which larger batches are worth while.
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._reproducible.splits import aligned_splits, format_splits, is_aligned
 
@@ -43,6 +44,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         [[2], [3], [6], [7]]
     """
 
+    @argument_errors
     def __init__(
         self,
         dataset_length: int,
@@ -158,6 +160,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         _check_int("global_step", global_step, 0)
         return {**self._content, "global_step": global_step}
 
+    @argument_errors
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to a saved position. The world size may have changed.
 
@@ -218,6 +221,7 @@ def _seed(*parts: object) -> int:
     return fingerprint(repr(parts).encode()) % 2**63
 
 
+@argument_errors
 def _check_int(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is of the wrong type: got {value!r}, expected an int")

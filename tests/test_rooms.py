@@ -15,6 +15,7 @@ ROOMS = (
     "_text",
     "_error_text",
     "_errors",
+    "_argument_errors",
     "_torch",
     "_traceback",
     "_step_guard",

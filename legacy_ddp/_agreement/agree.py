@@ -14,6 +14,7 @@ import torch
 
 from legacy_ddp._agreement.header import COUNTED_BIT, FAILED_BIT, Flag, Header, Participation, decode_rows, encode_row
 from legacy_ddp._agreement.mismatch import describe_uneven_work, find_failure, find_mismatch
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
 from legacy_ddp._compare import Finding
 from legacy_ddp._error_text import error_text
@@ -82,7 +83,8 @@ def announcing_failures(call: Call) -> Iterator[None]:
     """
     try:
         call.prepare_watchdog()
-        yield
+        with argument_errors:
+            yield
     except Exception as error:
         if isinstance(error, LegacyDDPError) and error.call is None:
             error.call, error.phase = call.number, call.phase_name

@@ -7,6 +7,7 @@ from typing import Any, Generic, ParamSpec
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._record import SyncRecord
 
 P = ParamSpec("P")
@@ -15,6 +16,7 @@ P = ParamSpec("P")
 class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
     """Callbacks of an event, by the id of the handle."""
 
+    @argument_errors
     def add(self, callback: Callable[P, object]) -> RemovableHandle:
         """Call ``callback`` at every event from now on, until the handle's ``remove()``.
 

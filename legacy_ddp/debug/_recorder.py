@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, Never, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._collectives.metrics import read_numbers
 from legacy_ddp._error_text import error_text
 from legacy_ddp._log import warn
@@ -64,6 +65,7 @@ class Recorder:
         ...     optimizer.step()
     """
 
+    @argument_errors
     def __init__(
         self,
         model: nn.Module,
@@ -104,6 +106,7 @@ class Recorder:
         self._buffers: list[Section] | None = None
         self._has_seen_forwards = False
 
+    @argument_errors
     def __enter__(self) -> "Recorder":
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
@@ -147,7 +150,8 @@ class Recorder:
                 stacklevel=2,
             )
 
-    def log(self, /, **values: SupportsFloat | str) -> None:
+    @argument_errors
+    def log(self, /, *unnamed: Never, **values: SupportsFloat | str) -> None:
         """Record values of this rank: a learning rate, or the loss of this rank's data. They are not summed.
 
         The values belong to the step of the last ``all_reduce()``, before the first to the start; a later value of the
@@ -158,9 +162,11 @@ class Recorder:
             values: numbers and tensors with one element, recorded as doubles, and texts.
 
         Raises:
-            TypeError: a value is neither a number nor a text.
+            TypeError: a value is neither a number nor a text, or has no name.
             ValueError: outside of the ``with`` block; a number beyond the range of a double.
         """
+        if unnamed:
+            raise TypeError(f"log() takes values by name: got {unnamed[0]!r}, expected name=value; write log(**values)")
         if not self._is_open:
             raise ValueError("log() was called outside of the recorder's block, expected inside: with Recorder(...):")
         read = read_numbers("log", {name: value for name, value in values.items() if not isinstance(value, str)})

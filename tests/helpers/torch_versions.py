@@ -9,6 +9,9 @@ HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype is new in torch 2.10")
 
+# torch.jit is deprecated: in other words and classes of warnings in each version of torch and of Python.
+uses_torch_jit = pytest.mark.filterwarnings("ignore:.*torch.jit")
+
 _GLOO_LINE = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
 
 
