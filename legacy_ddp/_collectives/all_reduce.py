@@ -60,6 +60,7 @@ def all_reduce(
     planner, leaves = synchronizer.planner, synchronizer.leaves
     digests, steps, edits = synchronizer.digests, synchronizer.steps, synchronizer.edits
     warnings, observers, settings = synchronizer.warnings, synchronizer.observers, synchronizer.settings
+    observers.called.notify()
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
@@ -189,4 +190,6 @@ def all_reduce_gradients(
     record = all_reduce(synchronizer, parameters, resolve_group(process_group), arguments)
     if synchronizer.warnings.pending:
         synchronizer.warnings.emit()
+    if synchronizer.observers.returned:
+        synchronizer.notify_returned(record)
     return record

@@ -41,9 +41,11 @@ class Observers:
     def __init__(self) -> None:
         # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).
         self.forward: Event[[tuple[Any, ...], Mapping[str, Any]]] = Event()
+        # A call begins, outside of the modes of torch that a call sets: callback(). No exception.
+        self.called: Event[[]] = Event()
         # Local gradients by name, before the exchange: callback(grads). An exception ends the call on all ranks.
         self.local: Event[[Mapping[str, torch.Tensor | None]]] = Event()
         # A call succeeded, also a call of a rank that has left join(): callback(record).
         self.reduced: Event[[SyncRecord]] = Event()
-        # all_reduce() of the wrapper is about to return: callback(record). An exception leaves all_reduce().
+        # all_reduce(), or all_reduce_gradients(), is about to return: callback(record). An exception leaves the call.
         self.returned: Event[[SyncRecord]] = Event()
