@@ -33,6 +33,7 @@ ROOMS = (
     "_unsupported",
     "_wrapper",
     "__init__",
+    "debug/_operations",
     "debug/_trace",
     "debug/_diff",
     "debug/_page",
