@@ -50,7 +50,7 @@ def test_outside_of_modules() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "beginning"),
+    "changes, beginning",
     [
         ({"settings": "p=0.5"}, "Other settings"),
         ({"generator": "0123456789abcdef"}, "Random generator at another place"),
@@ -114,7 +114,7 @@ def test_a_write_from_elsewhere_names_both_operations() -> None:
     _, told_about = told(changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:])))
 
     assert told_about.meaning.startswith(
-        "In A the input is the output of operation 6. In B it has changed since operation 6, which no recorded operation"
+        "In A the input is the output of operation 6. In B it has changed since operation 6, which no recorded"
     )
 
 
