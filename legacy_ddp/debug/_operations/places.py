@@ -11,6 +11,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp.debug._operations.operation import Stage
 
 _LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
+_CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
 
 
 class Places:
@@ -31,7 +32,7 @@ class Places:
     def find(self) -> tuple[Stage, str] | None:
         """Stage and module path of the operation that runs now; None for an operation of this library itself."""
         frame = internals.operation_frame()
-        if internals.calling_file(frame).startswith(_LIBRARY):
+        if internals.calling_file(frame, ignored=_CAPTURES).startswith(_LIBRARY):
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"
         module = internals.entered_module(frame, self._paths)
