@@ -54,7 +54,7 @@ def test_an_operation_has_the_digests_of_its_inputs_and_outputs() -> None:
     assert [value.kind for value in operation.inputs] == ["float32 (4,)", "float32 (5, 3)", "float32 (3, 4)"]
     assert [value.layout for value in operation.inputs] == ["", "", "strides (1, 3)"]
     assert [value.digest for value in operation.outputs] == [hexadecimal(x @ weight.t() + bias)]
-    assert operation.parameters == ("first.bias", "first.weight")
+    assert operation.parameters == ("first.bias", "", "first.weight")
     assert (operation.stage, operation.module, operation.settings, operation.generator) == ("forward", "first", "", "")
 
 
@@ -76,7 +76,7 @@ def test_operations_of_the_backward_pass_belong_to_the_module_of_the_forward_pas
     ]
     products = [item for item in found if item.name == "aten::mm" and item.stage == "backward"]
     assert [item.module for item in products] == ["inner.1", "inner.1", "first"]
-    assert products[1].parameters == ("inner.1.weight",)
+    assert products[1].parameters == ("", "inner.1.weight")
     assert products[2].outputs[0].digest == hexadecimal(model.first.weight.grad.t().contiguous().t())
 
 
@@ -106,7 +106,7 @@ def test_the_statistics_of_a_batch_norm_are_outputs() -> None:
 
     operation = the(captured(norm, lambda: norm(x)), "aten::native_batch_norm")
 
-    assert operation.parameters == ("weight", "bias", "running_mean", "running_var")
+    assert operation.parameters == ("", "weight", "bias", "running_mean", "running_var")
     assert {hexadecimal(norm.running_mean), hexadecimal(norm.running_var)} <= {
         item.digest for item in operation.outputs
     }
@@ -295,7 +295,7 @@ def test_functional_call_names_parameters_by_their_memory() -> None:
     found = captured(model, lambda: [torch.func.functional_call(model, given, (x,)) for given in (same, other)])
 
     first, second = [item for item in found if item.name == "aten::addmm"]
-    assert (first.parameters, second.parameters) == (("first.bias", "first.weight"), ())
+    assert (first.parameters, second.parameters) == (("first.bias", "", "first.weight"), ("", "", ""))
     assert first.module == second.module == "first"
     assert first.outputs == second.outputs
 
@@ -352,8 +352,8 @@ def test_tied_weights_have_their_first_name() -> None:
     found = captured(model, lambda: model(torch.ones(1, 2)))
 
     assert [(item.module, item.parameters) for item in found if item.name == "aten::mm"] == [
-        ("0", ("0.weight",)),
-        ("1", ("0.weight",)),
+        ("0", ("", "0.weight")),
+        ("1", ("", "0.weight")),
     ]
 
 
@@ -363,7 +363,7 @@ def test_parameters_in_one_memory_are_told_apart() -> None:
 
     found = captured(model, lambda: (model[1] * 2, flat + 1))
 
-    assert [item.parameters for item in found] == [("1",), ("0", "1")]
+    assert [item.parameters for item in found] == [("1",), ("0, 1",)]
 
 
 class Cube(torch.autograd.Function):
