@@ -6,6 +6,7 @@ from functools import cache
 from operator import attrgetter
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in the stubs
@@ -81,6 +82,19 @@ def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """The addresses of the storages in C++, for :func:`ref_counts`."""
     return [storage._cdata for storage in storages]
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """A number equal for tensors on the same storage; None for a tensor without a storage of its own (sparse)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """A reference that keeps the :func:`storage_key` from being used again, and not the memory from being freed."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def ref_counts(
