@@ -11,6 +11,8 @@ from legacy_ddp import _torch as internals
 from legacy_ddp.debug._operations.operation import Stage
 
 _LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
+# Files of the library with frames around user code: the forward of the wrapper, and the runs of a cross-check.
+_AROUND_USER_CODE: Final = tuple(f"{_LIBRARY}{name}" for name in ("_wrapper.py", "debug/_cross_check/one_run.py"))
 
 
 class Places:
@@ -31,7 +33,8 @@ class Places:
     def find(self) -> tuple[Stage, str] | None:
         """Stage and module path of the operation that runs now; None for an operation of this library itself."""
         frame = internals.operation_frame()
-        if internals.calling_file(frame).startswith(_LIBRARY):
+        file = internals.calling_file(frame)
+        if file.startswith(_LIBRARY) and file not in _AROUND_USER_CODE:
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"
         module = internals.entered_module(frame, self._paths)
