@@ -53,6 +53,7 @@ from legacy_ddp._torch.hooks import (
     attach_hooks,
     before_every_step,
     identity,
+    without_accumulate_hooks,
 )
 from legacy_ddp._torch.memory import (
     flattened,
@@ -60,6 +61,7 @@ from legacy_ddp._torch.memory import (
     foreach_norm,
     grad_dtypes,
     is_only_in_grad,
+    preserved_versions,
     ref_counts,
     storage_handles,
     storage_key,
@@ -67,7 +69,13 @@ from legacy_ddp._torch.memory import (
     under_own_storage,
     weak_storage,
 )
-from legacy_ddp._torch.training import calling_scaler, has_unscaled, local_buffer_names, used_scaler
+from legacy_ddp._torch.training import (
+    calling_scaler,
+    has_unscaled,
+    local_buffer_names,
+    statistics_names,
+    used_scaler,
+)
 
 __all__ = [
     "LEAF_NUMBER",
@@ -110,11 +118,13 @@ __all__ = [
     "operation_frame",
     "operation_name",
     "operation_options",
+    "preserved_versions",
     "profiled",
     "ref_counts",
     "schema_of",
     "skip_tracing",
     "skip_tracing_below",
+    "statistics_names",
     "storage_handles",
     "storage_key",
     "storage_use_count",
@@ -123,4 +133,5 @@ __all__ = [
     "unseen",
     "used_scaler",
     "weak_storage",
+    "without_accumulate_hooks",
 ]
