@@ -129,9 +129,9 @@ def operation_frame() -> FrameType | None:
     return None
 
 
-def calling_file(frame: FrameType | None) -> str:
-    """The file of the innermost code outside of torch, from ``frame`` on."""
-    while frame is not None and frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+def calling_file(frame: FrameType | None, *, ignored: str) -> str:
+    """The file of the innermost code from ``frame`` on, outside of torch and of files that begin with ``ignored``."""
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH_FOLDER, __file__, ignored)):
         frame = frame.f_back
     return "" if frame is None else frame.f_code.co_filename
 

@@ -104,12 +104,23 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
     left, right = a[i].inputs, b[j].inputs
     if position >= min(len(left), len(right)):
         return Origin()
-    name = a[i].parameters[position] or b[j].parameters[position]
-    return Origin(
-        name,
-        _writer(a, i, left[position]),
-        _writer(b, j, right[position]),
-        next((index for index in reversed(range(i)) if name and name in a[index].parameters), None),
+    name = a[i].parameters[position] if a[i].parameters[position] == b[j].parameters[position] else ""
+    writers = _writer(a, i, left[position]), _writer(b, j, right[position])
+    return Origin(name, *writers, last_reader(a, i, name))
+
+
+def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:
+    """The position of the last operation before ``before`` that read the bits of the parameter; None without any."""
+    if not name:
+        return None
+    return next((index for index in reversed(range(before)) if _reads(operations[index], name)), None)
+
+
+def _reads(operation: Operation, name: str) -> bool:
+    """Whether the operation read the bits of the parameter. A view does not."""
+    return any(
+        held == name and value.digest is not None
+        for held, value in zip(operation.parameters, operation.inputs, strict=True)
     )
 
 

@@ -22,6 +22,10 @@ def short(operation: Operation) -> str:
     return operation.name.removesuffix(".default")
 
 
+def module_of(operation: Operation) -> str:
+    return operation.module or "the code outside of submodules"
+
+
 def summary(found: OperationDifference, labels: Labels) -> str:
     """The difference in one phrase: place, and what agrees and differs there."""
     here = place(found.operation)
@@ -44,17 +48,19 @@ def _positions(differing: Sequence[int], number: int, noun: str) -> str:
     """``output differs``, ``output 2 of 3 differs`` or ``outputs 1 and 3 of 3 differ``."""
     if number == 1:
         return f"{noun} differs"
-    numbers = " and ".join(str(index + 1) for index in differing[:3]) + (" and more" if len(differing) > 3 else "")
+    more = [f"{len(differing) - 3} more"] if len(differing) > 3 else []
+    *first, last = [*(str(index + 1) for index in differing[:3]), *more]
+    numbers = f"{', '.join(first)} and {last}" if first else last
     return f"{noun}s {numbers} of {number} differ" if len(differing) > 1 else f"{noun} {numbers} of {number} differs"
 
 
 def _sequence(found: OperationDifference, labels: Labels) -> str:
     texts = [
-        f"only in {label} {count(len(operations))}{', first' if len(operations) > 1 else ':'} {place(operations[0])}"
+        f"{count(len(operations))} only in {label}{', first' if len(operations) > 1 else ':'} {place(operations[0])}"
         for label, operations in zip(labels, (found.a, found.b), strict=True)
         if operations
     ]
-    return f"{'; '.join(texts)}"
+    return "; ".join(texts)
 
 
 def count(number: int) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from legacy_ddp.debug._operations import explain_sequence
-from legacy_ddp.debug._operations.describe import Labels, aspects, both, place, short
+from legacy_ddp.debug._operations import explain_input, explain_sequence
+from legacy_ddp.debug._operations.describe import Labels, aspects, both, module_of, place, short
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
@@ -42,18 +42,18 @@ def _output(found: OperationDifference, labels: Labels, facts: Facts) -> tuple[s
     if a.settings != b.settings:
         return (
             "Other settings: the operation was called with other arguments.",
-            f"look at the arguments and the mode (train, eval) of {_module(a)}",
+            f"look at the arguments and the mode (train, eval) of {module_of(a)}",
         )
     if [value.kind for value in a.outputs] != [value.kind for value in b.outputs]:
         return (
             "Other dtype or shape of a result of equal inputs: autocast, a default dtype, or other code.",
-            f"compare autocast and the default dtype around {_module(a)}",
+            f"compare autocast and the default dtype around {module_of(a)}",
         )
     if _layouts(a) != _layouts(b):
         return (
             "Other kernel: the inputs have other strides, with which torch may take another kernel or add in another "
             "order.",
-            f"give {_module(a)} inputs of one memory format in both, with contiguous(), and diff again",
+            f"give {module_of(a)} inputs of one memory format in both, with contiguous(), and diff again",
         )
     if kernel:
         sides = "; ".join(f"{name} {both(facts[name], labels)}" for name in kernel[:3])
@@ -86,60 +86,6 @@ def _generator(found: OperationDifference) -> tuple[str, str]:
     )
 
 
-def _input(found: OperationDifference, labels: Labels, _: Facts) -> tuple[str, str]:
-    origin = found.origin
-    if origin.parameter:
-        return _weight(found)
-    writers = origin.writer_a, origin.writer_b
-    known = [(label, index) for label, index in zip(labels, writers, strict=True) if index is not None]
-    if len(known) == 1:
-        (label, writer), other = known[0], labels[1 - labels.index(known[0][0])]
-        return (
-            f"In {label} the input is the output of operation {writer + 1}. In {other} it has changed since operation "
-            f"{writer + 1}, which no recorded operation did (a second thread, memory, a pointer to memory of another "
-            "tensor), or it is another tensor, kept from an earlier step.",
-            "look for threads, extensions and kept tensors that share memory with this input",
-        )
-    if known:
-        texts = [f"operation {index + 1} in {label}" for label, index in known]
-        return (
-            f"Another tensor is passed: the output of {' and of '.join(texts)}.",
-            f"look at the code of {_module(found.a[0])}",
-        )
-    if not found.differing_values:
-        return "One side passes more tensors.", f"look at the arguments of {_module(found.a[0])}"
-    return _data(found)
-
-
-def _weight(found: OperationDifference) -> tuple[str, str]:
-    name, reader = found.origin.parameter, found.origin.reader
-    number = found.start_a + 1
-    if reader is None:
-        return (
-            f"Weights: {name!r} came into this step with other bits.",
-            "compare the steps before: record them too, or look at the checkpoint and the optimizer",
-        )
-    return (
-        f"Weights: {name!r} agreed in operation {reader + 1}, and changed between it and operation {number}, which no "
-        "recorded operation did: a second thread, a write through a stale pointer, or memory.",
-        "look for threads and extensions that write to weights during a step",
-    )
-
-
-def _data(found: OperationDifference) -> tuple[str, str]:
-    kinds = [(a.kind, b.kind) for a, b in found.differing_values if a.kind != b.kind]
-    if kinds:
-        return (
-            f"Data of another dtype or shape: {kinds[0][0]} and {kinds[0][1]}.",
-            "compare the batches, and dtype and shape of the tensors made from them",
-        )
-    return (
-        "Data: the input is no output of an operation of this step and no parameter, so it came in from outside with "
-        "other bits: a batch, a target, or a tensor kept from an earlier step.",
-        "compare the batches: sampler, seed of the data, order, targets",
-    )
-
-
 def _form(found: OperationDifference, labels: Labels, _: Facts) -> tuple[str, str]:
     nouns = aspects(found.a[0], found.b[0])
     if found.has_effect is None:
@@ -147,7 +93,7 @@ def _form(found: OperationDifference, labels: Labels, _: Facts) -> tuple[str, st
             f"{labels[0]} and {labels[1]} ran this operation with other {' and '.join(nouns)}: another mode (train, "
             "eval), autocast, or another configuration. Data of each rank's own explain it only where code depends on "
             "data.",
-            f"compare mode, autocast and arguments of {_module(found.a[0])} on these ranks",
+            f"compare mode, autocast and arguments of {module_of(found.a[0])} on these ranks",
         )
     return (
         f"No value differs. Other {' and '.join(nouns)} may lead to another kernel on another machine.",
@@ -159,13 +105,9 @@ def _layouts(operation: Operation) -> list[str]:
     return [value.layout for value in operation.inputs]
 
 
-def _module(operation: Operation) -> str:
-    return operation.module or "the code outside of submodules"
-
-
 _KINDS: dict[str, Callable[[OperationDifference, Labels, Facts], tuple[str, str]]] = {
     "output": _output,
-    "input": _input,
+    "input": explain_input.explain_input,
     "sequence": explain_sequence.explain_sequence,
     "form": _form,
 }

@@ -69,7 +69,7 @@ class Observer:
             place[0],
             self.micro_batch,
             place[1],
-            parameters=tuple(dict.fromkeys(found for _, tensor in tensors for found in self._names.of(tensor))),
+            parameters=tuple([", ".join(self._names.of(tensor)) for _, tensor in tensors]),
             inputs=tuple([self._see(tensor, is_read=signature.reads(name)) for name, tensor in tensors]),
             settings=", ".join([f"{name}={setting(value)}" for name, value in arguments if is_setting(value)]),
             generator=self._digests.add(_generator_state(arguments)) if signature.is_random else None,

@@ -29,10 +29,10 @@ class Operation:
     otherwise ``forward``. ``micro_batch``: number of the forward pass of the model in this step, from 1; 0 before the
     first. ``module``: path of the innermost module of the model, as ``encoder.layers.3.linear1``; for the backward pass
     the module whose forward pass made the node; empty outside of modules (the loss) and in the model itself.
-    ``parameters``: names of the parameters and buffers among the inputs, views of them included. ``inputs``: tensors in
-    the order of arguments, as they were before the operation. ``outputs``: returned tensors, and inputs that the
-    operation changed. ``settings``: all other arguments as text. ``generator``: 16 hexadecimal digits for the random
-    generator's state before a random operation, otherwise empty.
+    ``parameters``: for each input the name of the parameter or buffer that it is, or is a view of; empty for another
+    tensor. ``inputs``: tensors in the order of arguments, as they were before the operation. ``outputs``: returned
+    tensors, and inputs that the operation changed. ``settings``: all other arguments as text. ``generator``: 16
+    hexadecimal digits for the random generator's state before a random operation, otherwise empty.
     """
 
     name: str

@@ -11,8 +11,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp.debug._operations.operation import Stage
 
 _LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
-# Files of the library with frames around user code: the forward of the wrapper, and the runs of a cross-check.
-_AROUND_USER_CODE: Final = tuple(f"{_LIBRARY}{name}" for name in ("_wrapper.py", "debug/_cross_check/one_run.py"))
+_CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
 
 
 class Places:
@@ -33,8 +32,7 @@ class Places:
     def find(self) -> tuple[Stage, str] | None:
         """Stage and module path of the operation that runs now; None for an operation of this library itself."""
         frame = internals.operation_frame()
-        file = internals.calling_file(frame)
-        if file.startswith(_LIBRARY) and file not in _AROUND_USER_CODE:
+        if internals.calling_file(frame, ignored=_CAPTURES).startswith(_LIBRARY):
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"
         module = internals.entered_module(frame, self._paths)

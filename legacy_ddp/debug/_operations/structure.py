@@ -3,7 +3,8 @@
 import re
 from collections.abc import Callable, Sequence
 
-from legacy_ddp.debug._operations.align import aligned, differing, gap_of, sequence_difference
+from legacy_ddp.debug._operations.align import aligned, differing, gap_of, last_reader, sequence_difference
+from legacy_ddp.debug._operations.describe import aspects
 from legacy_ddp.debug._operations.difference import OperationDifference, Origin
 from legacy_ddp.debug._operations.operation import Operation, Value
 
@@ -29,9 +30,20 @@ def first_structural_difference(
                 return OperationDifference("form", i, j, (a[i],), (b[j],), has_effect=None)
             if weights := _differing_weights(a[i], b[j], is_shared):
                 name = a[i].parameters[weights[0]]
-                reader = next((index for index in reversed(range(i)) if name in a[index].parameters), None)
-                return OperationDifference("input", i, j, (a[i],), (b[j],), weights, Origin(name, reader=reader))
+                origin = Origin(name, reader=last_reader(a, i, name))
+                return OperationDifference("input", i, j, (a[i],), (b[j],), weights, origin)
     return None
+
+
+def judge_structure(is_shared: Callable[[str], bool]) -> Callable[[Operation, Operation], str]:
+    """The comparison of two operations at the same place, in words."""
+
+    def judge(a: Operation, b: Operation) -> str:
+        if _form(a, b) != _form(b, a):
+            return f"{' and '.join(aspects(a, b))} differ"
+        return "weights differ" if _differing_weights(a, b, is_shared) else "agrees"
+
+    return judge
 
 
 def _form(operation: Operation, other: Operation) -> tuple[object, ...]:

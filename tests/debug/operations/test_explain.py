@@ -99,9 +99,9 @@ def test_other_data_and_other_weights() -> None:
     other_text, weights = told(rewritten(STEP, 3, "w1", "other"))
 
     assert text == "forward of 0 (aten::mm): all operations before agree, input 1 of 2 differs"
-    assert data.meaning.startswith("Data: the input is no output of an operation of this step and no parameter")
+    assert data.meaning.startswith("Data: the input is no parameter, and no operation of this step returned these bits")
     assert other_text == "forward of 1 (aten::t): all operations before agree, '1.weight' differs"
-    assert weights.meaning == "Weights: '1.weight' came into this step with other bits."
+    assert weights.meaning == "The weight or buffer '1.weight' came into this step with other bits."
 
 
 def test_data_of_another_dtype() -> None:
@@ -114,7 +114,7 @@ def test_a_write_from_elsewhere_names_both_operations() -> None:
     _, told_about = told(changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:])))
 
     assert told_about.meaning.startswith(
-        "In A the input is the output of operation 6. In B it has changed since operation 6, which no recorded"
+        "In A the input is the output of operation 6. In B it has changed since, which no recorded"
     )
 
 
@@ -123,7 +123,7 @@ def test_a_weight_written_during_the_step_names_both_operations() -> None:
 
     _, told_about = told(b, a)
 
-    assert "'1.weight' agreed in operation 5, and changed between it and operation 17" in told_about.meaning
+    assert "'1.weight' agreed in operation 5, and changed before operation 17" in told_about.meaning
 
 
 def test_another_tensor_of_the_step() -> None:
@@ -147,7 +147,7 @@ def test_autocast_is_told_by_its_casts() -> None:
 
     text, told_about = told([STEP[0], cast, *rewritten(STEP[1:], 0, "x", "x16")])
 
-    assert text == "only in B 1 operation: forward of 0 (aten::_to_copy)"
+    assert text == "1 operation only in B: forward of 0 (aten::_to_copy)"
     assert told_about.meaning == "Other dtype: B casts to bfloat16 here (autocast, or a cast in the code)."
 
 
@@ -159,7 +159,7 @@ def test_eval_mode_is_told_by_the_missing_random_operation() -> None:
 
     text, told_about = told(STEP, [*STEP[:3], *drop, *rewritten(STEP[3:], 1, "r0(x)", "d")])
 
-    assert text == "only in A 2 operations, first forward of 0.drop (aten::bernoulli_)"
+    assert text == "2 operations only in A, first forward of 0.drop (aten::bernoulli_)"
     assert told_about.meaning.startswith("A draws random numbers here (aten::bernoulli_) and B does not: dropout in")
     assert "eval()" in told_about.next_step
 
@@ -173,7 +173,7 @@ def test_another_form_of_a_normalisation_is_a_mode() -> None:
     text, told_about = told(b, a)
 
     assert text == (
-        "only in A 1 operation: forward of bn (aten::native_batch_norm); only in B 1 operation: forward of bn "
+        "1 operation only in A: forward of bn (aten::native_batch_norm); 1 operation only in B: forward of bn "
         "(aten::_native_batch_norm_legit_no_training)"
     )
     assert told_about.meaning == "The normalisation takes another form: training mode against eval mode."

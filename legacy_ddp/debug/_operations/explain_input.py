@@ -1,0 +1,69 @@
+"""The meaning of an input that differs although all operations before agree. Pure."""
+
+from collections.abc import Mapping
+
+from legacy_ddp.debug._operations.describe import Labels, both, module_of
+from legacy_ddp.debug._operations.difference import OperationDifference
+
+
+def explain_input(found: OperationDifference, labels: Labels, _: Mapping[str, object]) -> tuple[str, str]:
+    """The meaning, and the next step."""
+    if not found.differing_values:
+        return "One side passes more tensors.", f"look at the arguments of {module_of(found.operation)}"
+    names = [side[0].parameters[found.differing[0]] for side in (found.a, found.b)]
+    if names[0] != names[1]:
+        texts = both([repr(name) if name else "no parameter" for name in names], labels)
+        return (
+            f"Another tensor is passed: {texts} (a copy, a cast, or a tensor kept from an earlier step).",
+            f"look at the code of {module_of(found.operation)}, and for copies of its weights",
+        )
+    return _weight(found) if found.origin.parameter else _other_tensor(found, labels)
+
+
+def _weight(found: OperationDifference) -> tuple[str, str]:
+    name, reader = found.origin.parameter, found.origin.reader
+    if reader is None:
+        return (
+            f"The weight or buffer {name!r} came into this step with other bits.",
+            "compare the steps before: record them too, or look at the checkpoint and the optimizer",
+        )
+    return (
+        f"The weight or buffer {name!r} agreed in operation {reader + 1}, and changed before operation "
+        f"{found.start_a + 1}, which no recorded operation did: a second thread, a stale pointer, or memory.",
+        "look for threads and extensions that write to weights during a step",
+    )
+
+
+def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]:
+    writers = found.origin.writer_a, found.origin.writer_b
+    known = [(label, index + 1) for label, index in zip(labels, writers, strict=True) if index is not None]
+    if not known:
+        return _data(found)
+    if len(known) == 2:
+        texts = [f"operation {number} in {label}" for label, number in known]
+        return (
+            f"Another tensor is passed: the output of {' and of '.join(texts)}.",
+            f"look at the code of {module_of(found.operation)}",
+        )
+    label, number = known[0]
+    other = next(item for item in labels if item != label)
+    return (
+        f"In {label} the input is the output of operation {number}. In {other} it has changed since, which no recorded "
+        "operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an earlier step.",
+        "look for threads, extensions and kept tensors that share memory with this input",
+    )
+
+
+def _data(found: OperationDifference) -> tuple[str, str]:
+    a, b = found.differing_values[0]
+    if a.kind != b.kind:
+        return (
+            f"Data of another dtype or shape: {a.kind} and {b.kind}.",
+            "compare the batches, and dtype and shape of the tensors made from them",
+        )
+    view = " The input is a strided view: an earlier output, written to by another thread, may also be its source."
+    return (
+        "Data: the input is no parameter, and no operation of this step returned these bits: a batch, a target, or a "
+        f"tensor kept from an earlier step.{view if a.layout else ''}",
+        "compare the batches: sampler, seed of the data, order, targets",
+    )
