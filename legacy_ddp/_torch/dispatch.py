@@ -119,32 +119,35 @@ def leaf_of(node: Node) -> torch.Tensor | None:
     return getattr(node, "variable", None)
 
 
-def operation_frame() -> FrameType | None:
+def caller_of_operation(names: Mapping[int, str], *, ignored: str) -> tuple[str | None, str]:
+    """The module that runs the present operation, by the ids in ``names``, and the file that calls the operation.
+
+    The module is the innermost one, None outside. A backward pass ends the search: inside of it only modules count that
+    the backward pass itself runs, as in the second forward of a checkpoint. The file is that of the innermost code in
+    the module, outside of torch and of files that begin with ``ignored``; empty without such code.
+
+    Reads the stack of the thread: hooks on modules would make torch.compile split its graphs, and torch's
+    ModuleTracker, which registers such hooks, knows the names of classes only.
+    """
+    frame, file = _operation_frame(), ""
+    skipped = (_TORCH_FOLDER, __file__, ignored)
+    while frame is not None and frame.f_code is not _BACKWARD_CALL:
+        code = frame.f_code
+        if code is _MODULE_CALL:
+            name = names.get(id(frame.f_locals["self"]))
+            if name is not None:
+                return name, file
+        elif not file and not code.co_filename.startswith(skipped):
+            file = code.co_filename
+        frame = frame.f_back
+    return None, file
+
+
+def _operation_frame() -> FrameType | None:
     """The innermost frame outside of the handler of a :class:`LowestMode`; None in a thread without Python code."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _DISPATCH_CALL:
             return frame.f_back
-        frame = frame.f_back
-    return None
-
-
-def calling_file(frame: FrameType | None, *, ignored: str) -> str:
-    """The file of the innermost code from ``frame`` on, outside of torch and of files that begin with ``ignored``."""
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH_FOLDER, __file__, ignored)):
-        frame = frame.f_back
-    return "" if frame is None else frame.f_code.co_filename
-
-
-def entered_module(frame: FrameType | None, names: Mapping[int, str]) -> str | None:
-    """The name of the innermost module that runs in ``frame``, by the ids in ``names``; None outside.
-
-    A backward pass ends the search: inside of it only modules count that the backward pass itself runs, as in the
-    second forward of a checkpoint. Reads the stack of the thread: hooks on modules would make torch.compile split its
-    graphs, and torch's ModuleTracker, which registers such hooks, knows the names of classes only.
-    """
-    while frame is not None and frame.f_code is not _BACKWARD_CALL:
-        if frame.f_code is _MODULE_CALL and (name := names.get(id(frame.f_locals["self"]))) is not None:
-            return name
         frame = frame.f_back
     return None

@@ -31,11 +31,10 @@ class Places:
 
     def find(self) -> tuple[Stage, str] | None:
         """Stage and module path of the operation that runs now; None for an operation of this library itself."""
-        frame = internals.operation_frame()
-        if internals.calling_file(frame, ignored=_CAPTURES).startswith(_LIBRARY):
+        module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURES)
+        if file.startswith(_LIBRARY):
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"
-        module = internals.entered_module(frame, self._paths)
         if module is None:
             module = self._module_of_node() if stage == "backward" else ""
         self._note(module)
