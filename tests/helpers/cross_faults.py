@@ -130,17 +130,17 @@ def _kernel_once(guilty: bool, rank: int, **arguments: Any) -> CrossCheckReport:
 
 def _kernel_of_no_order(guilty: bool, rank: int) -> CrossCheckReport:
     calls = count()
-    with KERNELS.replaced(lambda tensor: flip(tensor * 2, (next(calls) % 8, 0)) if guilty else tensor * 2):
+    with KERNELS.replaced(lambda tensor: tensor * (2 + next(calls) * 0.001 * guilty)):
         return check(Net(Double()), rank)
 
 
 class _WrongGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(_: Any, inputs: torch.Tensor) -> torch.Tensor:
         return inputs.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
         return double(gradient) * 0.5
 
 
@@ -157,7 +157,7 @@ def _kernel_in_backward(guilty: bool, rank: int) -> CrossCheckReport:
 def _patched_function(guilty: bool, rank: int) -> CrossCheckReport:
     gelu = functional.gelu
     if guilty:
-        functional.gelu = lambda inputs, approximate="none": gelu(inputs, approximate="tanh")
+        functional.gelu = lambda inputs, **_: gelu(inputs, approximate="tanh")
     try:
         return check(Net(nn.GELU()), rank)
     finally:
@@ -167,7 +167,7 @@ def _patched_function(guilty: bool, rank: int) -> CrossCheckReport:
 class _ManySums(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("numbers", torch.randn(1_000_003, generator=torch.Generator().manual_seed(1)))
+        self.register_buffer("numbers", torch.randn(3_000_001, generator=torch.Generator().manual_seed(1)))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return inputs * self.numbers.sum()
@@ -250,6 +250,31 @@ class _Extra(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return (inputs.clamp(max=0.5) if self.has_extra else inputs).tanh()
+
+
+class _Accumulating(nn.Module):
+    """Adds many rows into few, whose order depends on the threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("rows", torch.randint(50, (200_000,), generator=generator))
+        self.register_buffer("values", torch.randn(200_000, 16, generator=generator))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.sums().mean(0)
+
+    def sums(self) -> torch.Tensor:
+        return torch.zeros(50, 16).index_put_((self.rows,), self.values, accumulate=True)
+
+
+def _unordered_threads(guilty: bool, rank: int) -> CrossCheckReport:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if guilty else 1)
+    try:
+        return check(Net(_Accumulating()), rank)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _extra(guilty: bool, rank: int) -> CrossCheckReport:
@@ -360,5 +385,6 @@ FAULTS: dict[str, Callable[[bool, int], CrossCheckReport]] = {
     "stale cache": _stale_cache,
     "thread": _thread,
     "extra operation": _extra,
+    "threads without order": _unordered_threads,
 }
 SCENES = {**SILENT, **FAULTS}

@@ -6,7 +6,7 @@ from legacy_ddp._compare import MISSING, Difference, name_ranks
 from legacy_ddp.debug._cross_check.place import Place
 from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.verdict import RING, Verdict
-from legacy_ddp.debug._operations.describe import Labels, summary
+from legacy_ddp.debug._operations.describe import Labels, details, summary
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Facts, explain
 
@@ -99,6 +99,7 @@ def _place(place: Place, verdict: Verdict, facts: Facts) -> Iterator[str]:
         return
     yield f"where: {summary(found, labels)}, operation {found.start_a + 1:,} of {place.count:,}"
     yield f"why: {_meaning(found, verdict, labels, facts)}"
+    yield from (text for text in details(found, labels) if not text.startswith(("input", "output")))  # digests
     if place.note:
         yield place.note
 
@@ -121,10 +122,10 @@ def _next_step(verdict: Verdict, place: Place, labels: Labels, facts: Facts) -> 
     if verdict.kind == "once":
         again = "" if place.difference else " with operations=True, to name the operation of the next time"
         return f"cross-check more often{again}; a single event is memory or hardware, or a kernel that is rarely wrong"
-    found = place.difference
-    if found is None or (found.kind == "output" and not facts):
-        return (
-            "compare libraries, extensions and hardware of these ranks; start the job again with the rank on another "
-            "device, and see whether the difference stays with the device"
-        )
-    return explain(found, labels, facts).next_step
+    advice = "" if place.difference is None else explain(place.difference, labels, facts).next_step
+    if advice and "cross_check()" not in advice:
+        return advice.replace("diff again", "check again")
+    return (
+        "compare libraries, extensions and hardware of these ranks; start the job again with the rank on another "
+        "device, and see whether the difference stays with the device"
+    )

@@ -30,7 +30,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
         PeerError: a run failed, on any rank.
     """
     odd, reference = trial.verdict.odd, trial.verdict.reference
-    if odd is None or reference is None:
+    if odd is None or reference is None or odd.run not in trial.operations:
         return Place()
     with call.phase("compare"):
         place = _find_operation(call, trial, odd, reference)

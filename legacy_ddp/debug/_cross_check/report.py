@@ -1,6 +1,7 @@
 """The result of a cross-check, as an object and as text of 80 columns. Pure."""
 
 from dataclasses import dataclass
+from itertools import chain
 
 from legacy_ddp._compare import MAX_LINES, Difference, name_ranks
 from legacy_ddp._replicas.element_compare import ElementDifference
@@ -68,8 +69,8 @@ class CrossCheckReport:
             return "\n".join(lines)
         lines += wrap(f"who: {self.who}", "  ")
         lines += wrap(f"results: {self._results()}", "  ")
-        lines += [line for text in self.place for line in wrap(text, "  ")]
-        lines += self.elements.lines("    ") if self.elements else []
+        where, *why = (wrap(text, "  ") for text in self.place)
+        lines += [*where, *(self.elements.lines("    ") if self.elements else []), *chain.from_iterable(why)]
         lines += [line for item in self.settings[:MAX_LINES] for line in wrap(f"setting {item}", "  ")]
         if len(self.settings) > MAX_LINES:
             lines.append(f"  ... {len(self.settings) - MAX_LINES} more settings")

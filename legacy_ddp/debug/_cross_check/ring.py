@@ -16,13 +16,14 @@ from legacy_ddp.debug._operations.operation import Operation
 class Ring:
     """The digests of the runs of all ranks, as in :func:`~legacy_ddp.debug._cross_check.verdict.differing_batches`.
 
-    ``sizes``: bytes of the batch of each rank, 0 without a batch. ``operations``: of the runs on this rank by the rank
-    of the batch, if they were captured.
+    ``sizes``: bytes of the batch of each rank, 0 without a batch. ``is_captured``: whether the runs were captured.
+    ``operations``: then of the runs on this rank, by the rank of the batch.
     """
 
     sizes: Sequence[int]
     own: Sequence[Digests | None]
     foreign: Sequence[Digests | None]
+    is_captured: bool
     operations: dict[int, list[Operation]] = field(default_factory=dict)
 
 
@@ -53,4 +54,4 @@ def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations:
         table = call.gather(torch.tensor(rows, device="cpu")).tolist()
     own = [tuple(table[r][0]) if sizes[r] else None for r in range(size)]
     foreign = [tuple(table[r][1]) if sizes[(r - 1) % size] else None for r in range(size)]
-    return Ring(sizes, own, foreign, operations)
+    return Ring(sizes, own, foreign, with_operations, operations)

@@ -17,8 +17,8 @@ from legacy_ddp.debug._operations.operation import Operation
 class Trial:
     """The verdict about the batch of rank ``batch``, whose bytes are ``data``.
 
-    ``operations``: of the runs on this rank, by the name of the run. ``differing``: names of the results in which the
-    two runs of the verdict differ.
+    ``operations``: of the captured runs on this rank, by the name of the run. ``differing``: names of the results in
+    which the two runs of the verdict differ.
     """
 
     batch: int
@@ -36,7 +36,9 @@ def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, data: torch.Te
     """
     with call.phase("batch"):
         data = give_to_all(call, data, batch, ring.sizes[batch])
-    operations: dict[str, Sequence[Operation]] = {RING: ring.operations.get(batch, [])}
+    operations: dict[str, Sequence[Operation]] = {}
+    if ring.is_captured:
+        operations[RING] = ring.operations.get(batch, [])
     rows = []
     for name in (REPEAT, LATER_REPEAT):
         with call.phase("run"), failing_together(call, "run"):
