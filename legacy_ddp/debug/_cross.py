@@ -98,7 +98,7 @@ def cross_check(
     if isinstance(model, LegacyDistributedDataParallel):
         model._refuse_inside_join("cross_check()")
     synchronizer, module = target.synchronizer, target.module
-    with synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
+    with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
         with torch.no_grad(), announcing_failures(call):
             check_can_communicate(call)
             if not isinstance(module, nn.Module):

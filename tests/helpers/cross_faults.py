@@ -204,7 +204,7 @@ def _eval(guilty: bool, rank: int) -> CrossCheckReport:
     return check(net, rank)
 
 
-class _Cached(nn.Module):
+class Cached(nn.Module):
     """Multiplies by a tensor that is no buffer, as code with a cache of its own does."""
 
     def __init__(self, value: float) -> None:
@@ -216,7 +216,7 @@ class _Cached(nn.Module):
 
 
 def _stale_cache(guilty: bool, rank: int) -> CrossCheckReport:
-    return check(Net(_Cached(1.0 + guilty)), rank)
+    return check(Net(Cached(1.0 + guilty)), rank)
 
 
 class _WrittenByAThread(nn.Module):

@@ -83,5 +83,5 @@ class Runner:
 @contextmanager
 def _as_in_training() -> Iterator[None]:
     """The modes of a training loop, whatever the modes of the caller."""
-    with torch.inference_mode(False), torch.enable_grad(), private_forwards():
+    with torch.enable_grad(), private_forwards():
         yield
