@@ -41,6 +41,8 @@ class Observers:
     def __init__(self) -> None:
         # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).
         self.forward: Event[[tuple[Any, ...], Mapping[str, Any]]] = Event()
+        # A call begins, outside of the modes of torch that a call sets: callback(). No exception.
+        self.called: Event[[]] = Event()
         # Local gradients by name, before the exchange: callback(grads). An exception ends the call on all ranks.
         self.local: Event[[Mapping[str, torch.Tensor | None]]] = Event()
         # A call succeeded, also a call of a rank that has left join(): callback(record).

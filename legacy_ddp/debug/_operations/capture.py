@@ -28,7 +28,8 @@ class OperationCapture:
     - workspaces of kernels, and outputs of collectives, which return before they have written;
     - tensors of classes with operations of their own (DTensor), quantized and meta tensors.
 
-    Operations inside of a custom operation, and of threads other than the thread of :meth:`start`, are not seen (the
+    Start and stop either inside or outside of a block of ``torch.inference_mode()``: its end restores the dispatch keys
+    of its beginning. Operations inside of a custom operation, and of threads other than the thread of :meth:`start`, are not seen (the
     backward pass of a CUDA model, which runs in threads of its own, is). In regions under torch.compile the operations
     called by the compiled code are seen, and generated kernels are not. Operations of this library are left out.
     Parameters are known by their memory, at the time of :meth:`start`: other tensors given to ``functional_call`` have
@@ -59,6 +60,11 @@ class OperationCapture:
         self._is_running = False
         self._observer = Observer(module, self._keep)
         self._failure: Exception | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the capture has started and not ended."""
+        return self._is_running
 
     def __enter__(self) -> "OperationCapture":
         self.start()
