@@ -8,7 +8,7 @@ from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.verdict import RING, Verdict
 from legacy_ddp.debug._operations.describe import Labels, details, summary
 from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.explain import Facts, explain
+from legacy_ddp.debug._operations.explain import Explanation, Facts, explain
 
 
 def report_of(
@@ -105,12 +105,23 @@ def _place(place: Place, verdict: Verdict, facts: Facts) -> Iterator[str]:
 
 
 def _meaning(found: OperationDifference, verdict: Verdict, labels: Labels, facts: Facts) -> str:
-    if verdict.kind == "nondeterministic" and found.kind == "output":
+    explanation = explain(found, labels, facts)
+    if found.kind == "output" and verdict.kind == "nondeterministic":
         return (
             "the same inputs gave other outputs in two runs on one rank: a kernel that is not deterministic (atomic "
             "additions, threads), or memory or hardware"
         )
-    return explain(found, labels, facts).meaning
+    if verdict.kind == "differs" and _asks_for_this(explanation):
+        return (
+            "the same inputs give other outputs on these two ranks, in every run: another library or extension, a "
+            "kernel that is wrong on one of them, or hardware"
+        )
+    return explanation.meaning
+
+
+def _asks_for_this(explanation: Explanation) -> bool:
+    """Whether the advice is the comparison that has just been made: the sequences alone explain nothing."""
+    return "cross_check()" in explanation.next_step
 
 
 def _next_step(verdict: Verdict, place: Place, labels: Labels, facts: Facts) -> str:
@@ -122,9 +133,9 @@ def _next_step(verdict: Verdict, place: Place, labels: Labels, facts: Facts) -> 
     if verdict.kind == "once":
         again = "" if place.difference else " with operations=True, to name the operation of the next time"
         return f"cross-check more often{again}; a single event is memory or hardware, or a kernel that is rarely wrong"
-    advice = "" if place.difference is None else explain(place.difference, labels, facts).next_step
-    if advice and "cross_check()" not in advice:
-        return advice.replace("diff again", "check again")
+    explanation = None if place.difference is None else explain(place.difference, labels, facts)
+    if explanation is not None and not _asks_for_this(explanation):
+        return explanation.next_step.replace("diff again", "check again")
     return (
         "compare libraries, extensions and hardware of these ranks; start the job again with the rank on another "
         "device, and see whether the difference stays with the device"
