@@ -1,9 +1,10 @@
 """The values that a function holds besides its arguments: in its closure, its defaults, its globals, its object."""
 
+import dis
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from contextlib import suppress
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -66,15 +67,25 @@ def _parts(value: object, *, is_run: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _function_parts(function: FunctionType, *, with_globals: bool) -> Iterator[tuple[str, Any]]:
-    names = inspect.getclosurevars(function)
-    used = {**(names.globals if with_globals else {}), **names.nonlocals}
-    for key, item in used.items():
+    used = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=False))
+    for key, cell in used.items():
+        with suppress(ValueError):  # a variable without a value
+            yield f" variable {key!r}", cell.cell_contents
+    for key in _global_names(function.__code__) if with_globals else ():
+        item = function.__globals__.get(key)
         if not isinstance(item, ModuleType | type):
             yield f" variable {key!r}", item
     for index, item in enumerate(function.__defaults__ or ()):
         yield f" default {index}", item
     for key, item in (function.__kwdefaults__ or {}).items():
         yield f" default {key!r}", item
+
+
+def _global_names(code: CodeType) -> list[str]:
+    """The names that a function looks up in its module, also in functions inside of it; no names of attributes."""
+    own = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"]
+    inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _global_names(constant)]
+    return list(dict.fromkeys([*own, *inner]))
 
 
 def _attributes(value: object) -> Iterator[tuple[str, Any]]:

@@ -19,6 +19,14 @@ def _with_globals(model: Any, batch: Any) -> Any:
     return (model(batch) * WEIGHTS).sum() * SCALE
 
 
+def _with_inner_globals(model: Any, batch: Any) -> Any:
+    return sum(model(item).sum() * SCALE for item in batch)
+
+
+def _with_attributes(model: Any, batch: Any) -> Any:
+    return model(batch.WEIGHTS).sum()  # the name of an attribute is no global
+
+
 class _Trainer:
     def __init__(self) -> None:
         self.model = MODEL
@@ -57,6 +65,8 @@ TEACHER = _Teacher()
     [
         (lambda model, batch: model(batch).sum(), set()),
         (_with_globals, {"run variable 'WEIGHTS'", "run variable 'SCALE'"}),
+        (_with_inner_globals, {"run variable 'SCALE'"}),
+        (_with_attributes, set()),
         (_closure(WEIGHTS), {"run variable 'held'"}),
         (_closure({"a": [WEIGHTS]}), {"run variable 'held'['a'][0]"}),
         (_closure(MODEL), set()),
