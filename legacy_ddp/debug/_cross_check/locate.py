@@ -82,7 +82,7 @@ def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int
 
 
 def _print(operation: Operation) -> int:
-    return fingerprint(json.dumps(to_json(operation)).encode("ascii"))
+    return fingerprint(repr(operation).encode(errors="backslashreplace"))
 
 
 def _compare_elements(
