@@ -164,7 +164,7 @@ def _stale_buffer(rank: int, differs: bool) -> str:
         return str(cross_check(model, lambda model, batch: runs.append(1) or loss_of(model, batch), batch_of(rank)))
     except ReplicaDivergenceError as error:
         assert runs == []
-        return f"{error.ranks} {error}"
+        return f"error: {error}"
 
 
 def test_a_stale_buffer_is_found_before_anything_runs() -> None:
@@ -172,6 +172,7 @@ def test_a_stale_buffer_is_found_before_anything_runs() -> None:
 
     assert "all ranks compute the same" in silent[0]
     assert found == [found[0]] * 3
+    assert found[0].startswith("error: cross_check() call 1: replicas differ in 1 of 1 buffer\n")
     assert "buffer 'table'" in found[0]
     assert "rank 1 against ranks 0, 2" in found[0]
 
