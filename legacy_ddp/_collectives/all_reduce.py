@@ -60,8 +60,7 @@ def all_reduce(
     planner, leaves = synchronizer.planner, synchronizer.leaves
     digests, steps, edits = synchronizer.digests, synchronizer.steps, synchronizer.edits
     warnings, observers, settings = synchronizer.warnings, synchronizer.observers, synchronizer.settings
-    if observers.called:
-        observers.called.notify()
+    observers.called.notify()
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)

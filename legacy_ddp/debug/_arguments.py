@@ -105,8 +105,9 @@ def as_steps(argument: str, value: object) -> Collection[int]:
         ValueError: a number below 1.
     """
     steps = value if isinstance(value, range) else _distinct(argument, value)
-    if steps and (least := min(steps)) < 1:
-        raise ValueError(f"{argument} holds no numbers of steps only: got {least}, expected whole numbers from 1")
+    ends = [steps[0], steps[-1]] if isinstance(steps, range) and steps else steps  # a range may be very long
+    if ends and (least := min(ends)) < 1:
+        raise ValueError(f"{argument} holds more than numbers of steps: got {least}, expected whole numbers from 1")
     return steps
 
 

@@ -277,7 +277,7 @@ class Recorder:
             writer, self._writer = self._writer, None
             writer.abandon()
             self._operations.cancel()
-            reason = error.strerror if isinstance(error, OSError) else error_text(error)
+            reason = getattr(error, "strerror", None) or error_text(error)
             warn(
                 self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "

@@ -97,7 +97,7 @@ class _RunComparison:
         causes = self._found.causes(first.step)
         locations, more_locations = self._found.locations(first)
         return replace(
-            self._result("different", self._headline(first)),
+            self._result("different", self._headline(first), first),
             first=first,
             others=tuple(others),
             size=self._found.size,
@@ -141,12 +141,19 @@ class _RunComparison:
         with self._found.open(first.ranks[0]) as pair:
             return find_growth(pair, first.step)
 
-    def _result(self, verdict: Verdict, headline: str) -> Comparison:
+    def _result(self, verdict: Verdict, headline: str, first: Divergence | None = None) -> Comparison:
         compared = self._coverage.steps
         steps = (compared[0], compared[-1]) if compared else None
         folders = str(self._a.folder), str(self._b.folder)
-        notes = tuple(self._notes(verdict))
-        return Comparison(folders, verdict, headline, steps, metrics=self._found.metrics, notes=notes)
+        return Comparison(
+            folders,
+            verdict,
+            headline,
+            steps,
+            metrics=self._found.metrics,
+            operations=self._found.operations.finding(first),
+            notes=(*self._notes(verdict), *self._found.operations.notes(first)),
+        )
 
     def _notes(self, verdict: Verdict) -> list[str]:
         found, steps = self._found, self._coverage.any_steps

@@ -66,7 +66,7 @@ def _value_difference(
         origin = _origin(a, b, i, j, inputs[0])
         found = OperationDifference("input", i, j, (a[i],), (b[j],), inputs, origin, earlier)
         cause = _cause(gaps, found)
-        return sequence_difference(cause, [gap for gap in gaps if gap is not cause]) if cause else found
+        return sequence_difference(cause, gaps[: gaps.index(cause)]) if cause else found
     if outputs := differing(a[i].outputs, b[j].outputs):
         return OperationDifference("output", i, j, (a[i],), (b[j],), outputs, earlier=earlier)
     return None
@@ -87,7 +87,8 @@ def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[int, ...]:
 def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
     """The gap to which differing inputs are due: the last gap that wrote one of them.
 
-    If none did, the last gap for an input of unknown origin, and None for a weight or the output of a common operation.
+    If none did, the last gap with an operation in place, which may have written to a part of the tensor. If there is no
+    such gap, the last of all for an input of unknown origin, and None for a weight or the output of a common operation.
     """
     values = found.differing_values
     for gap in reversed(gaps):
@@ -97,7 +98,15 @@ def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
             return gap
     origin = found.origin
     is_known = origin.parameter or (origin.writer_a is None) != (origin.writer_b is None)
-    return gaps[-1] if gaps and not is_known else None
+    possible = [gap for gap in gaps if _may_write(gap, origin)] if is_known else gaps
+    return possible[-1] if possible else None
+
+
+def _may_write(gap: Gap, origin: Origin) -> bool:
+    """Whether an operation in place stands in the gap, after the tensor was written."""
+    if gap.start_a <= (origin.writer_a or -1) or gap.start_b <= (origin.writer_b or -1):
+        return False
+    return any(item.name.partition(".")[0].endswith("_") for item in (*gap.a, *gap.b))
 
 
 def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, position: int) -> Origin:

@@ -28,12 +28,14 @@ class OperationCapture:
     - workspaces of kernels, and outputs of collectives, which return before they have written;
     - tensors of classes with operations of their own (DTensor), quantized and meta tensors.
 
-    Start and stop either inside or outside of a block of ``torch.inference_mode()``: its end restores the dispatch keys
-    of its beginning. Operations inside of a custom operation, and of threads other than the thread of :meth:`start`, are not seen (the
-    backward pass of a CUDA model, which runs in threads of its own, is). In regions under torch.compile the operations
-    called by the compiled code are seen, and generated kernels are not. Operations of this library are left out.
-    Parameters are known by their memory, at the time of :meth:`start`: other tensors given to ``functional_call`` have
-    no names. The training's bits, generators and memory formats stay the same.
+    Operations inside of a custom operation are not seen, nor are operations of other threads; of these, the threads of
+    a CUDA model's backward pass are. In regions under torch.compile, which stay compiled, the operations that the
+    compiled code calls are seen, and generated kernels are not. Operations of this library are left out. Parameters are
+    known by their memory at :meth:`start`: other tensors, given to ``functional_call``, have no names.
+
+    The bits, generators and memory formats of the training stay the same. Other dispatch modes may be entered and left
+    in between. A block of ``torch.inference_mode()`` restores the dispatch keys of its beginning: start and stop both
+    inside of it or both outside.
 
     Args:
         module: the model. Module paths and names of parameters are from ``named_modules()`` and

@@ -1,9 +1,10 @@
 """Phrases about an operation and about the first difference of two sequences. Pure."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, Value
 
 Labels = tuple[str, str]
 """The names of the two sides in texts: ``A`` and ``B``, or ``rank 0`` and ``rank 1``."""
@@ -34,7 +35,7 @@ def summary(found: OperationDifference, labels: Labels) -> str:
     if found.kind == "input":
         return f"{here}: all operations before agree, {_inputs(found)}"
     if found.kind == "form":
-        return f"{here}: {' and '.join(aspects(found.a[0], found.b[0]))} differ"
+        return f"{here}: {' and '.join(aspects_of(found))} differ"
     return _sequence(found, labels)
 
 
@@ -72,41 +73,67 @@ def both(texts: Sequence[str], labels: Labels) -> str:
     return ", ".join(f"{text} in {label}" for text, label in zip(texts, labels, strict=True))
 
 
-def aspects(a: Operation, b: Operation) -> list[str]:
-    """Nouns for the differences of two operations besides their bits."""
+def sizes(shape: str) -> list[str]:
+    """The sizes in the text of a shape."""
+    return re.findall(r"\d+", shape)
+
+
+def aspects(a: Operation, b: Operation, *, of_ranks: bool = False) -> list[str]:
+    """Nouns for the differences of two operations besides their bits. ``of_ranks``: not for what follows from data."""
     tensors = (*a.inputs, *a.outputs), (*b.inputs, *b.outputs)
     dtypes, shapes = ([[value.kind.partition(" ")[part] for value in side] for side in tensors] for part in (0, 2))
     layouts = [[value.layout for value in side] for side in tensors]
+    dimensions = [[len(sizes(shape)) for shape in side] for side in shapes]
     found = {
         "settings": a.settings != b.settings,
         "number of tensors": len(tensors[0]) != len(tensors[1]),
         "dtypes": dtypes[0] != dtypes[1],
         "parameters": a.parameters != b.parameters,
-        "shapes": shapes[0] != shapes[1],
-        "strides": layouts[0] != layouts[1],
-        "random generators": a.generator != b.generator,
+        "dimensions": of_ranks and dimensions[0] != dimensions[1],
+        "shapes": not of_ranks and shapes[0] != shapes[1],
+        "strides": not of_ranks and layouts[0] != layouts[1],
+        "random generators": not of_ranks and a.generator != b.generator,
     }
     return [noun for noun, differs in found.items() if differs]
+
+
+def aspects_of(found: OperationDifference) -> list[str]:
+    """The aspects of a difference in form."""
+    return aspects(found.a[0], found.b[0], of_ranks=found.has_effect is None)
 
 
 def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
     """A phrase for each differing value and setting."""
     noun = "output" if found.kind == "output" else "input"
     for index, (a, b) in zip(found.differing[:3], found.differing_values, strict=False):
-        kinds = [a.kind, b.kind] if a.kind != b.kind else ["", ""]
-        texts = [
-            " ".join(filter(None, (kind, value.digest or "no digest")))
-            for kind, value in zip(kinds, (a, b), strict=True)
-        ]
-        kind = "" if a.kind != b.kind else f", {a.kind}"
-        yield f"{noun} {index + 1}{kind}: {both(texts, labels)}"
+        yield _value(f"{noun} {index + 1}", a, b, labels)
     if found.kind != "sequence":
-        yield from _other_aspects(found.a[0], found.b[0], labels)
+        yield from _arguments(found.a[0], found.b[0], labels)
+        yield from (_dtypes if found.has_effect is None else _circumstances)(found.a[0], found.b[0], labels)
 
 
-def _other_aspects(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
+def _value(noun: str, a: Value, b: Value, labels: Labels) -> str:
+    digests = [value.digest or "no digest" for value in (a, b)]
+    if a.kind == b.kind:
+        return f"{noun}, {a.kind}: {both(digests, labels)}"
+    return f"{noun}: {both([f'{value.kind} {digest}' for value, digest in zip((a, b), digests, strict=True)], labels)}"
+
+
+def _arguments(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
     if a.settings != b.settings:
         yield f"settings: {both([(text or 'none')[:_MAX_SETTINGS] for text in (a.settings, b.settings)], labels)}"
+    for index, names in enumerate(zip(a.parameters, b.parameters, strict=False)):
+        if names[0] != names[1]:
+            yield f"input {index + 1}: {both([repr(name) if name else 'no parameter' for name in names], labels)}"
+
+
+def _dtypes(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
+    for index, (left, right) in enumerate(zip(a.inputs, b.inputs, strict=False)):
+        if left.kind.partition(" ")[0] != right.kind.partition(" ")[0]:
+            yield f"input {index + 1}: {both((left.kind, right.kind), labels)}"
+
+
+def _circumstances(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
     if a.generator != b.generator:
         yield f"random generator: {both([a.generator or 'none', b.generator or 'none'], labels)}"
     for index, (left, right) in enumerate(zip(a.inputs, b.inputs, strict=False)):

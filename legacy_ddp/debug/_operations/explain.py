@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from legacy_ddp.debug._operations import explain_input, explain_sequence
-from legacy_ddp.debug._operations.describe import Labels, aspects, both, module_of, place, short
+from legacy_ddp.debug._operations.describe import Labels, aspects_of, both, module_of, place, short
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
@@ -87,7 +87,7 @@ def _generator(found: OperationDifference) -> tuple[str, str]:
 
 
 def _form(found: OperationDifference, labels: Labels, _: Facts) -> tuple[str, str]:
-    nouns = aspects(found.a[0], found.b[0])
+    nouns = aspects_of(found)
     if found.has_effect is None:
         return (
             f"{labels[0]} and {labels[1]} ran this operation with other {' and '.join(nouns)}: another mode (train, "

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from legacy_ddp.debug._operations.align import aligned, differing, gap_of, last_reader, sequence_difference
-from legacy_ddp.debug._operations.describe import aspects
+from legacy_ddp.debug._operations.describe import aspects, sizes
 from legacy_ddp.debug._operations.difference import OperationDifference, Origin
 from legacy_ddp.debug._operations.operation import Operation, Value
 
@@ -40,7 +40,7 @@ def judge_structure(is_shared: Callable[[str], bool]) -> Callable[[Operation, Op
 
     def judge(a: Operation, b: Operation) -> str:
         if _form(a, b) != _form(b, a):
-            return f"{' and '.join(aspects(a, b))} differ"
+            return f"{' and '.join(aspects(a, b, of_ranks=True))} differ"
         return "weights differ" if _differing_weights(a, b, is_shared) else "agrees"
 
     return judge
@@ -59,7 +59,7 @@ def _form(operation: Operation, other: Operation) -> tuple[object, ...]:
 
 def _dtype_and_dimensions(value: Value) -> tuple[str, int]:
     dtype, _, shape = value.kind.partition(" ")
-    return dtype, len(re.findall(r"\d+", shape))
+    return dtype, len(sizes(shape))
 
 
 def _differing_weights(a: Operation, b: Operation, is_shared: Callable[[str], bool]) -> tuple[int, ...]:

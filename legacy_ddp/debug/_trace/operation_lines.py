@@ -27,8 +27,8 @@ def _as_stage(value: Any) -> Stage:
 class Declaration:
     """An :class:`Operation` without digests and micro-batch.
 
-    ``inputs``, ``outputs``: kind and layout of each tensor. ``digested``: for all of them in order, whether there is a
-    digest. ``is_random``: whether there is a digest of the generator, after these.
+    ``parameters``: one for each input. ``inputs``, ``outputs``: kind and layout of each tensor. ``digested``: for all of
+    them in order, whether there is a digest. ``is_random``: whether there is a digest of the generator, after these.
     """
 
     name: str
@@ -49,6 +49,8 @@ class Declaration:
         found = Declaration(**validate.read_fields(Declaration, values))
         if len(found.digested) != len(found.inputs) + len(found.outputs):
             raise TraceError(f"{validate.FOREIGN}: key 'digested' has not one entry per tensor")
+        if len(found.parameters) != len(found.inputs):
+            raise TraceError(f"{validate.FOREIGN}: key 'parameters' has not one entry per input")
         return validate.read_field(values, "number", validate.as_count), found
 
     @property

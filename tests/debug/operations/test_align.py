@@ -132,6 +132,18 @@ def test_an_extra_operation_without_effect_does_not_hide_a_write_from_elsewhere(
     assert (found.kind, found.start_a, found.start_b, found.origin.writer_a) == ("input", 7, 8, 5)
 
 
+def test_an_operation_of_b_alone_in_place_may_have_written_to_a_part_of_the_input() -> None:
+    extra = operation("mul_.Scalar", ["part"], ["part'"], module="1.act")
+    poked = changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:]))
+
+    after, before = (first_difference(STEP, [*poked[:k], extra, *poked[k:]]) for k in (6, 3))
+
+    assert after is not None
+    assert (after.kind, after.b) == ("sequence", (extra,))
+    assert before is not None  # before the tensor was written
+    assert (before.kind, before.start_a) == ("input", 7)
+
+
 def test_an_extra_operation_alone_is_the_difference_and_has_no_effect() -> None:
     extra = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
 

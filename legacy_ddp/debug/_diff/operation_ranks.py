@@ -1,0 +1,79 @@
+"""Comparison of the recorded operations of the ranks of one run, which have data of their own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from legacy_ddp._compare import name_ranks
+from legacy_ddp.debug._diff.coverage import format_steps
+from legacy_ddp.debug._diff.operation_finding import differing_facts, finding
+from legacy_ddp.debug._diff.result import OperationFinding
+from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.structure import first_structural_difference, judge_structure
+from legacy_ddp.debug._trace.run import Run
+
+# Groups of ranks with other operations; more are not told apart, because each is kept in memory.
+_MAX_GROUPS = 4
+
+
+@dataclass
+class _Group:
+    """Ranks with the same structure; ``operations``: of the lowest."""
+
+    operations: tuple[Operation, ...]
+    ranks: list[int]
+
+
+class RankOperations:
+    """The first step in which ranks ran other operations."""
+
+    def __init__(self, run: Run, steps: Sequence[int]) -> None:
+        """``steps``: the steps with operations on all ranks, ascending. Reads all files again for each."""
+        self.finding: OperationFinding | None = None
+        self._run = run
+        self._agreeing: list[int] = []
+        parameters = {*run.environments[0].parameters}
+        self._is_shared: Callable[[str], bool] = parameters.__contains__
+        for step in steps:
+            groups = self._groups(step)
+            if len(groups) > 1:
+                self.finding = self._compare(step, *groups[:2])
+                return
+            self._agreeing.append(step)
+
+    def notes(self) -> Iterator[str]:
+        """A note about the steps with equal operations."""
+        if self._agreeing:
+            yield f"operations of {format_steps(self._agreeing)} agree between ranks, as far as data leave them equal"
+
+    def _groups(self, step: int) -> list[_Group]:
+        """The groups of ranks, greatest first. One file is open at a time."""
+        groups: list[_Group] = []
+        for rank in range(self._run.world_size):
+            with self._run.open(rank, until=step) as trace:
+                operations = trace.operations(step)
+            same = next((group for group in groups if self._difference(group.operations, operations) is None), None)
+            if same:
+                same.ranks.append(rank)
+            elif len(groups) < _MAX_GROUPS:
+                groups.append(_Group(operations, [rank]))
+        return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
+
+    def _difference(self, a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
+        return first_structural_difference(a, b, self._is_shared)
+
+    def _compare(self, step: int, most: _Group, fewer: _Group) -> OperationFinding | None:
+        found = self._difference(most.operations, fewer.operations)
+        if found is None:
+            return None
+        has_majority = 2 * len(most.ranks) > self._run.world_size
+        everyone = range(self._run.world_size)
+        return finding(
+            step,
+            (most.operations, fewer.operations),
+            found,
+            labels=(name_ranks(most.ranks), name_ranks(fewer.ranks)),
+            ranks=[rank for rank in everyone if rank not in most.ranks or not has_majority],
+            facts=differing_facts(*(self._run.environments[group.ranks[0]] for group in (most, fewer))),
+            judge=judge_structure(self._is_shared),
+        )
