@@ -58,7 +58,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay restart test test-programs test-fast test-oldest test-newest soak package browser picture docs lint bench bench-full clean
+.PHONY: help demo digits hunt culprit replay restart test test-programs test-fast test-oldest test-newest soak package browser picture docs lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -78,6 +78,10 @@ digits: $(READY) ## train on the handwritten digits of scikit-learn
 hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
 	$(call needs,torch)
 	$(LAUNCH) 3 examples/hunt.py $(if $(HUNTS),--times $(HUNTS))
+
+culprit: $(READY) ## let a matrix product go wrong on one of 3 ranks, find it; CULPRITS
+	$(call needs,torch)
+	$(LAUNCH) 3 examples/culprit.py $(if $(CULPRITS),--times $(CULPRITS))
 
 replay: $(READY) ## one training on 1, 2, 4 and 8 ranks, to the same bits; STEPS
 	$(call needs,torch)

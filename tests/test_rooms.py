@@ -36,6 +36,7 @@ ROOMS = (
     "__init__",
     "debug/_operations",
     "debug/_trace",
+    "debug/_cross_check",
     "debug/_diff",
     "debug/_page",
     "debug",

@@ -1,7 +1,9 @@
 """Callbacks for the events of a wrapper or module."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec
 
 import torch
@@ -49,3 +51,21 @@ class Observers:
         self.reduced: Event[[SyncRecord]] = Event()
         # all_reduce(), or all_reduce_gradients(), is about to return: callback(record). An exception leaves the call.
         self.returned: Event[[SyncRecord]] = Event()
+
+
+_are_private = ContextVar("are_private", default=False)
+
+
+@contextmanager
+def private_forwards() -> Iterator[None]:
+    """For the block, forward passes and ``no_sync()`` blocks of this thread are no part of the user's step."""
+    token = _are_private.set(True)
+    try:
+        yield
+    finally:
+        _are_private.reset(token)
+
+
+def are_forwards_private() -> bool:
+    """Whether a block of :func:`private_forwards` is open in this thread."""
+    return _are_private.get()

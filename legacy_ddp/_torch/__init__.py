@@ -51,6 +51,7 @@ from legacy_ddp._torch.hooks import (
     attach_hooks,
     before_every_step,
     identity,
+    without_accumulate_hooks,
 )
 from legacy_ddp._torch.memory import (
     flattened,
@@ -58,6 +59,7 @@ from legacy_ddp._torch.memory import (
     foreach_norm,
     grad_dtypes,
     is_only_in_grad,
+    preserved_versions,
     ref_counts,
     storage_handles,
     storage_key,
@@ -65,7 +67,13 @@ from legacy_ddp._torch.memory import (
     under_own_storage,
     weak_storage,
 )
-from legacy_ddp._torch.training import calling_scaler, has_unscaled, local_buffer_names, used_scaler
+from legacy_ddp._torch.training import (
+    calling_scaler,
+    has_unscaled,
+    local_buffer_names,
+    statistics_names,
+    used_scaler,
+)
 
 __all__ = [
     "LEAF_NUMBER",
@@ -106,11 +114,13 @@ __all__ = [
     "node_number",
     "operation_name",
     "operation_options",
+    "preserved_versions",
     "profiled",
     "ref_counts",
     "schema_of",
     "skip_tracing",
     "skip_tracing_below",
+    "statistics_names",
     "storage_handles",
     "storage_key",
     "storage_use_count",
@@ -119,4 +129,5 @@ __all__ = [
     "unseen",
     "used_scaler",
     "weak_storage",
+    "without_accumulate_hooks",
 ]

@@ -2,10 +2,12 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from operator import attrgetter
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
@@ -77,6 +79,11 @@ def _fresh_grad_ref_counts() -> tuple[int, ...] | None:
 def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements, under a storage with reference counts of its own."""
     return from_dlpack(torch._C._to_dlpack(tensor))
+
+
+def preserved_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """After the block the version counters of ``tensors`` are as before: for a caller that puts the bits back."""
+    return _unsafe_preserve_version_counter(tuple(tensor for tensor in tensors if not tensor.is_inference()))
 
 
 def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:

@@ -86,6 +86,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.amp.GradScaler", "_per_optimizer_states", "_scale"),
     *_names("torch.amp.grad_scaler", "OptState"),
     *_names("torch.autograd", "_profiler_enabled"),
+    *_names("torch.autograd.grad_mode", "_unsafe_preserve_version_counter"),
     *_names("torch.autograd.graph", "_engine_run_backward"),
     *_names("torch.autograd.graph.Node", "_sequence_nr"),
     *_names("torch.distributed.ProcessGroup", "_device_types", "_get_backend"),

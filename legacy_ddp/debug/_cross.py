@@ -1,0 +1,221 @@
+"""Comparison of the computation of all ranks: every rank runs the batch of another rank, too."""
+
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import agree, announcing_failures
+from legacy_ddp._agreement.header import Header
+from legacy_ddp._buckets.inventory import build_inventory, distinct, inventory_digest
+from legacy_ddp._checks import as_names
+from legacy_ddp._errors import ReplicaDivergenceError
+from legacy_ddp._replicas import state as hold
+from legacy_ddp._replicas.check import divergence_error
+from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
+from legacy_ddp._text import format_bytes
+from legacy_ddp._transport.call import Call, check_can_communicate
+from legacy_ddp._transport.operation import Operation
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
+from legacy_ddp.debug._cross_check.batch_plan import classes_in
+from legacy_ddp.debug._cross_check.generators import generator_states
+from legacy_ddp.debug._cross_check.held import held_values
+from legacy_ddp.debug._cross_check.one_run import Run, Runner
+from legacy_ddp.debug._cross_check.parcel import pack
+from legacy_ddp.debug._cross_check.passes import Passes
+from legacy_ddp.debug._cross_check.procedure import compare_runs
+from legacy_ddp.debug._cross_check.report import CrossCheckReport
+from legacy_ddp.debug._cross_check.saved_state import state_set_aside
+from legacy_ddp.debug._cross_check.settings import settings_of
+
+MAX_BYTES = 2**30
+
+
+@internals.disable_dynamo
+def cross_check(
+    model: nn.Module,
+    run: Run,
+    batch: Any,
+    *,
+    operations: bool = False,
+    local_buffers: Iterable[str] | None = None,
+    max_bytes: int = MAX_BYTES,
+    raises: bool = False,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> CrossCheckReport:
+    """Compare what the ranks compute: every rank runs forward and backward of its batch, and of the previous rank's.
+
+    Collective: on every rank of the group, between two steps. The batch travels with the states of the random
+    generators and with the buffers that each rank has of its own (statistics of normalisation layers,
+    ``local_buffers``), so that dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of
+    every gradient, of the buffers after the run, and of the random generators after it. If all agree, this costs two
+    passes forward and backward, and 16 bytes for each result and rank.
+
+    After a difference one batch goes to all ranks, and every rank runs it twice more with all operations captured (8 to
+    20 times the cost of a pass), and once or twice more for the elements. The verdict tells the ranks that differ from
+    a majority, or from themselves; the first different operation with its module; and the elements of its output.
+
+    Gradients, parameters, buffers, training flags, version counters, the counters of the wrapper and the random
+    generators of torch, Python and NumPy are afterwards bit for bit as before. State elsewhere is not seen: a counter
+    in Python, a cache on disk. Needs memory for a copy of parameters and buffers, another set of gradients, and two
+    batches. Hooks after the accumulation of a gradient do not run.
+
+    Args:
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module.
+        run: ``run(model, batch)`` returns the loss, one element, of a forward pass; without ``backward()``,
+            ``all_reduce()`` or ``step()``. A tensor in its closure, defaults, globals or object must be equal on all
+            ranks; an iterator or a generator there is refused.
+        batch: tensors, numbers and texts in lists, tuples, dicts, named tuples, dataclasses, or mappings with a
+            constructor as that of dict; None on a rank without a batch. ``run`` has a copy, with equal strides.
+        operations: capture operations in all passes, so that even a difference that happens once is named.
+        local_buffers: names or patterns of buffers that each rank has of its own, in addition to the statistics of
+            normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
+        max_bytes: limit for the size of a batch with its generators and buffers.
+        raises: whether a difference is an error.
+        process_group: of a plain module; None for the default group.
+
+    Raises:
+        ReplicaDivergenceError: parameters or buffers differ before the first run; with ``raises``, ranks compute
+            differently. Its text is the report.
+        TypeError, ValueError: wrong arguments; a batch that cannot be sent, or is too large; no batch on any rank. On
+            some ranks only: PeerError on all, before anything runs.
+        PeerError: ``run`` failed on a rank; the text has its error.
+        LayoutError: arguments, parameters or tensors held by ``run`` differ between ranks.
+        DesyncError, LostPeerError: as for ``all_reduce()``.
+
+    Example:
+        >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).agrees
+        True
+    """
+    target = target_of(model, process_group)
+    if isinstance(model, LegacyDistributedDataParallel):
+        model._refuse_inside_join("cross_check()")
+    synchronizer, module = target.synchronizer, target.module
+    with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
+        with torch.no_grad(), announcing_failures(call):
+            check_can_communicate(call)
+            if not isinstance(module, nn.Module):
+                raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
+            if not callable(run):
+                raise TypeError(f"run is not callable: got {run!r}, expected run(model, batch)")
+            checks = synchronizer.settings.checks
+            local = checks.local_buffers if local_buffers is None else as_names(local_buffers, "local_buffers")
+            hold.check_local_buffers(module, local)
+            arguments = {"operations": as_flag("operations", operations), "raises": as_flag("raises", raises)}
+            held = held_values(run, module)
+            own = _own_tensors(target, local)
+            data = _pack(batch, module, own, max_bytes)
+            request = _describe(module, held, {**arguments, "local_buffers": ", ".join(sorted(local)) or "none"})
+            with call.phase("digest"):
+                state = _shared_state(target, own)
+                header = state.add_digest(Header())
+        with torch.no_grad():
+            agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
+            replicas = compare_headers(call, agreement.rows, state, details=DETAILS)
+        if not replicas.identical:
+            raise divergence_error(call, replicas)
+        settings = partial(settings_of, target.group, synchronizer.settings, module, held)
+        with state_set_aside(module) as saved:
+            passes = Passes(Runner(run, model, module, saved), module, classes_in(batch))
+            report = compare_runs(call, passes, data, settings, with_operations=operations)
+        if raises and not report.agrees:
+            raise _error(call, report)
+    return report
+
+
+class CrossCheck:
+    """:func:`cross_check` in every Nth call, for a training loop.
+
+    Every rank calls the object once per step, at the same place; all arguments but ``every`` are those of
+    :func:`cross_check`, of which ``raises`` is True by default. Calls are counted on each rank: a rank with fewer calls
+    is found as any rank in another call is (DesyncError).
+
+    Args:
+        every: the number of steps from a check to the next; the first check is in call ``every``.
+
+    Raises:
+        TypeError, ValueError: ``every`` is not usable.
+
+    Example:
+        >>> check = CrossCheck(model, lambda model, batch: model(batch).sum(), every=2)
+        >>> [check(inputs) is not None for step in range(5)]
+        [False, True, False, True, False]
+    """
+
+    def __init__(self, model: nn.Module, run: Run, *, every: int, raises: bool = True, **arguments: Any) -> None:
+        self.calls = 0
+        self._every = as_count("every", every)
+        self._check: Callable[..., CrossCheckReport] = partial(cross_check, model, run, raises=raises, **arguments)
+
+    def __call__(self, batch: Any) -> CrossCheckReport | None:
+        """The report of a check; None if this call makes none."""
+        self.calls += 1
+        return None if self.calls % self._every else self._check(batch=batch)
+
+
+def _own_tensors(target: Target, local: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of this rank that other ranks need not have: ignored, statistics, or ``local``."""
+    module, statistics = target.module, internals.statistics_names(target.module)
+    parameters = distinct(module.named_parameters(remove_duplicate=False))
+    buffers = distinct(module.named_buffers(remove_duplicate=False))
+    own = [item for item in (*parameters, *buffers) if target.ignore.intersection(item.names)]
+    own += [
+        item
+        for item in buffers
+        if statistics.intersection(item.names)
+        or any(fnmatchcase(name, pattern) for name in item.names for pattern in local)
+    ]
+    return {item.name: item.tensor.detach() for item in own}
+
+
+def _shared_state(target: Target, own: Mapping[str, torch.Tensor]) -> LocalState:
+    """The parameters and buffers that replicas share."""
+    buffers = distinct(target.module.named_buffers(remove_duplicate=False))
+    return LocalState(
+        [
+            *hold.parameters(target.module, target.ignore),
+            *hold.buffer_items(item for item in buffers if item.name not in own),
+        ]
+    )
+
+
+def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_bytes: int) -> torch.Tensor:
+    """The parcel of this rank, empty without a batch.
+
+    Raises:
+        ValueError: the parcel has more than ``max_bytes``.
+    """
+    if batch is None:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = pack(batch, generator_states(module), own)
+    if data.numel() > max_bytes:
+        raise ValueError(
+            f"batch is too large: got {format_bytes(data.numel())} with generators and buffers, expected at most "
+            f"{format_bytes(max_bytes)}; pass a smaller batch, or a larger max_bytes="
+        )
+    return data
+
+
+def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
+    """The arguments and tensors that must be equal on all ranks, as text."""
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    items = [hold.StateItem("", name, hold.comparable(value)) for name, value in tensors.items()]
+    return {
+        **{f"argument {name}": str(value) for name, value in arguments.items()},
+        **build_inventory(distinct(module.named_parameters(remove_duplicate=False)), kind="parameter"),
+        **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
+        **{f"tensor in {name}, to be given in the batch": text for name, text in hold.describe_items(items).items()},
+    }
+
+
+def _error(call: Call, report: CrossCheckReport) -> ReplicaDivergenceError:
+    error = ReplicaDivergenceError(str(report), ranks=report.ranks, call=call.number, phase="run")
+    error.report = report
+    return error
