@@ -162,7 +162,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @argument_errors
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. The world size may have changed.
+        """Go to the position in ``state``, from :meth:`state_dict`. The world size may have changed.
 
         Raises:
             ValueError: the state belongs to other data, sizes or another seed, or is no state.
@@ -192,8 +192,8 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
     """Random numbers inside the block, for instance dropout masks, depend on the three arguments alone.
 
     ``step``: number of the optimizer step, from 0. ``index``: number of the micro-batch in the step of all ranks, as in
-    :attr:`GlobalBatchSampler.micro_batches`. The block seeds torch's generators of the CPU and of the current CUDA
-    device and restores them at its end; NumPy's and Python's generators do not change.
+    :attr:`GlobalBatchSampler.micro_batches`. ``seed``: of the training. The block seeds torch's generators of the CPU
+    and of the current CUDA device and restores them at its end; NumPy's and Python's generators do not change.
 
     Raises:
         TypeError, ValueError: an argument that is no int of at least 0.

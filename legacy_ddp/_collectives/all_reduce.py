@@ -175,6 +175,11 @@ def all_reduce_gradients(
     position. The checks are the default checks, except for ``unsynchronized_step="allow"``; replicas and steps
     are not compared.
 
+    Args:
+        module_or_params: a module, or parameters of any shapes, in the same order on every rank.
+        process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
+        sample_size, skip, metrics: as for the wrapper.
+
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
 

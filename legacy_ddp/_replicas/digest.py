@@ -27,7 +27,7 @@ CHUNK_BYTES = 2**22
 
 @argument_errors
 def digest(tensor: torch.Tensor) -> int:
-    """The digest of the tensor's bits in row-major order, for any strides, as a signed 64-bit number.
+    """The digest of the bits of ``tensor`` in row-major order, for any shape and strides: a signed 64-bit number.
 
     Includes payloads of NaN and the sign of zero, but neither shape nor dtype. A sparse tensor is digested as its
     coalesced indices and values.
