@@ -1,4 +1,4 @@
-"""Exchanges of the cross-check: batches around the ring of ranks or to all ranks, and failures. Collective."""
+"""Exchanges of the cross-check: batches around the ring of ranks or to all ranks; failures. Collective."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The values that a function holds besides its arguments: in its closure, its defaults, its globals, its object."""
+"""The values inside of a function, besides its arguments: in closure, defaults, globals, object."""
 
 import dis
 import functools
@@ -15,12 +15,12 @@ _STEP = "give it to run() inside the batch"
 
 
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
-    """Tensors, numbers and texts that ``run`` holds, by place. The model's own tensors and settings are left out.
+    """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
 
     Neither globals of other functions than ``run`` are seen, nor attributes of objects in a closure.
 
     Raises:
-        TypeError: an iterator or a random generator, which gives other values on every rank.
+        TypeError: an iterator or a random generator, with different values on every rank.
     """
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def _function_parts(function: FunctionType, *, with_globals: bool) -> Iterator[t
 
 
 def _global_names(code: CodeType) -> list[str]:
-    """The names that a function looks up in its module, also in functions inside of it; no names of attributes."""
+    """The global names in a function and in its inner functions, without names of attributes."""
     own = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"]
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _global_names(constant)]
     return list(dict.fromkeys([*own, *inner]))
