@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
@@ -69,7 +70,8 @@ def cross_check(
     two batches. Hooks after the accumulation of a gradient do not run.
 
     Args:
-        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module.
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module. Of a
+            torch DistributedDataParallel the module inside is taken, on the default group.
         run: ``run(model, batch)`` returns the loss, one element, of a forward pass; without ``backward()``,
             ``all_reduce()`` or ``step()``. A tensor in the closure, defaults, globals or object of ``run`` must be
             equal on all ranks; an iterator or a generator there is refused.
@@ -95,6 +97,8 @@ def cross_check(
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).agrees
         True
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its forward would make backward communicate
     target = target_of(model, process_group)
     if isinstance(model, LegacyDistributedDataParallel):
         model._refuse_inside_join("cross_check()")

@@ -4,6 +4,7 @@ import dis
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 from torch import nn
 
 _DEPTH = 4  # of containers, and of functions in closures
+_MOST = 1_000  # items of a container
 _STEP = "give it to run() inside the batch"
 
 
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
     """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
 
-    Neither globals of other functions than ``run`` are seen, nor attributes of objects in a closure.
+    Of a container the first thousand items are looked at. Globals of functions inside of ``run`` are not seen, and
+    attributes of objects in a closure neither.
 
     Raises:
         TypeError: an iterator or a random generator, with different values on every rank.
@@ -59,9 +62,9 @@ def _parts(value: object, *, is_run: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, FunctionType):
         yield from _function_parts(value, with_globals=is_run)
     elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        yield from ((f"[{key!r}]", item) for key, item in islice(value.items(), _MOST))
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(islice(value, _MOST)))
     elif is_run and callable(value):
         yield from ((f".{key}", item) for key, item in _attributes(value))
 
