@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any, Generic, ParamSpec
 
 import torch
@@ -53,19 +52,20 @@ class Observers:
         self.returned: Event[[SyncRecord]] = Event()
 
 
-_are_private = ContextVar("are_private", default=False)
+# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
+_private_blocks: list[None] = []
 
 
 @contextmanager
 def private_forwards() -> Iterator[None]:
-    """For the block, forward passes and ``no_sync()`` blocks of this thread are no part of the user's step."""
-    token = _are_private.set(True)
+    """For the block, forward passes, operations and ``no_sync()`` blocks are no part of the user's step."""
+    _private_blocks.append(None)
     try:
         yield
     finally:
-        _are_private.reset(token)
+        _private_blocks.pop()
 
 
 def are_forwards_private() -> bool:
-    """Whether a block of :func:`private_forwards` is open in this thread."""
-    return _are_private.get()
+    """Whether a block of :func:`private_forwards` is open in this process."""
+    return bool(_private_blocks)

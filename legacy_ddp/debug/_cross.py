@@ -1,4 +1,4 @@
-"""Comparison of the computation of all ranks: every rank runs the batch of another rank, too."""
+"""Comparison of the computation of all ranks: every rank also runs the batch of the rank before."""
 
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
@@ -50,32 +51,34 @@ def cross_check(
     raises: bool = False,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> CrossCheckReport:
-    """Compare what the ranks compute: every rank runs forward and backward of its batch, and of the previous rank's.
+    """Compare the computation of the ranks: every rank runs its own batch, and the batch of the rank before.
 
-    Collective: on every rank of the group, between two steps. The batch travels with the states of the random
-    generators and with the buffers that each rank has of its own (statistics of normalisation layers,
-    ``local_buffers``), so that dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of
-    every gradient, of the buffers after the run, and of the random generators after it. If all agree, this costs two
-    passes forward and backward, and 16 bytes for each result and rank.
+    Collective: on every rank of the group, at any moment outside of backward. The batch travels with the states of the
+    random generators and with the buffers of its rank alone (statistics of normalisation layers, ``local_buffers``):
+    dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of every gradient, and of buffers
+    and random generators after the run. If all agree, a check costs two passes forward and backward, and 16 bytes for
+    each result and rank.
 
     After a difference one batch goes to all ranks, and every rank runs it twice more with all operations captured (8 to
-    20 times the cost of a pass), and once or twice more for the elements. The verdict tells the ranks that differ from
-    a majority, or from themselves; the first different operation with its module; and the elements of its output.
+    20 times the cost of a pass), and once or twice more for the elements. The report names the ranks with results
+    outside of a majority, or with changing results; the first different operation with its module; the elements of its
+    output.
 
     Gradients, parameters, buffers, training flags, version counters, the counters of the wrapper and the random
     generators of torch, Python and NumPy are afterwards bit for bit as before. State elsewhere is not seen: a counter
-    in Python, a cache on disk. Needs memory for a copy of parameters and buffers, another set of gradients, and two
-    batches. Hooks after the accumulation of a gradient do not run.
+    in Python, a cache on disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
+    two batches. Hooks after the accumulation of a gradient do not run.
 
     Args:
-        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module.
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module. Of a
+            torch DistributedDataParallel the module inside is taken, on the default group.
         run: ``run(model, batch)`` returns the loss, one element, of a forward pass; without ``backward()``,
-            ``all_reduce()`` or ``step()``. A tensor in its closure, defaults, globals or object must be equal on all
-            ranks; an iterator or a generator there is refused.
-        batch: tensors, numbers and texts in lists, tuples, dicts, named tuples, dataclasses, or mappings with a
-            constructor as that of dict; None on a rank without a batch. ``run`` has a copy, with equal strides.
-        operations: capture operations in all passes, so that even a difference that happens once is named.
-        local_buffers: names or patterns of buffers that each rank has of its own, in addition to the statistics of
+            ``all_reduce()`` or ``step()``. A tensor in the closure, defaults, globals or object of ``run`` must be
+            equal on all ranks; an iterator or a generator there is refused.
+        batch: tensors, numbers and texts in lists, tuples, dicts, named tuples, dataclasses, or mappings with the
+            constructor of dict; None on a rank without a batch. ``run`` has a copy, with equal strides.
+        operations: capture operations in all passes: then a single event has the name of its operation, too.
+        local_buffers: names or patterns of buffers with values of each rank alone, in addition to the statistics of
             normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
         max_bytes: limit for the size of a batch with its generators and buffers.
         raises: whether a difference is an error.
@@ -84,16 +87,18 @@ def cross_check(
     Raises:
         ReplicaDivergenceError: parameters or buffers differ before the first run; with ``raises``, ranks compute
             differently. Its text is the report.
-        TypeError, ValueError: wrong arguments; a batch that cannot be sent, or is too large; no batch on any rank. On
+        TypeError, ValueError: wrong arguments; a batch of an unknown type, or too large; no batch on any rank. On
             some ranks only: PeerError on all, before anything runs.
         PeerError: ``run`` failed on a rank; the text has its error.
-        LayoutError: arguments, parameters or tensors held by ``run`` differ between ranks.
+        LayoutError: arguments, parameters or tensors of ``run`` differ between ranks.
         DesyncError, LostPeerError: as for ``all_reduce()``.
 
     Example:
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).agrees
         True
     """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its forward would make backward communicate
     target = target_of(model, process_group)
     if isinstance(model, LegacyDistributedDataParallel):
         model._refuse_inside_join("cross_check()")
@@ -133,9 +138,9 @@ def cross_check(
 class CrossCheck:
     """:func:`cross_check` in every Nth call, for a training loop.
 
-    Every rank calls the object once per step, at the same place; all arguments but ``every`` are those of
-    :func:`cross_check`, of which ``raises`` is True by default. Calls are counted on each rank: a rank with fewer calls
-    is found as any rank in another call is (DesyncError).
+    Every rank calls the object once per step, at the same place. All arguments but ``every`` are arguments of
+    :func:`cross_check`, with ``raises`` True by default. Each rank counts its calls; ranks with different counts meet
+    in different collectives, which is a DesyncError.
 
     Args:
         every: the number of steps from a check to the next; the first check is in call ``every``.
@@ -161,7 +166,7 @@ class CrossCheck:
 
 
 def _own_tensors(target: Target, local: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of this rank that other ranks need not have: ignored, statistics, or ``local``."""
+    """The parameters and buffers with values of this rank alone: ignored, statistics, or ``local``."""
     module, statistics = target.module, internals.statistics_names(target.module)
     parameters = distinct(module.named_parameters(remove_duplicate=False))
     buffers = distinct(module.named_buffers(remove_duplicate=False))
@@ -204,7 +209,7 @@ def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_by
 
 
 def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
-    """The arguments and tensors that must be equal on all ranks, as text."""
+    """The arguments and tensors to be equal on all ranks, as text."""
     tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
     items = [hold.StateItem("", name, hold.comparable(value)) for name, value in tensors.items()]
     return {

@@ -1,4 +1,4 @@
-"""Exchanges of the cross-check: batches around the ring of ranks or to all ranks, and failures. Collective."""
+"""Exchanges of the cross-check: batches around the ring of ranks or to all ranks; failures. Collective."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor
 
 def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> torch.Tensor:
     """The tensor ``own`` of rank ``source``, of ``size_bytes`` bytes of dtype uint8 in one dimension, on every rank."""
-    if call.groups.size == 1:
+    if call.groups.size == 1 or not size_bytes:
         return own
     data = own if call.groups.rank == source else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
     options = call.options("Broadcast")

@@ -1,4 +1,4 @@
-"""The words of a report: which runs differ, where, and the next step. Pure."""
+"""The words of a report: the evidence, the place, the cause, the next step. Pure."""
 
 from collections.abc import Iterator, Sequence
 

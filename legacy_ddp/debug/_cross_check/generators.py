@@ -1,4 +1,4 @@
-"""The random generators that a run may draw from: torch's on the CPU and on the model's devices, Python's, NumPy's."""
+"""The random generators of a process: torch's on the CPU and on the model's devices, Python's, NumPy's."""
 
 import random
 import sys
@@ -9,7 +9,7 @@ from torch import nn
 
 
 def generator_states(module: nn.Module) -> dict[str, Any]:
-    """The states of the generators of this process, in values that a parcel takes."""
+    """The states of the generators of this process, in values for a parcel."""
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
@@ -23,7 +23,7 @@ def generator_states(module: nn.Module) -> dict[str, Any]:
 
 
 def restore_generators(module: nn.Module, states: dict[str, Any]) -> None:
-    """The inverse of :func:`generator_states`, also for the states of another rank with as many devices."""
+    """The inverse of :func:`generator_states`, also for the states of a different rank."""
     torch.set_rng_state(states["cpu"])
     for device, state in zip(_devices(module), states["devices"], strict=False):
         torch.cuda.set_rng_state(state, device)

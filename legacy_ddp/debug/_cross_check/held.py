@@ -1,9 +1,10 @@
-"""The values that a function holds besides its arguments: in its closure, its defaults, its globals, its object."""
+"""The values inside of a function, besides its arguments: in closure, defaults, globals, object."""
 
 import dis
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import islice
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -11,16 +12,18 @@ import torch
 from torch import nn
 
 _DEPTH = 4  # of containers, and of functions in closures
+_MOST = 1_000  # items of a container
 _STEP = "give it to run() inside the batch"
 
 
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
-    """Tensors, numbers and texts that ``run`` holds, by place. The model's own tensors and settings are left out.
+    """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
 
-    Neither globals of other functions than ``run`` are seen, nor attributes of objects in a closure.
+    Of a container the first thousand items are looked at. Globals of functions inside of ``run`` are not seen, and
+    attributes of objects in a closure neither.
 
     Raises:
-        TypeError: an iterator or a random generator, which gives other values on every rank.
+        TypeError: an iterator or a random generator, with different values on every rank.
     """
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found: dict[str, Any] = {}
@@ -59,9 +62,9 @@ def _parts(value: object, *, is_run: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, FunctionType):
         yield from _function_parts(value, with_globals=is_run)
     elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
+        yield from ((f"[{key!r}]", item) for key, item in islice(value.items(), _MOST))
     elif isinstance(value, list | tuple | set | frozenset):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
+        yield from ((f"[{index}]", item) for index, item in enumerate(islice(value, _MOST)))
     elif is_run and callable(value):
         yield from ((f".{key}", item) for key, item in _attributes(value))
 
@@ -82,7 +85,7 @@ def _function_parts(function: FunctionType, *, with_globals: bool) -> Iterator[t
 
 
 def _global_names(code: CodeType) -> list[str]:
-    """The names that a function looks up in its module, also in functions inside of it; no names of attributes."""
+    """The global names in a function and in its inner functions, without names of attributes."""
     own = [instruction.argval for instruction in dis.get_instructions(code) if instruction.opname == "LOAD_GLOBAL"]
     inner = [name for constant in code.co_consts if isinstance(constant, CodeType) for name in _global_names(constant)]
     return list(dict.fromkeys([*own, *inner]))

@@ -1,4 +1,4 @@
-"""The bytes of a batch for another rank: the state that a run needs besides the parameters that replicas share."""
+"""The bytes of a batch on the way to a rank: all state for a run besides the shared parameters."""
 
 import json
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ _ALIGNMENT = 64  # of torch's allocations: a tensor at another address may use a
 
 @dataclass(frozen=True)
 class Parcel:
-    """Everything that decides the result of a run beside replicas: see :func:`pack`.
+    """All state for a run besides the shared parameters: see :func:`pack`.
 
-    ``generators``: states of the random generators; ``tensors``: by name, the parameters and buffers that each rank
-    has of its own.
+    ``generators``: states of the random generators. ``tensors``: by name, the parameters and buffers with values of the
+    batch's rank alone.
     """
 
     batch: Any
@@ -26,7 +26,7 @@ class Parcel:
 
 
 def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """One dimension of uint8 on the CPU, with all that a run of ``batch`` needs on another rank.
+    """One dimension of uint8 on the CPU: batch, generators and the tensors ``own``.
 
     A tensor keeps dtype, shape, strides and ``requires_grad``. Elements between the elements of a tensor travel with
     it.
@@ -47,10 +47,10 @@ def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> tor
 
 
 def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel:
-    """The inverse of :func:`pack`, in new memory. Tensors that were on an accelerator are put on ``device``.
+    """The inverse of :func:`pack`, in new memory. Tensors from an accelerator are put on ``device``.
 
     Raises:
-        TypeError: the batch holds a class that is not in ``classes``.
+        TypeError: the batch holds a class missing in ``classes``.
     """
     description, start = _description(data)
     tensors = []
@@ -65,7 +65,7 @@ def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel
 
 
 def unknown_classes(data: torch.Tensor, classes: Classes) -> list[str]:
-    """The names of the classes in the batch of a parcel that are not in ``classes``."""
+    """The names of the classes in the batch of a parcel, without the names in ``classes``."""
     description, _ = _description(data)
     return sorted(names_in(description["batch"]) - set(classes))
 

@@ -16,8 +16,8 @@ from legacy_ddp.debug._cross_check.generators import generator_states, restore_g
 def state_set_aside(module: nn.Module) -> Iterator["SavedState"]:
     """For the block gradients are gone, and backward calls no hook on a parameter after the accumulation.
 
-    Afterwards every ``.grad`` is the tensor that it was, with its bits. Parameters, buffers, their version counters,
-    training flags and random generators are as before. Not put back: state that the library cannot see, such as a
+    Afterwards every ``.grad`` is the same tensor as before, with its bits. Parameters, buffers, their version counters,
+    training flags and random generators are as before. Not put back: state outside of torch modules, for example a
     counter in Python.
     """
     parameters = list(module.parameters())

@@ -1,4 +1,4 @@
-"""Settings of the ranks that change results: the explanation of a difference."""
+"""Settings of the ranks with an influence on results: the explanation of a difference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _VALUE_COLUMNS = 60
 def settings_of(
     group: dist.ProcessGroup, settings: Settings, module: nn.Module, held: Mapping[str, Any]
 ) -> dict[str, str]:
-    """The settings of this rank, as text by name. ``held``: the values that the user's function holds."""
+    """The settings of this rank, as text by name. ``held``: the values inside of the user's function."""
     devices = {parameter.device for parameter in module.parameters()}
     facts = facts_of(group, settings, devices, (), "", None)
     numbers = {name: shorten(repr(value), _VALUE_COLUMNS) for name, value in held.items() if not _is_tensor(value)}

@@ -19,7 +19,7 @@ class Witness:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``ranks``: the ranks that compute differently; of two sides without a majority the ranks of all sides.
+    """``ranks``: the ranks with a different computation; without a majority the ranks of all sides.
 
     ``groups``: the ranks with equal results, the largest group first. ``odd``, ``reference``: two runs with different
     results, the first on one of ``ranks``.
@@ -38,19 +38,19 @@ class Verdict:
 
 
 def differing_batches(own: Sequence[Digests | None], foreign: Sequence[Digests | None]) -> list[int]:
-    """The ranks whose batch gave another result on the next rank.
+    """The ranks with a batch of different results on the two ranks.
 
     ``own[r]``: of the batch of rank r on rank r. ``foreign[r]``: of the batch of the rank before r, on rank r. None
-    where a rank has no batch.
+    without a batch.
     """
     size = len(own)
     return [rank for rank in range(size) if own[rank] != foreign[(rank + 1) % size]]
 
 
 def choose_batch(batches: Sequence[int], size: int) -> int:
-    """The batch to examine: that of a rank common to two disagreements, otherwise the first.
+    """The batch to examine: of a rank common to two disagreements, otherwise the first.
 
-    A rank that always computes differently disagrees about its own batch and about the batch before.
+    A rank with a constant fault disagrees about its own batch and about the batch before.
     """
     common = [rank for rank in batches if (rank - 1) % size in batches]
     return common[0] if common else batches[0]

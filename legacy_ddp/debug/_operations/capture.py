@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._collectives.observers import are_forwards_private
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp.debug._operations.observer import Observer
 from legacy_ddp.debug._operations.operation import Operation
@@ -62,7 +63,7 @@ class OperationCapture:
         self._make_observer = partial(Observer, module, frozenset(keep), counts_forwards=counts_forwards)
         self._mode = internals.LowestMode(self._handle)
         self._thread: int | None = None
-        self._is_running = False
+        self._is_running = self._is_private = False
         self._observer = self._make_observer()
         self._failure: Exception | None = None
 
@@ -94,6 +95,7 @@ class OperationCapture:
         self._observer, self._failure = self._make_observer(), None
         self.kept = self._observer.kept
         self._thread, self._is_running = threading.get_ident(), True
+        self._is_private = are_forwards_private()  # a cross-check inside of a captured step is no part of the step
         self._mode.install()
 
     def begin_micro_batch(self) -> None:
@@ -133,6 +135,8 @@ class OperationCapture:
 
     def _handle(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the operation, and record it. A failure to record ends the record, and not the operation."""
+        if are_forwards_private() != self._is_private:
+            return function(*args, **kwargs)
         running = self._try(self._observer.before, function, args, kwargs)
         result = function(*args, **kwargs)
         if running is not None:

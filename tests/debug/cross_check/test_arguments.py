@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LegacyDistributedDataParallel, ReplicaDivergenceError
+from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import CrossCheck, cross_check
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
@@ -239,6 +239,24 @@ def _every(rank: int) -> list[bool]:
 
 def test_the_object_checks_in_every_nth_call() -> None:
     assert run_ranks(_every, 2) == [[False, False, True, False, False, True, False]] * 2
+
+
+def _uneven_calls(rank: int) -> str:
+    model = LegacyDistributedDataParallel(Net(nn.Tanh()))
+    check = CrossCheck(model, loss_of, every=2)
+    check(batch_of(rank))
+    with pytest.raises(DesyncError) as caught:  # noqa: PT012 - a rank with fewer calls goes on
+        if rank != 1:
+            check(batch_of(rank))
+        model.all_reduce()
+    return str(caught.value)
+
+
+def test_ranks_with_other_counts_are_told_that_they_meet_in_different_calls() -> None:
+    first, *others = run_ranks(_uneven_calls, 3)
+
+    assert others == [first, first]
+    assert "rank 1 has all_reduce() call 1; ranks 0, 2 have cross_check() call 1" in " ".join(first.split())
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
