@@ -61,7 +61,7 @@ class ElementDifference:
         return cls(**fields | ({"greatest": math.inf} if fields["greatest"] == "inf" else {}))
 
     def lines(self, indent: str = "") -> list[str]:
-        """The report: lines of at most 80 columns behind ``indent``; continued lines are indented further."""
+        """The report: lines of at most 80 columns with ``indent`` in front; continued lines are indented further."""
         own, reference = self.values
         differ = "differs" if self.count == 1 else "differ"
         share = f"{self.count} of {self.numel} elements {differ} ({format_share(self.count, self.numel)})"
