@@ -190,4 +190,6 @@ def all_reduce_gradients(
     record = all_reduce(synchronizer, parameters, resolve_group(process_group), arguments)
     if synchronizer.warnings.pending:
         synchronizer.warnings.emit()
+    if synchronizer.observers.returned:
+        synchronizer.notify_returned(record)
     return record

@@ -45,5 +45,5 @@ class Observers:
         self.local: Event[[Mapping[str, torch.Tensor | None]]] = Event()
         # A call succeeded, also a call of a rank that has left join(): callback(record).
         self.reduced: Event[[SyncRecord]] = Event()
-        # all_reduce() of the wrapper is about to return: callback(record). An exception leaves all_reduce().
+        # all_reduce(), or all_reduce_gradients(), is about to return: callback(record). An exception leaves the call.
         self.returned: Event[[SyncRecord]] = Event()

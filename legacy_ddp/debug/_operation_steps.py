@@ -11,12 +11,17 @@ from legacy_ddp.debug._operations.operation import Operation
 
 
 class OperationSteps:
-    """The operations of ``module`` in the steps with a number in ``steps``. False without any such step."""
+    """The operations of ``module`` in the steps with a number in ``steps``. False without any such step.
 
-    def __init__(self, module: nn.Module, steps: Collection[int]) -> None:
+    ``is_plain``: no event tells of the forward passes of the module: a step begins with :meth:`begin`, and the record
+    with the first forward pass. Otherwise each forward pass calls :meth:`begin_forward`.
+    """
+
+    def __init__(self, module: nn.Module, steps: Collection[int], *, is_plain: bool) -> None:
         self._has_any = False
         self._steps = steps
-        self._capture = OperationCapture(module)
+        self._is_plain = is_plain
+        self._capture = OperationCapture(module, counts_forwards=is_plain)
         self._operations: Sequence[Operation] = ()
 
     def __bool__(self) -> bool:
@@ -29,6 +34,15 @@ class OperationSteps:
     def are_missing(self) -> bool:
         """Whether there are such steps, and none of them had operations so far."""
         return bool(self._steps) and not self._has_any
+
+    def begin(self, step: int) -> None:
+        """A step begins.
+
+        Raises:
+            LegacyDDPError: as :meth:`OperationCapture.start`.
+        """
+        if self._is_plain and step in self._steps and not self._capture.is_running:
+            self._capture.start()
 
     def begin_forward(self, step: int) -> None:
         """A forward pass of a step begins: start the record at the first, and count the micro-batch.

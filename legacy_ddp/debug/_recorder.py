@@ -94,8 +94,11 @@ class Recorder:
         self._optimizers = as_optimizers(optimizer)
         self._every = as_count("every", every)
         self._first_step = as_count("first_step", first_step)
-        self._operations = OperationSteps(self._target.module, as_steps("operations", operations))
-        self._is_plain = not isinstance(model, LegacyDistributedDataParallel)
+        self._operations = OperationSteps(
+            self._target.module,
+            as_steps("operations", operations),
+            is_plain=not isinstance(model, LegacyDistributedDataParallel),
+        )
         self._has_argv = as_flag("argv", argv)
         self._writer: Writer | None = None
         self._handles: list[RemovableHandle] = []
@@ -133,11 +136,11 @@ class Recorder:
             observers.called.add(self.see_call),
             observers.local.add(self.see_local),
             observers.reduced.add(self.see_reduced),
+            observers.returned.add(self.see_returned),
         ]
-        if self._operations and self._is_plain:  # a wrapper notifies of its forward passes
-            self._handles.append(self._target.module.register_forward_pre_hook(self._see_module))
         self._steps.watch()
         self._is_open = True
+        self._try(self._begin_operations)
         return self
 
     def __exit__(
@@ -201,7 +204,7 @@ class Recorder:
         if self._is_next_due:
             with torch.no_grad():
                 self._inputs.add(args, kwargs)
-            self._try(self._begin_operations)
+            self._try(lambda _: self._operations.begin_forward(self._step + 1))
 
     def see_call(self) -> None:
         """End the record of operations."""
@@ -222,6 +225,10 @@ class Recorder:
         self._steps.reset()
         self._inputs, self._local = snapshot.Inputs(), []
 
+    def see_returned(self, _: SyncRecord) -> None:
+        """Begin the record of operations of a plain module, outside of the modes of torch that a call sets."""
+        self._try(self._begin_operations)
+
     @property
     def _is_next_due(self) -> bool:
         return self._is_due(self._step + 1)
@@ -229,14 +236,8 @@ class Recorder:
     def _is_due(self, step: int) -> bool:
         return step % self._every == 0 or step in self._operations
 
-    def _see_module(self, *_: object) -> None:
-        """Note a training forward pass of a plain module."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or internals.is_tracing():
-            return
-        self._try(self._begin_operations)
-
     def _begin_operations(self, _: Writer) -> None:
-        self._operations.begin_forward(self._step + 1)
+        self._operations.begin(self._step + 1)
 
     def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         self._generators = f"{hold.digest_torch_generators(self._target.module) % 2**64:016x}"

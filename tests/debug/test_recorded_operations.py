@@ -1,5 +1,7 @@
 """Recorder(operations=): the operations of chosen steps in the trace, and a training that stays as it was."""
 
+import copy
+import io
 import os
 import warnings
 from collections.abc import Collection
@@ -157,6 +159,41 @@ def test_a_plain_module_is_recorded_from_its_own_forward_pass(tmp_path: Path, is
     prefix = "_orig_mod." if is_compiled else ""
     [first, _] = [item.parameters for item in found[1] if item.name == "aten::addmm"]
     assert first == (f"{prefix}0.bias", "", f"{prefix}0.weight")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plain_module_counts_a_forward_pass_after_each_backward_pass(tmp_path: Path) -> None:
+    module = tanh_net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Recorder(module, tmp_path, optimizer=optimizer, operations=[2]):
+        for step in (1, 2, 3):
+            for _ in range(3):
+                (module(batch(step) + 5).sum() * 2).backward()
+            all_reduce_gradients(module)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = operations_in(tmp_path)
+
+    assert list(found) == [2]
+    losses = [item for item in found[2] if item.settings == "other=2" and item.stage == "forward"]
+    assert [item.micro_batch for item in losses] == [1, 2, 3]
+    assert found[2][0].name == "aten::t"
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_copy_of_a_recorded_module_is_a_plain_copy(tmp_path: Path) -> None:
+    module = tanh_net()
+    with Recorder(module, tmp_path, operations=[1]):
+        copied = copy.deepcopy(module)
+        torch.save(module, io.BytesIO())
+        module(batch(1)).sum().backward()
+        copied(batch(1)).sum().backward()
+        all_reduce_gradients(module)
+
+    assert {item.micro_batch for item in operations_in(tmp_path)[1]} == {1}
+    assert not module._forward_pre_hooks
 
 
 @pytest.mark.usefixtures("alone")

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +42,9 @@ class OperationCapture:
         module: the model. Module paths and names of parameters are from ``named_modules()`` and
             ``named_parameters()``.
         keep: positions of operations with outputs to keep in :attr:`kept`.
+        counts_forwards: leave out all operations before the first in a forward pass of the model; a forward pass counts
+            as a new micro-batch if it is the first, or the first after a backward pass. Otherwise
+            :meth:`begin_micro_batch` counts.
 
     Attributes:
         kept: copies of the outputs of operations, by position.
@@ -52,15 +56,14 @@ class OperationCapture:
         'aten::t'
     """
 
-    def __init__(self, module: nn.Module, *, keep: Collection[int] = ()) -> None:
+    def __init__(self, module: nn.Module, *, keep: Collection[int] = (), counts_forwards: bool = False) -> None:
         self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
         self.operations: list[Operation] = []
-        self._keep = frozenset(keep)
-        self._module = module
+        self._make_observer = partial(Observer, module, frozenset(keep), counts_forwards=counts_forwards)
         self._mode = internals.LowestMode(self._handle)
         self._thread: int | None = None
         self._is_running = False
-        self._observer = Observer(module, self._keep)
+        self._observer = self._make_observer()
         self._failure: Exception | None = None
 
     @property
@@ -88,7 +91,7 @@ class OperationCapture:
         """
         if self._is_running:
             raise LegacyDDPError("this capture of operations has started already, expected stop() before start()")
-        self._observer, self._failure = Observer(self._module, self._keep), None
+        self._observer, self._failure = self._make_observer(), None
         self.kept = self._observer.kept
         self._thread, self._is_running = threading.get_ident(), True
         self._mode.install()

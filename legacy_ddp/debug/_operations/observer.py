@@ -12,7 +12,7 @@ from legacy_ddp._replicas.digest import is_digestible
 from legacy_ddp.debug._operations.description import Descriptions, ParameterNames, is_setting, setting, tensors_in
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
 from legacy_ddp.debug._operations.pending import PendingDigests
-from legacy_ddp.debug._operations.places import Places
+from legacy_ddp.debug._operations.places import Place, Places
 from legacy_ddp.debug._operations.signature import Signature, signature_of
 from legacy_ddp.debug._operations.undefined import UndefinedMemory
 
@@ -45,12 +45,16 @@ class Running:
 
 
 class Observer:
-    """The operations of one record. ``keep``: positions of operations with outputs to copy to :attr:`kept`."""
+    """The operations of one record.
 
-    def __init__(self, module: nn.Module, keep: frozenset[int]) -> None:
+    ``keep``: positions of operations with outputs to copy to :attr:`kept`. ``counts_forwards``: as for the capture.
+    """
+
+    def __init__(self, module: nn.Module, keep: frozenset[int], *, counts_forwards: bool) -> None:
         self.micro_batch = 0
         self.kept: dict[int, tuple[torch.Tensor, ...]] = {}
-        self._keep = keep
+        self._keep, self._counts_forwards = keep, counts_forwards
+        self._is_new_forward = True
         self._places, self._names = Places(module), ParameterNames(module)
         self._descriptions, self._undefined = Descriptions(), UndefinedMemory()
         self._digests = PendingDigests()
@@ -59,16 +63,16 @@ class Observer:
     def before(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Running | None:
         """Note the inputs of an operation. None for an operation of this library."""
         place = self._places.find()
-        if place is None:
+        if place is None or (self._counts_forwards and not self._has_begun(place)):
             return None
         signature = signature_of(function)
         arguments = list(signature.bind(args, kwargs))
         tensors = [(name, tensor) for name, value in arguments for tensor in tensors_in(value)]
         record = _Record(
             signature.name,
-            place[0],
+            place.stage,
             self.micro_batch,
-            place[1],
+            place.module,
             parameters=tuple([", ".join(self._names.of(tensor)) for _, tensor in tensors]),
             inputs=tuple([self._see(tensor, is_read=signature.reads(name)) for name, tensor in tensors]),
             settings=", ".join([f"{name}={setting(value)}" for name, value in arguments if is_setting(value)]),
@@ -87,6 +91,15 @@ class Observer:
         if len(self._records) in self._keep:
             self.kept[len(self._records)] = tuple([tensor.detach().clone() for tensor in outputs])
         self._records.append(running.record)
+
+    def _has_begun(self, place: Place) -> bool:
+        """Whether a forward pass of the model has begun; count the pass at its first operation."""
+        if place.stage == "backward":
+            self._is_new_forward = True
+        elif self._is_new_forward and place.is_inside:
+            self.micro_batch += 1
+            self._is_new_forward = False
+        return self.micro_batch > 0
 
     def operations(self) -> list[Operation]:
         """All operations so far."""

@@ -3,7 +3,7 @@
 import os
 from bisect import bisect_right
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch import nn
 
@@ -12,6 +12,14 @@ from legacy_ddp.debug._operations.operation import Stage
 
 _LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
 _CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
+
+
+class Place(NamedTuple):
+    """``is_inside``: the operation runs in a forward pass of the model, or of a part of the model."""
+
+    stage: Stage
+    module: str
+    is_inside: bool
 
 
 class Places:
@@ -29,16 +37,17 @@ class Places:
         self._modules: list[str] = []
         self._next_number = 0
 
-    def find(self) -> tuple[Stage, str] | None:
-        """Stage and module path of the operation that runs now; None for an operation of this library itself."""
+    def find(self) -> Place | None:
+        """The place of the operation that runs now; None for an operation of this library itself."""
         module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURES)
         if file.startswith(_LIBRARY):
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"
+        is_inside = module is not None
         if module is None:
             module = self._module_of_node() if stage == "backward" else ""
         self._note(module)
-        return stage, module
+        return Place(stage, module, is_inside)
 
     def _note(self, module: str) -> None:
         """Assign the node of this operation, which has been made, and the nodes after it to ``module``."""

@@ -358,8 +358,9 @@ import torch
 from torch import nn
 from legacy_ddp.debug._operations.capture import OperationCapture
 
-with OperationCapture(nn.Linear(2, 2)) as capture:
-    capture._module(torch.ones(1, 2)).sum().backward()
+model = nn.Linear(2, 2)
+with OperationCapture(model) as capture:
+    model(torch.ones(1, 2)).sum().backward()
 assert "torch._dynamo" not in sys.modules
 """
 
