@@ -49,7 +49,8 @@ def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]
     other = next(item for item in labels if item != label)
     return (
         f"The input is the output of operation {number} {at(label)}. It has changed since {at(other)}, which no "
-        "recorded operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an earlier step.",
+        "recorded operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an "
+        "earlier step.",
         "look for threads, extensions and kept tensors that share memory with this input",
     )
 
