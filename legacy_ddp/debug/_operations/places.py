@@ -44,6 +44,8 @@ class Places:
             return None
         stage: Stage = "backward" if internals.inside_backward() else "forward"
         is_inside = module is not None
+        if not file and not is_inside and stage == "forward":
+            return None  # of a thread without Python code: gloo's threads copy tensors
         if module is None:
             module = self._module_of_node() if stage == "backward" else ""
         self._note(module)
