@@ -9,11 +9,13 @@ import zlib
 
 import torch
 
+from legacy_ddp import _torch as internals
+
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether the elements lie in memory of the CPU: not of a sparse, quantized or fake tensor, for example."""
     is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and not _has_own_dispatch(tensor)
+    return is_plain and not internals.has_own_dispatch(tensor)
 
 
 def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> int:
@@ -24,13 +26,8 @@ def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> in
     """
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    address = 0 if _has_own_dispatch(tensor) else tensor.data_ptr()
+    address = 0 if internals.has_own_dispatch(tensor) else tensor.data_ptr()
     if not address:
         raise TypeError(f"the tensor has no memory: got {type(tensor).__name__}, expected a tensor with a storage")
     # `tensor` keeps the memory alive until the checksum is there.
     return zlib.crc32((ctypes.c_char * (stop - start)).from_address(address + start), checksum)
-
-
-def _has_own_dispatch(tensor: torch.Tensor) -> bool:
-    """Whether a class of another library runs the operations: its tensors need not have memory."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
