@@ -271,6 +271,23 @@ def test_a_failure_to_capture_ends_the_trace_and_not_the_training(tmp_path: Path
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_trace_that_ends_within_a_step_ends_its_operations(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=[1]) as recorder:
+        loss = model(batch(1)).sum()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        recorder._writer.abandon()  # type: ignore[union-attr]  # the next write fails
+        with pytest.warns(UserWarning, match="ends before step 1, and the training goes on"):
+            recorder.log(loss=1.0)
+        recorder_modes = _get_current_dispatch_mode_stack()
+        loss.backward()
+        model.all_reduce()
+
+    logged_warnings.take()
+    assert recorder_modes == []
+
+
+@pytest.mark.usefixtures("alone")
 def test_steps_that_do_not_come_are_told(tmp_path: Path) -> None:
     model, optimizer = wrapped()
     with Recorder(model, tmp_path, optimizer=optimizer, operations=range(10, 12)):

@@ -80,6 +80,70 @@ def test_operations_of_the_backward_pass_belong_to_the_module_of_the_forward_pas
     assert products[2].outputs[0].digest == hexadecimal(model.first.weight.grad.t().contiguous().t())
 
 
+def test_a_gradient_is_accumulated_in_the_module_of_its_parameter() -> None:
+    model, x = Block(), torch.randn(5, 3)
+    model(x).sum().backward()
+
+    found = captured(model, lambda: model(x).sum().backward())
+
+    sums = [item for item in found if item.name == "aten::add_.Tensor"]
+    assert sorted(item.module for item in sums) == ["first", "first", "inner.1"]
+    digests = {item.outputs[0].digest for item in sums}
+    assert digests == {hexadecimal(parameter.grad) for parameter in model.parameters()}
+
+
+class Borrower(nn.Module):
+    """A product with the weight of another module."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self._lenders = [lender]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self._lenders[0].weight
+
+
+def test_a_gradient_belongs_to_the_holder_of_the_parameter_and_not_to_its_user() -> None:
+    lender = nn.Linear(3, 3, bias=False)
+    model, x = nn.ModuleDict({"lender": lender, "borrower": Borrower(lender)}), torch.randn(5, 3)
+    lender.weight.grad = torch.zeros(3, 3)
+
+    found = captured(model, lambda: model["borrower"](x).sum().backward())
+
+    assert the(found, "aten::add_.Tensor").module == "lender"
+    assert {item.module for item in found if item.name == "aten::mm"} == {"borrower"}
+
+
+class Slope(nn.Module):
+    """The derivative of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.inner(x).sum(), x)[0]
+
+
+def test_a_backward_pass_inside_of_a_module_belongs_to_the_modules_of_its_nodes() -> None:
+    model, x = nn.Sequential(Slope()), torch.randn(5, 3)
+
+    found = captured(model, lambda: model(x))
+
+    assert the(found, "aten::tanh_backward").module == "0.inner.1"
+    assert the(found, "aten::mm").module == "0.inner.0"
+    assert {item.stage for item in found} == {"forward", "backward"}
+
+
+def test_operations_of_the_library_itself_are_left_out() -> None:
+    x = torch.ones(2)
+
+    found = captured(nn.Identity(), lambda: (x + 1, digest(x), x * 2))
+
+    assert [item.name for item in found] == ["aten::add.Tensor", "aten::mul.Tensor"]
+
+
 def test_an_input_changed_in_place_is_digested_before_and_after() -> None:
     x = torch.tensor([1.0, -2.0])
 
