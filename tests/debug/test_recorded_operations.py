@@ -75,8 +75,8 @@ def test_recorded_steps_hold_their_operations_and_train_to_the_same_bits(tmp_pat
         assert [item.name for item in one[2]] == [item.name for item in one[3]]
         assert {item.micro_batch for item in one[2]} == {1}
         assert [(item.stage, item.module, item.parameters) for item in one[2] if item.name == "aten::addmm"] == [
-            ("forward", "0", ("0.bias", "0.weight")),
-            ("forward", "2", ("2.bias", "2.weight")),
+            ("forward", "0", ("0.bias", "", "0.weight")),
+            ("forward", "2", ("2.bias", "", "2.weight")),
         ]
         assert {item.stage for item in one[2]} == {"forward", "backward"}
         [draw] = [item for item in one[2] if item.generator]
@@ -158,7 +158,7 @@ def test_a_plain_module_is_recorded_from_its_own_forward_pass(tmp_path: Path, is
     assert {item.micro_batch for item in found[1]} == {1}
     prefix = "_orig_mod." if is_compiled else ""
     [first, _] = [item.parameters for item in found[1] if item.name == "aten::addmm"]
-    assert first == (f"{prefix}0.bias", f"{prefix}0.weight")
+    assert first == (f"{prefix}0.bias", "", f"{prefix}0.weight")
 
 
 @pytest.mark.usefixtures("alone")

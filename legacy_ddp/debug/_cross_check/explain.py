@@ -35,7 +35,7 @@ def report_of(
         operation=operation.name if operation else "",
         stage=operation.stage if operation else "",
         elements=place.elements,
-        settings=tuple(settings),
+        settings=tuple(map(str, settings)),
         compared=compared,
         who=_who(verdict, batch, size),
         place=tuple(_place(place, verdict, facts)),

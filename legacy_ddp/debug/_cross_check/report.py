@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import chain
 
-from legacy_ddp._compare import MAX_LINES, Difference, name_ranks
+from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._text import wrap
 from legacy_ddp.debug._cross_check.verdict import Kind
@@ -31,8 +31,8 @@ class CrossCheckReport:
 
     ``ranks``: empty if equal; two sides without a majority, as of two ranks, are all listed. ``differing``: names of
     the results that differ. ``module``, ``operation``, ``stage``: of the first different operation; empty if not known.
-    ``elements``: of its output, None if not known. ``settings``: settings that differ between ranks; looked at only
-    after a difference.
+    ``elements``: of its output, None if not known. ``settings``: settings that differ between ranks, as texts; looked at
+    only after a difference.
 
     Example:
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).verdict
@@ -49,7 +49,7 @@ class CrossCheckReport:
     operation: str = ""
     stage: str = ""
     elements: ElementDifference | None = None
-    settings: tuple[Difference, ...] = ()
+    settings: tuple[str, ...] = ()
     compared: int = 0
     who: str = ""
     place: tuple[str, ...] = ()

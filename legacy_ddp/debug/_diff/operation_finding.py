@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from legacy_ddp._compare import MISSING
 from legacy_ddp.debug._diff.result import OperationFinding, OperationRow
 from legacy_ddp.debug._operations.align import aligned, differing
-from legacy_ddp.debug._operations.describe import Labels, count, details, place, short, summary
+from legacy_ddp.debug._operations.describe import Labels, at, count, details, place, short, summary
 from legacy_ddp.debug._operations.difference import Gap, OperationDifference
 from legacy_ddp.debug._operations.explain import Facts, explain
 from legacy_ddp.debug._operations.operation import Operation
@@ -76,7 +76,7 @@ def judge_values(a: Operation, b: Operation) -> str:
 
 def _gap_text(gap: Gap, labels: Labels) -> str:
     texts = [
-        f"{count(len(side))} only in {label}, first {place(side[0])}"
+        f"{count(len(side))} only {at(label)}, first {place(side[0])}"
         for label, side in zip(labels, (gap.a, gap.b), strict=True)
         if side
     ]
@@ -121,7 +121,7 @@ class _Table:
         operations = (self._a, self._b)[side]
         for index in positions:
             numbers = (index + 1, None) if side == 0 else (None, index + 1)
-            yield _row(operations[index], numbers, f"only in {self._labels[side]}", is_first=is_first)
+            yield _row(operations[index], numbers, f"only {at(self._labels[side])}", is_first=is_first)
 
 
 def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:

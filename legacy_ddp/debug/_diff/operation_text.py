@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from legacy_ddp._compare import MAX_SIDES, name_ranks
 from legacy_ddp._text import wrap
 from legacy_ddp.debug._diff.result import OperationFinding
+from legacy_ddp.debug._operations.describe import at
 
 
 def lines(found: OperationFinding) -> Iterator[str]:
@@ -27,7 +28,7 @@ def _ranks(found: OperationFinding) -> str:
 def _counts(found: OperationFinding) -> str:
     """``371 in A, 370 in B``, or ``371``."""
     a, b = found.counts
-    numbers = f"{a:,}" if a == b else f"{a:,} in {found.labels[0]}, {b:,} in {found.labels[1]}"
+    numbers = f"{a:,}" if a == b else f"{a:,} {at(found.labels[0])}, {b:,} {at(found.labels[1])}"
     return f"{numbers}, the first that differs:" if found.kind else numbers
 
 
@@ -36,5 +37,5 @@ def _number(found: OperationFinding) -> str:
     first = next((row.numbers for row in found.rows if row.is_first), (None, None))
     if len({*first}) == 1:
         return f" (operation {first[0]:,})" if first[0] else ""
-    known = [f"operation {number:,} in {label}" for number, label in zip(first, found.labels, strict=True) if number]
+    known = [f"operation {number:,} {at(label)}" for number, label in zip(first, found.labels, strict=True) if number]
     return f" ({', '.join(known)})"

@@ -57,7 +57,7 @@ def _positions(differing: Sequence[int], number: int, noun: str) -> str:
 
 def _sequence(found: OperationDifference, labels: Labels) -> str:
     texts = [
-        f"{count(len(operations))} only in {label}{', first' if len(operations) > 1 else ':'} {place(operations[0])}"
+        f"{count(len(operations))} only {at(label)}{', first' if len(operations) > 1 else ':'} {place(operations[0])}"
         for label, operations in zip(labels, (found.a, found.b), strict=True)
         if operations
     ]
@@ -68,9 +68,14 @@ def count(number: int) -> str:
     return f"{number:,} operation{'s' * (number != 1)}"
 
 
+def at(label: str) -> str:
+    """``in A``, ``on rank 1``."""
+    return f"{'on' if label.startswith('rank') else 'in'} {label}"
+
+
 def both(texts: Sequence[str], labels: Labels) -> str:
     """``1 in A, 2 in B``."""
-    return ", ".join(f"{text} in {label}" for text, label in zip(texts, labels, strict=True))
+    return ", ".join(f"{text} {at(label)}" for text, label in zip(texts, labels, strict=True))
 
 
 def sizes(shape: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from legacy_ddp.debug._operations.describe import Labels, both, module_of
+from legacy_ddp.debug._operations.describe import Labels, at, both, module_of
 from legacy_ddp.debug._operations.difference import OperationDifference
 
 
@@ -40,7 +40,7 @@ def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]
     if not known:
         return _data(found)
     if len(known) == 2:
-        texts = [f"operation {number} in {label}" for label, number in known]
+        texts = [f"operation {number} {at(label)}" for label, number in known]
         return (
             f"Another tensor is passed: the output of {' and of '.join(texts)}.",
             f"look at the code of {module_of(found.operation)}",
@@ -48,8 +48,9 @@ def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]
     label, number = known[0]
     other = next(item for item in labels if item != label)
     return (
-        f"In {label} the input is the output of operation {number}. In {other} it has changed since, which no recorded "
-        "operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an earlier step.",
+        f"The input is the output of operation {number} {at(label)}. It has changed since {at(other)}, which no "
+        "recorded operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an "
+        "earlier step.",
         "look for threads, extensions and kept tensors that share memory with this input",
     )
 

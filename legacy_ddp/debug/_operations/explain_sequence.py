@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from legacy_ddp.debug._operations.describe import Labels, short
+from legacy_ddp.debug._operations.describe import Labels, at, short
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
@@ -28,22 +28,20 @@ def _cause(found: OperationDifference, labels: Labels) -> tuple[str, str]:
     if label := _only(casts):
         dtype = casts[label][0].outputs[0].kind.partition(" ")[0]
         return (
-            f"Other dtype: {label} casts to {dtype} here (autocast, or a cast in the code).",
+            f"Other dtype: a cast to {dtype} {at(label)} alone (autocast, or a cast in the code).",
             "compare autocast around the forward pass",
         )
     if label := _only(random):
-        other = next(item for item in labels if item != label)
         return (
-            f"{label} draws random numbers here ({short(random[label][0])}) and {other} does not: dropout in training "
-            "mode against eval mode, another probability, or code of its own.",
+            f"Random numbers are drawn {at(label)} alone ({short(random[label][0])}): dropout in training mode against "
+            "eval mode, another probability, or other code.",
             _MODE,
         )
     if any("batch_norm" in item.name for side in sides.values() for item in side):
         return "The normalisation takes another form: training mode against eval mode.", _MODE
     if len(only) == 1:
         return (
-            f"{only[0]} runs operations that the other side does not: other code, a hook, or another path for other "
-            "values.",
+            f"Operations {at(only[0])} alone: other code, a hook, or another path for other values.",
             "look at the code and the hooks of this module",
         )
     return (

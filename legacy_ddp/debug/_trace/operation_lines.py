@@ -27,7 +27,7 @@ def _as_stage(value: Any) -> Stage:
 class Declaration:
     """An :class:`Operation` without digests and micro-batch.
 
-    ``parameters``: one for each input. ``inputs``, ``outputs``: kind and layout of each tensor. ``digested``: for all of
+    ``parameters``: one for each input. ``inputs``, ``outputs``: kind and layout of tensors. ``digested``: for all of
     them in order, whether there is a digest. ``is_random``: whether there is a digest of the generator, after these.
     """
 

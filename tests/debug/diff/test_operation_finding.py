@@ -121,8 +121,8 @@ def test_groups_of_ranks_stand_in_the_text_as_labels() -> None:
     text = [*operation_text.lines(found)]
 
     assert text[:2] == [
-        "operations of step 41: 16 in ranks 0, 2, 15 in rank 1, the first that differs:",
-        "  1 operation only in ranks 0, 2: forward of 1.act (aten::relu) (operation 6 in",
+        "operations of step 41: 16 on ranks 0, 2, 15 on rank 1, the first that differs:",
+        "  1 operation only on ranks 0, 2: forward of 1.act (aten::relu) (operation 6 on",
     ]
 
 

@@ -114,7 +114,7 @@ def test_a_write_from_elsewhere_names_both_operations() -> None:
     _, told_about = told(changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:])))
 
     assert told_about.meaning.startswith(
-        "In A the input is the output of operation 6. In B it has changed since, which no recorded"
+        "The input is the output of operation 6 in A. It has changed since in B, which no recorded"
     )
 
 
@@ -148,7 +148,7 @@ def test_autocast_is_told_by_its_casts() -> None:
     text, told_about = told([STEP[0], cast, *rewritten(STEP[1:], 0, "x", "x16")])
 
     assert text == "1 operation only in B: forward of 0 (aten::_to_copy)"
-    assert told_about.meaning == "Other dtype: B casts to bfloat16 here (autocast, or a cast in the code)."
+    assert told_about.meaning == "Other dtype: a cast to bfloat16 in B alone (autocast, or a cast in the code)."
 
 
 def test_eval_mode_is_told_by_the_missing_random_operation() -> None:
@@ -160,7 +160,7 @@ def test_eval_mode_is_told_by_the_missing_random_operation() -> None:
     text, told_about = told(STEP, [*STEP[:3], *drop, *rewritten(STEP[3:], 1, "r0(x)", "d")])
 
     assert text == "2 operations only in A, first forward of 0.drop (aten::bernoulli_)"
-    assert told_about.meaning.startswith("A draws random numbers here (aten::bernoulli_) and B does not: dropout in")
+    assert told_about.meaning.startswith("Random numbers are drawn in A alone (aten::bernoulli_): dropout in")
     assert "eval()" in told_about.next_step
 
 

@@ -88,9 +88,9 @@ def test_autocast_on_one_rank_is_named_between_runs_and_between_ranks(tmp_path: 
     runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
 
     assert _place(runs) == ("sequence", "forward", "first", "aten::_to_copy", (FAULTY_RANK,))
-    assert runs.meaning == "Other dtype: B casts to bfloat16 here (autocast, or a cast in the code)."
+    assert runs.meaning == "Other dtype: a cast to bfloat16 in B alone (autocast, or a cast in the code)."
     assert (ranks.kind, ranks.module, ranks.name) == ("sequence", "first", "aten::_to_copy")
-    assert ranks.meaning.startswith("Other dtype: rank 1 casts to bfloat16 here")
+    assert ranks.meaning.startswith("Other dtype: a cast to bfloat16 on rank 1 alone")
     assert ranks.labels == (("rank 0", "rank 1") if world_size == 2 else ("ranks 0, 2", "rank 1"))
     assert ranks.ranks == ((0, 1) if world_size == 2 else (1,))
 
@@ -102,8 +102,8 @@ def test_a_module_in_eval_mode_on_one_rank_is_named_between_runs_and_between_ran
     for found in (runs, ranks):
         assert (found.kind, found.stage, found.module) == ("sequence", "forward", "body.2")
         assert "eval()" in found.next_step
-    assert runs.meaning.startswith("A draws random numbers here (aten::bernoulli_.float) and B does not")
-    assert ranks.meaning.startswith("ranks 0, 2 draws random numbers here")
+    assert runs.meaning.startswith("Random numbers are drawn in A alone (aten::bernoulli_.float)")
+    assert ranks.meaning.startswith("Random numbers are drawn on ranks 0, 2 alone")
     assert _between_ranks(folder).verdict == "same"  # the ranks hold equal weights
 
 
@@ -128,7 +128,7 @@ def test_a_write_of_another_thread_to_an_activation_is_named_by_its_neighbours(t
     found = _found(_between_runs(_runs(tmp_path, fault=faults.write_to_activation)))
 
     assert _place(found) == ("input", "forward", "body.0", "planted::product", (FAULTY_RANK,))
-    assert "has changed since, which no recorded operation did (a second thread" in found.meaning
+    assert "has changed since in B, which no recorded operation did (a second thread" in found.meaning
 
 
 def test_a_write_of_another_thread_to_a_weight_is_named_between_runs_and_between_ranks(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_wrong_extra_operation_is_named_between_runs_and_between_ranks(tmp_pat
     runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
 
     assert runs.summary.startswith("1 operation only in B: forward of first (aten::mul_.Tensor)")
-    assert ranks.summary.startswith("1 operation only in rank 1: forward of first (aten::mul_.Tensor)")
+    assert ranks.summary.startswith("1 operation only on rank 1: forward of first (aten::mul_.Tensor)")
     assert (runs.ranks, ranks.ranks) == ((1,), (1,))
 
 

@@ -37,7 +37,7 @@ def test_the_example_on_the_page_has_operations(tmp_path: Path) -> None:
     with RankTrace(path) as trace:
         view, product = trace.operations(1)
     assert (view.name, product.name, product.module) == ("aten::t", "aten::addmm", "")
-    assert product.parameters == ("bias", "weight")
+    assert product.parameters == ("bias", "", "weight")
 
 
 def test_the_table_has_every_phase_in_order() -> None:

@@ -22,14 +22,16 @@ from tests.helpers.traces import environment, sealed
 
 DIGESTS = st.integers(0, 2**64 - 1).map("{:016x}".format)
 VALUES = st.builds(Value, st.sampled_from(["float32 (8, 10)", "int64 ()"]), st.text(max_size=9), st.none() | DIGESTS)
+NAMED_INPUTS = st.lists(st.tuples(st.text(max_size=9), VALUES), max_size=3)
 OPERATIONS = st.builds(
-    Operation,
+    lambda named, **given: Operation(
+        **given, parameters=tuple([name for name, _ in named]), inputs=tuple([value for _, value in named])
+    ),
+    named=NAMED_INPUTS,
     name=st.sampled_from(["aten::mm", "aten::add.Tensor", "own::op"]),
     stage=st.sampled_from(["forward", "backward"]),
     micro_batch=st.integers(0, 3),
     module=st.text(max_size=9),
-    parameters=st.lists(st.text(max_size=9), max_size=2).map(tuple),
-    inputs=st.lists(VALUES, max_size=3).map(tuple),
     outputs=st.lists(VALUES, max_size=3).map(tuple),
     settings=st.text(max_size=9),
     generator=st.just("") | DIGESTS,
@@ -38,7 +40,9 @@ OPERATIONS = st.builds(
 
 def operation(digest: str | None = "0" * 16, *, micro_batch: int = 1, name: str = "aten::mm") -> Operation:
     value = Value("float32 (2, 2)", "", digest)
-    return Operation(name, "forward", micro_batch, "layers.0", ("layers.0.weight",), (value, value), (value,), "", "")
+    return Operation(
+        name, "forward", micro_batch, "layers.0", ("", "layers.0.weight"), (value, value), (value,), "", ""
+    )
 
 
 def write(folder: Path, steps: dict[int, Sequence[Operation]], rank: int = 0, world_size: int = 1) -> Path:
@@ -115,6 +119,7 @@ def test_sequences_that_no_recorder_writes_are_refused(changes: dict[str, Any]) 
         {"digested": [1, 1, 1]},
         {"inputs": [["float32 ()"]]},
         {"parameters": "weight"},
+        {"parameters": ["weight"]},
         {"number": "0"},
         {"name": None},
     ],
