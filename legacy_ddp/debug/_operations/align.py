@@ -13,10 +13,10 @@ _MAX_EARLIER = 10
 def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
     """The first difference of A and B in the order of execution; None if all operations agree.
 
-    Operations are aligned by stage, module and name. The first pair with other values decides: equal inputs and another
-    output are the culprit; another input came in with the data or the weights, from operations of one sequence alone,
-    or from a write that is no operation. Without other values, the first operations of one sequence alone are the
-    difference, and last the first operation with other settings, layout or generator.
+    Operations are aligned by stage, module and name. The first pair with different values decides: with equal inputs
+    and different outputs the operation is the culprit; a different input came in with the data or the weights, from
+    operations of one sequence alone, or by a write that is no operation. Without different values, the first operations
+    of one sequence alone are the difference, and last the first operation with different settings, layout or generator.
 
     Time and memory are linear in the number of operations.
     """
@@ -85,10 +85,10 @@ def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[int, ...]:
 
 
 def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
-    """The gap to which differing inputs are due: the last gap that wrote one of them.
+    """The gap to which differing inputs are due: the last gap with a write of a differing input.
 
-    If none did, the last gap with an operation in place, which may have written to a part of the tensor. If there is no
-    such gap, the last of all for an input of unknown origin, and None for a weight or the output of a common operation.
+    Without such a gap: the last gap with an operation in place, which may have written to a part of the tensor. Without
+    this gap, too: the last gap for an input of unknown origin, None for a weight or the output of a common operation.
     """
     values = found.differing_values
     for gap in reversed(gaps):
@@ -119,7 +119,7 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
 
 
 def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:
-    """The position of the last operation before ``before`` that read the bits of the parameter; None without any."""
+    """The position of the last operation before ``before`` with the bits of the parameter among its inputs, or None."""
     if not name:
         return None
     return next((index for index in reversed(range(before)) if _reads(operations[index], name)), None)
@@ -134,10 +134,10 @@ def _reads(operation: Operation, name: str) -> bool:
 
 
 def _writer(operations: Sequence[Operation], before: int, value: Value) -> int | None:
-    """The position of the last operation before ``before`` with this output; None without any."""
+    """The position of the last operation before ``before`` with this output, or None."""
     return next((index for index in reversed(range(before)) if _holds(operations[index].outputs, value)), None)
 
 
 def _holds(values: Sequence[Value], value: Value) -> bool:
-    """Whether the bits of ``value`` are among ``values``, in this shape or another."""
+    """Whether the bits of ``value`` are among ``values``, in any shape."""
     return value.digest is not None and any(held.digest == value.digest for held in values)

@@ -10,7 +10,7 @@ Kind = Literal["output", "input", "sequence", "form"]
 
 @dataclass(frozen=True)
 class Gap:
-    """Operations that the other sequence lacks: ``a`` at ``start_a`` of A, ``b`` at ``start_b`` of B; one may be empty.
+    """Operations of a single sequence: ``a`` at ``start_a`` of A, ``b`` at ``start_b`` of B; either may be empty.
 
     Positions count from 0.
     """
@@ -25,9 +25,9 @@ class Gap:
 class Origin:
     """The way of a differing input into its operation.
 
-    ``parameter``: name of the parameter or buffer that the input is, empty for another tensor. ``writer_a``,
+    ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``,
     ``writer_b``: position of the last earlier operation with this output, in A and in B; None if no operation of the
-    step wrote it. ``reader``: position in A of the last earlier operation that read the parameter; None without any.
+    step wrote the input. ``reader``: position in A of the last earlier operation with the parameter's bits, or None.
     """
 
     parameter: str = ""

@@ -1,4 +1,4 @@
-"""The meaning of an input that differs although all operations before agree. Pure."""
+"""The meaning of a different input after equal operations. Pure."""
 
 from collections.abc import Mapping
 

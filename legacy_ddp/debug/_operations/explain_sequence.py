@@ -1,4 +1,4 @@
-"""The meaning of operations that one of two sequences lacks. Pure."""
+"""The meaning of operations of a single sequence. Pure."""
 
 from collections.abc import Mapping, Sequence
 
@@ -52,7 +52,7 @@ def _cause(found: OperationDifference, labels: Labels) -> tuple[str, str]:
 
 
 def _only(found: Mapping[str, Sequence[Operation]]) -> str:
-    """The label of the only side with operations; empty if there is none, or both have some."""
+    """The label of the only side with operations; empty without operations, and for operations on both sides."""
     labels = [label for label, operations in found.items() if operations]
     return labels[0] if len(labels) == 1 else ""
 

@@ -82,6 +82,25 @@ def test_a_write_between_two_operations_names_the_writer_on_the_side_that_still_
     assert found.origin == Origin(writer_a=5)
 
 
+def test_the_last_of_two_writers_is_named() -> None:
+    a = [operation("clone", ["x"], ["y"]), operation("clone", ["y"], ["y"]), operation("mul", ["y"], ["z"])]
+
+    found = first_difference(a, changed(a, 2, inputs=(value("poked"),)))
+
+    assert found is not None
+    assert found.origin == Origin(writer_a=1)
+
+
+def test_a_view_of_a_weight_is_no_reader_of_its_bits() -> None:
+    view = operation("t", inputs=(value(None),), outputs=(value(None),), parameters=("w",))
+    a, b = ([view, operation("mm", [held], ["y"], parameters=("w",))] for held in ("w", "other"))
+
+    found = first_difference(a, b)
+
+    assert found is not None
+    assert found.origin == Origin("w")
+
+
 def test_another_tensor_of_the_step_has_a_writer_on_both_sides() -> None:
     inputs = (value("r0(x)"), *STEP[7].inputs[1:])
 

@@ -132,6 +132,15 @@ def test_another_tensor_of_the_step() -> None:
     assert told_about.meaning == "Another tensor is passed: the output of operation 6 in A and of operation 3 in B."
 
 
+def test_a_copy_in_place_of_a_weight() -> None:
+    a = [operation("mul", ["w"], ["y"], module="scale", parameters=("factor",))]
+    b = [operation("mul", ["old"], ["z"], module="scale")]
+
+    _, told_about = told(b, a)
+
+    assert told_about.meaning.startswith("Another tensor is passed: 'factor' in A, no parameter in B (a copy")
+
+
 def test_an_input_more() -> None:
     inputs, parameters = (*STEP[1].inputs, value("b")), ("", "0.weight", "0.bias")
 
