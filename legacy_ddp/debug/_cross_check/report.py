@@ -29,10 +29,11 @@ class CrossCheckReport:
     ``nondeterministic``  two runs of a batch differ on ``ranks``
     ====================  ==============================================================================================
 
-    ``ranks``: empty if equal; two sides without a majority, as of two ranks, are all listed. ``differing``: names of
-    the results that differ. ``module``, ``operation``, ``stage``: of the first different operation; empty if not known.
-    ``elements``: of its output, None if not known. ``settings``: settings that differ between ranks, as text; looked
-    at only after a difference.
+    ``ranks``: empty if equal; two sides without a majority, as of two ranks, are all listed. ``batch``: the rank of the
+    examined batch. ``compared``: the number of results; ``differing``: names of the results with a difference.
+    ``module``, ``operation``, ``stage``: of the first different operation; empty if not known. ``elements``: of its
+    output, None if not known. ``settings``: settings with different values on the ranks, as texts; looked at only after
+    a difference. ``who``, ``place``, ``next_step``: phrases for a reader.
 
     Example:
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).verdict

@@ -28,7 +28,7 @@ EXPECTED = {
 WORDS = {
     "kernel": "one bit flipped: bit 20",
     "threads": "setting threads: ",
-    "autocast": "casts to bfloat16",
+    "autocast": "setting autocast of cpu: ",
     "seeded": "Random generator at another place",
     "eval": "setting module 'drop': ",
     "thread": "which no recorded operation did",
