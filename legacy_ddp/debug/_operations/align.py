@@ -1,5 +1,6 @@
 """The first difference of two sequences of operations of the same data: two runs, or two ranks with one batch. Pure."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from legacy_ddp.debug._operations.blocks import Block, blocks
@@ -22,17 +23,44 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
     """
     gaps: list[Gap] = []
     form: OperationDifference | None = None
-    for block in aligned(a, b):
+    waiting = deque(aligned(a, b))
+    while waiting:
+        block = waiting.popleft()
         if not block.is_common:
             gaps.append(gap_of(a, b, block))
             continue
         for i, j in block.pairs:
             if a[i] == b[j]:
                 continue
-            if found := _value_difference(a, b, i, j, gaps):
-                return found
-            form = form or OperationDifference("form", i, j, (a[i],), (b[j],), has_effect=False)
+            if not _values_differ(a[i], b[j]):
+                form = form or OperationDifference("form", i, j, (a[i],), (b[j],), has_effect=False)
+            elif moved := _moved(a, b, i, j, waiting[0]) if waiting else ():
+                waiting.popleft()
+                waiting.extendleft(reversed(moved))
+                break
+            else:
+                return _value_difference(a, b, i, j, gaps)
     return sequence_difference(gaps[0], has_effect=False) if gaps else form
+
+
+def _moved(
+    a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, following: Block
+) -> tuple[Block, Block] | tuple[()]:
+    """The block ``following``, moved to the pair ``i``, ``j``, and the pairs behind it; empty if it belongs elsewhere.
+
+    Of neighbours with equal keys, as two products of a module, the keys do not tell which one is of one sequence alone.
+    The values do.
+    """
+    more_a, more_b = following.end_a - following.start_a, following.end_b - following.start_b
+    if following.is_common or (more_a and more_b):
+        return ()
+    longer, start, end, more = (a, i, following.start_a, more_a) if more_a else (b, j, following.start_b, more_b)
+    if any(_key(longer[at]) != _key(longer[at + more]) for at in range(start, end)):
+        return ()
+    if _values_differ(a[i + more_a], b[j + more_b]):
+        return ()
+    gap = Block(i, i + more_a, j, j + more_b, is_common=False)
+    return gap, Block(gap.end_a, following.end_a, gap.end_b, following.end_b, is_common=True)
 
 
 def aligned(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[Block]:
@@ -57,19 +85,22 @@ def sequence_difference(
     return OperationDifference("sequence", gap.start_a, gap.start_b, gap.a, gap.b, earlier=kept, has_effect=has_effect)
 
 
+def _values_differ(a: Operation, b: Operation) -> bool:
+    return bool(differing(a.inputs, b.inputs) or differing(a.outputs, b.outputs))
+
+
 def _value_difference(
     a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, gaps: Sequence[Gap]
-) -> OperationDifference | None:
-    """The difference of a pair of operations in inputs or outputs; None if all values agree."""
+) -> OperationDifference:
+    """The difference of a pair of operations with other inputs or outputs."""
     earlier = tuple(gaps[:_MAX_EARLIER])
     if inputs := differing(a[i].inputs, b[j].inputs):
         origin = _origin(a, b, i, j, inputs[0])
         found = OperationDifference("input", i, j, (a[i],), (b[j],), inputs, origin, earlier)
         cause = _cause(gaps, found)
         return sequence_difference(cause, gaps[: gaps.index(cause)]) if cause else found
-    if outputs := differing(a[i].outputs, b[j].outputs):
-        return OperationDifference("output", i, j, (a[i],), (b[j],), outputs, earlier=earlier)
-    return None
+    outputs = differing(a[i].outputs, b[j].outputs)
+    return OperationDifference("output", i, j, (a[i],), (b[j],), outputs, earlier=earlier)
 
 
 def agree(a: Value, b: Value) -> bool:

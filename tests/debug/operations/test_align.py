@@ -231,3 +231,31 @@ def test_a_hundred_thousand_operations() -> None:
     assert (found.kind, found.start_a) == ("output", 99_000)
     assert gone is not None
     assert (gone.kind, gone.start_a, gone.has_effect) == ("sequence", 999, False)
+
+
+@given(st.integers(1, 8), st.data())
+def test_the_extra_one_of_several_products_of_a_module_is_told_by_its_values(count: int, data: st.DataObject) -> None:
+    """The keys of all products are equal; the extra product was once blamed on the product behind it."""
+    products = [operation("mm", ["x", f"w{index}"], [f"y{index}"]) for index in range(count)]
+    at, more = data.draw(st.integers(0, count)), data.draw(st.integers(1, 3))
+    extra = [operation("mm", ["x", f"extra{index}"], [f"z{index}"]) for index in range(more)]
+    start, end = [operation("relu", ["w"], ["x"])], [operation("sum", ["y0"], ["loss"])]
+    longer, shorter = [*start, *products[:at], *extra, *products[at:], *end], [*start, *products, *end]
+
+    for found in (first_difference(longer, shorter), first_difference(shorter, longer)):
+        assert found is not None
+        assert (found.kind, found.start_a, found.start_b, found.has_effect) == ("sequence", at + 1, at + 1, False)
+    assert found.b == tuple(extra)
+
+
+def test_an_extra_product_with_an_effect_is_the_difference() -> None:
+    products = [operation("mm", ["x", f"w{index}"], [f"y{index}"]) for index in range(3)]
+    wrong = operation("mm", ["x", "wrong"], ["z"])
+    end = operation("sum", ["y0"], ["loss"])
+
+    found = first_difference(
+        [*products, end], [products[0], wrong, *products[1:], changed([end], 0, inputs=(value("z"),))[0]]
+    )
+
+    assert found is not None
+    assert (found.kind, found.b, found.has_effect) == ("sequence", (wrong,), True)
