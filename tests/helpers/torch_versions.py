@@ -4,10 +4,17 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype is new in torch 2.10")
+
+# Control flow compiles its branches, also outside of compiled code.
+leaves_compiler_alone = pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "ignore_compile_internals"),
+    reason="in older versions of torch no dispatch mode leaves the compiler alone",
+)
 
 _GLOO_LINE = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
 
