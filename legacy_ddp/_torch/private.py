@@ -88,7 +88,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.autograd", "_profiler_enabled"),
     *_names("torch.autograd.grad_mode", "_unsafe_preserve_version_counter"),
     *_names("torch.autograd.graph", "_engine_run_backward"),
-    *_names("torch.autograd.graph.Node", "_sequence_nr"),
+    *_names("torch._C._FunctionBase", "_sequence_nr"),
     *_names("torch.distributed.ProcessGroup", "_device_types", "_get_backend"),
     *_names("torch.distributed.algorithms.join", "_JoinConfig"),
     *_names("torch.distributed.distributed_c10d", "GroupMember", "_world", "default_pg_timeout"),

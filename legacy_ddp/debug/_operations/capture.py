@@ -31,8 +31,9 @@ class OperationCapture:
     - tensors of classes with operations of their own (DTensor), quantized and meta tensors.
 
     Operations inside of a custom operation are not seen, nor are operations of other threads; of these, the threads of
-    a CUDA model's backward pass are. In regions under torch.compile, which stay compiled, the operations that the
-    compiled code calls are seen, and generated kernels are not. Operations of this library are left out. Parameters are
+    a CUDA model's backward pass are. In regions under torch.compile, which stay compiled (torch 2.8 compiles these once
+    more, and fails in ``torch.cond``), the operations that the compiled code calls are seen, and generated kernels are
+    not. Operations of this library are left out. Parameters are
     known by their memory at :meth:`start`: other tensors, given to ``functional_call``, have no names.
 
     The bits, generators and memory formats of the training stay the same. Other dispatch modes may be entered and left

@@ -323,6 +323,7 @@ COMPILED = """
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from legacy_ddp.debug._operations.capture import OperationCapture
 
 torch.manual_seed(0)
@@ -341,7 +342,8 @@ before = dict(counters["frames"])
 with OperationCapture(model) as capture:
     traced = step()
 after = step()
-assert dict(counters["frames"]) == before, (before, dict(counters["frames"]))
+if hasattr(TorchDispatchMode, "ignore_compile_internals"):  # in older versions of torch a mode compiles it once more
+    assert dict(counters["frames"]) == before, (before, dict(counters["frames"]))
 assert all(map(torch.equal, plain, traced)) and all(map(torch.equal, plain, after))
 names = [item.name for item in capture.operations]
 assert names.count("aten::gelu_backward") == 1, names
