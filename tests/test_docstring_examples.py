@@ -60,4 +60,4 @@ def test_the_docstring_of_a_public_name_has_every_argument_and_field(module: str
         named = {*re.findall(r"``(\w+)``", text), *", ".join(listed).split(", ")}
         public = {argument for argument in arguments if not argument.startswith("_")}
 
-        assert public - named == _WITHOUT_WORDS & public, item.__qualname__
+        assert public - named <= _WITHOUT_WORDS, item.__qualname__

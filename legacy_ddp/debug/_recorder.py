@@ -118,11 +118,11 @@ class Recorder:
         self._buffers: list[Section] | None = None
         self._has_seen_forwards = False
 
-    @argument_errors
     def __enter__(self) -> "Recorder":
-        if self._was_used:
-            raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-        environment = self._environment()
+        with argument_errors:  # a decorator would be the place of the warning below
+            if self._was_used:
+                raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
+            environment = self._environment()
         warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
