@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,9 +25,10 @@ _CAUSE = (
     "state, gradients changed after the call), or memory that does not keep its bits"
 )
 
+_Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]
 
-@dataclass(frozen=True)
-class _Place:
+
+class _Place(NamedTuple):
     """A tensor of the replica, found through its owner: a new tensor of equal size may take its place."""
 
     owner: Mapping[str, torch.Tensor | None]
@@ -67,7 +69,7 @@ class RotatingDigests(ForwardDigests):
         self._places: list[_Place] = []
         self._parts: list[list[Piece]] = []
         self._layout: object = None  # of the parts
-        self._found: list[tuple[int, str, int]] = []  # the tensors of the modules, when they were divided
+        self._found: list[_Tensors] = []  # the tensors of the modules, when they were divided
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
     def digest_of(self, call: Call) -> int:
@@ -132,9 +134,9 @@ class RotatingDigests(ForwardDigests):
         """The checksum of the part for call ``number``; None after a change of a size."""
         checksum = 0
         for index, start, stop in self._parts[self._turn_of(number)]:
-            place = self._places[index]
-            tensor = place.owner.get(place.key)
-            if tensor is None or tensor.nbytes != place.size_bytes:
+            owner, key, size_bytes = self._places[index]
+            tensor = owner.get(key)
+            if tensor is None or tensor.nbytes != size_bytes:
                 return None
             checksum = add_memory(checksum, tensor, start, stop)
         return checksum
@@ -183,9 +185,9 @@ def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport
     return replace(report, verdict=verdict)
 
 
-def _tensors_of(module: nn.Module) -> list[tuple[int, str, int]]:
-    """The dictionary, the key and the id of each parameter and buffer of the submodules."""
-    return [(id(owner), key, id(tensor)) for owner in _dictionaries(module) for key, tensor in owner.items()]
+def _tensors_of(module: nn.Module) -> list[_Tensors]:
+    """The dictionaries of parameters and buffers of the submodules: the id, the keys, and the ids of the tensors."""
+    return [(id(owner), tuple(owner), tuple(map(id, owner.values()))) for owner in _dictionaries(module) if owner]
 
 
 def _owners(module: nn.Module) -> dict[int, tuple[Mapping[str, torch.Tensor | None], str]]:
