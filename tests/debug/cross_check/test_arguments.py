@@ -12,6 +12,7 @@ from torch import nn
 
 from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import CrossCheck, cross_check
+from legacy_ddp.debug._cross_arguments import CrossCheckOptions
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
 
@@ -113,6 +114,11 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "no function": (partial(_returning, None), "TypeError", "run is not callable: got None"),  # type: ignore[arg-type]
     "other class": (_other_class, "PeerError", "_Named, and the batch of this rank does not"),
     "other arguments": (_other_arguments, "LayoutError", "argument operations"),
+    "other max_bytes": (
+        lambda model, rank: cross_check(model, loss_of, batch_of(rank), max_bytes=2**30 + (rank == 1)),
+        "LayoutError",
+        "argument max_bytes: rank 1 has 1073741825; ranks 0, 2 have 1073741824",
+    ),
     "no batch": (lambda model, _: cross_check(model, loss_of, None), "ValueError", "no rank has a batch"),
     "not a flag": (
         lambda model, rank: cross_check(model, loss_of, batch_of(rank), raises=1),  # type: ignore[arg-type]
@@ -263,6 +269,43 @@ def test_ranks_with_other_counts_are_told_that_they_meet_in_different_calls() ->
 def test_every_must_be_a_number_of_steps(every: Any) -> None:
     with pytest.raises(ValueError, match="every is not usable"):
         CrossCheck(nn.Linear(1, 1), loss_of, every=every)
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        ({"model": None}, TypeError, "model is of the wrong type: got NoneType, expected torch.nn.Module"),
+        ({"run": 3}, TypeError, "run is not callable: got 3"),
+        ({"raises": 1}, TypeError, "raises is not usable: got 1"),
+        ({"operations": "yes"}, TypeError, "operations is not usable: got 'yes'"),
+        ({"local_buffers": "own"}, TypeError, "local_buffers is of the wrong type: got the string 'own'"),
+        ({"max_bytes": 0}, ValueError, "max_bytes is not usable: got 0"),
+        ({"batch": None}, TypeError, "unexpected keyword argument 'batch'"),
+        ({"max_byte": 1}, TypeError, "unexpected keyword argument 'max_byte'"),
+    ],
+)
+def test_a_wrong_argument_is_told_when_the_object_is_made_and_not_in_the_nth_step(
+    wrong: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    arguments = {"model": nn.Linear(1, 1), "run": loss_of, "every": 100, **wrong}
+
+    with pytest.raises(kind, match=text):
+        CrossCheck(**arguments)
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [(None, TypeError), ("1GB", TypeError), (True, TypeError), (1e9, TypeError), (-1, ValueError), (0, ValueError)],
+)
+def test_max_bytes_must_be_a_number_of_bytes(value: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"max_bytes is .*: got {value!r}, expected a whole number of bytes, 1 or more"):
+        CrossCheck(nn.Linear(1, 1), loss_of, every=1, max_bytes=value)
+
+
+def test_names_of_local_buffers_from_a_generator_serve_every_check() -> None:
+    names = (name for name in ["a", "b"])
+
+    assert CrossCheckOptions(local_buffers=names).local_buffers == ("a", "b")
 
 
 def _in_a_group(rank: int) -> tuple[str, tuple[int, ...]] | None:
