@@ -26,7 +26,7 @@ from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, target_of
-from legacy_ddp.debug._cross_arguments import MAX_BYTES, CrossCheckOptions, check_functions
+from legacy_ddp.debug._cross_arguments import MAX_BYTES, CrossCheckOptions, check_functions, check_initialised
 from legacy_ddp.debug._cross_check.batch_plan import classes_in
 from legacy_ddp.debug._cross_check.generators import generator_states
 from legacy_ddp.debug._cross_check.held import held_values
@@ -107,6 +107,7 @@ def cross_check(
         with torch.no_grad(), announcing_failures(call):
             check_can_communicate(call)
             check_functions(module, run)
+            check_initialised(module)
             options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
             local = tuple(
                 synchronizer.settings.checks.local_buffers if options.local_buffers is None else options.local_buffers

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from legacy_ddp._checks import as_names
 from legacy_ddp.debug._arguments import as_flag
@@ -38,6 +39,16 @@ def check_functions(module: object, run: object) -> None:
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     if not callable(run):
         raise TypeError(f"run is not callable: got {run!r}, expected run(model, batch)")
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises a ValueError for a parameter or buffer of a lazy module before its first forward pass."""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        if lazy := [name for name, tensor in named if is_lazy(tensor)]:
+            raise ValueError(
+                f"{kind} {lazy[0]!r} is not initialised yet (lazy module), expected a model with values; run one "
+                "forward pass before cross_check()"
+            )
 
 
 def _check_bytes(argument: str, value: object) -> None:

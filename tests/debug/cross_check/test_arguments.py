@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
+from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp.debug import CrossCheck, cross_check
-from legacy_ddp.debug._cross_arguments import CrossCheckOptions
+from legacy_ddp.debug._cross_arguments import CrossCheckOptions, check_initialised
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
 
@@ -78,6 +79,10 @@ def _returning(value: Callable[[nn.Module, Any], object], model: nn.Module, rank
     return cross_check(model, value, batch_of(rank))  # type: ignore[arg-type]
 
 
+def _frozen(_: nn.Module, rank: int) -> object:
+    return cross_check(nn.Linear(1, 1).requires_grad_(False), lambda model, batch: model(batch).sum(), torch.ones(2, 1))
+
+
 def _other_class(model: nn.Module, rank: int) -> object:
     batch = batch_of(rank)
     run = lambda model, batch: model(batch["inputs"] if isinstance(batch, dict) else batch.inputs).sum()  # noqa: E731
@@ -111,6 +116,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "no loss": (partial(_returning, lambda model, batch: model(batch["inputs"])), "PeerError", "a tensor of shape"),
     "no tensor": (partial(_returning, lambda *_: 1.0), "PeerError", "run returned no loss: got float"),
     "no graph": (partial(_returning, lambda *_: torch.ones(())), "PeerError", "a loss without a graph"),
+    "no parameters": (_frozen, "PeerError", "the model has no parameters that require gradients"),
     "no function": (partial(_returning, None), "TypeError", "run is not callable: got None"),  # type: ignore[arg-type]
     "other class": (_other_class, "PeerError", "_Named, and the batch of this rank does not"),
     "other arguments": (_other_arguments, "LayoutError", "argument operations"),
@@ -306,6 +312,18 @@ def test_names_of_local_buffers_from_a_generator_serve_every_check() -> None:
     names = (name for name in ["a", "b"])
 
     assert CrossCheckOptions(local_buffers=names).local_buffers == ("a", "b")
+
+
+def test_a_lazy_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is not initialised yet \(lazy module\).*cross_check"):
+        check_initialised(nn.Sequential(nn.LazyLinear(2)))
+    with pytest.raises(ValueError, match="buffer 'running_mean' is not initialised yet"):
+        check_initialised(nn.LazyBatchNorm1d(affine=False))
+
+
+def test_a_model_without_buffers_is_told_as_such() -> None:
+    with pytest.raises(ValueError, match=r"got \['nosuch'\], and the module has no buffers; leave local_buffers out"):
+        check_local_buffers(nn.Linear(1, 1), ["nosuch"])
 
 
 def _in_a_group(rank: int) -> tuple[str, tuple[int, ...]] | None:
