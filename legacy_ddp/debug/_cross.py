@@ -38,6 +38,10 @@ from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.saved_state import state_set_aside
 from legacy_ddp.debug._cross_check.settings import settings_of
 
+_LAYOUT_ADVICE = (
+    "make the model and the arguments alike on every rank; pass a tensor in run that differs between ranks in the batch"
+)
+
 
 @internals.disable_dynamo
 def cross_check(
@@ -122,7 +126,9 @@ def cross_check(
                 state = _shared_state(target, own)
                 header = state.add_digest(Header())
         with torch.no_grad():
-            agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
+            agreement = agree(
+                call, header._replace(layout=inventory_digest(request)), request, layout_advice=_LAYOUT_ADVICE
+            )
             replicas = compare_headers(call, agreement.rows, state, details=DETAILS)
         if not replicas.identical:
             raise divergence_error(call, replicas)
@@ -232,7 +238,7 @@ def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str
         **{f"argument {name}": str(value) for name, value in arguments.items()},
         **build_inventory(distinct(module.named_parameters(remove_duplicate=False)), kind="parameter"),
         **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
-        **{f"tensor in {name}, to be given in the batch": text for name, text in hold.describe_items(items).items()},
+        **{f"tensor in {name}": text for name, text in hold.describe_items(items).items()},
     }
 
 

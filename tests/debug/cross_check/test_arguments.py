@@ -104,7 +104,12 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "PeerError",
         "batch is too large: got 3.22 MB with generators and buffers, expected at most",
     ),
-    "held tensor": (_held_tensor, "LayoutError", "tensor in run variable 'weights', to be given in the batch"),
+    "held tensor": (_held_tensor, "LayoutError", "tensor in run variable 'weights': rank 1 has float32 (3,) "),
+    "held tensor, next step": (
+        _held_tensor,
+        "LayoutError",
+        "alike on every rank; pass a tensor in run that differs between ranks in the batch",
+    ),
     "held iterator": (
         _held_iterator,
         "TypeError",
