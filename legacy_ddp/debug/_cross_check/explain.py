@@ -6,6 +6,7 @@ from legacy_ddp._compare import MISSING, Difference, name_ranks
 from legacy_ddp.debug._cross_check.cause import cause_of
 from legacy_ddp.debug._cross_check.place import Place
 from legacy_ddp.debug._cross_check.report import CrossCheckReport
+from legacy_ddp.debug._cross_check.settings_text import describe_settings
 from legacy_ddp.debug._cross_check.verdict import RING, Verdict
 from legacy_ddp.debug._operations.describe import Labels, details, summary
 from legacy_ddp.debug._operations.explain import Explanation, Facts
@@ -35,7 +36,7 @@ def report_of(
         operation=operation.name if operation else "",
         stage=operation.stage if operation else "",
         elements=place.elements,
-        settings=tuple(map(str, settings)),
+        settings=tuple(describe_settings(settings)),
         compared=compared,
         who=_who(verdict, batch, size),
         place=tuple(_place(place, verdict, cause)),
