@@ -144,12 +144,14 @@ def cross_check(
 class CrossCheck:
     """:func:`cross_check` in every Nth call, for a training loop.
 
-    Every rank calls the object once per step, at the same place. All arguments but ``every`` are arguments of
-    :func:`cross_check`, with ``raises`` True by default. Each rank counts its calls; ranks with different counts meet
-    in different collectives, which is a DesyncError.
+    Every rank calls the object once per step, at the same place. Each rank counts its calls; ranks with different
+    counts meet in different collectives, which is a DesyncError.
 
     Args:
+        model, run: as of :func:`cross_check`, and so are all arguments below ``every``.
         every: the number of steps from a check to the next; the first check is in call ``every``.
+        operations, local_buffers, max_bytes, process_group: with the same defaults.
+        raises: True by default.
 
     Raises:
         TypeError, ValueError: an argument is not usable; on this rank alone, before any call.
