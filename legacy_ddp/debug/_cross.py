@@ -1,6 +1,7 @@
 """Comparison of the computation of all ranks: every rank also runs the batch of the rank before."""
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -14,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.inventory import build_inventory, distinct, inventory_digest
-from legacy_ddp._checks import as_names
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.check import divergence_error
@@ -24,7 +25,8 @@ from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
+from legacy_ddp.debug._arguments import Target, as_count, target_of
+from legacy_ddp.debug._cross_arguments import MAX_BYTES, CrossCheckOptions, check_functions, check_initialised
 from legacy_ddp.debug._cross_check.batch_plan import classes_in
 from legacy_ddp.debug._cross_check.generators import generator_states
 from legacy_ddp.debug._cross_check.held import held_values
@@ -36,7 +38,9 @@ from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.saved_state import state_set_aside
 from legacy_ddp.debug._cross_check.settings import settings_of
 
-MAX_BYTES = 2**30
+_LAYOUT_ADVICE = (
+    "make the model and the arguments alike on every rank; pass a tensor in run that differs between ranks in the batch"
+)
 
 
 @internals.disable_dynamo
@@ -106,23 +110,25 @@ def cross_check(
     with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
         with torch.no_grad(), announcing_failures(call):
             check_can_communicate(call)
-            if not isinstance(module, nn.Module):
-                raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
-            if not callable(run):
-                raise TypeError(f"run is not callable: got {run!r}, expected run(model, batch)")
-            checks = synchronizer.settings.checks
-            local = checks.local_buffers if local_buffers is None else as_names(local_buffers, "local_buffers")
+            check_functions(module, run)
+            check_initialised(module)
+            options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
+            local = tuple(
+                synchronizer.settings.checks.local_buffers if options.local_buffers is None else options.local_buffers
+            )
             hold.check_local_buffers(module, local)
-            arguments = {"operations": as_flag("operations", operations), "raises": as_flag("raises", raises)}
             held = held_values(run, module)
             own = _own_tensors(target, local)
             data = _pack(batch, module, own, max_bytes)
-            request = _describe(module, held, {**arguments, "local_buffers": ", ".join(sorted(local)) or "none"})
+            names = ", ".join(sorted(local)) or "none"
+            request = _describe(module, held, asdict(replace(options, local_buffers=None)) | {"local_buffers": names})
             with call.phase("digest"):
                 state = _shared_state(target, own)
                 header = state.add_digest(Header())
         with torch.no_grad():
-            agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
+            agreement = agree(
+                call, header._replace(layout=inventory_digest(request)), request, layout_advice=_LAYOUT_ADVICE
+            )
             replicas = compare_headers(call, agreement.rows, state, details=DETAILS)
         if not replicas.identical:
             raise divergence_error(call, replicas)
@@ -138,15 +144,17 @@ def cross_check(
 class CrossCheck:
     """:func:`cross_check` in every Nth call, for a training loop.
 
-    Every rank calls the object once per step, at the same place. All arguments but ``every`` are arguments of
-    :func:`cross_check`, with ``raises`` True by default. Each rank counts its calls; ranks with different counts meet
-    in different collectives, which is a DesyncError.
+    Every rank calls the object once per step, at the same place. Each rank counts its calls; ranks with different
+    counts meet in different collectives, which is a DesyncError.
 
     Args:
+        model, run: as of :func:`cross_check`, and so are all arguments below ``every``.
         every: the number of steps from a check to the next; the first check is in call ``every``.
+        operations, local_buffers, max_bytes, process_group: with the same defaults.
+        raises: True by default.
 
     Raises:
-        TypeError, ValueError: ``every`` is not usable.
+        TypeError, ValueError: an argument is not usable; on this rank alone, before any call.
 
     Example:
         >>> check = CrossCheck(model, lambda model, batch: model(batch).sum(), every=2)
@@ -154,10 +162,26 @@ class CrossCheck:
         [False, True, False, True, False]
     """
 
-    def __init__(self, model: nn.Module, run: Run, *, every: int, raises: bool = True, **arguments: Any) -> None:
+    @argument_errors
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        *,
+        every: int,
+        operations: bool = False,
+        local_buffers: Iterable[str] | None = None,
+        max_bytes: int = MAX_BYTES,
+        raises: bool = True,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
         self.calls = 0
         self._every = as_count("every", every)
-        self._check: Callable[..., CrossCheckReport] = partial(cross_check, model, run, raises=raises, **arguments)
+        check_functions(model, run)
+        options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
+        self._check: Callable[..., CrossCheckReport] = partial(
+            cross_check, model, run, **asdict(options), process_group=process_group
+        )
 
     def __call__(self, batch: Any) -> CrossCheckReport | None:
         """The report of a check; None if this call makes none."""
@@ -216,7 +240,7 @@ def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str
         **{f"argument {name}": str(value) for name, value in arguments.items()},
         **build_inventory(distinct(module.named_parameters(remove_duplicate=False)), kind="parameter"),
         **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
-        **{f"tensor in {name}, to be given in the batch": text for name, text in hold.describe_items(items).items()},
+        **{f"tensor in {name}": text for name, text in hold.describe_items(items).items()},
     }
 
 

@@ -12,14 +12,19 @@ import torch
 
 Classes = Mapping[str, type]
 _EXACT = (bool, int, float, str)
+_NOTHING: Mapping[int, str] = {}
+MAX_DEPTH = 100  # containers inside of each other; Python's recursion ends at about 300 of them
 _STEP = "pass tensors in lists, tuples, dicts, named tuples or dataclasses, with numbers and texts"
 
 
-def describe(batch: object, where: str, tensors: list[torch.Tensor]) -> Any:
+def describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Mapping[int, str] = _NOTHING) -> Any:
     """The JSON value for ``batch``; its tensors are appended to ``tensors``. ``where``: name of the batch in errors.
+
+    ``outer``: the containers around ``batch``, the name of each by its id.
 
     Raises:
         TypeError: a value that cannot be sent to another rank; the text names its place in the batch.
+        ValueError: a container inside of itself, or more than ``MAX_DEPTH`` containers inside of each other.
     """
     if batch is None or type(batch) in _EXACT:
         return batch
@@ -29,15 +34,17 @@ def describe(batch: object, where: str, tensors: list[torch.Tensor]) -> Any:
         return {"tensor": len(tensors) - 1}
     if isinstance(batch, bytes):
         return {"bytes": batch.hex()}
+    _check_nesting(batch, where, outer)
+    inner = {**outer, id(batch): where}
     if type(batch) in (list, tuple):
-        items = [describe(item, f"{where}[{index}]", tensors) for index, item in enumerate(batch)]  # type: ignore[arg-type, var-annotated]
+        items = [describe(item, f"{where}[{index}]", tensors, inner) for index, item in enumerate(batch)]  # type: ignore[arg-type, var-annotated]
         return {type(batch).__name__: items}
     if _is_record(batch):
-        fields = {name: describe(value, f"{where}.{name}", tensors) for name, value in _fields(batch)}
+        fields = {name: describe(value, f"{where}.{name}", tensors, inner) for name, value in _fields(batch)}
         return {"class": _class_name(type(batch)), "fields": fields}
     if isinstance(batch, Mapping):
         keys = [_describe_key(key, where) for key in batch]
-        values = [describe(value, f"{where}[{key!r}]", tensors) for key, value in batch.items()]
+        values = [describe(value, f"{where}[{key!r}]", tensors, inner) for key, value in batch.items()]
         pairs = list(map(list, zip(keys, values, strict=True)))
         return {"dict": pairs} if type(batch) is dict else {"class": _class_name(type(batch)), "items": pairs}
     raise TypeError(f"{where} is of a type that cannot be sent to another rank: got {_kind(batch)}; {_STEP}")
@@ -123,6 +130,18 @@ def _describe_key(key: object, where: str) -> Any:
 
 def _rebuild_key(key: Any) -> Any:
     return tuple(map(_rebuild_key, key["tuple"])) if isinstance(key, dict) else key
+
+
+def _check_nesting(batch: object, where: str, outer: Mapping[int, str]) -> None:
+    """Raises a ValueError for a container inside of itself, or too deep."""
+    if id(batch) in outer:
+        raise ValueError(f"{outer[id(batch)]} contains itself, at {where}: expected a batch without cycles")
+    if len(outer) >= MAX_DEPTH:
+        first = next(iter(outer.values()))
+        raise ValueError(
+            f"{first} is nested too deeply: expected at most {MAX_DEPTH} containers inside of each other; pass a "
+            "flatter batch"
+        )
 
 
 def _check_tensor(tensor: torch.Tensor, where: str) -> None:

@@ -1,14 +1,15 @@
-"""The words of a report: the evidence, the place, the cause, the next step. Pure."""
+"""The words of a report: the evidence, and the place with the cause. Pure."""
 
 from collections.abc import Iterator, Sequence
 
 from legacy_ddp._compare import MISSING, Difference, name_ranks
+from legacy_ddp.debug._cross_check.cause import cause_of
 from legacy_ddp.debug._cross_check.place import Place
 from legacy_ddp.debug._cross_check.report import CrossCheckReport
+from legacy_ddp.debug._cross_check.settings_text import describe_settings
 from legacy_ddp.debug._cross_check.verdict import RING, Verdict
 from legacy_ddp.debug._operations.describe import Labels, details, summary
-from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.explain import Explanation, Facts, explain
+from legacy_ddp.debug._operations.explain import Explanation, Facts
 
 
 def report_of(
@@ -22,7 +23,7 @@ def report_of(
     settings: Sequence[Difference],
 ) -> CrossCheckReport:
     """The report after a difference. ``compared``: the number of results; ``differing``: names of results."""
-    labels, facts = _labels(verdict), _facts(verdict, settings)
+    cause = cause_of(verdict.kind, place.difference, _labels(verdict), _facts(verdict, settings))
     operation = place.difference.operation if place.difference else None
     return CrossCheckReport(
         call=call,
@@ -35,11 +36,11 @@ def report_of(
         operation=operation.name if operation else "",
         stage=operation.stage if operation else "",
         elements=place.elements,
-        settings=tuple(map(str, settings)),
+        settings=tuple(describe_settings(settings)),
         compared=compared,
         who=_who(verdict, batch, size),
-        place=tuple(_place(place, verdict, facts)),
-        next_step=_next_step(verdict, place, labels, facts),
+        place=tuple(_place(place, verdict, cause)),
+        next_step=cause.next_step,
     )
 
 
@@ -58,11 +59,13 @@ def _value(item: Difference, rank: int) -> str:
 
 def _who(verdict: Verdict, batch: int, size: int) -> str:
     """The evidence, from the runs of the examined batch."""
-    runs = f"of 2 runs of the batch of rank {batch} on every rank"
+    batches = f"of 2 runs of the batch of rank {batch}"
     if verdict.kind == "nondeterministic":
         stable = sorted({*range(size)} - {*verdict.ranks})
-        other = f"; {_agree(stable)}" if stable else ", as every rank does" if size > 1 else ""
-        return f"the results {runs} differ on {name_ranks(verdict.ranks)}{other}"
+        other = f"; {_agree(stable)}" if stable else ""
+        places = name_ranks(verdict.ranks) if stable or size == 1 else "every rank"
+        return f"the results {batches} differ on {places}{other}"
+    runs = f"{batches} on every rank"
     if verdict.kind == "once":
         return f"the first result of {name_ranks(verdict.ranks)} differs from all results {runs}"
     if not verdict.is_attributed:
@@ -88,7 +91,7 @@ def _labels(verdict: Verdict) -> Labels:
     return ("the first run", "a later run") if odd.run == RING else ("one run", "the next run")
 
 
-def _place(place: Place, verdict: Verdict, facts: Facts) -> Iterator[str]:
+def _place(place: Place, verdict: Verdict, cause: Explanation) -> Iterator[str]:
     """Where, why, and the reason for missing elements."""
     found, labels = place.difference, _labels(verdict)
     if found is None:
@@ -98,45 +101,7 @@ def _place(place: Place, verdict: Verdict, facts: Facts) -> Iterator[str]:
         yield f"where: not known: {reason}"
         return
     yield f"where: {summary(found, labels)}, operation {found.start_a + 1:,} of {place.count:,}"
-    yield f"why: {_meaning(found, verdict, labels, facts)}"
+    yield f"why: {cause.meaning}"
     yield from (text for text in details(found, labels) if not text.startswith(("input", "output")))  # digests
     if place.note:
         yield place.note
-
-
-def _meaning(found: OperationDifference, verdict: Verdict, labels: Labels, facts: Facts) -> str:
-    explanation = explain(found, labels, facts)
-    if found.kind == "output" and verdict.kind == "nondeterministic":
-        return (
-            "the same inputs gave other outputs in two runs on one rank: a kernel that is not deterministic (atomic "
-            "additions, threads), or memory or hardware"
-        )
-    if verdict.kind == "differs" and _asks_for_this(explanation):
-        return (
-            "the same inputs give other outputs on these two ranks, in every run: another library or extension, a "
-            "kernel that is wrong on one of them, or hardware"
-        )
-    return explanation.meaning
-
-
-def _asks_for_this(explanation: Explanation) -> bool:
-    """Whether the advice is the comparison that has just been made: the sequences alone explain nothing."""
-    return "cross_check()" in explanation.next_step
-
-
-def _next_step(verdict: Verdict, place: Place, labels: Labels, facts: Facts) -> str:
-    if verdict.kind == "nondeterministic":
-        return (
-            "torch.use_deterministic_algorithms(True) names the operations of torch that are not deterministic; after "
-            "it only custom operations, threads and hardware remain"
-        )
-    if verdict.kind == "once":
-        again = "" if place.difference else " with operations=True, to name the operation of the next time"
-        return f"cross-check more often{again}; a single event is memory or hardware, or a kernel that is rarely wrong"
-    explanation = None if place.difference is None else explain(place.difference, labels, facts)
-    if explanation is not None and not _asks_for_this(explanation):
-        return explanation.next_step.replace("diff again", "check again")
-    return (
-        "compare libraries, extensions and hardware of these ranks; start the job again with the rank on another "
-        "device, and see whether the difference stays with the device"
-    )

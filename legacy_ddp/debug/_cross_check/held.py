@@ -13,7 +13,10 @@ from torch import nn
 
 _DEPTH = 4  # of containers, and of functions in closures
 _MOST = 1_000  # items of a container
-_STEP = "give it to run() inside the batch"
+_STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
+_STEP_FOR_GENERATOR = (
+    "draw from torch's default generator, which travels with the batch, or draw before and pass the result in the batch"
+)
 
 
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
@@ -30,7 +33,8 @@ def held_values(run: object, module: nn.Module) -> dict[str, Any]:
     for name, value in _walk(run, "run", module, _DEPTH):
         if isinstance(value, Iterator | torch.Generator):
             kind = type(value).__name__
-            raise TypeError(f"{name} is a {kind}, which has a state of this rank alone; {_STEP}")
+            step = _STEP_FOR_GENERATOR if isinstance(value, torch.Generator) else _STEP_FOR_ITERATOR
+            raise TypeError(f"{name} is a {kind}, which has a state of this rank alone; {step}")
         if not isinstance(value, torch.Tensor) or id(value) not in own:
             found[name] = value
     return found

@@ -61,6 +61,11 @@ class Runner:
             raise TypeError(f"run returned no loss: got {kind}, expected a tensor with one element; {_STEP}")
         if any(parameter.grad is not None for parameter in self._module.parameters()):
             raise ValueError(f"run left gradients, expected none before the backward of cross_check(); {_STEP}")
+        if not loss.requires_grad and not any(parameter.requires_grad for parameter in self._module.parameters()):
+            raise ValueError(
+                "the model has no parameters that require gradients, and run returned a loss without a graph: expected "
+                "gradients to compare; pass the model that is trained"
+            )
         if not loss.requires_grad:
             raise ValueError(f"run returned a loss without a graph, expected a loss that requires grad; {_STEP}")
 

@@ -32,8 +32,9 @@ class CrossCheckReport:
     ``ranks``: empty if equal; two sides without a majority, as of two ranks, are all listed. ``batch``: the rank of the
     examined batch. ``compared``: the number of results; ``differing``: names of the results with a difference.
     ``module``, ``operation``, ``stage``: of the first different operation; empty if not known. ``elements``: of its
-    output, None if not known. ``settings``: settings with different values on the ranks, as texts; looked at only after
-    a difference. ``who``, ``place``, ``next_step``: phrases for a reader.
+    output, None if not known. ``settings``: settings with different values on the ranks, as texts (one for more than
+    three modules in the same mode); looked at only after a difference. ``who``, ``place``, ``next_step``: phrases for
+    a reader.
 
     Example:
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).verdict

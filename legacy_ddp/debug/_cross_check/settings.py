@@ -9,6 +9,7 @@ from torch import nn
 
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import shorten
+from legacy_ddp.debug._cross_check.settings_text import MODULE
 from legacy_ddp.debug._trace.environment import facts_of
 
 # They differ between ranks as they should, or have no influence on a result.
@@ -26,7 +27,7 @@ def settings_of(
     return {
         **{name: fact for name, fact in facts.items() if name not in _OWN_FACTS},
         **{f"autocast of {kind}": _autocast(kind) for kind in sorted({"cpu", *(device.type for device in devices)})},
-        **{f"module {name!r}": "training" if child.training else "eval" for name, child in module.named_modules()},
+        **{f"{MODULE} {name!r}": "training" if child.training else "eval" for name, child in module.named_modules()},
         **numbers,
     }
 

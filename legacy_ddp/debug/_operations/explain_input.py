@@ -10,7 +10,7 @@ def explain_input(found: OperationDifference, labels: Labels, _: Mapping[str, ob
     """The meaning, and the next step."""
     if not found.differing_values:
         return "One side passes more tensors.", f"look at the arguments of {module_of(found.operation)}"
-    names = [side[0].parameters[found.differing[0]] for side in (found.a, found.b)]
+    names = _names(found)
     if names[0] != names[1]:
         texts = both([repr(name) if name else "no parameter" for name in names], labels)
         return (
@@ -18,6 +18,18 @@ def explain_input(found: OperationDifference, labels: Labels, _: Mapping[str, ob
             f"look at the code of {module_of(found.operation)}, and for copies of its weights",
         )
     return _weight(found) if found.origin.parameter else _other_tensor(found, labels)
+
+
+def has_unknown_source(found: OperationDifference) -> bool:
+    """Whether a differing input is no parameter or buffer, and no recorded operation returned its bits."""
+    if found.kind != "input" or not found.differing_values or any(_names(found)):
+        return False
+    return found.origin.writer_a is None and found.origin.writer_b is None
+
+
+def _names(found: OperationDifference) -> list[str]:
+    """The names of the first differing input on both sides; empty if it is no parameter or buffer."""
+    return [side[0].parameters[found.differing[0]] for side in (found.a, found.b)]
 
 
 def _weight(found: OperationDifference) -> tuple[str, str]:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
+from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp.debug import CrossCheck, cross_check
+from legacy_ddp.debug._cross_arguments import CrossCheckOptions, check_initialised
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
 
@@ -77,6 +79,10 @@ def _returning(value: Callable[[nn.Module, Any], object], model: nn.Module, rank
     return cross_check(model, value, batch_of(rank))  # type: ignore[arg-type]
 
 
+def _frozen(_: nn.Module, rank: int) -> object:
+    return cross_check(nn.Linear(1, 1).requires_grad_(False), lambda model, batch: model(batch).sum(), torch.ones(2, 1))
+
+
 def _other_class(model: nn.Module, rank: int) -> object:
     batch = batch_of(rank)
     run = lambda model, batch: model(batch["inputs"] if isinstance(batch, dict) else batch.inputs).sum()  # noqa: E731
@@ -98,7 +104,12 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "PeerError",
         "batch is too large: got 3.22 MB with generators and buffers, expected at most",
     ),
-    "held tensor": (_held_tensor, "LayoutError", "tensor in run variable 'weights', to be given in the batch"),
+    "held tensor": (_held_tensor, "LayoutError", "tensor in run variable 'weights': rank 1 has float32 (3,) "),
+    "held tensor, next step": (
+        _held_tensor,
+        "LayoutError",
+        "alike on every rank; pass a tensor in run that differs between ranks in the batch",
+    ),
     "held iterator": (
         _held_iterator,
         "TypeError",
@@ -110,9 +121,15 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "no loss": (partial(_returning, lambda model, batch: model(batch["inputs"])), "PeerError", "a tensor of shape"),
     "no tensor": (partial(_returning, lambda *_: 1.0), "PeerError", "run returned no loss: got float"),
     "no graph": (partial(_returning, lambda *_: torch.ones(())), "PeerError", "a loss without a graph"),
+    "no parameters": (_frozen, "PeerError", "the model has no parameters that require gradients"),
     "no function": (partial(_returning, None), "TypeError", "run is not callable: got None"),  # type: ignore[arg-type]
     "other class": (_other_class, "PeerError", "_Named, and the batch of this rank does not"),
     "other arguments": (_other_arguments, "LayoutError", "argument operations"),
+    "other max_bytes": (
+        lambda model, rank: cross_check(model, loss_of, batch_of(rank), max_bytes=2**30 + (rank == 1)),
+        "LayoutError",
+        "argument max_bytes: rank 1 has 1073741825; ranks 0, 2 have 1073741824",
+    ),
     "no batch": (lambda model, _: cross_check(model, loss_of, None), "ValueError", "no rank has a batch"),
     "not a flag": (
         lambda model, rank: cross_check(model, loss_of, batch_of(rank), raises=1),  # type: ignore[arg-type]
@@ -263,6 +280,55 @@ def test_ranks_with_other_counts_are_told_that_they_meet_in_different_calls() ->
 def test_every_must_be_a_number_of_steps(every: Any) -> None:
     with pytest.raises(ValueError, match="every is not usable"):
         CrossCheck(nn.Linear(1, 1), loss_of, every=every)
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        ({"model": None}, TypeError, "model is of the wrong type: got NoneType, expected torch.nn.Module"),
+        ({"run": 3}, TypeError, "run is not callable: got 3"),
+        ({"raises": 1}, TypeError, "raises is not usable: got 1"),
+        ({"operations": "yes"}, TypeError, "operations is not usable: got 'yes'"),
+        ({"local_buffers": "own"}, TypeError, "local_buffers is of the wrong type: got the string 'own'"),
+        ({"max_bytes": 0}, ValueError, "max_bytes is not usable: got 0"),
+        ({"batch": None}, TypeError, "unexpected keyword argument 'batch'"),
+        ({"max_byte": 1}, TypeError, "unexpected keyword argument 'max_byte'"),
+    ],
+)
+def test_a_wrong_argument_is_told_when_the_object_is_made_and_not_in_the_nth_step(
+    wrong: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    arguments = {"model": nn.Linear(1, 1), "run": loss_of, "every": 100, **wrong}
+
+    with pytest.raises(kind, match=text):
+        CrossCheck(**arguments)
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [(None, TypeError), ("1GB", TypeError), (True, TypeError), (1e9, TypeError), (-1, ValueError), (0, ValueError)],
+)
+def test_max_bytes_must_be_a_number_of_bytes(value: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"max_bytes is .*: got {value!r}, expected a whole number of bytes, 1 or more"):
+        CrossCheck(nn.Linear(1, 1), loss_of, every=1, max_bytes=value)
+
+
+def test_names_of_local_buffers_from_a_generator_serve_every_check() -> None:
+    names = (name for name in ["a", "b"])
+
+    assert CrossCheckOptions(local_buffers=names).local_buffers == ("a", "b")
+
+
+def test_a_lazy_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is not initialised yet \(lazy module\).*cross_check"):
+        check_initialised(nn.Sequential(nn.LazyLinear(2)))
+    with pytest.raises(ValueError, match="buffer 'running_mean' is not initialised yet"):
+        check_initialised(nn.LazyBatchNorm1d(affine=False))
+
+
+def test_a_model_without_buffers_is_told_as_such() -> None:
+    with pytest.raises(ValueError, match=r"got \['nosuch'\], and the module has no buffers; leave local_buffers out"):
+        check_local_buffers(nn.Linear(1, 1), ["nosuch"])
 
 
 def _in_a_group(rank: int) -> tuple[str, tuple[int, ...]] | None:

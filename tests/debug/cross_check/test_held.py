@@ -91,3 +91,17 @@ def _generator() -> Iterator[int]:
 def test_iterators_and_generators_are_refused(held: Any) -> None:
     with pytest.raises(TypeError, match=r"run variable 'held' is a .*, which has a state of this rank alone"):
         held_values(_closure(held), MODEL)
+
+
+@pytest.mark.parametrize(
+    "held, step",
+    [
+        (torch.Generator(), "draw from torch's default generator, which travels with the batch, or draw before and"),
+        (iter([1]), "take the item before, and pass it in the batch"),
+    ],
+)
+def test_the_advice_for_an_iterator_or_a_generator_can_be_followed(held: Any, step: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        held_values(_closure(held), MODEL)
+
+    assert step in str(caught.value)

@@ -165,3 +165,27 @@ class _Derived:
 )
 def test_a_value_that_cannot_be_sent_is_named_by_its_place(batch: Any, text: str) -> None:
     assert _refused(batch).startswith(text)
+
+
+def test_a_batch_that_contains_itself_is_named_by_its_place() -> None:
+    batch: dict[str, Any] = {"items": [1]}
+    batch["items"].append(batch)
+
+    with pytest.raises(ValueError, match=r"batch contains itself, at batch\['items'\]\[1\]: expected"):
+        pack(batch, None, {})
+
+
+def _nested(depth: int) -> Any:
+    return [_nested(depth - 1)] if depth else 1
+
+
+def test_a_batch_nested_too_deeply_is_no_recursion_error() -> None:
+    assert _sent(_nested(100)) == _nested(100)
+    with pytest.raises(ValueError, match="batch is nested too deeply: expected at most 100 containers"):
+        pack(_nested(101), None, {})
+
+
+def test_one_object_at_two_places_is_no_cycle() -> None:
+    part = [1, 2]
+
+    assert _sent([part, (part, part)]) == [part, (part, part)]
