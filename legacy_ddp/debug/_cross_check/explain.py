@@ -105,7 +105,7 @@ def _place(place: Place, verdict: Verdict, facts: Facts) -> Iterator[str]:
 
 
 def _meaning(found: OperationDifference, verdict: Verdict, labels: Labels, facts: Facts) -> str:
-    explanation = explain(found, labels, facts)
+    explanation = explain(found, labels, facts, same_batch=True)
     if found.kind == "output" and verdict.kind == "nondeterministic":
         return (
             "the same inputs gave other outputs in two runs on one rank: a kernel that is not deterministic (atomic "
@@ -133,7 +133,7 @@ def _next_step(verdict: Verdict, place: Place, labels: Labels, facts: Facts) -> 
     if verdict.kind == "once":
         again = "" if place.difference else " with operations=True, to name the operation of the next time"
         return f"cross-check more often{again}; a single event is memory or hardware, or a kernel that is rarely wrong"
-    explanation = None if place.difference is None else explain(place.difference, labels, facts)
+    explanation = None if place.difference is None else explain(place.difference, labels, facts, same_batch=True)
     if explanation is not None and not _asks_for_this(explanation):
         return explanation.next_step.replace("diff again", "check again")
     return (

@@ -29,8 +29,16 @@ class Explanation:
     next_step: str
 
 
-def explain(found: OperationDifference, labels: Labels = ("A", "B"), facts: Facts | None = None) -> Explanation:
-    """The likely cause of a difference. ``facts``: differences of the environments of both sides."""
+def explain(
+    found: OperationDifference, labels: Labels = ("A", "B"), facts: Facts | None = None, *, same_batch: bool = False
+) -> Explanation:
+    """The likely cause of a difference.
+
+    ``facts``: differences of the environments of both sides. ``same_batch``: both sides are known to have had the same
+    batch, which rules out data.
+    """
+    if found.kind == "input":
+        return Explanation(*explain_input.explain_input(found, labels, same_batch=same_batch))
     return Explanation(*_KINDS[found.kind](found, labels, facts or {}))
 
 
@@ -107,7 +115,6 @@ def _layouts(operation: Operation) -> list[str]:
 
 _KINDS: dict[str, Callable[[OperationDifference, Labels, Facts], tuple[str, str]]] = {
     "output": _output,
-    "input": explain_input.explain_input,
     "sequence": explain_sequence.explain_sequence,
     "form": _form,
 }

@@ -1,13 +1,14 @@
 """The meaning of a different input after equal operations. Pure."""
 
-from collections.abc import Mapping
-
 from legacy_ddp.debug._operations.describe import Labels, at, both, module_of
 from legacy_ddp.debug._operations.difference import OperationDifference
 
+_NO_WRITER = "the input is no parameter, and no recorded operation of this step returned these bits"
+_NOT_RECORDED = "a kernel that is not recorded, as of torch.compile"
 
-def explain_input(found: OperationDifference, labels: Labels, _: Mapping[str, object]) -> tuple[str, str]:
-    """The meaning, and the next step."""
+
+def explain_input(found: OperationDifference, labels: Labels, *, same_batch: bool) -> tuple[str, str]:
+    """The meaning, and the next step. ``same_batch``: see :func:`explain`."""
     if not found.differing_values:
         return "One side passes more tensors.", f"look at the arguments of {module_of(found.operation)}"
     names = [side[0].parameters[found.differing[0]] for side in (found.a, found.b)]
@@ -17,7 +18,7 @@ def explain_input(found: OperationDifference, labels: Labels, _: Mapping[str, ob
             f"Another tensor is passed: {texts} (a copy, a cast, or a tensor kept from an earlier step).",
             f"look at the code of {module_of(found.operation)}, and for copies of its weights",
         )
-    return _weight(found) if found.origin.parameter else _other_tensor(found, labels)
+    return _weight(found) if found.origin.parameter else _other_tensor(found, labels, same_batch=same_batch)
 
 
 def _weight(found: OperationDifference) -> tuple[str, str]:
@@ -34,11 +35,11 @@ def _weight(found: OperationDifference) -> tuple[str, str]:
     )
 
 
-def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]:
+def _other_tensor(found: OperationDifference, labels: Labels, *, same_batch: bool) -> tuple[str, str]:
     writers = found.origin.writer_a, found.origin.writer_b
     known = [(label, index + 1) for label, index in zip(labels, writers, strict=True) if index is not None]
     if not known:
-        return _data(found)
+        return _own_tensor() if same_batch else _data(found)
     if len(known) == 2:
         texts = [f"operation {number} {at(label)}" for label, number in known]
         return (
@@ -64,7 +65,16 @@ def _data(found: OperationDifference) -> tuple[str, str]:
         )
     view = " The input is a strided view: an earlier output, written to by another thread, may also be its source."
     return (
-        "Data: the input is no parameter, and no operation of this step returned these bits: a batch, a target, or a "
-        f"tensor kept from an earlier step.{view if a.layout else ''}",
-        "compare the batches: sampler, seed of the data, order, targets",
+        f"Unknown source: {_NO_WRITER}. Possible are a batch (or a target), a tensor kept from an earlier step, and "
+        f"{_NOT_RECORDED}.{view if a.layout else ''}",
+        "compare the batches (sampler, seed of the data, order, targets); look for kept tensors; run without "
+        "torch.compile, and diff again",
+    )
+
+
+def _own_tensor() -> tuple[str, str]:
+    return (
+        f"Not the batch, which is the same: {_NO_WRITER}. Possible are {_NOT_RECORDED}, and a tensor that the code "
+        "keeps from an earlier step.",
+        "run without torch.compile, and diff again; look for tensors that the code keeps",
     )

@@ -99,9 +99,30 @@ def test_other_data_and_other_weights() -> None:
     other_text, weights = told(rewritten(STEP, 3, "w1", "other"))
 
     assert text == "forward of 0 (aten::mm): all operations before agree, input 1 of 2 differs"
-    assert data.meaning.startswith("Data: the input is no parameter, and no operation of this step returned these bits")
+    assert data.meaning.startswith("Unknown source: the input is no parameter, and no recorded operation of this step")
     assert other_text == "forward of 1 (aten::t): all operations before agree, '1.weight' differs"
     assert weights.meaning == "The weight or buffer '1.weight' came into this step with other bits."
+
+
+def test_an_input_from_compiled_code_is_not_called_data() -> None:
+    _, unknown = told(model("y"))
+
+    for source in ("a batch", "kept from an earlier step", "a kernel that is not recorded, as of torch.compile"):
+        assert source in unknown.meaning
+    for advice in ("compare the batches", "kept tensors", "run without torch.compile"):
+        assert advice in unknown.next_step
+
+
+@pytest.mark.parametrize("kind", ["float32 (4, 8)", "float64 (2, 8)"])
+def test_an_input_of_unknown_source_is_no_data_for_the_same_batch(kind: str) -> None:
+    found = first_difference(STEP, changed(STEP, 1, inputs=(value("y", kind), STEP[1].inputs[1])))
+    assert found is not None
+
+    explained = explain(found, SIDES, same_batch=True)
+
+    assert explained.meaning.startswith("Not the batch, which is the same")
+    assert "torch.compile" in explained.meaning
+    assert "batches" not in explained.next_step
 
 
 def test_data_of_another_dtype() -> None:
