@@ -1,6 +1,7 @@
 """The step and the ranks with compared operations, between two runs and between the ranks of one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +197,18 @@ def test_a_step_that_not_all_ranks_recorded_is_left_out(tmp_path: Path) -> None:
     comparison = between_ranks(tmp_path, lambda step, rank: sequence(rank) if step == 2 + rank else ())
 
     assert (comparison.operations, comparison.notes) == (None, ())
+
+
+def test_uneven_micro_batches_of_ranks_are_a_note_and_no_difference(tmp_path: Path) -> None:
+    def uneven(step: int, rank: int) -> list[Operation]:
+        first = sequence(rank)
+        more = [replace(item, micro_batch=number) for number in range(2, 3 + rank) for item in first]
+        return [*first, *more] if step == 2 else []
+
+    comparison = between_ranks(tmp_path, uneven)
+
+    assert (comparison.verdict, comparison.operations) == ("same", None)
+    assert comparison.notes[-1] == (
+        "ranks took other numbers of micro-batches, first in step 2: 2 on rank 0, 3 on rank 1; only operations of "
+        "common micro-batches were compared"
+    )
