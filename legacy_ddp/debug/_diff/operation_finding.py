@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from legacy_ddp._compare import MISSING
-from legacy_ddp.debug._diff.result import OperationFinding, OperationRow
+from legacy_ddp.debug._diff.result import OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._operations.align import aligned, differing
 from legacy_ddp.debug._operations.describe import Labels, at, count, details, place, short, summary
 from legacy_ddp.debug._operations.difference import Gap, OperationDifference
@@ -54,6 +54,11 @@ def agreement(step: int, counts: tuple[int, int], labels: Labels, meaning: str) 
     """The record of a step with equal operations."""
     text = f"all {counts[0]:,} operations agree" if counts[0] > 1 else "the only operation agrees"
     return OperationFinding(step, labels, (), counts, "", text, meaning)
+
+
+def with_operations(headline: str, verdict: Verdict, found: OperationFinding | None) -> str:
+    """The headline, which for equal tensors says of differing operations that they differ."""
+    return f"{headline}; operations differ, see below" if verdict == "same" and found else headline
 
 
 def differing_facts(a: Environment, b: Environment) -> Facts:

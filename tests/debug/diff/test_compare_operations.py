@@ -114,6 +114,17 @@ def test_operations_alone_do_not_make_runs_different(tmp_path: Path) -> None:
     assert (comparison.operations.step, comparison.operations.ranks) == (2, (0, 1))
 
 
+def test_the_headline_of_equal_tensors_says_that_operations_differ(tmp_path: Path) -> None:
+    runs = between_runs(tmp_path, of_steps(2), of_steps(2, wrong=1))
+    ranks = between_ranks(tmp_path, lambda _, rank: sequence(rank, extra=rank == 1))
+    equal = between_runs(tmp_path / "equal", of_steps(2), of_steps(2))
+
+    for comparison in (runs, ranks):
+        assert comparison.verdict == "same"
+        assert comparison.headline.endswith("bit for bit; operations differ, see below")
+    assert equal.headline.endswith("bit for bit")
+
+
 def test_equal_operations_of_equal_runs_are_a_note(tmp_path: Path) -> None:
     comparison = between_runs(tmp_path, of_steps(2, 4), of_steps(2, 4))
 
