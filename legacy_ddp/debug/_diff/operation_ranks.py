@@ -19,6 +19,7 @@ from legacy_ddp.debug._trace.run import Run
 
 # Groups of ranks with other operations; more are not told apart, because each is kept in memory.
 _MAX_GROUPS = 4
+_HIDDEN = "other data hide the rest, as a constant in the loss: legacy_ddp.debug.cross_check() compares it"
 
 
 @dataclass
@@ -50,7 +51,10 @@ class RankOperations:
     def notes(self) -> Iterator[str]:
         """A note about the steps with equal operations, and a note about other numbers of micro-batches."""
         if self._agreeing:
-            yield f"operations of {format_steps(self._agreeing)} agree between ranks, as far as data leave them equal"
+            yield (
+                f"operations of {format_steps(self._agreeing)} agree between ranks, as far as data leave them equal; "
+                f"{_HIDDEN}"
+            )
         if self._uneven:
             yield self._uneven
 

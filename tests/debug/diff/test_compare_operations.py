@@ -201,7 +201,10 @@ def test_ranks_are_compared_up_to_the_first_different_step(tmp_path: Path) -> No
     )
 
     assert (comparison.verdict, comparison.operations) == ("different", None)
-    assert comparison.notes == ("operations of step 2 agree between ranks, as far as data leave them equal",)
+    assert comparison.notes == (
+        "operations of step 2 agree between ranks, as far as data leave them equal; other data hide the rest, as a "
+        "constant in the loss: legacy_ddp.debug.cross_check() compares it",
+    )
 
 
 def test_a_step_that_not_all_ranks_recorded_is_left_out(tmp_path: Path) -> None:
