@@ -132,6 +132,24 @@ def test_equal_operations_of_equal_runs_are_a_note(tmp_path: Path) -> None:
     assert comparison.notes == ("operations of steps 2-4 (2 compared) agree",)
 
 
+@pytest.mark.parametrize(
+    "a, b, text",
+    [
+        ((1, 2), (), "for steps 1-2 in A and for none in B"),
+        ((), (3,), "for none in A and for step 3 in B"),
+        ((1, 2), (3, 4), "for steps 1-2 in A and for steps 3-4 in B"),
+    ],
+)
+@pytest.mark.parametrize("planted", [{}, differing(3, 1, "parameters")])
+def test_operations_without_a_common_step_are_told(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], text: str, planted: dict[Any, Any]
+) -> None:
+    comparison = between_runs(tmp_path, of_steps(*a), of_steps(*b), planted)
+
+    assert comparison.operations is None
+    assert comparison.notes == (f"operations: recorded {text}: not compared",)
+
+
 def test_runs_of_other_world_sizes_have_no_operations_to_compare(tmp_path: Path) -> None:
     a, b = (write_trace(tmp_path / f"{size}", world_size=size, operations=of_steps(3, wrong=size)) for size in (1, 2))
 
