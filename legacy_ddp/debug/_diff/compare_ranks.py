@@ -10,6 +10,7 @@ from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.locations import MAX_OTHERS, Key, merge
 from legacy_ddp.debug._diff.notes import NO_OPTIMIZER, local_buffer_notes, phase_labels
+from legacy_ddp.debug._diff.operation_finding import with_operations
 from legacy_ddp.debug._diff.operation_ranks import RankOperations
 from legacy_ddp.debug._diff.rank_details import read_divergences, read_masks
 from legacy_ddp.debug._diff.rank_digests import RankDigests
@@ -96,7 +97,7 @@ def _result(
     return Comparison(
         (str(run.folder),),
         verdict,
-        headline,
+        with_operations(headline, verdict, operations.finding),
         (steps[0], steps[-1]) if steps else None,
         operations=operations.finding,
         notes=(*notes, *operations.notes()),

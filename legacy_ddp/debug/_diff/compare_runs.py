@@ -9,6 +9,7 @@ from legacy_ddp.debug._diff.coverage import format_steps, uncompared_steps
 from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT, Growth, find_growth
+from legacy_ddp.debug._diff.operation_finding import with_operations
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Verdict
 from legacy_ddp.debug._diff.run_differences import RunDifferences
 from legacy_ddp.debug._diff.sections import SHARED_PHASES
@@ -145,13 +146,14 @@ class _RunComparison:
         compared = self._coverage.steps
         steps = (compared[0], compared[-1]) if compared else None
         folders = str(self._a.folder), str(self._b.folder)
+        operations = self._found.operations.finding(first)
         return Comparison(
             folders,
             verdict,
-            headline,
+            with_operations(headline, verdict, operations),
             steps,
             metrics=self._found.metrics,
-            operations=self._found.operations.finding(first),
+            operations=operations,
             notes=(*self._notes(verdict), *self._found.operations.notes(first)),
         )
 

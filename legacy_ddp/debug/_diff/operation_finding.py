@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from legacy_ddp._compare import MISSING
-from legacy_ddp.debug._diff.result import OperationFinding, OperationRow
+from legacy_ddp.debug._diff.result import OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._operations.align import aligned, differing
-from legacy_ddp.debug._operations.describe import Labels, at, count, details, place, short, summary
+from legacy_ddp.debug._operations.describe import Labels, alone, at, details, short, summary
 from legacy_ddp.debug._operations.difference import Gap, OperationDifference
 from legacy_ddp.debug._operations.explain import Facts, explain
 from legacy_ddp.debug._operations.operation import Operation
@@ -56,6 +56,11 @@ def agreement(step: int, counts: tuple[int, int], labels: Labels, meaning: str) 
     return OperationFinding(step, labels, (), counts, "", text, meaning)
 
 
+def with_operations(headline: str, verdict: Verdict, found: OperationFinding | None) -> str:
+    """The headline, which for equal tensors says of differing operations that they differ."""
+    return f"{headline}; operations differ, see below" if verdict == "same" and found else headline
+
+
 def differing_facts(a: Environment, b: Environment) -> Facts:
     """The facts with another value on each side."""
     sides = {
@@ -75,12 +80,7 @@ def judge_values(a: Operation, b: Operation) -> str:
 
 
 def _gap_text(gap: Gap, labels: Labels) -> str:
-    texts = [
-        f"{count(len(side))} only {at(label)}, first {place(side[0])}"
-        for label, side in zip(labels, (gap.a, gap.b), strict=True)
-        if side
-    ]
-    return " and ".join(texts)
+    return " and ".join(alone(gap.a, gap.b, labels))
 
 
 class _Table:

@@ -9,6 +9,7 @@ from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import Labels
+from legacy_ddp.debug._trace.coverage import span
 
 _LABELS: Labels = ("A", "B")
 _SAME_COMPUTATION = "Forward and backward computed the same."
@@ -47,16 +48,26 @@ class RunOperations:
         return self._first(first.step, first.ranks) or agreement(first.step, self._counts[first.step], _LABELS, meaning)
 
     def notes(self, first: Divergence | None) -> Iterator[str]:
-        """A note about steps with equal operations, or about the lack of operations in the first different step."""
+        """Notes about steps with equal operations, about steps of one run alone, and about the first different step."""
         if first is None and self._counts and not self._findings:
             yield f"operations of {format_steps(sorted(self._counts))} agree"
-        if first is None or first.phase != "local_gradients" or first.step in self._counts:
+        if first is None or first.phase != "local_gradients":
+            yield from self._without_common_steps()
+            return
+        if first.step in self._counts:
             return
         lacking = [label for label in _LABELS if first.step not in self._recorded[label]]
         yield (
             f"operations of step {first.step} were not recorded in {' and '.join(lacking)}; to find the first that "
             f"differs, record again with operations=range({first.step}, {first.step + 1})"
         )
+
+    def _without_common_steps(self) -> Iterator[str]:
+        """A note if both runs have operations of other steps, or one run alone has operations."""
+        a, b = self._recorded.values()
+        if (a or b) and not a & b:
+            sides = [f"for {span((min(steps), max(steps))) if steps else 'none'} in" for steps in (a, b)]
+            yield f"operations: recorded {sides[0]} A and {sides[1]} B: not compared"
 
     def _compare(self, rank: int, pair: Pair, step: int) -> None:
         operations = pair.a.operations(step), pair.b.operations(step)

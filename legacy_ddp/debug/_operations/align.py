@@ -146,7 +146,8 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
         return Origin()
     name = a[i].parameters[position] if a[i].parameters[position] == b[j].parameters[position] else ""
     writers = _writer(a, i, left[position]), _writer(b, j, right[position])
-    return Origin(name, *writers, last_reader(a, i, name))
+    operations = [None if at is None else side[at] for side, at in zip((a, b), writers, strict=True)]
+    return Origin(name, *writers, last_reader(a, i, name), *operations)
 
 
 def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:

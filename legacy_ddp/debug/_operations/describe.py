@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation, Value
@@ -10,12 +11,13 @@ Labels = tuple[str, str]
 """The names of the two sides in texts: ``A`` and ``B``, or ``rank 0`` and ``rank 1``."""
 
 _MAX_SETTINGS = 120  # characters
+_MAX_NAMES = 3  # of operations of one side alone
 
 
-def place(operation: Operation) -> str:
-    """``backward of encoder.layers.3.linear1 (aten::mm)``."""
+def place(operation: Operation, names: Sequence[str] = ()) -> str:
+    """``backward of encoder.layers.3.linear1 (aten::mm)``; ``names``: of several operations there."""
     where = f"of {operation.module}" if operation.module else "outside of submodules"
-    return f"{operation.stage} {where} ({short(operation)})"
+    return f"{operation.stage} {where} ({', '.join(names) or short(operation)})"
 
 
 def short(operation: Operation) -> str:
@@ -56,12 +58,23 @@ def _positions(differing: Sequence[int], number: int, noun: str) -> str:
 
 
 def _sequence(found: OperationDifference, labels: Labels) -> str:
-    texts = [
-        f"{count(len(operations))} only {at(label)}{', first' if len(operations) > 1 else ':'} {place(operations[0])}"
-        for label, operations in zip(labels, (found.a, found.b), strict=True)
-        if operations
-    ]
-    return "; ".join(texts)
+    return "; ".join(alone(found.a, found.b, labels))
+
+
+def alone(a: Sequence[Operation], b: Sequence[Operation], labels: Labels) -> Iterator[str]:
+    """``2 operations only in A: forward of b2 (aten::relu, aten::detach)``, for each side with operations."""
+    for label, operations in zip(labels, (a, b), strict=True):
+        if operations:
+            yield f"{count(len(operations))} only {at(label)}{_first_place(operations)}"
+
+
+def _first_place(operations: Sequence[Operation]) -> str:
+    """The first place, with the first names there; ``, first`` before it if there are more places or names."""
+    first = operations[0]
+    here = [*takewhile(lambda item: (item.stage, item.module) == (first.stage, first.module), operations)]
+    names = [*dict.fromkeys(map(short, here))]
+    is_all = len(here) == len(operations) and len(names) <= _MAX_NAMES
+    return f"{':' if is_all else ', first'} {place(first, names[:_MAX_NAMES])}"
 
 
 def count(number: int) -> str:

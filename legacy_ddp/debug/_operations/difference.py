@@ -1,6 +1,6 @@
 """Records of the first difference of two sequences of operations. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from legacy_ddp.debug._operations.operation import Operation, Value
@@ -28,12 +28,15 @@ class Origin:
     ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``,
     ``writer_b``: position of the last earlier operation with this output, in A and in B; None if no operation of the
     step wrote the input. ``reader``: position in A of the last earlier operation with the parameter's bits, or None.
+    ``operation_a``, ``operation_b``: the operations of the positions ``writer_a`` and ``writer_b``.
     """
 
     parameter: str = ""
     writer_a: int | None = None
     writer_b: int | None = None
     reader: int | None = None
+    operation_a: Operation | None = field(default=None, compare=False)
+    operation_b: Operation | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,8 @@ class Explanation:
 
 def explain(found: OperationDifference, labels: Labels = ("A", "B"), facts: Facts | None = None) -> Explanation:
     """The likely cause of a difference. ``facts``: differences of the environments of both sides."""
+    if found.kind == "input":
+        return Explanation(*explain_input.explain_input(found, labels))
     return Explanation(*_KINDS[found.kind](found, labels, facts or {}))
 
 
@@ -107,7 +109,6 @@ def _layouts(operation: Operation) -> list[str]:
 
 _KINDS: dict[str, Callable[[OperationDifference, Labels, Facts], tuple[str, str]]] = {
     "output": _output,
-    "input": explain_input.explain_input,
     "sequence": explain_sequence.explain_sequence,
     "form": _form,
 }

@@ -1,12 +1,14 @@
 """The meaning of a different input after equal operations. Pure."""
 
-from collections.abc import Mapping
-
-from legacy_ddp.debug._operations.describe import Labels, at, both, module_of
+from legacy_ddp.debug._operations.describe import Labels, at, both, module_of, place
 from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import Operation
+
+_NO_WRITER = "the input is no parameter, and no recorded operation of this step returned these bits"
+_NOT_RECORDED = "a kernel that is not recorded, as of torch.compile"
 
 
-def explain_input(found: OperationDifference, labels: Labels, _: Mapping[str, object]) -> tuple[str, str]:
+def explain_input(found: OperationDifference, labels: Labels) -> tuple[str, str]:
     """The meaning, and the next step."""
     if not found.differing_values:
         return "One side passes more tensors.", f"look at the arguments of {module_of(found.operation)}"
@@ -47,24 +49,30 @@ def _weight(found: OperationDifference) -> tuple[str, str]:
 
 
 def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]:
-    writers = found.origin.writer_a, found.origin.writer_b
-    known = [(label, index + 1) for label, index in zip(labels, writers, strict=True) if index is not None]
+    origin = found.origin
+    writers = (origin.writer_a, origin.operation_a), (origin.writer_b, origin.operation_b)
+    known = [(label, _writer(*writer)) for label, writer in zip(labels, writers, strict=True) if writer[0] is not None]
     if not known:
         return _data(found)
     if len(known) == 2:
-        texts = [f"operation {number} {at(label)}" for label, number in known]
+        texts = [f"{writer} {at(label)}" for label, writer in known]
         return (
             f"Another tensor is passed: the output of {' and of '.join(texts)}.",
             f"look at the code of {module_of(found.operation)}",
         )
-    label, number = known[0]
+    label, writer = known[0]
     other = next(item for item in labels if item != label)
     return (
-        f"The input is the output of operation {number} {at(label)}. It has changed since {at(other)}, which no "
+        f"The input is the output of {writer} {at(label)}. It has changed since {at(other)}, which no "
         "recorded operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an "
         "earlier step.",
         "look for threads, extensions and kept tensors that share memory with this input",
     )
+
+
+def _writer(position: int | None, operation: Operation | None) -> str:
+    """``operation 6, forward of 1.act (aten::relu),``."""
+    return f"operation {(position or 0) + 1}{f', {place(operation)},' if operation else ''}"
 
 
 def _data(found: OperationDifference) -> tuple[str, str]:
@@ -76,7 +84,8 @@ def _data(found: OperationDifference) -> tuple[str, str]:
         )
     view = " The input is a strided view: an earlier output, written to by another thread, may also be its source."
     return (
-        "Data: the input is no parameter, and no operation of this step returned these bits: a batch, a target, or a "
-        f"tensor kept from an earlier step.{view if a.layout else ''}",
-        "compare the batches: sampler, seed of the data, order, targets",
+        f"Unknown source: {_NO_WRITER}. Possible are a batch (or a target), a tensor kept from an earlier step, and "
+        f"{_NOT_RECORDED}.{view if a.layout else ''}",
+        "compare the batches (sampler, seed of the data, order, targets); look for kept tensors; run without "
+        "torch.compile, and diff again",
     )

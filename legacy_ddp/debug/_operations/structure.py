@@ -20,8 +20,10 @@ def first_structural_difference(
     Compared are the sequence of operations, the number, dtypes and dimensions of their tensors, their settings, and the
     bits of weights: inputs that are parameters or buffers with ``is_shared(name)``. Not compared are sizes, strides,
     all other bits and random generators. A number among the settings is compared in the forward pass of a module, for
-    tensors of equal shapes: other numbers may be the size of a batch, or its number of tokens.
+    tensors of equal shapes: other numbers may be the size of a batch, or its number of tokens. Positions are in
+    :func:`common_micro_batches`.
     """
+    a, b = common_micro_batches(a, b)
     for block in aligned(a, b):
         if not block.is_common:
             return sequence_difference(gap_of(a, b, block), has_effect=None)
@@ -33,6 +35,26 @@ def first_structural_difference(
                 origin = Origin(name, reader=last_reader(a, i, name))
                 return OperationDifference("input", i, j, (a[i],), (b[j],), weights, origin)
     return None
+
+
+def micro_batches(operations: Sequence[Operation]) -> int:
+    """The number of micro-batches."""
+    return max((item.micro_batch for item in operations), default=0)
+
+
+def common_micro_batches(
+    a: Sequence[Operation], b: Sequence[Operation]
+) -> tuple[Sequence[Operation], Sequence[Operation]]:
+    """The operations of both sides without micro-batches of one side alone.
+
+    With other numbers of micro-batches, a forward or backward pass without a counterpart is left out, too: one backward
+    pass of several micro-batches counts as a part of the last.
+    """
+    if micro_batches(a) == micro_batches(b):
+        return a, b
+    passes = {(item.micro_batch, item.stage) for item in a} & {(item.micro_batch, item.stage) for item in b}
+    left, right = ([item for item in side if (item.micro_batch, item.stage) in passes] for side in (a, b))
+    return left, right
 
 
 def judge_structure(is_shared: Callable[[str], bool]) -> Callable[[Operation, Operation], str]:

@@ -1,6 +1,7 @@
 """The step and the ranks with compared operations, between two runs and between the ranks of one."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,40 @@ def test_operations_alone_do_not_make_runs_different(tmp_path: Path) -> None:
     assert (comparison.operations.step, comparison.operations.ranks) == (2, (0, 1))
 
 
+def test_the_headline_of_equal_tensors_says_that_operations_differ(tmp_path: Path) -> None:
+    runs = between_runs(tmp_path, of_steps(2), of_steps(2, wrong=1))
+    ranks = between_ranks(tmp_path, lambda _, rank: sequence(rank, extra=rank == 1))
+    equal = between_runs(tmp_path / "equal", of_steps(2), of_steps(2))
+
+    for comparison in (runs, ranks):
+        assert comparison.verdict == "same"
+        assert comparison.headline.endswith("bit for bit; operations differ, see below")
+    assert equal.headline.endswith("bit for bit")
+
+
 def test_equal_operations_of_equal_runs_are_a_note(tmp_path: Path) -> None:
     comparison = between_runs(tmp_path, of_steps(2, 4), of_steps(2, 4))
 
     assert (comparison.verdict, comparison.operations) == ("same", None)
     assert comparison.notes == ("operations of steps 2-4 (2 compared) agree",)
+
+
+@pytest.mark.parametrize(
+    "a, b, text",
+    [
+        ((1, 2), (), "for steps 1-2 in A and for none in B"),
+        ((), (3,), "for none in A and for step 3 in B"),
+        ((1, 2), (3, 4), "for steps 1-2 in A and for steps 3-4 in B"),
+    ],
+)
+@pytest.mark.parametrize("planted", [{}, differing(3, 1, "parameters")])
+def test_operations_without_a_common_step_are_told(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], text: str, planted: dict[Any, Any]
+) -> None:
+    comparison = between_runs(tmp_path, of_steps(*a), of_steps(*b), planted)
+
+    assert comparison.operations is None
+    assert comparison.notes == (f"operations: recorded {text}: not compared",)
 
 
 def test_runs_of_other_world_sizes_have_no_operations_to_compare(tmp_path: Path) -> None:
@@ -189,10 +219,28 @@ def test_ranks_are_compared_up_to_the_first_different_step(tmp_path: Path) -> No
     )
 
     assert (comparison.verdict, comparison.operations) == ("different", None)
-    assert comparison.notes == ("operations of step 2 agree between ranks, as far as data leave them equal",)
+    assert comparison.notes == (
+        "operations of step 2 agree between ranks, as far as data leave them equal; other data hide the rest, as a "
+        "constant in the loss: legacy_ddp.debug.cross_check() compares it",
+    )
 
 
 def test_a_step_that_not_all_ranks_recorded_is_left_out(tmp_path: Path) -> None:
     comparison = between_ranks(tmp_path, lambda step, rank: sequence(rank) if step == 2 + rank else ())
 
     assert (comparison.operations, comparison.notes) == (None, ())
+
+
+def test_uneven_micro_batches_of_ranks_are_a_note_and_no_difference(tmp_path: Path) -> None:
+    def uneven(step: int, rank: int) -> list[Operation]:
+        first = sequence(rank)
+        more = [replace(item, micro_batch=number) for number in range(2, 3 + rank) for item in first]
+        return [*first, *more] if step == 2 else []
+
+    comparison = between_ranks(tmp_path, uneven)
+
+    assert (comparison.verdict, comparison.operations) == ("same", None)
+    assert comparison.notes[-1] == (
+        "ranks took other numbers of micro-batches, first in step 2: 2 on rank 0, 3 on rank 1; only operations of "
+        "common micro-batches were compared"
+    )

@@ -63,7 +63,7 @@ def test_a_long_block_of_one_side_is_cut_in_the_table_and_counted_in_the_text() 
     found = found_in(STEP, [*STEP[:3], *extra, *STEP[3:]])
 
     assert len([row for row in found.rows if row.is_first]) == MAX_FIRST
-    assert found.summary.startswith("500 operations only in B, first forward outside of submodules (aten::mul)")
+    assert found.summary.startswith("500 operations only in B: forward outside of submodules (aten::mul)")
 
 
 @given(st.data())
@@ -111,7 +111,7 @@ def test_numbers_of_operations_are_told_for_each_side_where_they_differ() -> Non
         "  forward of 2 (aten::mm): inputs agree, output differs (operation 8 in A,",
         "    operation 9 in B)",
         "    output 1, float32 (4, 8): h2(x) in A, wrong in B",
-        "  before, without influence: 1 operation only in B, first forward of 0.act",
+        "  before, without influence: 1 operation only in B: forward of 0.act",
     ]
 
 

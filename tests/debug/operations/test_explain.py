@@ -99,9 +99,18 @@ def test_other_data_and_other_weights() -> None:
     other_text, weights = told(rewritten(STEP, 3, "w1", "other"))
 
     assert text == "forward of 0 (aten::mm): all operations before agree, input 1 of 2 differs"
-    assert data.meaning.startswith("Data: the input is no parameter, and no operation of this step returned these bits")
+    assert data.meaning.startswith("Unknown source: the input is no parameter, and no recorded operation of this step")
     assert other_text == "forward of 1 (aten::t): all operations before agree, '1.weight' differs"
     assert weights.meaning == "The weight or buffer '1.weight' came into this step with other bits."
+
+
+def test_an_input_from_compiled_code_is_not_called_data() -> None:
+    _, unknown = told(model("y"))
+
+    for source in ("a batch", "kept from an earlier step", "a kernel that is not recorded, as of torch.compile"):
+        assert source in unknown.meaning
+    for advice in ("compare the batches", "kept tensors", "run without torch.compile"):
+        assert advice in unknown.next_step
 
 
 def test_data_of_another_dtype() -> None:
@@ -114,7 +123,7 @@ def test_a_write_from_elsewhere_names_both_operations() -> None:
     _, told_about = told(changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:])))
 
     assert told_about.meaning.startswith(
-        "The input is the output of operation 6 in A. It has changed since in B, which no recorded"
+        "The input is the output of operation 6, forward of 1.act (aten::relu), in A. It has changed since in B,"
     )
 
 
@@ -129,7 +138,10 @@ def test_a_weight_written_during_the_step_names_both_operations() -> None:
 def test_another_tensor_of_the_step() -> None:
     _, told_about = told(changed(STEP, 7, inputs=(value("r0(x)"), *STEP[7].inputs[1:])))
 
-    assert told_about.meaning == "Another tensor is passed: the output of operation 6 in A and of operation 3 in B."
+    assert told_about.meaning == (
+        "Another tensor is passed: the output of operation 6, forward of 1.act (aten::relu), in A and of operation 3, "
+        "forward of 0.act (aten::relu), in B."
+    )
 
 
 def test_a_copy_in_place_of_a_weight() -> None:
@@ -168,7 +180,7 @@ def test_eval_mode_is_told_by_the_missing_random_operation() -> None:
 
     text, told_about = told(STEP, [*STEP[:3], *drop, *rewritten(STEP[3:], 1, "r0(x)", "d")])
 
-    assert text == "2 operations only in A, first forward of 0.drop (aten::bernoulli_)"
+    assert text == "2 operations only in A: forward of 0.drop (aten::bernoulli_, aten::mul)"
     assert told_about.meaning.startswith("Random numbers are drawn in A alone (aten::bernoulli_): dropout in")
     assert "eval()" in told_about.next_step
 
@@ -207,4 +219,16 @@ def test_another_form_of_two_runs_and_of_two_ranks() -> None:
     assert told_about.meaning.startswith("No value differs.")
     assert explain(between_ranks, ("ranks 0, 2", "rank 1")).meaning.startswith(
         "ranks 0, 2 and rank 1 ran this operation with other settings: another mode (train, eval)"
+    )
+
+
+def test_up_to_three_operations_of_one_side_alone_are_named() -> None:
+    names = ["empty_like", "bernoulli_", "div_", "mul"]
+    extra = [operation(name, [], [name], module="drop") for name in names]
+    elsewhere = operation("relu", [], ["r"], module="act")
+
+    assert told(extra[:2], [])[0] == "2 operations only in B: forward of drop (aten::empty_like, aten::bernoulli_)"
+    assert told([extra[0], elsewhere], [])[0] == "2 operations only in B, first forward of drop (aten::empty_like)"
+    assert told(extra, [])[0] == (
+        "4 operations only in B, first forward of drop (aten::empty_like, aten::bernoulli_, aten::div_)"
     )

@@ -70,7 +70,10 @@ def test_a_flipped_bit_is_no_difference_between_ranks_with_data_of_their_own(tmp
     comparison = _between_ranks(_runs(tmp_path, fault=faults.flip_always))
 
     assert (comparison.verdict, comparison.operations) == ("same", None)
-    assert "operations of step 2 agree between ranks, as far as data leave them equal" in comparison.notes
+    assert any(
+        note.startswith("operations of step 2 agree between ranks, as far as data leave them equal")
+        for note in comparison.notes
+    )
 
 
 def test_another_number_of_threads_is_another_kernel(tmp_path: Path) -> None:
@@ -261,4 +264,7 @@ def test_no_alarm_for_an_equal_run_and_for_ranks_with_data_of_their_own(tmp_path
     assert (runs.verdict, runs.operations) == ("same", None)
     assert "operations of step 2 agree" in runs.notes
     assert ranks.operations is None
-    assert "operations of step 2 agree between ranks, as far as data leave them equal" in ranks.notes
+    assert any(
+        note.startswith("operations of step 2 agree between ranks, as far as data leave them equal")
+        for note in ranks.notes
+    )

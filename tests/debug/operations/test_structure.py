@@ -95,3 +95,32 @@ def test_a_missing_operation_is_a_difference() -> None:
     found = compare([*STEP[:2], dropout(), *STEP[2:]], model("y"))
 
     assert (found.kind, found.start_a, found.a, found.b) == ("sequence", 2, (dropout(),), ())
+
+
+def micro_batch(number: int, *stages: str, **changes: Any) -> list[Operation]:
+    return [operation("mul", ["x"], ["y"], micro_batch=number, stage=stage, **changes) for stage in stages]
+
+
+def test_a_third_micro_batch_of_one_rank_is_no_difference() -> None:
+    two = [*micro_batch(1, "forward", "backward"), *micro_batch(2, "forward", "backward")]
+
+    assert compare(two, [*two, dropout(micro_batch=3)]) is None
+    assert compare(two, []) is None
+
+
+def test_one_backward_pass_of_uneven_micro_batches_is_no_difference() -> None:
+    two = [*micro_batch(1, "forward"), *micro_batch(2, "forward", "backward")]
+    three = [*micro_batch(1, "forward"), *micro_batch(2, "forward"), *micro_batch(3, "forward", "backward")]
+
+    assert compare(two, three) is None
+    assert compare(three, two) is None
+
+
+def test_a_difference_in_a_common_micro_batch_is_found_beside_uneven_ones() -> None:
+    a = [*micro_batch(1, "forward", module="fc"), *micro_batch(2, "forward", module="fc")]
+    b = [*micro_batch(1, "forward", module="fc", settings="p=0.5")]
+
+    found = compare(a, b)
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.start_b) == ("form", 0, 0)
