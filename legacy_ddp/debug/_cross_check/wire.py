@@ -25,7 +25,7 @@ def difference_from(row: dict[str, Any]) -> OperationDifference:
             **row,
             **_sides(row),
             "differing": tuple(row["differing"]),
-            "origin": Origin(**row["origin"]),
+            "origin": Origin(**{**row["origin"], **_writers(row["origin"])}),
             "earlier": tuple(Gap(**{**gap, **_sides(gap)}) for gap in row["earlier"]),
         }
     )
@@ -33,3 +33,7 @@ def difference_from(row: dict[str, Any]) -> OperationDifference:
 
 def _sides(row: dict[str, Any]) -> dict[str, tuple[Operation, ...]]:
     return {side: tuple(map(operation_from, row[side])) for side in ("a", "b")}
+
+
+def _writers(row: dict[str, Any]) -> dict[str, Operation | None]:
+    return {name: row[name] and operation_from(row[name]) for name in ("operation_a", "operation_b")}
