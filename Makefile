@@ -58,7 +58,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt replay restart test test-programs test-fast test-oldest test-newest soak package browser picture docs lint bench bench-full clean
+.PHONY: help demo digits hunt culprit replay restart test test-programs test-fast test-oldest test-newest soak package browser picture docs lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -78,6 +78,10 @@ digits: $(READY) ## train on the handwritten digits of scikit-learn
 hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
 	$(call needs,torch)
 	$(LAUNCH) 3 examples/hunt.py $(if $(HUNTS),--times $(HUNTS))
+
+culprit: $(READY) ## let a matrix product go wrong on one of 3 ranks, find it; CULPRITS
+	$(call needs,torch)
+	$(LAUNCH) 3 examples/culprit.py $(if $(CULPRITS),--times $(CULPRITS))
 
 replay: $(READY) ## one training on 1, 2, 4 and 8 ranks, to the same bits; STEPS
 	$(call needs,torch)
@@ -109,7 +113,7 @@ soak: $(READY) ## run the tests with every repetition: twenty kills, not three
 	$(call needs,$(TEST_PACKAGES))
 	SOAK=1 $(PYTEST) $(ARGS)
 
-package: $(READY) ## build wheel and sdist into dist/, and try both in empty environments
+package: $(READY) ## build wheel and sdist into dist/, and try both, also with other torches
 	bash .ci/check-package $(PY)
 
 browser: ## install Debian's Chromium for the tests of the page

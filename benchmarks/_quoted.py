@@ -320,6 +320,24 @@ def _digests() -> Table:
     )
 
 
+def _operations() -> Table:
+    names = {"transformer encoder of two layers": "transformer encoder", "the main job's model": "train_lm"}
+    place = ("step of {model}, 1 ranks",)
+    return Table(
+        file="operations.json",
+        heading="a step with operations, 1 rank",
+        columns=[
+            Column("against a plain step", ((*place, "variants", "with operations", "median_ratio"),), "{:.1f}"),
+            Column("median", ((*place, "variants", "with operations", "median_ms"),), "{:.0f} ms"),
+            Column("a recorder alone", ((*place, "variants", "recorder", "median_ratio"),)),
+            Column("operations", ((*place, "operations"),), "{:,}"),
+            Column("bytes a step", ((*place, "step_bytes"),), "{:,}"),
+            Column("bytes once", ((*place, "once_bytes"),), "{:,}"),
+        ],
+        rows={label: {"model": name} for label, name in names.items()},
+    )
+
+
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "call": _calls(),
@@ -336,6 +354,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "agree": _agreement(),
         "replicas": _replicas(),
         "digests": _digests(),
+        "operations": _operations(),
         **GROWTH,
     }
 )

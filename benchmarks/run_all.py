@@ -105,6 +105,7 @@ RUNS = {
     "debug_digest": Run("bench_debug.py", 1, "digest"),
     "digest_2": Run("bench_digest.py", 2, "--rounds 60", f"--layers 2 {_LITTLE}"),
     "trace": Run("bench_trace.py", 0, ""),
+    "operations": Run("bench_operations.py", 1, "", _LITTLE),
     "gpu_nccl_1": Run("bench_gpu.py", 1, "", f"--models transformer {_LITTLE}", _no_device),
     "gpu_gloo_2": Run("bench_gpu.py", 2, "", None, _no_device),
 }

@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "repository_links",
+    "page_links",
     "public_names",
 ]
 exclude_patterns = ["extensions"]

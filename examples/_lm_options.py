@@ -61,6 +61,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--record-every", type=positive_int, default=1, metavar="N", help="steps between its entries (default: 1)"
     )
     parser.add_argument(
+        "--operations", type=positive_int, metavar="STEP", help="with --record: record the operations of this step"
+    )
+    parser.add_argument(
         "--resume",
         nargs="?",
         choices=("newest", "auto"),
@@ -96,8 +99,11 @@ def checked_settings(args: argparse.Namespace, text: Text, world_size: int) -> d
     """The settings that must be equal on all ranks, and before and after a resume, by option name.
 
     Raises:
-        ValueError: the text is shorter than one global batch, or --record would overwrite a trace.
+        ValueError: the text is shorter than one global batch, --record would overwrite a trace, or --operations lacks
+            --record.
     """
+    if args.operations and not args.record:
+        raise ValueError("--operations has no folder: got no --record, expected --record DIR")
     if args.record and any(args.record.glob("rank-*.jsonl")):
         raise ValueError(f"--record folder is in use: got a trace in {args.record}, expected none; choose another one")
     if args.reproducible:

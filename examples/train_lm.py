@@ -105,6 +105,7 @@ def recording(training: "Training", args: argparse.Namespace) -> AbstractContext
         optimizer=training.optimizer,
         every=args.record_every,
         first_step=training.step + 1,
+        operations=range(args.operations, args.operations + 1) if args.operations else (),
     )
 
 

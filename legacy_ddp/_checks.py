@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
 
+from legacy_ddp._argument_errors import argument_errors
+
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow
 # The values of a setting, in one place: for type checkers, and for the check of the arguments.
@@ -57,6 +59,10 @@ class Checks:
 
     A warning is never raised: if a filter turns warnings into errors (``-W error``), the warning goes to the logger
     ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
+
+    A setting without effect at its level is a ValueError of the wrapper: ``"raise"`` for ``nonfinite``, ``divergence``
+    or ``edited`` at level ``"off"``, ``every`` above 1 at another level than ``"detail"``, ``divergence="ignore"`` at
+    level ``"detail"``. A level from the environment is no error beside any setting.
 
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
@@ -130,6 +136,7 @@ class Checks:
         changed = [item for item in fields(self) if getattr(self, item.name) != item.default]
         return f"Checks({', '.join(f'{item.name}={getattr(self, item.name)!r}' for item in changed)})"
 
+    @argument_errors
     def __post_init__(self) -> None:
         for name, allowed in _allowed_values().items():
             value = getattr(self, name)
@@ -213,11 +220,12 @@ def resolve_checks(checks: Level | Checks) -> Checks:
 
     Raises:
         TypeError: neither a level nor a :class:`Checks`.
-        ValueError: an unknown level, here or in the environment.
+        ValueError: an unknown level, here or in the environment; a setting without effect at the level of the caller.
     """
     if not isinstance(checks, str | Checks):
         raise TypeError(f"checks is of the wrong type: got {type(checks).__name__}, expected a level (str) or Checks")
     asked = Checks(level=checks) if isinstance(checks, str) else checks
+    _refuse_without_effect(asked)
     level = os.environ.get(ENVIRONMENT_VARIABLE)
     if not level:
         return asked
@@ -225,3 +233,28 @@ def resolve_checks(checks: Level | Checks) -> Checks:
         return replace(asked, level=cast(Level, level))  # the constructor checks the value
     except ValueError as error:
         raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
+
+
+def _refuse_without_effect(checks: Checks) -> None:
+    """Refuse a setting that asks for a reaction which the level cannot have.
+
+    Here and not in the constructor, because the level of the environment may leave any setting without effect.
+
+    Raises:
+        ValueError: with the setting and the level.
+    """
+    for name in ("nonfinite", "divergence", "edited") if checks.level == "off" else ():
+        if getattr(checks, name) == "raise":
+            raise ValueError(
+                f"checks: {name}='raise' has no effect at level 'off'; take another level, or leave it out"
+            )
+    if checks.every > 1 and checks.level != "detail":
+        raise ValueError(
+            f"checks: every={checks.every} has no effect at level {checks.level!r}, expected level 'detail'; "
+            "write Checks('detail', every=...), or leave it out"
+        )
+    if checks.divergence == "ignore" and checks.level == "detail":
+        raise ValueError(
+            "checks: divergence='ignore' has no effect at level 'detail', which always raises; take level 'info' for "
+            "replicas that differ on purpose"
+        )

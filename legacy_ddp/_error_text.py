@@ -13,18 +13,23 @@ _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.spl
 
 
 def error_text(error: BaseException) -> str:
-    """Type and text: ``ValueError: text``. Never raises."""
-    return _cut(f"{type(error).__name__}: {_text_of(error)}", MAX_TEXT)
+    """Type and text: ``ValueError: text``; the type alone without a text. Never raises."""
+    return _cut(_with_type(error, _text_of(error)), MAX_TEXT)
 
 
 def error_line(error: BaseException) -> str:
-    """Type and first line: ``ValueError: first line``. Never raises."""
-    return f"{type(error).__name__}: {first_line(error)}"
+    """Type and first line: ``ValueError: first line``; the type alone without a text. Never raises."""
+    return _with_type(error, first_line(error))
 
 
 def first_line(error: BaseException) -> str:
     """The first line of the text that is not blank. Never raises."""
     return _cut(_LINE_END.split(_text_of(error).lstrip(), maxsplit=1)[0], MAX_LINE)
+
+
+def _with_type(error: BaseException, text: str) -> str:
+    kind = type(error).__name__
+    return f"{kind}: {text}" if text.strip() else kind
 
 
 def _text_of(error: BaseException) -> str:

@@ -6,7 +6,7 @@ LegacyDDPError(RuntimeError)
 │   ├── LayoutError            ranks hold different parameters, buffers or settings
 │   ├── DesyncError            ranks are not at the same call, or do not mean the same by it
 │   ├── PeerError              a rank failed locally before the exchange; the text has its error
-│   ├── ReplicaDivergenceError  replicas hold different bits; the text names tensors, phase and cause
+│   ├── ReplicaDivergenceError  replicas hold or compute different bits; the text names tensors, phase and cause
 │   ├── EditedGradientError    gradients were clipped or unscaled before the call, with ``edited="raise"``
 │   ├── NonFiniteGradientError  a gradient holds NaN or infinity, with ``nonfinite="raise"``
 │   ├── CommHookError          a communication hook returned no usable gradient
@@ -103,7 +103,7 @@ class DesyncError(AgreedError):
 
 
 class ReplicaDivergenceError(AgreedError):
-    """Replicas hold different bits.
+    """Replicas hold different bits, or compute different bits (``phase`` is ``run``, see below).
 
     ``minority``: the ranks outside the strict majority, by counting alone; empty without a majority. ``implicated``:
     the ranks with evidence of a fault, such as parameters that changed outside of a step; empty without evidence, or
@@ -111,7 +111,9 @@ class ReplicaDivergenceError(AgreedError):
     ``implicated``, and ranks with evidence of a second fault. Empty if the evidence of the first fault names a rank of
     the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes.
     ``report``: the :class:`legacy_ddp.debug.ReplicaReport` with the same text. ``phase``: the first phase with a
-    difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``.
+    difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``; or
+    ``run`` in an error of :func:`legacy_ddp.debug.cross_check`, whose ``report`` is a
+    :class:`legacy_ddp.debug.CrossCheckReport`.
 
     Example:
         >>> model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks="detail")

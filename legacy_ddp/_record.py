@@ -7,6 +7,7 @@ from functools import cached_property
 import torch
 
 from legacy_ddp._agreement.header import Header, decode_rows
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._text import format_bytes, printable, table, wrap
 
@@ -17,10 +18,10 @@ _MAX_ROWS = 16  # of a text; rows that stand out are shown before the rows of th
 class RankRow:
     """Contribution of a rank to a call.
 
-    ``local_norm``: 2-norm of the local gradient, before the reduction; None if the rank took no part, with checks off,
-    and on CUDA unless ``nonfinite="raise"``. ``finite``: whether the local gradient held neither NaN
-    nor infinity; None without ``local_norm``. ``micro_batches``: backward passes since the rank's last call.
-    ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
+    ``rank``: its number in the group. ``local_norm``: 2-norm of the local gradient, before the reduction; None if the
+    rank took no part, with checks off, and on CUDA unless ``nonfinite="raise"``. ``finite``: whether the local gradient
+    held neither NaN nor infinity; None without ``local_norm``. ``micro_batches``: backward passes since the rank's last
+    call. ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
     ``leaves``: with ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of
     the other ranks, in the *previous* call; the straggler waited least.
 
@@ -47,13 +48,13 @@ class SyncRecord:
 
     ``call``: number of the call on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``.
     ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
-    sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``payload_bytes``:
-    gradient bytes from this rank to collectives. ``transport``: the carrier of dense gradients on CPU, ``host`` (memory
-    shared by the ranks of a host; gloo between several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall
-    time of this rank per phase (plan, pack, agree, payload, alias; with ``checks="detail"`` also digest, with metrics
-    metrics, with a communication hook hook, inside ``join()`` join, under a recorder observe). ``rank``: number of
-    this rank, and index of its row. ``metrics``: the sum of each metric over the ranks, equal on every rank, sorted by
-    name.
+    sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``skipped_ranks``: the
+    ranks that took no part. ``payload_bytes``: gradient bytes from this rank to collectives. ``transport``: the carrier
+    of dense gradients on CPU, ``host`` (memory shared by the ranks of a host; gloo between several hosts) or ``gloo``;
+    empty for a single rank. ``seconds``: wall time of this rank per phase (plan, pack, agree, payload, alias; with
+    ``checks="detail"`` also digest, with metrics metrics, with a communication hook hook, inside ``join()`` join, under
+    a recorder observe). ``rank``: number of this rank, and index of its row. ``metrics``: the sum of each metric over
+    the ranks, equal on every rank, sorted by name.
 
     Example:
         >>> model(inputs).sum().backward()
@@ -104,6 +105,7 @@ class SyncRecord:
         """
         return find_straggler([row.seconds_waited for row in self.rows])
 
+    @argument_errors
     def noise_scale(self, reduced_norm: float | torch.Tensor) -> NoiseScale:
         """Estimate of the gradient noise scale, up to which larger batches are worth while.
 

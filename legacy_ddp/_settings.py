@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._checks import LONGEST_SECONDS, Checks, as_names, is_duration
 
 TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
@@ -40,6 +41,7 @@ class CommHook:
     state: Any
     function: Callable[[Any, Any], Any]
 
+    @argument_errors
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise TypeError(f"hook is not callable: got {self.function!r}, expected hook(state, bucket)")
@@ -99,6 +101,7 @@ class Settings:
                 f"(up to {LONGEST_SECONDS:g}), or None"
             )
 
+    @argument_errors
     def with_hook(self, hook: CommHook) -> "Settings":
         """These settings with a communication hook.
 

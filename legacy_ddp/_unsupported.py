@@ -23,6 +23,7 @@ INSTEAD = {
     "dim": _DEVICE,
     "find_unused_parameters": _ANY_GRAPH,
     "forward_sync_buffers": _BUFFERS,
+    "lazy_bucket_allocation": _BUCKETS,
     "mixed_precision": "use torch.autocast, and reduce_dtype= for what gradients travel in",
     "output_device": _DEVICE,
     "param_to_hook_all_reduce": _LATER,

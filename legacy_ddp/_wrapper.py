@@ -20,6 +20,7 @@ from legacy_ddp._collectives.arguments import Arguments, Metrics
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
+from legacy_ddp._collectives.observers import are_forwards_private
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._collectives.transport_choice import prepare_transport
 from legacy_ddp._describe import describe_wrapper
@@ -235,6 +236,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
                 ranks.
         """
         policy, leaves = self._synchronizer.policy, self._synchronizer.leaves
+        if leaves is not None and are_forwards_private():
+            leaves = None
         is_outermost = policy.open_block()
         try:
             with nullcontext() if leaves is None else leaves.block(self._plan, is_outermost=is_outermost):

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._reproducible.splits import aligned_splits, format_splits, is_aligned
 
@@ -43,6 +44,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         [[2], [3], [6], [7]]
     """
 
+    @argument_errors
     def __init__(
         self,
         dataset_length: int,
@@ -158,8 +160,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         _check_int("global_step", global_step, 0)
         return {**self._content, "global_step": global_step}
 
+    @argument_errors
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a saved position. The world size may have changed.
+        """Go to the position in ``state``, from :meth:`state_dict`. The world size may have changed.
 
         Raises:
             ValueError: the state belongs to other data, sizes or another seed, or is no state.
@@ -189,8 +192,8 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
     """Random numbers inside the block, for instance dropout masks, depend on the three arguments alone.
 
     ``step``: number of the optimizer step, from 0. ``index``: number of the micro-batch in the step of all ranks, as in
-    :attr:`GlobalBatchSampler.micro_batches`. The block seeds torch's generators of the CPU and of the current CUDA
-    device and restores them at its end; NumPy's and Python's generators do not change.
+    :attr:`GlobalBatchSampler.micro_batches`. ``seed``: of the training. The block seeds torch's generators of the CPU
+    and of the current CUDA device and restores them at its end; NumPy's and Python's generators do not change.
 
     Raises:
         TypeError, ValueError: an argument that is no int of at least 0.
@@ -218,6 +221,7 @@ def _seed(*parts: object) -> int:
     return fingerprint(repr(parts).encode()) % 2**63
 
 
+@argument_errors
 def _check_int(name: str, value: object, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} is of the wrong type: got {value!r}, expected an int")

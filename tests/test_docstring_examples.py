@@ -1,7 +1,13 @@
-"""Every public class and function shows an example, and the example prints on three ranks what its docstring says."""
+"""The docstring of every public class and function names all arguments and fields, and has an example that prints on
+three ranks what the docstring shows."""
 
+import dataclasses
 import importlib
+import inspect
+import re
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -29,3 +35,29 @@ def test_the_example_of_a_public_name_prints_what_its_docstring_shows(module: st
     for count, failures in run_ranks(_run, 3, module, name):
         assert failures == ""
         assert count > 0, f"{module}.{name} has no example"
+
+
+def _described(owner: Any) -> Iterator[tuple[Any, set[str]]]:
+    """A public class or function with its public methods, each with the names of its arguments, or of its fields."""
+    if dataclasses.is_dataclass(owner):
+        yield owner, {field.name for field in dataclasses.fields(owner)}
+    elif not (isinstance(owner, type) and issubclass(owner, Exception)):
+        yield owner, set(inspect.signature(owner).parameters)
+    methods = [item for name, item in vars(owner).items() if not name.startswith(("_", "see_"))]
+    for method in filter(inspect.isfunction, methods if isinstance(owner, type) else ()):
+        yield method, set(inspect.signature(method).parameters)
+
+
+# Arguments of the module, arguments that raise an error, and the evidence behind other fields.
+_WITHOUT_WORDS = {"self", "args", "kwargs", "unknown", "unnamed", "verdict"}
+
+
+@pytest.mark.parametrize("module, name", PUBLIC)
+def test_the_docstring_of_a_public_name_has_every_argument_and_field(module: str, name: str) -> None:
+    for item, arguments in _described(getattr(importlib.import_module(module), name)):
+        text = inspect.getdoc(item) or ""
+        listed = re.findall(r"^ *(\w+(?:, \w+)*):", text, re.MULTILINE)
+        named = {*re.findall(r"``(\w+)``", text), *", ".join(listed).split(", ")}
+        public = {argument for argument in arguments if not argument.startswith("_")}
+
+        assert public - named <= _WITHOUT_WORDS, item.__qualname__

@@ -30,7 +30,8 @@ class NumberError(Exception):
         (ValueError("what\nand why"), "ValueError: what\nand why", "ValueError: what"),
         (ValueError("what\r\nand why"), "ValueError: what\r\nand why", "ValueError: what"),
         (ValueError("\n  what\nand why"), "ValueError: \n  what\nand why", "ValueError: what"),
-        (ValueError(), "ValueError: ", "ValueError: "),
+        (ValueError(), "ValueError", "ValueError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt", "KeyboardInterrupt"),
         (OSError("a\udcff\ud800b.pt"), r"OSError: a\udcff\ud800b.pt", r"OSError: a\udcff\ud800b.pt"),
         (
             MuteError(),
@@ -44,7 +45,7 @@ class NumberError(Exception):
         ),
     ],
 )
-def test_the_text_and_its_first_line_come_with_the_type(error: Exception, whole: str, line: str) -> None:
+def test_the_text_and_its_first_line_come_with_the_type(error: BaseException, whole: str, line: str) -> None:
     assert error_text(error) == whole
     assert error_line(error) == line
 

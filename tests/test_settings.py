@@ -13,6 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp._checks import resolve_checks
 from legacy_ddp.debug import check_replicas
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
@@ -108,6 +109,37 @@ def test_checks_refuses_what_it_does_not_know(arguments: dict[str, Any], text: s
         Checks(**arguments)
 
 
+WITHOUT_EFFECT = [
+    (Checks("off", nonfinite="raise"), "checks: nonfinite='raise' has no effect at level 'off'"),
+    (Checks("off", divergence="raise"), "checks: divergence='raise' has no effect at level 'off'"),
+    (Checks("off", edited="raise"), "checks: edited='raise' has no effect at level 'off'"),
+    (Checks(every=5), "checks: every=5 has no effect at level 'info', expected level 'detail'"),
+    (Checks("off", every=2), "checks: every=2 has no effect at level 'off', expected level 'detail'"),
+    (Checks("detail", divergence="ignore"), "checks: divergence='ignore' has no effect at level 'detail'"),
+]
+
+
+@pytest.mark.parametrize("checks, text", WITHOUT_EFFECT, ids=str)
+def test_a_setting_without_effect_at_its_level_is_refused(checks: Checks, text: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}"):
+        _wrap(checks=checks)
+
+
+@pytest.mark.parametrize("level", ["off", "info", "detail"])
+@pytest.mark.parametrize("checks", [Checks("detail", every=5), Checks(nonfinite="raise"), Checks(divergence="ignore")])
+def test_the_level_of_the_environment_may_leave_any_setting_without_effect(
+    level: str, checks: Checks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LEGACY_DDP_CHECKS", level)
+
+    _wrap(checks=checks)
+
+
+@pytest.mark.parametrize("level", ["off", "info", "detail"])
+def test_the_defaults_have_an_effect_at_every_level(level: str) -> None:
+    resolve_checks(Checks(level))
+
+
 def test_an_unknown_level_in_the_environment_is_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "verbose")
 
@@ -177,7 +209,7 @@ def _settings_differ(rank: int, name: str, values: list[Any]) -> tuple[str, str]
         ),
         (
             "checks",
-            [Checks(nonfinite="raise"), Checks(level="off", nonfinite="raise"), Checks(nonfinite="raise")],
+            [Checks(nonfinite="raise"), "off", Checks(nonfinite="raise")],
             "setting 'nonfinite': rank 1 has warn or ignore; ranks 0, 2 have raise",
         ),
     ],
@@ -194,7 +226,6 @@ def test_settings_that_ranks_must_share_are_compared(name: str, values: list[Any
     "name, values",
     [
         ("checks", ["off", "info"]),
-        ("checks", [Checks(level="off", nonfinite="raise"), "info"]),
         ("checks", [Checks(nonfinite="warn"), Checks(nonfinite="ignore")]),
         ("checks", [Checks(same_data="allow"), "info"]),
         ("timeout_seconds", [5, None]),
@@ -250,11 +281,14 @@ def test_the_types_of_arguments_are_the_values_that_they_take() -> None:
 _TYPED = """
 from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._checks import resolve_checks
 from legacy_ddp.debug import check_replicas
 
 module = nn.Linear(2, 1)
 LegacyDistributedDataParallel(module, checks="detail", transport="gloo").all_reduce(sample_size=module.weight.sum())
 check_replicas(module, what=["parameters"])
+record = LegacyDistributedDataParallel(module).all_reduce(metrics={"loss": 1.0})
+mean: float = record.metrics["loss"] / record.divisor
 Checks("off", uneven="raise", nonfinite="warn", divergence="ignore", same_data="allow", unsynchronized_step="allow")
 LegacyDistributedDataParallel(module, checks="on")
 LegacyDistributedDataParallel(module, transport="nearby")

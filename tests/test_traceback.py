@@ -89,7 +89,8 @@ def test_the_variable_asks_for_all_tracebacks_with_all_frames(tmp_path: Path) ->
 
 
 def test_an_unknown_value_of_the_variable_is_an_error_of_the_first_wrapper(tmp_path: Path) -> None:
-    expected = "ValueError: environment variable LEGACY_DDP_TRACEBACK: got 'loud', expected one of ('short', 'full')\n"
+    text = "environment variable LEGACY_DDP_TRACEBACK: got 'loud', expected one of ('short', 'full')"
+    expected = f"ValueError: {text}\nsee docs/errors.md#typeerror-and-valueerror\n"
 
     for errors in _run(tmp_path, "", ranks=2, LEGACY_DDP_TRACEBACK="loud"):
         assert errors.endswith(expected)

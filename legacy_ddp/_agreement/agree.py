@@ -13,7 +13,8 @@ from operator import itemgetter
 import torch
 
 from legacy_ddp._agreement.header import COUNTED_BIT, FAILED_BIT, Flag, Header, Participation, decode_rows, encode_row
-from legacy_ddp._agreement.mismatch import describe_uneven_work, find_failure, find_mismatch
+from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, describe_uneven_work, find_failure, find_mismatch
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
 from legacy_ddp._compare import Finding
 from legacy_ddp._error_text import error_text
@@ -82,7 +83,8 @@ def announcing_failures(call: Call) -> Iterator[None]:
     """
     try:
         call.prepare_watchdog()
-        yield
+        with argument_errors:
+            yield
     except Exception as error:
         if isinstance(error, LegacyDDPError) and error.call is None:
             error.call, error.phase = call.number, call.phase_name
@@ -103,11 +105,13 @@ def agree(
     *,
     uneven: str = "allow",
     metrics: Sequence[str] = (),
+    layout_advice: str = LAYOUT_ADVICE,
 ) -> Agreement:
     """Exchange headers, and return them if they match.
 
     ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
-    of ``inventory``. ``metrics``: the names behind ``header.argument`` of an all_reduce.
+    of ``inventory``. ``metrics``: the names behind ``header.argument`` of an all_reduce. ``layout_advice``: the next
+    step in the text of a LayoutError.
 
     Raises:
         PeerError: a rank failed before the exchange.
@@ -121,7 +125,7 @@ def agree(
         headers = call.exchange_headers(encode_row(header))
         agreement = Agreement(headers, decode_rows(headers))
         if not agreement.is_uniform:
-            problem = find_mismatch(call, agreement.rows, inventory, uneven, metrics)
+            problem = find_mismatch(call, agreement.rows, inventory, uneven, metrics, layout_advice=layout_advice)
             if problem is not None:
                 raise problem
         call.exchange_endpoints()

@@ -13,18 +13,26 @@ from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.operation import Operation
 
+LAYOUT_ADVICE = "make the module and the settings alike on every rank"
+
 
 def find_mismatch(
-    call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], uneven: str, metrics: Sequence[str] = ()
+    call: Gatherer,
+    rows: Sequence[Header],
+    inventory: Mapping[str, str],
+    uneven: str,
+    metrics: Sequence[str] = (),
+    *,
+    layout_advice: str = LAYOUT_ADVICE,
 ) -> AgreedError | None:
     """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call.
 
-    ``metrics``: the names of this rank's metrics.
+    ``metrics``: the names of this rank's metrics. ``layout_advice``: the next step after different layouts.
     """
     return (
         find_failure(call, rows, "")
         or _find_other_call(rows)
-        or _find_other_layout(call, rows, inventory)
+        or _find_other_layout(call, rows, inventory, layout_advice)
         or find_other_meaning(rows, uneven)
         or _find_other_metrics(call, rows, metrics)
     )
@@ -64,11 +72,12 @@ def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
     return _error(DesyncError, rows, text, finding.ranks)
 
 
-def _find_other_layout(call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str]) -> AgreedError | None:
+def _find_other_layout(
+    call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], advice: str
+) -> AgreedError | None:
     if len({row.layout for row in rows}) == 1:
         return None
     finding = compare_rows(call.gather_objects(dict(inventory)))
-    advice = "make the module and the settings alike on every rank"
     text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
     error = _error(LayoutError, rows, text, finding.ranks)
     names = [item.name for item in finding.differences]

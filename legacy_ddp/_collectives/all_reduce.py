@@ -60,6 +60,7 @@ def all_reduce(
     planner, leaves = synchronizer.planner, synchronizer.leaves
     digests, steps, edits = synchronizer.digests, synchronizer.steps, synchronizer.edits
     warnings, observers, settings = synchronizer.warnings, synchronizer.observers, synchronizer.settings
+    observers.called.notify()
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
@@ -174,6 +175,11 @@ def all_reduce_gradients(
     position. The checks are the default checks, except for ``unsynchronized_step="allow"``; replicas and steps
     are not compared.
 
+    Args:
+        module_or_params: a module, or parameters of any shapes, in the same order on every rank.
+        process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group.
+        sample_size, skip, metrics: as for the wrapper.
+
     Raises:
         As :meth:`LegacyDistributedDataParallel.all_reduce`; TypeError: neither a module nor tensors.
 
@@ -189,4 +195,6 @@ def all_reduce_gradients(
     record = all_reduce(synchronizer, parameters, resolve_group(process_group), arguments)
     if synchronizer.warnings.pending:
         synchronizer.warnings.emit()
+    if synchronizer.observers.returned:
+        synchronizer.notify_returned(record)
     return record

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.columns import parameter_columns
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.arguments import Arguments
@@ -109,6 +110,7 @@ class Joining(Joinable):
         return self._joining or _OUTSIDE
 
     @_join_config.setter
+    @argument_errors
     def _join_config(self, config: internals.JoinConfig) -> None:
         """torch's Join() sets the configuration on every rank: early enough to refuse what would hang."""
         if config.enable and not config.is_first_joinable:

@@ -30,6 +30,8 @@ def read_metrics(metrics: object) -> dict[str, float]:
     for name in metrics:
         if not isinstance(name, str):
             raise TypeError(f"a name in metrics is of the wrong type: got {name!r}, expected a str")
+        if not name:
+            raise ValueError("a name in metrics is empty: got '', expected at least one character, such as 'loss'")
     return read_numbers("metrics", {name: metrics[name] for name in sorted(metrics)})
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._collectives.edited import EditedGradients
-from legacy_ddp._collectives.observers import Observers
+from legacy_ddp._collectives.observers import Observers, are_forwards_private
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
@@ -93,6 +93,8 @@ class Synchronizer:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
         """A forward of the wrapper begins: local, and without effect on the forward."""
+        if are_forwards_private():
+            return
         if self.leaves is not None and self.policy.sync_enabled:
             self.leaves.drop_if_cleared()
         # A traced forward would record the operations of the digest.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._replicas.hash_lanes import (
     MIN_LANES,
@@ -24,8 +25,9 @@ SMALL_BYTES = 2**19
 CHUNK_BYTES = 2**22
 
 
+@argument_errors
 def digest(tensor: torch.Tensor) -> int:
-    """The digest of the tensor's bits in row-major order, for any strides, as a signed 64-bit number.
+    """The digest of the bits of ``tensor`` in row-major order, for any shape and strides: a signed 64-bit number.
 
     Includes payloads of NaN and the sign of zero, but neither shape nor dtype. A sparse tensor is digested as its
     coalesced indices and values.

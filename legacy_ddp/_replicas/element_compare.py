@@ -21,11 +21,12 @@ from legacy_ddp._text import WIDTH, wrap
 class ElementDifference:
     """The difference between the tensor of a rank and the reference.
 
-    ``values``: the text of both values at ``first_index``, own value first; the texts differ. ``greatest``: the
-    greatest absolute difference, which may be inf; ``greatest_index``: its first index. Both are None if each pair of
-    values holds a NaN. ``kind``: an entry of ``element_kinds.KINDS``; ``words``: the kind with numbers and a likely
-    cause, as text. ``bit``: the flipped bit of the element (of its real or imaginary part), 0 for the lowest bit; None
-    if more than a single bit differs.
+    ``count``: the number of elements that differ, of ``numel``. ``first_index``: of the first, a number per dimension,
+    empty for a tensor without dimensions. ``values``: the text of both values at ``first_index``, own value first; the
+    texts differ. ``greatest``: the greatest absolute difference, which may be inf; ``greatest_index``: its first index.
+    Both are None if each pair of values holds a NaN. ``kind``: an entry of ``element_kinds.KINDS``; ``words``: the kind
+    with numbers and a likely cause, as text. ``bit``: the flipped bit of the element (of its real or imaginary part), 0
+    for the lowest bit; None if more than a single bit differs.
 
     Example:
         >>> if rank == 1:
@@ -60,7 +61,7 @@ class ElementDifference:
         return cls(**fields | ({"greatest": math.inf} if fields["greatest"] == "inf" else {}))
 
     def lines(self, indent: str = "") -> list[str]:
-        """The report: lines of at most 80 columns; continued lines are indented further."""
+        """The report: lines of at most 80 columns with ``indent`` in front; continued lines are indented further."""
         own, reference = self.values
         differ = "differs" if self.count == 1 else "differ"
         share = f"{self.count} of {self.numel} elements {differ} ({format_share(self.count, self.numel)})"

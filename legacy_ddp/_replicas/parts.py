@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 MAX_PARTS = 16
 SMALLEST_PART = 2**15  # bytes: less would save no time
-TENSOR_COST = 2**12  # the cost of a tensor besides its bytes: a thousand small tensors go to all parts
+TENSOR_COST = 2**14  # the cost of a tensor besides its bytes: a thousand small tensors go to all parts
 _ALIGNMENT = 64
 
 

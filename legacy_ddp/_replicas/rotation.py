@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -11,8 +12,8 @@ from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas.attribution import AT_START
 from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, compare_items
-from legacy_ddp._replicas.digest import as_bytes, digest_all, is_digestible
 from legacy_ddp._replicas.forward_digests import ForwardDigests
+from legacy_ddp._replicas.memory_checksum import add_memory, has_memory
 from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._settings import Settings
@@ -24,9 +25,10 @@ _CAUSE = (
     "state, gradients changed after the call), or memory that does not keep its bits"
 )
 
+_Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]
 
-@dataclass(frozen=True)
-class _Place:
+
+class _Place(NamedTuple):
     """A tensor of the replica, found through its owner: a new tensor of equal size may take its place."""
 
     owner: Mapping[str, torch.Tensor | None]
@@ -67,7 +69,7 @@ class RotatingDigests(ForwardDigests):
         self._places: list[_Place] = []
         self._parts: list[list[Piece]] = []
         self._layout: object = None  # of the parts
-        self._found: list[tuple[int, str, int]] = []  # the tensors of the modules, when they were divided
+        self._found: list[_Tensors] = []  # the tensors of the modules, when they were divided
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
     def digest_of(self, call: Call) -> int:
@@ -115,11 +117,11 @@ class RotatingDigests(ForwardDigests):
         return True
 
     def _digest(self, number: int) -> int:
-        read = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
-        if read is None:
+        digest = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
+        if digest is None:
             self._find_parts()
-            read = self._read(number) or []
-        return digest_all(read)
+            digest = self._read(number) or 0
+        return digest
 
     def _has_new_tensors(self, number: int) -> bool:
         """Whether modules or tensors are new; looked for at the start of a rotation."""
@@ -128,16 +130,16 @@ class RotatingDigests(ForwardDigests):
     def _turn_of(self, number: int) -> int:
         return number % len(self._parts)
 
-    def _read(self, number: int) -> list[torch.Tensor] | None:
-        """The tensors and pieces of tensors of the part for call ``number``; None after a change of a size."""
-        found = []
+    def _read(self, number: int) -> int | None:
+        """The checksum of the part for call ``number``; None after a change of a size."""
+        checksum = 0
         for index, start, stop in self._parts[self._turn_of(number)]:
-            place = self._places[index]
-            tensor = place.owner.get(place.key)
-            if tensor is None or tensor.nbytes != place.size_bytes:
+            owner, key, size_bytes = self._places[index]
+            tensor = owner.get(key)
+            if tensor is None or tensor.nbytes != size_bytes:
                 return None
-            found.append(tensor if stop - start == place.size_bytes else as_bytes(tensor)[start:stop])
-        return found
+            checksum = add_memory(checksum, tensor, start, stop)
+        return checksum
 
     def _find_parts(self) -> None:
         """Find the tensors of the replica, and divide them. Tensors on other devices than the CPU are left out."""
@@ -149,7 +151,7 @@ class RotatingDigests(ForwardDigests):
             # A module may show tensors under names of its own choice, or tensors of no module.
             _Place(*owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
             for item in (*parameters, *self.buffers.named(module))
-            if item.tensor.device.type == "cpu" and item.tensor.layout is torch.strided and is_digestible(item.tensor)
+            if has_memory(item.tensor)
         ]
         self._layout = self._planner.layout
         # Tensors of no module cannot be looked for.
@@ -163,7 +165,7 @@ class RotatingDigests(ForwardDigests):
         """Collective: the last call in which a part agreed that differs now; 0 without a call of this kind."""
         turns = range(len(self._parts))
         padding = [0] * (MAX_PARTS - len(turns))
-        digests = [digest_all(self._read(turn) or []) for turn in turns]
+        digests = [self._read(turn) or 0 for turn in turns]
         agreed = [memory.agreed.get(turn, 0) for turn in turns]
         rows = call.gather(torch.tensor([digests + padding, agreed + padding], dtype=torch.int64, device="cpu"))
         compared = rows[[rank for rank in range(len(rows)) if rank not in left_out]]
@@ -183,9 +185,9 @@ def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport
     return replace(report, verdict=verdict)
 
 
-def _tensors_of(module: nn.Module) -> list[tuple[int, str, int]]:
-    """The dictionary, the key and the id of each parameter and buffer of the submodules."""
-    return [(id(owner), key, id(tensor)) for owner in _dictionaries(module) for key, tensor in owner.items()]
+def _tensors_of(module: nn.Module) -> list[_Tensors]:
+    """The dictionaries of parameters and buffers of the submodules: the id, the keys, and the ids of the tensors."""
+    return [(id(owner), tuple(owner), tuple(map(id, owner.values()))) for owner in _dictionaries(module) if owner]
 
 
 def _owners(module: nn.Module) -> dict[int, tuple[Mapping[str, torch.Tensor | None], str]]:

@@ -116,7 +116,8 @@ def check_local_buffers(module: nn.Module, local: Sequence[str]) -> None:
     """
     names = [name for name, _ in module.named_buffers(remove_duplicate=False)]
     if unknown := [name for name in local if name not in names and not set(name) & set("*?[")]:
-        raise ValueError(f"local_buffers names what the module does not have: got {unknown}, expected some of {names}")
+        expected = f"expected some of {names}" if names else "and the module has no buffers; leave local_buffers out"
+        raise ValueError(f"local_buffers names what the module does not have: got {unknown}, {expected}")
 
 
 def digest_items(items: Sequence[StateItem]) -> int:

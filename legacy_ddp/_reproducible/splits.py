@@ -9,12 +9,15 @@ before it.
 from collections.abc import Sequence
 from itertools import pairwise
 
+from legacy_ddp._argument_errors import argument_errors
+
 
 def is_aligned(ranks: int, each: int) -> bool:
     """Whether ``ranks`` ranks with ``each`` micro-batches each add in the order of the tree."""
     return each >= 1 and (ranks == 1 or each.bit_count() == 1)
 
 
+@argument_errors
 def aligned_splits(total: int) -> list[tuple[int, int]]:
     """All (ranks, micro-batches each) of ``total`` micro-batches with the same order of sums; fewest ranks first.
 

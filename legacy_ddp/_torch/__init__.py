@@ -11,7 +11,28 @@ from torch._C import Future  # then() returns this type, not torch.futures.Futur
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.utils.weak import WeakIdKeyDictionary
 
-from legacy_ddp._torch.compiler import disable_dynamo, inside_backward, is_tracing, profiled, skip_tracing
+from legacy_ddp._torch.compiler import (
+    disable_dynamo,
+    inside_backward,
+    is_tracing,
+    profiled,
+    skip_tracing,
+    skip_tracing_below,
+)
+from legacy_ddp._torch.dispatch import (
+    LEAF_NUMBER,
+    LowestMode,
+    caller_of_operation,
+    current_node,
+    has_own_dispatch,
+    leaf_of,
+    next_node_number,
+    node_number,
+    operation_name,
+    schema_of,
+    tags_of,
+    unseen,
+)
 from legacy_ddp._torch.groups import (
     PrefixStore,
     ProcessGroupGloo,
@@ -30,6 +51,7 @@ from legacy_ddp._torch.hooks import (
     attach_hooks,
     before_every_step,
     identity,
+    without_accumulate_hooks,
 )
 from legacy_ddp._torch.memory import (
     flattened,
@@ -37,16 +59,27 @@ from legacy_ddp._torch.memory import (
     foreach_norm,
     grad_dtypes,
     is_only_in_grad,
+    preserved_versions,
     ref_counts,
     storage_handles,
+    storage_key,
     storage_use_count,
     under_own_storage,
+    weak_storage,
 )
-from legacy_ddp._torch.training import calling_scaler, has_unscaled, local_buffer_names, used_scaler
+from legacy_ddp._torch.training import (
+    calling_scaler,
+    has_unscaled,
+    local_buffer_names,
+    statistics_names,
+    used_scaler,
+)
 
 __all__ = [
+    "LEAF_NUMBER",
     "Future",
     "JoinConfig",
+    "LowestMode",
     "PrefixStore",
     "ProcessGroupGloo",
     "Store",
@@ -57,7 +90,9 @@ __all__ = [
     "attach_hooks",
     "backend_name",
     "before_every_step",
+    "caller_of_operation",
     "calling_scaler",
+    "current_node",
     "disable_dynamo",
     "flattened",
     "foreach_copy",
@@ -65,6 +100,7 @@ __all__ = [
     "grad_dtypes",
     "group_store",
     "group_timeout",
+    "has_own_dispatch",
     "has_unscaled",
     "identity",
     "inner_excepthook",
@@ -72,13 +108,26 @@ __all__ = [
     "is_only_in_grad",
     "is_registered",
     "is_tracing",
+    "leaf_of",
     "local_buffer_names",
+    "next_node_number",
+    "node_number",
+    "operation_name",
     "operation_options",
+    "preserved_versions",
     "profiled",
     "ref_counts",
+    "schema_of",
     "skip_tracing",
+    "skip_tracing_below",
+    "statistics_names",
     "storage_handles",
+    "storage_key",
     "storage_use_count",
+    "tags_of",
     "under_own_storage",
+    "unseen",
     "used_scaler",
+    "weak_storage",
+    "without_accumulate_hooks",
 ]

@@ -38,6 +38,12 @@ def skip_tracing(function: Callable[P, T]) -> Callable[P, T]:
     return function
 
 
+def skip_tracing_below(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark ``function``: torch.compile traces neither the function nor its callees. Costs nothing per call."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
     """Mark ``function``: torch.compile never traces it. Does not import the compiler."""
     return torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not in the stubs

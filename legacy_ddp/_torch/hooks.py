@@ -1,7 +1,8 @@
 """Hooks on tensors and on optimizers, and the identity of a tensor."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,6 +29,23 @@ def add_accumulate_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], 
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+@contextmanager
+def without_accumulate_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """For the block, backward calls no post-accumulate hook of the parameters."""
+    with torch._C.DisableTorchFunction():
+        found = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters]
+    # Emptied and filled again: torch's C++ side refers to the same dictionaries.
+    emptied = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for hooks, _ in emptied:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in emptied:
+            hooks.clear()
+            hooks.update(before)
 
 
 def identity(tensor: torch.Tensor) -> dict[str, Any]:

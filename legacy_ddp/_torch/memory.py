@@ -2,10 +2,13 @@
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from operator import attrgetter
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack
 
 _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in the stubs
@@ -78,9 +81,27 @@ def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     return from_dlpack(torch._C._to_dlpack(tensor))
 
 
+def preserved_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """After the block the version counters of ``tensors`` are as before: for a caller that puts the bits back."""
+    return _unsafe_preserve_version_counter(tuple(tensor for tensor in tensors if not tensor.is_inference()))
+
+
 def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     """The addresses of the storages in C++, for :func:`ref_counts`."""
     return [storage._cdata for storage in storages]
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """A number equal for tensors on the same storage; None for a tensor without a storage of its own (sparse)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """A reference that keeps the :func:`storage_key` from being used again, and not the memory from being freed."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
 
 
 def ref_counts(

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -40,8 +41,21 @@ def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 
 def local_buffer_names(module: torch.nn.Module) -> set[str]:
     """Names of the buffers of normalisation layers, which are statistics, and of buffers that are not saved."""
+    found = statistics_names(module)
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        if not isinstance(child, _NormBase):
+            found.update(_full_names(prefix, child._non_persistent_buffers_set))
+    return found
+
+
+def statistics_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers of normalisation layers."""
     found: set[str] = set()
     for prefix, child in module.named_modules(remove_duplicate=False):
-        names = child._buffers if isinstance(child, _NormBase) else child._non_persistent_buffers_set
-        found.update(f"{prefix}.{name}" if prefix else name for name in names)
+        if isinstance(child, _NormBase):
+            found.update(_full_names(prefix, child._buffers))
     return found
+
+
+def _full_names(prefix: str, names: Iterable[str]) -> list[str]:
+    return [f"{prefix}.{name}" if prefix else name for name in names]

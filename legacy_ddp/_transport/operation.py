@@ -13,6 +13,7 @@ class Operation(IntEnum):
     BROADCAST_BUFFERS = 3, "broadcast_buffers()"
     ALL_REDUCE = 4, "all_reduce()"
     CHECK_REPLICAS = 5, "check_replicas()"
+    CROSS_CHECK = 6, "cross_check()"
 
     def __new__(cls, value: int, label: str) -> "Operation":
         operation = int.__new__(cls, value)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._argument_errors import argument_errors
 
 _SINGLE_RANK = 'torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
 _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
@@ -18,6 +19,7 @@ class GroupHandle:
         self._process_group = process_group
         self._lost = lost
 
+    @argument_errors
     def resolve(self) -> dist.ProcessGroup:
         """The group to use.
 
@@ -37,6 +39,7 @@ class GroupHandle:
         return {"_process_group": None, "_lost": self._lost or self._process_group is not None}
 
 
+@argument_errors
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
     """The group to use for the argument ``process_group``.
 

@@ -13,21 +13,36 @@ if TYPE_CHECKING:
     from legacy_ddp._replicas.element_compare import ElementDifference
     from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
     from legacy_ddp.debug._check import check_replicas
+    from legacy_ddp.debug._cross import CrossCheck, cross_check
+    from legacy_ddp.debug._cross_check.report import CrossCheckReport
     from legacy_ddp.debug._recorder import Recorder
 else:
     __getattr__ = lazy_names(
         __name__,
         {
+            "CrossCheck": "legacy_ddp.debug._cross",
+            "CrossCheckReport": "legacy_ddp.debug._cross_check.report",
             "ElementDifference": "legacy_ddp._replicas.element_compare",
             "Recorder": "legacy_ddp.debug._recorder",
             "ReplicaDifference": "legacy_ddp._replicas.report",
             "ReplicaReport": "legacy_ddp._replicas.report",
             "check_replicas": "legacy_ddp.debug._check",
+            "cross_check": "legacy_ddp.debug._cross",
             "digest": "legacy_ddp._replicas.digest",
         },
     )
 
-__all__ = ["ElementDifference", "Recorder", "ReplicaDifference", "ReplicaReport", "check_replicas", "digest"]
+__all__ = [
+    "CrossCheck",
+    "CrossCheckReport",
+    "ElementDifference",
+    "Recorder",
+    "ReplicaDifference",
+    "ReplicaReport",
+    "check_replicas",
+    "cross_check",
+    "digest",
+]
 
 
 def __dir__() -> list[str]:

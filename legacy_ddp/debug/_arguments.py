@@ -1,9 +1,11 @@
-"""Arguments of the tools: a model, wrapped or not, with its process group; its optimizers; a folder; a number."""
+"""Arguments of the tools: a model, wrapped or not, with its process group; its optimizers; a folder; numbers."""
 
+import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -93,3 +95,25 @@ def as_count(argument: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_STEP:
         raise ValueError(f"{argument} is not usable: got {value!r}, expected a whole number from 1 to {MAX_STEP:,}")
     return value
+
+
+def as_steps(argument: str, value: object) -> Collection[int]:
+    """Numbers of steps, as a range or a set.
+
+    Raises:
+        TypeError: no collection of whole numbers.
+        ValueError: a number below 1.
+    """
+    steps = value if isinstance(value, range) else _distinct(argument, value)
+    ends = [steps[0], steps[-1]] if isinstance(steps, range) and steps else steps  # a range may be very long
+    if ends and (least := min(ends)) < 1:
+        raise ValueError(f"{argument} holds more than numbers of steps: got {least}, expected whole numbers from 1")
+    return steps
+
+
+def _distinct(argument: str, value: object) -> frozenset[int]:
+    if not isinstance(value, Collection) or isinstance(value, str | bytes):
+        raise TypeError(f"{argument} is of the wrong type: got {value!r}, expected numbers of steps, as range(40, 42)")
+    if others := [item for item in value if isinstance(item, bool) or not isinstance(item, SupportsIndex)]:
+        raise TypeError(f"{argument} holds a {type(others[0]).__name__}: got {others[0]!r}, expected numbers of steps")
+    return frozenset(map(operator.index, value))

@@ -1,11 +1,10 @@
 """Recorder of the state of every step on this rank, for a later comparison of runs or ranks."""
 
-import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import TracebackType
-from typing import Any, SupportsFloat
+from typing import Any, Never, SupportsFloat
 
 import torch
 import torch.distributed as dist
@@ -15,17 +14,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._collectives.metrics import read_numbers
 from legacy_ddp._error_text import error_text
 from legacy_ddp._log import warn
-from legacy_ddp._record import RankRow, SyncRecord
+from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.debug._arguments import Optimizers, as_count, as_flag, as_folder, as_optimizers, target_of
-from legacy_ddp.debug._steps import OptimizerSteps
+from legacy_ddp.debug._arguments import Optimizers, as_count, as_flag, as_folder, as_optimizers, as_steps, target_of
+from legacy_ddp.debug._operation_steps import OperationSteps
+from legacy_ddp.debug._steps import OptimizerSteps, warn_of_foreign_optimizers
 from legacy_ddp.debug._trace import snapshot
+from legacy_ddp.debug._trace.call_facts import facts_of
 from legacy_ddp.debug._trace.environment import environment_of
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Section
+from legacy_ddp.debug._trace.records import Environment, Section
 from legacy_ddp.debug._trace.write import Writer
 
 
@@ -50,6 +52,11 @@ class Recorder:
             optimizer may hold some of the parameters; an optimizer without any of them causes a warning on entering.
         every: record the steps with a number divisible by ``every``.
         first_step: number of the first step: 101 for a training resumed after step 100.
+        operations: numbers of steps, as ``range(40, 42)``, recorded with every operation of forward and backward in
+            order: name, module, parameters among its inputs, shapes, digests of inputs and outputs, state of the random
+            generator. These steps are recorded whether ``every`` divides their number or not. An operation costs
+            50 to 200 µs, and 20 to 40 bytes. See docs/trace-format.md for what is left out, for torch.compile and for
+            threads.
         process_group: of a plain module; None for the default group.
         argv: record the command line (``sys.argv``). False: leave it out, for a command line with a secret.
 
@@ -64,6 +71,7 @@ class Recorder:
         ...     optimizer.step()
     """
 
+    @argument_errors
     def __init__(
         self,
         model: nn.Module,
@@ -72,6 +80,7 @@ class Recorder:
         optimizer: Optimizers | None = None,
         every: int = 1,
         first_step: int = 1,
+        operations: Collection[int] = (),
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         argv: bool = True,
     ) -> None:
@@ -87,6 +96,11 @@ class Recorder:
         self._optimizers = as_optimizers(optimizer)
         self._every = as_count("every", every)
         self._first_step = as_count("first_step", first_step)
+        self._operations = OperationSteps(
+            self._target.module,
+            as_steps("operations", operations),
+            is_plain=not isinstance(model, LegacyDistributedDataParallel),
+        )
         self._has_argv = as_flag("argv", argv)
         self._writer: Writer | None = None
         self._handles: list[RemovableHandle] = []
@@ -105,10 +119,11 @@ class Recorder:
         self._has_seen_forwards = False
 
     def __enter__(self) -> "Recorder":
-        if self._was_used:
-            raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-        environment = self._environment()
-        _warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
+        with argument_errors:  # a decorator would be the place of the warning below
+            if self._was_used:
+                raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
+            environment = self._environment()
+        warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
         try:
@@ -121,11 +136,14 @@ class Recorder:
         observers = self._target.synchronizer.observers
         self._handles = [
             observers.forward.add(self.see_forward),
+            observers.called.add(self.see_call),
             observers.local.add(self.see_local),
             observers.reduced.add(self.see_reduced),
+            observers.returned.add(self.see_returned),
         ]
         self._steps.watch()
         self._is_open = True
+        self._try(self._begin_operations)
         return self
 
     def __exit__(
@@ -134,6 +152,7 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._steps.release()
+        self._operations.cancel()
         self._is_open = False
         if kind is None and not self._optimizers:  # with optimizers, a pending step was skipped or is incomplete
             self._try(lambda writer: self._write_result(writer, with_buffers=self._has_seen_forwards))
@@ -146,8 +165,17 @@ class Recorder:
                 "the wrapper whose all_reduce() is called",
                 stacklevel=2,
             )
+        elif kind is None and self._operations.are_missing:
+            warn(
+                self._rank,
+                f"the trace in {self._folder} holds no operations: it ends with step {self._step}, and the recorder "
+                "saw no training forward pass of the model in the steps of operations=; choose steps of this run, or "
+                "call the wrapper instead of its module",
+                stacklevel=2,
+            )
 
-    def log(self, /, **values: SupportsFloat | str) -> None:
+    @argument_errors
+    def log(self, /, *unnamed: Never, **values: SupportsFloat | str) -> None:
         """Record values of this rank: a learning rate, or the loss of this rank's data. They are not summed.
 
         The values belong to the step of the last ``all_reduce()``, before the first to the start; a later value of the
@@ -158,15 +186,17 @@ class Recorder:
             values: numbers and tensors with one element, recorded as doubles, and texts.
 
         Raises:
-            TypeError: a value is neither a number nor a text.
+            TypeError: a value is neither a number nor a text, or has no name.
             ValueError: outside of the ``with`` block; a number beyond the range of a double.
         """
+        if unnamed:
+            raise TypeError(f"log() takes values by name: got {unnamed[0]!r}, expected name=value; write log(**values)")
         if not self._is_open:
             raise ValueError("log() was called outside of the recorder's block, expected inside: with Recorder(...):")
         read = read_numbers("log", {name: value for name, value in values.items() if not isinstance(value, str)})
         logged: dict[str, float | str] = {name: read.get(name, str(value)) for name, value in values.items()}
         is_start = self._step < self._first_step
-        if logged and (is_start or self._step % self._every == 0):
+        if logged and (is_start or self._is_due(self._step)):
             self._try(lambda writer: writer.log_now(self._step, logged))
 
     def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -180,6 +210,11 @@ class Recorder:
         if self._is_next_due:
             with torch.no_grad():
                 self._inputs.add(args, kwargs)
+            self._try(lambda _: self._operations.begin_forward(self._step + 1))
+
+    def see_call(self) -> None:
+        """End the record of operations."""
+        self._try(lambda _: self._operations.end_backward())
 
     def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         """Record the local gradients, after a result of the last step that is pending as an optimizer skipped it."""
@@ -188,7 +223,7 @@ class Recorder:
             self._try(lambda _: self._measure_local(grads))
 
     def see_reduced(self, record: SyncRecord) -> None:
-        """Write the facts of the call and the reduced gradients."""
+        """Write the facts of the call, the operations and the reduced gradients."""
         self._is_result_pending, self._buffers = self._is_next_due, None
         self._step += 1
         if self._is_result_pending:
@@ -196,19 +231,29 @@ class Recorder:
         self._steps.reset()
         self._inputs, self._local = snapshot.Inputs(), []
 
+    def see_returned(self, _: SyncRecord) -> None:
+        """Begin the record of operations of a plain module, outside of the modes of torch that a call sets."""
+        self._try(self._begin_operations)
+
     @property
     def _is_next_due(self) -> bool:
-        return (self._step + 1) % self._every == 0
+        return self._is_due(self._step + 1)
+
+    def _is_due(self, step: int) -> bool:
+        return step % self._every == 0 or step in self._operations
+
+    def _begin_operations(self, _: Writer) -> None:
+        self._operations.begin(self._step + 1)
 
     def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         self._generators = f"{hold.digest_torch_generators(self._target.module) % 2**64:016x}"
         self._local = snapshot.gradients("local_gradients", hold.gradients(grads))
 
     def _write_call(self, writer: Writer, record: SyncRecord) -> None:
-        row = record.rows[record.rank]
-        if row.took_part:  # otherwise the local gradients are not used
+        if record.rows[record.rank].took_part:  # otherwise the local gradients are not used
             writer.sections(self._step, self._local)
-        writer.call(self._step, _facts_of(record, row, self._generators, self._inputs))
+        writer.call(self._step, facts_of(record, self._generators, self._inputs))
+        writer.operations(self._step, self._operations.take())
         reduced = hold.gradients_in(self._target.module, self._target.ignore)
         writer.sections(self._step, snapshot.gradients("reduced_gradients", reduced))
         writer.flush()
@@ -238,7 +283,8 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - tensors of a user, or a disk, may raise anything
             writer, self._writer = self._writer, None
             writer.abandon()
-            reason = error.strerror if isinstance(error, OSError) else error_text(error)
+            self._operations.cancel()
+            reason = getattr(error, "strerror", None) or error_text(error)
             warn(
                 self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "
@@ -258,43 +304,3 @@ class Recorder:
             transport=target.synchronizer.expected_transport(target.group),
             argv=sys.argv if self._has_argv else None,
         )
-
-
-def _facts_of(record: SyncRecord, row: RankRow, generators: str, inputs: snapshot.Inputs) -> CallFacts:
-    return CallFacts(
-        call=record.call,
-        micro_batches=row.micro_batches,
-        sample_size=row.sample_size,
-        took_part=row.took_part,
-        divisor=record.divisor,
-        local_norm=_finite(row.local_norm) if row.finite else None,
-        finite=row.finite,
-        payload_bytes=record.payload_bytes,
-        seconds={phase: round(seconds, 6) for phase, seconds in record.seconds.items()},
-        seconds_waited=round(record.seconds["agree"], 6),
-        generators=generators,
-        forwards=inputs.forwards,
-        inputs=tuple(inputs.found),
-        inputs_complete=inputs.complete and inputs.forwards >= row.micro_batches,
-        metrics=record.metrics,
-    )
-
-
-def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
-    """Warn, as an error would be wrong: an optimizer may hold copies of the parameters in another precision only."""
-    of_model = {id(parameter) for parameter in module.parameters()}
-    for index, optimizer in enumerate(optimizers):
-        if not any(id(held) in of_model for group in optimizer.param_groups for held in group["params"]):
-            label = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
-            warn(
-                rank,
-                f"{label} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
-                "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
-                "in another precision is right here)",
-                stacklevel=3,
-            )
-
-
-def _finite(norm: float | None) -> float | None:
-    """The norm, or None for infinity, which JSON lacks: finite gradients may have a norm too large for a float64."""
-    return norm if norm is not None and math.isfinite(norm) else None

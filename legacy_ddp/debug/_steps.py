@@ -1,12 +1,14 @@
-"""Observer of optimizer steps since the last call, with the settings of each step."""
+"""Observer of optimizer steps since the last call, with their settings; a warning about optimizers of other models."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._log import warn
 from legacy_ddp._replicas import state as hold
 
 
@@ -61,3 +63,18 @@ class OptimizerSteps:
             self._stepped.add(id(optimizer))
             if len(self._stepped) == len(self._optimizers):
                 self._on_all_stepped()
+
+
+def warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+    """Warn, as an error would be wrong: an optimizer may hold copies of the parameters in another precision only."""
+    of_model = {id(parameter) for parameter in module.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        if not any(id(held) in of_model for group in optimizer.param_groups for held in group["params"]):
+            label = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
+            warn(
+                rank,
+                f"{label} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
+                "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
+                "in another precision is right here)",
+                stacklevel=3,
+            )

@@ -10,6 +10,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._errors import LostPeerError
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.lightning._mixin import StrategyMixin
@@ -106,6 +107,7 @@ class LegacyDDPFabricStrategy(StrategyMixin, DDPStrategy):
 class _SyncControl(_BackwardSyncControl):
     """The implementation of ``fabric.no_backward_sync()``."""
 
+    @argument_errors
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """The wrapper's ``no_sync()``, if ``enabled``."""
         if not enabled:

@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._checks import Checks, Level, LossScaler, as_names, resolve_checks
 from legacy_ddp._errors import UnsynchronizedStepError
 from legacy_ddp._settings import Settings
@@ -22,6 +23,7 @@ _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_dd
 class StrategyMixin:
     """Takes the wrapper's arguments and makes the wrapper. A base class to the left of a DDPStrategy of Lightning."""
 
+    @argument_errors
     def __init__(
         self,
         *,

@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
+from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._errors import LostPeerError
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
@@ -41,6 +42,7 @@ class LegacyDDPStrategy(StrategyMixin, DDPStrategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
+    @argument_errors
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.record: SyncRecord | None = None

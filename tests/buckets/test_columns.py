@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp._buckets.columns import parameter_columns
+from tests.helpers.torch_versions import uses_torch_jit
 
 
 def _expected(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -68,8 +69,7 @@ def test_a_walk_of_an_instance() -> None:
     assert len(_found(module)) == 2
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*is deprecated")  # newer than torch 2.13
+@uses_torch_jit
 def test_scripted_and_compiled_modules() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 

@@ -233,7 +233,7 @@ def test_a_rank_that_dies_in_a_hooks_collective_is_named() -> None:
 
 
 def _silent_hook(rank: int, silent: set[int]) -> Any:
-    model = wrap(timeout_seconds=1.0)
+    model = wrap(timeout_seconds=3.0)
 
     def hook(state: Any, bucket: Any) -> Any:
         return torch.futures.Future() if rank in silent else at_once(bucket.buffer())
@@ -252,7 +252,7 @@ def test_a_future_that_never_comes_ends_with_the_timeout_and_names_the_rank_whos
     for kind, ranks, text, values in seen:
         assert kind in ("SyncTimeoutError", "PeerLostError")
         assert ranks == (1,)
-        assert "hook did not finish within 1 s" in text or "no answer within 1 s" in text
+        assert "hook did not finish within 3 s" in text or "no answer within 3 s" in text
         assert "missing rank 1 (all_reduce() call 1: hook" in text
         assert values == {"weight": None}
 
@@ -297,7 +297,7 @@ def test_the_stack_of_a_rank_that_sleeps_in_its_hook_leads_to_the_line() -> None
 def test_futures_that_never_come_on_any_rank_are_not_attributed_to_the_network() -> None:
     for _, ranks, text, _ in run_ranks(partial(_silent_hook, silent={0, 1}), 2):
         assert ranks == ()
-        assert "hook did not finish within 1 s; no rank is missing, every rank is in its communication hook" in text
+        assert "hook did not finish within 3 s; no rank is missing, every rank is in its communication hook" in text
 
 
 def _on_one_rank(rank: int) -> Any:

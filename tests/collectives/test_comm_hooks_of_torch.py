@@ -24,7 +24,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.cases import bits_of
 from tests.helpers.comm_hooks import hold_group
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import add_gradients, error_of, gradient_values, wrap
+from tests.helpers.small_models import add_gradients, gradient_values, wrap
 
 Model = LegacyDistributedDataParallel
 Hook = Callable[[Any, Any], Any]
@@ -152,24 +152,32 @@ BROKEN: dict[str, Registered] = {
 }
 
 
+def _outcome(rank: int, model: nn.Module) -> tuple[str, str] | list[list[bytes]]:
+    """The error without its stack, or the weights."""
+    try:
+        return _trained(rank, model)
+    except Exception as error:  # noqa: BLE001 - the test looks at its type
+        return type(error).__name__, str(error).partition("\n\nAt:")[0]
+
+
 def _failing(rank: int) -> dict[str, list[Any]]:
-    """What each raises here and under torch DDP, on groups of their own: a hook that raises loses its group."""
+    """The outcome of each here and under torch DDP, on groups of their own: a hook that raises loses its group."""
     warnings.simplefilter("ignore")
-    said: dict[str, list[Any]] = {name: [] for name in BROKEN}
+    outcomes: dict[str, list[Any]] = {name: [] for name in BROKEN}
     for name, registered in BROKEN.items():
         for wrapper in (LegacyDistributedDataParallel, DistributedDataParallel):
             model = wrapper(_one_matrix(), process_group=dist.new_group([0]))
             model.register_comm_hook(*registered())
-            error = error_of(_trained, rank, model)
-            said[name].append(error and (error[0], error[1].partition("\n\nAt:")[0]))  # without the stack
-    return said
+            outcomes[name].append(_outcome(rank, model))
+    return outcomes
 
 
 def test_hooks_of_torch_that_fail_under_torch_ddp_fail_with_the_same_error_here() -> None:
-    (said,) = run_ranks(_failing, 1)
-    for name, (ours, theirs) in said.items():
-        assert ours is not None, name
+    (outcomes,) = run_ranks(_failing, 1)
+    for name, (ours, theirs) in outcomes.items():
         assert ours == theirs, name
+        # Torch 2.15 has mended the quantization hooks.
+        assert isinstance(ours, tuple) or "quantization" in name, name
 
 
 def _bf16(rank: int) -> list[float]:

@@ -164,6 +164,11 @@ def test_an_int_beyond_the_range_of_a_double_is_an_error() -> None:
         read_metrics({"m": 10**400})
 
 
+def test_an_empty_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^a name in metrics is empty: got '', expected at least one character"):
+        read_metrics({"loss": 1.0, "": 1.0})
+
+
 @pytest.mark.parametrize(
     "metrics, text",
     [
@@ -323,14 +328,14 @@ def test_the_function_sums_metrics_too() -> None:
 
 def _names_that_are_not_ascii(rank: int) -> tuple[Any, ...]:
     model = _model()
-    names = ["perte é", "lone \ud800", "", "a\0b"]
+    names = ["perte é", "lone \ud800", " ", "a\0b"]
     sums = model.all_reduce(metrics=dict.fromkeys(names, 1.0)).metrics
     error = error_of(model.all_reduce, metrics=dict.fromkeys(names[rank:], 1.0))
     return dict(sums), error[0] if error else None
 
 
-def test_any_text_is_a_name() -> None:
-    sums = dict.fromkeys(["perte é", "lone \ud800", "", "a\0b"], 2.0)
+def test_any_text_but_the_empty_text_is_a_name() -> None:
+    sums = dict.fromkeys(["perte é", "lone \ud800", " ", "a\0b"], 2.0)
     assert run_ranks(_names_that_are_not_ascii, 2) == [(sums, "DesyncError")] * 2
 
 

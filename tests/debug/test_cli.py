@@ -168,7 +168,7 @@ def _first_line_damaged(folder: Path) -> Path:
         (_other_files, "holds no trace: got notes.txt, expected rank-00000.jsonl"),
         (_empty_file, "rank-00000.jsonl is empty, expected a trace"),
         (_junk, "rank-00000.jsonl is no trace"),
-        (_other_version, "is of another version: got 9, expected 1 or 2"),
+        (_other_version, "is of another version: got 9, expected 1, 2 or 3"),
         (_rank_missing, "lacks rank 1 of 2"),
         (_renamed, "rank-00002.jsonl was renamed: it is the trace of rank 1"),
         (_two_runs, "holds files of several runs: got world sizes [2, 3]"),

@@ -146,6 +146,14 @@ def test_a_value_that_cannot_be_logged_is_named_and_nothing_is_written(
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_mapping_of_values_is_an_error_with_the_call_to_write(tmp_path: Path) -> None:
+    recorder = Recorder(wrap(), tmp_path)
+    text = "log() takes values by name: got {'loss': 1}, expected name=value; write log(**values)"
+
+    assert error_of(recorder.log, {"loss": 1}) == ("TypeError", text)
+
+
+@pytest.mark.usefixtures("alone")
 def test_outside_of_the_block_nothing_can_be_logged(tmp_path: Path) -> None:
     recorder = Recorder(wrap(), tmp_path)
     expected = ("ValueError", "log() was called outside of the recorder's block, expected inside: with Recorder(...):")

@@ -20,6 +20,7 @@ from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, wrap
+from tests.helpers.torch_versions import uses_torch_jit
 from tests.test_error_text import MuteError
 
 
@@ -244,7 +245,7 @@ def test_inputs_and_buffers_of_any_kind_leave_the_training_alone(tmp_path: Path,
     assert held.norms == {"buffer 'away'": None, "buffer 'packed'": None}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
+@uses_torch_jit
 @pytest.mark.usefixtures("alone")
 def test_functional_transforms_of_a_recorded_wrapper_work(tmp_path: Path) -> None:
     model = wrap()
@@ -261,7 +262,7 @@ def test_functional_transforms_of_a_recorded_wrapper_work(tmp_path: Path) -> Non
         assert list(trace.steps) == [0, 1]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, of torch.jit
+@uses_torch_jit
 @pytest.mark.usefixtures("alone")
 def test_a_recorded_wrapper_can_be_traced(tmp_path: Path) -> None:
     model = wrap()

@@ -230,6 +230,7 @@ def test_a_resume_with_other_settings_is_refused_by_rank_0_alone(undisturbed: An
         (["--batch-size", "1000000"], "global batch is larger than the text: got 4000000 windows"),
         (["--resume"], "--resume has no folder: got no --save, expected --save DIR"),
         (["--resume", "--save", "{empty}"], "has nothing to resume: got no step-*.pt, expected one"),
+        (["--operations", "2"], "--operations has no folder: got no --record, expected --record DIR"),
         (["--record", "{traced}"], "--record folder is in use: got a trace in {traced}, expected none"),
         (["--save", "{used}"], "--save folder is in use: got {used}/step-00000004.pt, expected no checkpoint"),
         (["--save", "{used}", "--resume"], "world size is not that of {used}/step-00000004.pt: got 1, expected 2"),

@@ -19,6 +19,7 @@ from tests.helpers.scripts import assert_same_bits
 PAGE = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
 LOOPS = dict(re.findall(r"^<!-- loop: ([^\n]*) -->\n```diff\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
 RANKS, STEPS, MICRO_BATCHES = 2, 6, 2
+IN_TOKENS = ("torch DDP, weighted by tokens", "fairseq")
 State = dict[str, torch.Tensor]
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -84,13 +85,13 @@ def _alone(dtype: torch.dtype, *, accumulates: bool, is_sum: bool) -> State:
 
 def test_every_loop_of_ours_ends_where_one_process_on_all_data_does() -> None:
     ours = [_half(loop, "+") for loop in LOOPS.values()]
-    assert list(LOOPS) == ["torch DDP", "torch DDP, accumulating", "fairseq", "apex", "Horovod"]
+    assert list(LOOPS) == ["torch DDP", "torch DDP, accumulating", *IN_TOKENS, "apex", "Horovod"]
     assert all(program.count(".all_reduce(") == 1 for program in ours)
 
     results = run_ranks(partial(_run_all, programs=ours, dtype=torch.float64), RANKS)
 
     expected = {
-        name: dict(_alone(torch.float64, accumulates=name != "torch DDP", is_sum=name == "fairseq")) for name in LOOPS
+        name: dict(_alone(torch.float64, accumulates=name != "torch DDP", is_sum=name in IN_TOKENS)) for name in LOOPS
     }
     for states in results:
         # Ten digits: additions in another order, through AdamW, and nothing else.
@@ -103,6 +104,13 @@ def test_the_loops_of_torch_ddp_and_ours_end_in_the_same_bits(name: str) -> None
 
     for theirs, ours in run_ranks(partial(_run_all, programs=programs, dtype=torch.float32), RANKS):
         assert_same_bits(ours, theirs)
+
+
+def test_the_loops_weighted_by_tokens_end_in_the_same_weights_up_to_rounding() -> None:
+    programs = [_half(LOOPS["torch DDP, weighted by tokens"], sign) for sign in "-+"]
+
+    for theirs, ours in run_ranks(partial(_run_all, programs=programs, dtype=torch.float64), RANKS):
+        torch.testing.assert_close(dict(ours), dict(theirs), rtol=1e-10, atol=1e-10)
 
 
 def test_the_step_from_torch_ddp_is_three_lines() -> None:

@@ -25,6 +25,19 @@ def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(t
     assert run.stdout.splitlines() == [shown[1]]
 
 
+def test_the_readme_s_line_for_plain_python_makes_a_group_of_one_rank(tmp_path: Path) -> None:
+    line = re.search(r"^    (torch\.distributed\.init_process_group\(.*HashStore.*)$", README, re.MULTILINE)
+    assert line
+    script = EXAMPLES[0].replace('torch.distributed.init_process_group("gloo")', line[1])
+    assert line[1] in script
+    (tmp_path / "train.py").write_text(script)
+
+    run = fork_script("train.py", cwd=tmp_path)
+
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.startswith("call 20: mean over 1 ranks, ")
+
+
 def test_the_readme_s_recorder_goes_around_the_loop_of_its_example(tmp_path: Path) -> None:
     begin, loop, end = re.split(r"(?m)^(for step.*?\n(?: .*\n)+)", EXAMPLES[0])
     recorded = EXAMPLES[1].replace("    ...\n", re.sub(r"(?m)^", "    ", loop).rstrip() + "\n")

@@ -1,6 +1,7 @@
 """The built site: public names in its inventory, no resource of another host, and three pages in a browser."""
 
 import importlib
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from io import BytesIO
@@ -64,6 +65,14 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     documented = {name for kind in ("class", "exception", "function") for name in inventory.data[f"py:{kind}"]}
 
     assert documented == {f"{name}.{item}" for name in MODULES for item in importlib.import_module(name).__all__}
+
+
+def test_pages_named_in_docstrings_are_links(site: Path) -> None:
+    sources = [path.read_text(encoding="utf-8") for path in sorted((site / "api").glob("*.html"))]
+
+    assert [found for source in sources for found in re.findall(r"docs/[\w/-]+\.md", source)] == []
+    wrapper = (site / "api" / "wrapper.html").read_text(encoding="utf-8")
+    assert re.search(r'href="\.\./transport\.html"><span class="doc">The host transport</span>', wrapper)
 
 
 class _Resources(HTMLParser):

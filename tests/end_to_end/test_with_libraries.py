@@ -9,10 +9,15 @@ import pytest
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_torchrun, run_script
 
-PAGE = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
-ACCELERATE, TRANSFORMERS = re.findall(
-    r"^## (?:accelerate|transformers)$.*?^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL
-)
+PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+ACCELERATE, IN_TOKENS, TRANSFORMERS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+SMALL_DATA = """
+import os, torch
+from torch.utils.data import DataLoader, TensorDataset
+torch.manual_seed(0)
+module = torch.nn.Linear(3, 1)
+loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_size=2)
+"""
 
 
 @pytest.fixture
@@ -87,13 +92,6 @@ def test_the_page_s_accelerate_loop_runs_on_two_ranks_and_again_after_load_state
 ) -> None:
     pytest.importorskip("accelerate", reason="the recipe is for accelerate")
     epoch = ACCELERATE[ACCELERATE.index("for inputs") :]
-    before = """
-import os, torch
-from torch.utils.data import DataLoader, TensorDataset
-torch.manual_seed(0)
-module = torch.nn.Linear(3, 1)
-loader = DataLoader(TensorDataset(torch.randn(40, 3), torch.randn(40, 1)), batch_size=2)
-"""
     ask = """
 from legacy_ddp.debug import check_replicas
 check_replicas(model, raises=True)
@@ -110,7 +108,7 @@ assert module.weight.tolist() == went_on
 accelerator.end_training()
 """
     script = tmp_path / "loop.py"
-    program = f"{before}{ACCELERATE}{ask}{again}"
+    program = f"{SMALL_DATA}{ACCELERATE}{ask}{again}"
     script.write_text(program.replace('"calls-', f'"{tmp_path}/calls-').replace('"state"', f'"{tmp_path}/state"'))
 
     result = fork_torchrun(2, str(script), environment={**sealed, "ACCELERATE_USE_CPU": "true"})
@@ -118,6 +116,36 @@ accelerator.end_training()
     assert result.returncode == 0, result.stderr
     # 10 micro-batches a rank are steps of 4, 4 and 2; the call that asks is the fourth.
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["4", "4"]
+
+
+def test_the_page_s_loop_weighted_by_tokens_is_that_of_one_process(tmp_path: Path, sealed: dict[str, str]) -> None:
+    pytest.importorskip("accelerate", reason="the recipe is for accelerate")
+    preparation = ACCELERATE[: ACCELERATE.index("for inputs")]
+    # Windows of 4, 4 and 2 micro-batches on each of two ranks, two rows in each.
+    alone = """
+rows = loader.dataset
+alone = torch.nn.Linear(3, 1)
+alone.load_state_dict(module.state_dict())
+slow = torch.optim.AdamW(alone.parameters())
+for first, last in ((0, 16), (16, 32), (32, 40)):
+    inputs, targets = rows[first:last]
+    slow.zero_grad()
+    torch.nn.functional.mse_loss(alone(inputs), targets).backward()
+    slow.step()
+"""
+    compare = """
+torch.testing.assert_close(module.weight, alone.weight, rtol=1e-12, atol=1e-12)
+torch.testing.assert_close(module.bias, alone.bias, rtol=1e-12, atol=1e-12)
+accelerator.end_training()
+"""
+    script = tmp_path / "loop.py"
+    script.write_text(
+        f"import torch\ntorch.set_default_dtype(torch.float64)\n{SMALL_DATA}{alone}{preparation}{IN_TOKENS}{compare}"
+    )
+
+    result = fork_torchrun(2, str(script), environment={**sealed, "ACCELERATE_USE_CPU": "true"})
+
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_training_of_transformers_goes_on_from_its_checkpoint_to_the_same_bits(

@@ -57,6 +57,7 @@ def serve(pipe: Connection, stack_path: Path) -> None:
             job: Job = pickle.loads(message)
             warnings.resetwarnings()
             warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile
             before = None if job.is_last else process_state()
             torch.set_rng_state(generator_state)  # as in a new process
             groups = _run(job, pipe)

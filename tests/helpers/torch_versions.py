@@ -4,10 +4,20 @@ import re
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype is new in torch 2.10")
+
+# torch.jit is deprecated: in other words and classes of warnings in each version of torch and of Python.
+uses_torch_jit = pytest.mark.filterwarnings("ignore:.*torch.jit")
+
+# Control flow compiles its branches, also outside of compiled code.
+leaves_compiler_alone = pytest.mark.skipif(
+    not hasattr(TorchDispatchMode, "ignore_compile_internals"),
+    reason="in older versions of torch no dispatch mode leaves the compiler alone",
+)
 
 _GLOO_LINE = re.compile(r"^\[Gloo\] Rank .*\n", re.MULTILINE)
 

@@ -2,10 +2,11 @@
 
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values
 from legacy_ddp.debug._trace.write import Writer
@@ -72,11 +73,12 @@ def write_trace(
     environments: Callable[[int, int], Environment] = environment,
     calls: Callable[[int, int], CallFacts] = call_facts,
     logs: Callable[[int, int], Mapping[str, float | str]] | None = None,
+    operations: Callable[[int, int], Sequence[Operation]] | None = None,
     end: str | None = "closed",
 ) -> Path:
     """A run of ``steps`` steps with ranks that agree in everything but local gradients and ``planted`` entries.
 
-    ``calls``, ``logs``: of a step and rank.
+    ``calls``, ``logs``, ``operations``: of a step and rank.
     """
     for rank in range(world_size):
         facts = environments(rank, world_size)
@@ -86,6 +88,7 @@ def write_trace(
             for phase in PHASES if step >= first else START:
                 if phase == "reduced_gradients":
                     writer.call(step, calls(step, rank))
+                    writer.operations(step, operations(step, rank) if operations else ())
                 if names.get(phase):
                     writer.section(step, section(rank, step, phase, names[phase], kind, planted or {}))
             if logs and (logged := logs(step, rank)):

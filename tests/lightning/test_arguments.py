@@ -64,8 +64,9 @@ def test_what_a_strategy_does_not_take_is_refused_with_what_to_do_instead(
 def test_an_unusable_argument_of_the_wrapper_is_refused_before_any_rank_is_started(
     strategy: type, given: dict[str, Any], kind: type[Exception]
 ) -> None:
-    with pytest.raises(kind, match=next(iter(given))):
+    with pytest.raises(kind, match=next(iter(given))) as caught:
         strategy(**given)
+    assert caught.value.__notes__ == ["see docs/errors.md#typeerror-and-valueerror"]
 
 
 @BOTH

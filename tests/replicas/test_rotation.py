@@ -12,6 +12,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, Warned, train, wide_net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.torch_versions import uses_torch_jit
 
 # Modules
 
@@ -38,7 +39,7 @@ def test_a_module_with_names_of_its_own_is_compared() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@uses_torch_jit
 def test_a_scripted_module_is_digested() -> None:
     net = wide_net()
     del net._buffers["table"]
@@ -50,7 +51,8 @@ def test_a_scripted_module_is_digested() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@uses_torch_jit
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_a_traced_forward_records_no_digest() -> None:
     model = LegacyDistributedDataParallel(nn.Linear(2, 1))
 

@@ -55,9 +55,14 @@ def _pool(training: Training) -> None:
 
 
 def _fork(training: Training) -> None:
+    begun, begins = os.pipe()
     child = os.fork()
     if not child:
+        os.write(begins, b"1")
         signal.pause()
+    os.read(begun, 1)  # before its hooks of fork have run, a child has the signal handling of its parent
+    os.close(begun)
+    os.close(begins)
     training.step()
     os.kill(child, signal.SIGTERM)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM

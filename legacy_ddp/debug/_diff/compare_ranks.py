@@ -10,6 +10,8 @@ from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.locations import MAX_OTHERS, Key, merge
 from legacy_ddp.debug._diff.notes import NO_OPTIMIZER, local_buffer_notes, phase_labels
+from legacy_ddp.debug._diff.operation_finding import with_operations
+from legacy_ddp.debug._diff.operation_ranks import RankOperations
 from legacy_ddp.debug._diff.rank_details import read_divergences, read_masks
 from legacy_ddp.debug._diff.rank_digests import RankDigests
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side, Verdict
@@ -76,7 +78,10 @@ def _verdict_without_difference(run: Run, digests: RankDigests) -> tuple[Verdict
     )
 
 
-def _result(run: Run, digests: RankDigests, verdict: Verdict, headline: str) -> Comparison:
+def _result(
+    run: Run, digests: RankDigests, verdict: Verdict, headline: str, first_step: int | None = None
+) -> Comparison:
+    """``first_step``: of the first divergence, up to which operations are compared; None without any."""
     steps = digests.compared_steps
     notes = digests.run_coverage.notes()
     if digests.missing:
@@ -86,8 +91,16 @@ def _result(run: Run, digests: RankDigests, verdict: Verdict, headline: str) -> 
     notes += local_buffer_notes(run.environments[0].local_buffers)
     if verdict == "same":
         notes += [f"{cause.what} differs between ranks and changed no bit" for cause in _causes(run)]
+    operations = RankOperations(
+        run, [step for step in sorted(digests.operation_steps) if first_step is None or step <= first_step]
+    )
     return Comparison(
-        (str(run.folder),), verdict, headline, (steps[0], steps[-1]) if steps else None, notes=tuple(notes)
+        (str(run.folder),),
+        verdict,
+        with_operations(headline, verdict, operations.finding),
+        (steps[0], steps[-1]) if steps else None,
+        operations=operations.finding,
+        notes=(*notes, *operations.notes()),
     )
 
 
@@ -110,7 +123,7 @@ def _different(run: Run, digests: RankDigests, keys: list[Key], keep: Keep) -> C
         f"different: ranks part {when} in {PHASE_LABELS[first.phase]}: {_format_sides(first.sides)}: {first.name}"
     )
     return replace(
-        _result(run, digests, "different", headline),
+        _result(run, digests, "different", headline, first.step),
         first=first,
         others=tuple(others[:MAX_OTHERS]),
         explanation=f"{_format_majority(first, run.world_size)} {explain(evidence)}",

@@ -9,6 +9,7 @@ from legacy_ddp.debug._diff.coverage import format_steps, uncompared_steps
 from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT, Growth, find_growth
+from legacy_ddp.debug._diff.operation_finding import with_operations
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Verdict
 from legacy_ddp.debug._diff.run_differences import RunDifferences
 from legacy_ddp.debug._diff.sections import SHARED_PHASES
@@ -97,7 +98,7 @@ class _RunComparison:
         causes = self._found.causes(first.step)
         locations, more_locations = self._found.locations(first)
         return replace(
-            self._result("different", self._headline(first)),
+            self._result("different", self._headline(first), first),
             first=first,
             others=tuple(others),
             size=self._found.size,
@@ -141,12 +142,20 @@ class _RunComparison:
         with self._found.open(first.ranks[0]) as pair:
             return find_growth(pair, first.step)
 
-    def _result(self, verdict: Verdict, headline: str) -> Comparison:
+    def _result(self, verdict: Verdict, headline: str, first: Divergence | None = None) -> Comparison:
         compared = self._coverage.steps
         steps = (compared[0], compared[-1]) if compared else None
         folders = str(self._a.folder), str(self._b.folder)
-        notes = tuple(self._notes(verdict))
-        return Comparison(folders, verdict, headline, steps, metrics=self._found.metrics, notes=notes)
+        operations = self._found.operations.finding(first)
+        return Comparison(
+            folders,
+            verdict,
+            with_operations(headline, verdict, operations),
+            steps,
+            metrics=self._found.metrics,
+            operations=operations,
+            notes=(*self._notes(verdict), *self._found.operations.notes(first)),
+        )
 
     def _notes(self, verdict: Verdict) -> list[str]:
         found, steps = self._found, self._coverage.any_steps

@@ -22,7 +22,8 @@ class RankDigests:
     """A 64-bit digest for every shared phase, step and rank.
 
     Memory: 40 bytes per step and rank, 40 MB for 1,000 ranks and 1,000 steps. ``phases``: the compared phases.
-    ``missing``: phases which some ranks did not record. ``by_content``: digests do not depend on the order of names;
+    ``missing``: phases which some ranks did not record. ``operation_steps``: steps with operations on every rank.
+    ``by_content``: digests do not depend on the order of names;
     every section is parsed.
     """
 
@@ -31,6 +32,7 @@ class RankDigests:
         self._tensors: Counter[Key] = Counter()
         self.names_agree = True
         self.steps: list[int] = []
+        self.operation_steps: set[int] = set()
         self._keep = keep
         self._by_content = by_content
         self._names: set[Names] = set()
@@ -85,6 +87,8 @@ class RankDigests:
         self.run_coverage.add(rank, trace)
         if rank == 0:
             self.steps = list(trace.steps)
+            self.operation_steps = {*trace.operation_counts}
+        self.operation_steps &= {*trace.operation_counts}
         recorded = set(trace.steps)
         self._excluded.update((step, _WHOLE_STEP) for step in self.steps if step not in recorded)
         names: dict[int, tuple[Names, int]] = {}

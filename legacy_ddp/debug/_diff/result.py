@@ -92,6 +92,51 @@ class MetricDifference:
 
 
 @dataclass(frozen=True)
+class OperationRow:
+    """A row of the table of operations around the first difference.
+
+    ``numbers``: position in the two sequences, from 1, None for a sequence without it. ``result``: the comparison, in
+    words. ``is_first``: the row belongs to the first difference.
+    """
+
+    numbers: tuple[int | None, int | None]
+    stage: str
+    module: str
+    name: str
+    result: str
+    is_first: bool = False
+
+
+@dataclass(frozen=True)
+class OperationFinding:
+    """Comparison of the operations of one step: of a rank in two runs, or of two groups of ranks in one.
+
+    ``labels``: of the two sides, as in :class:`Side`. ``ranks``: for two runs the ranks with a difference; for one run
+    the ranks outside the majority, or all ranks without a majority; empty without a difference. ``counts``: operations
+    of each side. ``kind``: ``output`` (inputs agree, an output differs), ``input``, ``sequence`` (operations of one
+    side alone), ``form`` (settings, layout and the like) or empty without a difference. ``stage``, ``module``,
+    ``name``: of the first different operation. ``summary``: one phrase. ``details``: differing values. ``earlier``:
+    operations of one side alone, without influence. ``meaning``, ``next_step``: sentences. ``rows``: the operations
+    around the difference.
+    """
+
+    step: int
+    labels: tuple[str, str]
+    ranks: tuple[int, ...]
+    counts: tuple[int, int]
+    kind: str
+    summary: str
+    meaning: str
+    next_step: str = ""
+    stage: str = ""
+    module: str = ""
+    name: str = ""
+    details: tuple[str, ...] = ()
+    earlier: tuple[str, ...] = ()
+    rows: tuple[OperationRow, ...] = ()
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Result of the comparison of two runs, or of the ranks of one run.
 
@@ -101,7 +146,9 @@ class Comparison:
     runs, the greatest relative difference of norms there; None if unknown. ``explanation``: sentences about the first
     divergence. ``causes``: possible causes, likeliest first. ``locations``: the first few, in the order of training;
     ``more_locations``: number of steps and phases with differences beyond ``locations``. ``metrics``: for two runs,
-    the first difference of each metric; no part of the verdict. ``notes``: parts of the traces without a comparison,
+    the first difference of each metric; no part of the verdict. ``operations``: the first different operation of the
+    first different step, or of a recorded step without one; None if no operations were compared; no part of the
+    verdict. ``notes``: parts of the traces without a comparison,
     with the reason.
     """
 
@@ -117,4 +164,5 @@ class Comparison:
     locations: tuple[Location, ...] = ()
     more_locations: int = 0
     metrics: tuple[MetricDifference, ...] = ()
+    operations: OperationFinding | None = None
     notes: tuple[str, ...] = field(default=())

@@ -9,6 +9,7 @@ from legacy_ddp.debug._diff.call_diff import CallDifferences
 from legacy_ddp.debug._diff.coverage import ComparisonCoverage
 from legacy_ddp.debug._diff.locations import Key, Locations, merge
 from legacy_ddp.debug._diff.metric_diff import metric_differences
+from legacy_ddp.debug._diff.operation_runs import RunOperations
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Cause, Divergence, Location, MetricDifference
 from legacy_ddp.debug._diff.same_model import check_same_model
@@ -30,6 +31,7 @@ class RunDifferences:
         self.runs = a, b
         self.equal_sizes = a.world_size == b.world_size
         self.calls = CallDifferences()
+        self.operations = RunOperations()
         self.run_coverages = RunCoverage("A"), RunCoverage("B")
         self.coverage = ComparisonCoverage()
         self._tensors = Locations()
@@ -115,6 +117,7 @@ class RunDifferences:
             self._compare(rank, pair, step, phase)
         if self.equal_sizes:
             self.calls.add_rank(rank, pair, self._tensors.first_step)
+            self.operations.add_rank(rank, pair, self._tensors.first_step)
 
     def _compare(self, rank: int, pair: Pair, step: int, phase: str) -> None:
         key: Key = step, PHASES.index(phase)

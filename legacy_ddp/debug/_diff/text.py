@@ -6,6 +6,7 @@ from typing import Any
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
 from legacy_ddp._text import table, wrap
+from legacy_ddp.debug._diff import operation_text
 from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, Side
 from legacy_ddp.debug._diff.sections import relative_difference
@@ -26,6 +27,8 @@ def lines(comparison: Comparison) -> list[str]:
         text += _more(len(comparison.causes) - MAX_LINES)
     if comparison.first:
         text += ["", *_first(comparison, comparison.first), "", *wrap(f"meaning: {comparison.explanation}")]
+    if comparison.operations:
+        text += ["", *operation_text.lines(comparison.operations)]
     if comparison.locations:
         text += ["", *_locations(comparison)]
     if comparison.metrics:

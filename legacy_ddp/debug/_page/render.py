@@ -15,6 +15,7 @@ from legacy_ddp.debug._page.chart import Axis, Chart
 from legacy_ddp.debug._page.environment_table import environment_rows
 from legacy_ddp.debug._page.line_charts import local_norm_chart, noise_scale_chart
 from legacy_ddp.debug._page.loop_charts import logged_charts, metric_charts
+from legacy_ddp.debug._page.operation_table import operation_table
 from legacy_ddp.debug._page.parameter_chart import parameter_chart
 from legacy_ddp.debug._page.series import Series, read_series
 from legacy_ddp.debug._page.wait_chart import wait_chart
@@ -42,7 +43,7 @@ def render(
     series = read_series(runs, progress)
     symbol, verdict_label = _VERDICTS[comparison.verdict]
     labels = ("A", "B")[: len(runs)] if len(runs) == 2 else ("",)
-    charts = draw_charts(series, labels)
+    charts = [*operation_table(comparison.operations), *draw_charts(series, labels)]
     plots = [chart.plot for chart in charts if chart.plot is not None]
     script, divisions = components(plots) if plots else ("", ())  # a trace without any step has no chart
     remaining = iter(divisions)

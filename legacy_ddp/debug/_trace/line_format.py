@@ -1,7 +1,8 @@
 """Encoding, decoding and checksum of one line of a trace. Pure.
 
 A line is a JSON object whose last two keys are the line number and a checksum. docs/trace-format.md describes every
-line; a change of their meaning needs a new ``VERSION``. Version 2 has metrics in a call, and lines of logged values.
+line; a change of their meaning needs a new ``VERSION``. Version 2 has metrics in a call, and lines of logged values;
+version 3 has lines of operations.
 """
 
 import json
@@ -13,8 +14,8 @@ from typing import Any
 from legacy_ddp._errors import TraceError
 
 FORMAT = "legacy_ddp trace"
-VERSION = 2
-READABLE_VERSIONS = (1, 2)
+VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
 # The phases of a step in the order of training, with their labels in texts; docs/trace-format.md has the contents.
 PHASE_LABELS = {

@@ -10,13 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.line_format import PHASES, DamagedLineError, check, decode
 from legacy_ddp.debug._trace.open_file import first_line, open_trace, unreadable
+from legacy_ddp.debug._trace.operation_lines import Declaration, sequence_from_json
 from legacy_ddp.debug._trace.records import CallFacts, Names, Section, Values, end_reason, logged_values
 from legacy_ddp.debug._trace.validate import FOREIGN
 
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')
 _CALL = re.compile(rb'\{"line":"call","step":(\d{1,18}),')
+_OPERATIONS = re.compile(
+    rb'\{"line":"operations","step":(\d{1,18}),"micro_batch":\d{1,18},"numbers":\[(\d+(?:,\d+)*)\],"digests":"'
+)
 _LOG = re.compile(rb'\{"line":"log","step":(\d{1,18}),')
 _ALL_FINITE = b',"nonfinite":[]'
 _COLUMNS = (*PHASES, "call")
@@ -32,10 +37,11 @@ class RankTrace:
     damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
     block ended (``"closed"``, or the name of an exception), empty for a rank killed or still running. ``phases``: the
     phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values of this
-    rank alone by step. With ``until``, these attributes cover the part read: up to the first line of a step after
-    ``until``.
+    rank alone by step. ``operation_counts``: number of operations by step, for steps with operations. With ``until``,
+    these attributes cover the part read: up to the first line of a step after ``until``.
 
-    Memory is 260 bytes per step, independent of the number of tensors, and the logged values.
+    Memory is 260 bytes per step, independent of the number of tensors, the logged values, and the declarations of
+    operations.
 
     Raises:
         TraceError: the file cannot be read, or is no trace of this version.
@@ -49,7 +55,10 @@ class RankTrace:
         self.end = ""
         self.steps = array("q")
         self.logged: dict[int, dict[str, float | str]] = {}
+        self.operation_counts: dict[int, int] = {}
         self._names: dict[int, tuple[Names, bytes]] = {}
+        self._declared: list[Declaration] = []
+        self._operations: dict[int, list[int]] = {}  # offsets of lines by step
         self._offsets = {column: array("q") for column in _COLUMNS}
         self._digests = {phase: array("q") for phase in PHASES}
         self._numbers = {phase: array("q") for phase in PHASES}
@@ -127,24 +136,40 @@ class RankTrace:
         values = self._decoded(step, "call")
         return None if values is None else self._parsed(CallFacts.from_json, values)
 
+    def operations(self, step: int) -> tuple[Operation, ...]:
+        """The operations of forward and backward of a step, in order; empty for a step without operations.
+
+        Raises:
+            TraceError: as :meth:`section`.
+        """
+        found: list[Operation] = []
+        for offset in self._operations.get(step, ()):
+            values = self._decoded_at(step, offset)
+            found += self._parsed(sequence_from_json, values, self._declared)
+        return tuple(found)
+
     def _row(self, step: int, column: str) -> int | None:
         """The index of the step in the arrays; None without a line in this column."""
         row = self._rows.get(step)
         return None if row is None or self._offsets[column][row] == _ABSENT else row
 
     def _decoded(self, step: int, column: str) -> dict[str, Any] | None:
-        line = self._line(step, column)
+        row = self._row(step, column)
+        return None if row is None else self._decoded_at(step, self._offsets[column][row])
+
+    def _decoded_at(self, step: int, offset: int) -> dict[str, Any]:
         try:
-            return None if line is None else decode(line)
+            return decode(self._line_at(offset))
         except DamagedLineError as error:
             raise TraceError(f"{self.path}: a line of step {step} cannot be read: {error}") from error
 
     def _line(self, step: int, column: str) -> bytes | None:
         row = self._row(step, column)
-        if row is None:
-            return None
+        return None if row is None else self._line_at(self._offsets[column][row])
+
+    def _line_at(self, offset: int) -> bytes:
         try:
-            self._file.seek(self._offsets[column][row])
+            self._file.seek(offset)
             return self._file.readline()
         except OSError as error:
             raise TraceError(unreadable(self.path, error)) from error
@@ -186,6 +211,8 @@ class RankTrace:
             self._add_values(found, body, offset)
         elif found := _CALL.match(body):
             self._add_column(int(found[1]), "call", offset)
+        elif found := _OPERATIONS.match(body):
+            self._add_operations(int(found[1]), found[2].count(b",") + 1, offset)
         elif found := _LOG.match(body):
             self._add_logged(int(found[1]), decode(line))
         else:
@@ -208,10 +235,20 @@ class RankTrace:
             if number != len(self._names):
                 raise DamagedLineError("its number is not the next one")
             self._names[number] = names, blake2b(body.partition(b',"phase":')[2], digest_size=8).digest()
+        elif values.get("line") == "operation":
+            number, declaration = Declaration.from_json(values)
+            if number != len(self._declared):
+                raise DamagedLineError("its number is not the next one")
+            self._declared.append(declaration)
         elif values.get("line") == "end":
             self.end = end_reason(values)
         else:
             raise DamagedLineError("it is of a kind that no recorder writes")
+
+    def _add_operations(self, step: int, count: int, offset: int) -> None:
+        self._add_row(step)
+        self._operations.setdefault(step, []).append(offset)
+        self.operation_counts[step] = self.operation_counts.get(step, 0) + count
 
     def _add_logged(self, step: int, values: Mapping[str, Any]) -> None:
         self._add_row(step)

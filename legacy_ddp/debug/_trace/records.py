@@ -187,7 +187,8 @@ def check_version(values: Mapping[str, Any]) -> None:
     if values.get("line") != "environment" or values.get("format") != FORMAT:
         raise TraceError(f"is no trace: got a first line of another kind, expected one of format {FORMAT!r}")
     if values.get("version") not in READABLE_VERSIONS:
-        readable = " or ".join(map(str, READABLE_VERSIONS))
+        *others, last = map(str, READABLE_VERSIONS)
+        readable = f"{', '.join(others)} or {last}"
         raise TraceError(
             f"is of another version: got {values.get('version')!r}, expected {readable}; read it with the legacy_ddp "
             "that wrote it"

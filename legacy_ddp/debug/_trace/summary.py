@@ -66,7 +66,8 @@ class Summary:
     the end of their files. ``phases``: number of names per phase, at its last step on rank 0. ``facts``: equal on all
     ranks; ``own_facts``: different between ranks, each value with its ranks. ``norms``: step and norm of all reduced
     gradients together, on rank 0, at the first and the last step; without norms too large for a float64. ``metrics``:
-    sums over the ranks. ``logged``: values of single ranks.
+    sums over the ranks. ``logged``: values of single ranks. ``operations``: for each step with operations the greatest
+    number of a rank.
     """
 
     folder: str
@@ -85,6 +86,7 @@ class Summary:
     waiting: Waiting | None
     metrics: tuple[Curve, ...] = ()
     logged: tuple[Curve, ...] = ()
+    operations: tuple[tuple[int, int], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of the summary, with its format and version."""
@@ -120,6 +122,7 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
         waiting=found.waits.summary(run.world_size),
         metrics=found.metrics.curves(),
         logged=found.logged.curves(),
+        operations=tuple(sorted(found.operations.items())),
     )
 
 
@@ -134,12 +137,15 @@ class _Findings:
         self.nonfinite: NonFinite | None = None
         self.waits = _Waits()
         self.metrics, self.logged = _Curves(), _Curves()
+        self.operations: dict[int, int] = {}
 
     def add(self, rank: int, trace: RankTrace) -> None:
         self.steps.update(trace.steps)
         self.ends.setdefault(_end(trace), []).append(rank)
         self.waits.add(rank, trace)
         self._add_nonfinite(rank, trace)
+        for step, count in trace.operation_counts.items():
+            self.operations[step] = max(count, self.operations.get(step, 0))
         for step, values in trace.logged.items():
             self.logged.add(rank, step, values)
         if rank == 0:

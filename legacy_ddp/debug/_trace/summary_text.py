@@ -1,6 +1,6 @@
 """A summary as text of 80 columns. Pure."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
 from legacy_ddp._text import format_bytes, shorten, wrap
@@ -14,7 +14,7 @@ MAX_TEXT = 40  # characters of a logged text
 def lines(found: Summary) -> list[str]:
     """The lines of the text."""
     text = wrap(f"{found.folder}: {_count(found.world_size, 'rank')}, {_steps(found)}, begun {found.started}")
-    for item in [*_ends(found), f"size: {_size(found)}", f"phases: {_phases(found)}"]:
+    for item in [*_ends(found), f"size: {_size(found)}", f"phases: {_phases(found)}", *_operations(found)]:
         text += wrap(item, "  ")
     for item in [*_norms(found), _nonfinite(found), *_waiting(found), *_metrics(found), *_logged(found)]:
         text += wrap(item, "  ")
@@ -54,6 +54,24 @@ def _size(found: Summary) -> str:
 
 def _phases(found: Summary) -> str:
     return ", ".join(f"{PHASE_LABELS[phase]} {number:,}" for phase, number in found.phases.items()) or "none"
+
+
+def _operations(found: Summary) -> Iterator[str]:
+    if not found.operations:
+        return
+    counts = [count for _, count in found.operations]
+    least, greatest = min(counts), max(counts)
+    number = f"{least:,}" if least == greatest else f"{least:,} to {greatest:,}"
+    steps = ", ".join(_spans([step for step, _ in found.operations]))
+    yield f"operations of forward and backward: {steps} ({number} a step and rank)"
+
+
+def _spans(steps: Sequence[int]) -> Iterator[str]:
+    """Ascending steps as runs of consecutive numbers, at most ``MAX_LINES``."""
+    starts = [index for index, step in enumerate(steps) if index == 0 or step != steps[index - 1] + 1]
+    for start, stop in zip(starts[:MAX_LINES], (*starts[1:], len(steps)), strict=False):
+        yield span((steps[start], steps[stop - 1]))
+    yield from _more(len(starts), "spans of steps")
 
 
 def _norms(found: Summary) -> Iterator[str]:

@@ -2,12 +2,20 @@
 
 import errno
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
+from legacy_ddp.debug._trace.operation_lines import (
+    Declaration,
+    by_micro_batch,
+    declaration_of,
+    digests_of,
+    sequence_to_json,
+)
 from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, end_to_json, log_to_json
 
 
@@ -21,6 +29,7 @@ class Writer:
     def __init__(self, folder: Path, environment: Environment) -> None:
         self.path = folder / RANK_FILE.format(environment.rank)
         self._numbers: dict[Names, int] = {}
+        self._declared: dict[Declaration, int] = {}
         self._lines: list[bytes] = []
         self._line_count = 0
         self._is_whole = True
@@ -61,6 +70,12 @@ class Writer:
     def call(self, step: int, facts: CallFacts) -> None:
         """Add the facts about the call of a step."""
         self._add(facts.to_json(step))
+
+    def operations(self, step: int, operations: Sequence[Operation]) -> None:
+        """Add the operations of a step."""
+        for micro_batch, found in by_micro_batch(operations):
+            numbers = [self._declare(declaration_of(operation)) for operation in found]
+            self._add(sequence_to_json(step, micro_batch, numbers, "".join(map(digests_of, found))))
 
     def log_now(self, step: int, values: Mapping[str, float | str]) -> None:
         """Write values of this rank alone, and all lines before.
@@ -108,6 +123,14 @@ class Writer:
         """Close and remove the file."""
         self.abandon()
         self.path.unlink(missing_ok=True)
+
+    def _declare(self, declaration: Declaration) -> int:
+        """The number of an operation, after its declaration at the first use."""
+        number = self._declared.get(declaration)
+        if number is None:
+            number = self._declared[declaration] = len(self._declared)
+            self._add(declaration.to_json(number))
+        return number
 
     def _add(self, values: Mapping[str, Any]) -> None:
         self._lines.append(encode(values, self._line_count + 1))

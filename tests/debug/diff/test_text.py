@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH, printable, shorten, table, wrap
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Location, MetricDifference, Side
+from legacy_ddp.debug._diff.result import (
+    Cause,
+    Comparison,
+    Divergence,
+    Location,
+    MetricDifference,
+    OperationFinding,
+    OperationRow,
+    Side,
+)
 from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._trace.line_format import PHASES
 
@@ -175,6 +184,16 @@ _DIVERGENCE: Any = st.builds(
 )
 _COUNT = st.integers(0, 10**12)
 _SUM = st.none() | st.sampled_from(["nan", "inf", "-inf"]) | st.floats(allow_nan=False, allow_infinity=False)
+_ROW: Any = st.builds(
+    OperationRow, st.tuples(st.none() | _COUNT, st.none() | _COUNT), _TEXT, _TEXT, _TEXT, _TEXT, st.booleans()
+)
+_OPERATIONS: Any = st.builds(
+    OperationFinding,
+    *(_COUNT, st.tuples(_TEXT, _TEXT), _RANKS, st.tuples(_COUNT, _COUNT)),
+    *([_TEXT] * 7),
+    *([st.lists(_TEXT, max_size=3).map(tuple)] * 2),
+    st.lists(_ROW, max_size=3).map(tuple),
+)
 _COMPARISON: Any = st.builds(
     Comparison,
     st.tuples(_TEXT, _TEXT),
@@ -201,6 +220,7 @@ _COMPARISON: Any = st.builds(
     ).map(tuple),
     st.integers(0, 10**9),
     st.lists(st.builds(MetricDifference, _TEXT, _COUNT, _SUM, _SUM, _COUNT, _COUNT), max_size=12).map(tuple),
+    st.none() | _OPERATIONS,
     st.lists(_TEXT, max_size=3).map(tuple),
 )
 

@@ -1,0 +1,36 @@
+"""The end of a TypeError or ValueError about an argument: the anchor of its section in docs/errors.md."""
+
+import os
+import traceback
+from contextlib import ContextDecorator
+from types import TracebackType
+
+_NOTE = "see docs/errors.md#typeerror-and-valueerror"
+_LIBRARY = os.path.join(os.path.dirname(__file__), "")
+
+
+class ArgumentErrors(ContextDecorator):
+    """Adds the anchor to a TypeError or ValueError raised by the library inside the block or the decorated function.
+
+    The section is about both classes, which are Python's own, and thus cannot bring the anchor themselves. Errors
+    raised by other code inside the block (a module, a hook) stay as they are.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, TypeError | ValueError) or not _is_of_library(trace):
+            return
+        if _NOTE not in getattr(error, "__notes__", ()):  # of an inner block
+            error.add_note(_NOTE)
+
+
+def _is_of_library(trace: TracebackType | None) -> bool:
+    """Whether the frame that raised belongs to the library."""
+    return all(frame.f_code.co_filename.startswith(_LIBRARY) for frame, _ in list(traceback.walk_tb(trace))[-1:])
+
+
+argument_errors = ArgumentErrors()

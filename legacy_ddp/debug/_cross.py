@@ -1,0 +1,250 @@
+"""Comparison of the computation of all ranks: every rank also runs the batch of the rank before."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import agree, announcing_failures
+from legacy_ddp._agreement.header import Header
+from legacy_ddp._argument_errors import argument_errors
+from legacy_ddp._buckets.inventory import build_inventory, distinct, inventory_digest
+from legacy_ddp._errors import ReplicaDivergenceError
+from legacy_ddp._replicas import state as hold
+from legacy_ddp._replicas.check import divergence_error
+from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
+from legacy_ddp._text import format_bytes
+from legacy_ddp._transport.call import Call, check_can_communicate
+from legacy_ddp._transport.operation import Operation
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp.debug._arguments import Target, as_count, target_of
+from legacy_ddp.debug._cross_arguments import MAX_BYTES, CrossCheckOptions, check_functions, check_initialised
+from legacy_ddp.debug._cross_check.batch_plan import classes_in
+from legacy_ddp.debug._cross_check.generators import generator_states
+from legacy_ddp.debug._cross_check.held import held_values
+from legacy_ddp.debug._cross_check.one_run import Run, Runner
+from legacy_ddp.debug._cross_check.parcel import pack
+from legacy_ddp.debug._cross_check.passes import Passes
+from legacy_ddp.debug._cross_check.procedure import compare_runs
+from legacy_ddp.debug._cross_check.report import CrossCheckReport
+from legacy_ddp.debug._cross_check.saved_state import state_set_aside
+from legacy_ddp.debug._cross_check.settings import settings_of
+
+_LAYOUT_ADVICE = (
+    "make the model and the arguments alike on every rank; pass a tensor in run that differs between ranks in the batch"
+)
+
+
+@internals.disable_dynamo
+def cross_check(
+    model: nn.Module,
+    run: Run,
+    batch: Any,
+    *,
+    operations: bool = False,
+    local_buffers: Iterable[str] | None = None,
+    max_bytes: int = MAX_BYTES,
+    raises: bool = False,
+    process_group: dist.ProcessGroup | DeviceMesh | None = None,
+) -> CrossCheckReport:
+    """Compare the computation of the ranks: every rank runs its own batch, and the batch of the rank before.
+
+    Collective: on every rank of the group, at any moment outside of backward. The batch travels with the states of the
+    random generators and with the buffers of its rank alone (statistics of normalisation layers, ``local_buffers``):
+    dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of every gradient, and of buffers
+    and random generators after the run. If all agree, a check costs two passes forward and backward, and 16 bytes for
+    each result and rank.
+
+    After a difference one batch goes to all ranks, and every rank runs it twice more with all operations captured (8 to
+    20 times the cost of a pass), and once or twice more for the elements. The report names the ranks with results
+    outside of a majority, or with changing results; the first different operation with its module; the elements of its
+    output.
+
+    Gradients, parameters, buffers, training flags, version counters, the counters of the wrapper and the random
+    generators of torch, Python and NumPy are afterwards bit for bit as before. State elsewhere is not seen: a counter
+    in Python, a cache on disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
+    two batches. Hooks after the accumulation of a gradient do not run.
+
+    Args:
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compared on its group, or any module. Of a
+            torch DistributedDataParallel the module inside is taken, on the default group.
+        run: ``run(model, batch)`` returns the loss, one element, of a forward pass; without ``backward()``,
+            ``all_reduce()`` or ``step()``. A tensor in the closure, defaults, globals or object of ``run`` must be
+            equal on all ranks; an iterator or a generator there is refused.
+        batch: tensors, numbers and texts in lists, tuples, dicts, named tuples, dataclasses, or mappings with the
+            constructor of dict; None on a rank without a batch. ``run`` has a copy, with equal strides.
+        operations: capture operations in all passes: then a single event has the name of its operation, too.
+        local_buffers: names or patterns of buffers with values of each rank alone, in addition to the statistics of
+            normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
+        max_bytes: limit for the size of a batch with its generators and buffers.
+        raises: whether a difference is an error.
+        process_group: of a plain module; None for the default group.
+
+    Raises:
+        ReplicaDivergenceError: parameters or buffers differ before the first run; with ``raises``, ranks compute
+            differently. Its text is the report.
+        TypeError, ValueError: wrong arguments; a batch of an unknown type, or too large; no batch on any rank. On
+            some ranks only: PeerError on all, before anything runs.
+        PeerError: ``run`` failed on a rank; the text has its error.
+        LayoutError: arguments, parameters or tensors of ``run`` differ between ranks.
+        DesyncError, LostPeerError: as for ``all_reduce()``.
+
+    Example:
+        >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).agrees
+        True
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # its forward would make backward communicate
+    target = target_of(model, process_group)
+    if isinstance(model, LegacyDistributedDataParallel):
+        model._refuse_inside_join("cross_check()")
+    synchronizer, module = target.synchronizer, target.module
+    with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
+        with torch.no_grad(), announcing_failures(call):
+            check_can_communicate(call)
+            check_functions(module, run)
+            check_initialised(module)
+            options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
+            local = tuple(
+                synchronizer.settings.checks.local_buffers if options.local_buffers is None else options.local_buffers
+            )
+            hold.check_local_buffers(module, local)
+            held = held_values(run, module)
+            own = _own_tensors(target, local)
+            data = _pack(batch, module, own, max_bytes)
+            names = ", ".join(sorted(local)) or "none"
+            request = _describe(module, held, asdict(replace(options, local_buffers=None)) | {"local_buffers": names})
+            with call.phase("digest"):
+                state = _shared_state(target, own)
+                header = state.add_digest(Header())
+        with torch.no_grad():
+            agreement = agree(
+                call, header._replace(layout=inventory_digest(request)), request, layout_advice=_LAYOUT_ADVICE
+            )
+            replicas = compare_headers(call, agreement.rows, state, details=DETAILS)
+        if not replicas.identical:
+            raise divergence_error(call, replicas)
+        settings = partial(settings_of, target.group, synchronizer.settings, module, held)
+        with state_set_aside(module) as saved:
+            passes = Passes(Runner(run, model, module, saved), module, classes_in(batch))
+            report = compare_runs(call, passes, data, settings, with_operations=operations)
+        if raises and not report.agrees:
+            raise _error(call, report)
+    return report
+
+
+class CrossCheck:
+    """:func:`cross_check` in every Nth call, for a training loop.
+
+    Every rank calls the object once per step, at the same place. Each rank counts its calls; ranks with different
+    counts meet in different collectives, which is a DesyncError.
+
+    Args:
+        model, run: as of :func:`cross_check`, and so are all arguments below ``every``.
+        every: the number of steps from a check to the next; the first check is in call ``every``.
+        operations, local_buffers, max_bytes, process_group: with the same defaults.
+        raises: True by default.
+
+    Raises:
+        TypeError, ValueError: an argument is not usable; on this rank alone, before any call.
+
+    Example:
+        >>> check = CrossCheck(model, lambda model, batch: model(batch).sum(), every=2)
+        >>> [check(inputs) is not None for step in range(5)]
+        [False, True, False, True, False]
+    """
+
+    @argument_errors
+    def __init__(
+        self,
+        model: nn.Module,
+        run: Run,
+        *,
+        every: int,
+        operations: bool = False,
+        local_buffers: Iterable[str] | None = None,
+        max_bytes: int = MAX_BYTES,
+        raises: bool = True,
+        process_group: dist.ProcessGroup | DeviceMesh | None = None,
+    ) -> None:
+        self.calls = 0
+        self._every = as_count("every", every)
+        check_functions(model, run)
+        options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
+        self._check: Callable[..., CrossCheckReport] = partial(
+            cross_check, model, run, **asdict(options), process_group=process_group
+        )
+
+    def __call__(self, batch: Any) -> CrossCheckReport | None:
+        """The report of a check; None if this call makes none."""
+        self.calls += 1
+        return None if self.calls % self._every else self._check(batch=batch)
+
+
+def _own_tensors(target: Target, local: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers with values of this rank alone: ignored, statistics, or ``local``."""
+    module, statistics = target.module, internals.statistics_names(target.module)
+    parameters = distinct(module.named_parameters(remove_duplicate=False))
+    buffers = distinct(module.named_buffers(remove_duplicate=False))
+    own = [item for item in (*parameters, *buffers) if target.ignore.intersection(item.names)]
+    own += [
+        item
+        for item in buffers
+        if statistics.intersection(item.names)
+        or any(fnmatchcase(name, pattern) for name in item.names for pattern in local)
+    ]
+    return {item.name: item.tensor.detach() for item in own}
+
+
+def _shared_state(target: Target, own: Mapping[str, torch.Tensor]) -> LocalState:
+    """The parameters and buffers that replicas share."""
+    buffers = distinct(target.module.named_buffers(remove_duplicate=False))
+    return LocalState(
+        [
+            *hold.parameters(target.module, target.ignore),
+            *hold.buffer_items(item for item in buffers if item.name not in own),
+        ]
+    )
+
+
+def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_bytes: int) -> torch.Tensor:
+    """The parcel of this rank, empty without a batch.
+
+    Raises:
+        ValueError: the parcel has more than ``max_bytes``.
+    """
+    if batch is None:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    data = pack(batch, generator_states(module), own)
+    if data.numel() > max_bytes:
+        raise ValueError(
+            f"batch is too large: got {format_bytes(data.numel())} with generators and buffers, expected at most "
+            f"{format_bytes(max_bytes)}; pass a smaller batch, or a larger max_bytes="
+        )
+    return data
+
+
+def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
+    """The arguments and tensors to be equal on all ranks, as text."""
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    items = [hold.StateItem("", name, hold.comparable(value)) for name, value in tensors.items()]
+    return {
+        **{f"argument {name}": str(value) for name, value in arguments.items()},
+        **build_inventory(distinct(module.named_parameters(remove_duplicate=False)), kind="parameter"),
+        **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
+        **{f"tensor in {name}": text for name, text in hold.describe_items(items).items()},
+    }
+
+
+def _error(call: Call, report: CrossCheckReport) -> ReplicaDivergenceError:
+    error = ReplicaDivergenceError(str(report), ranks=report.ranks, call=call.number, phase="run")
+    error.report = report
+    return error

@@ -1,0 +1,59 @@
+"""Arguments of a cross-check: the checks that need no communication."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from legacy_ddp._checks import as_names
+from legacy_ddp.debug._arguments import as_flag
+
+MAX_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class CrossCheckOptions:
+    """The options of :func:`cross_check`. ``local_buffers``: a tuple of names, or None.
+
+    Raises:
+        TypeError, ValueError: an option is not usable.
+    """
+
+    operations: bool = False
+    local_buffers: Iterable[str] | None = None
+    max_bytes: int = MAX_BYTES
+    raises: bool = False
+
+    def __post_init__(self) -> None:
+        as_flag("operations", self.operations)
+        as_flag("raises", self.raises)
+        _check_bytes("max_bytes", self.max_bytes)
+        if self.local_buffers is not None:
+            object.__setattr__(self, "local_buffers", as_names(self.local_buffers, "local_buffers"))
+
+
+def check_functions(module: object, run: object) -> None:
+    """Raises a TypeError for a model that is no module, and for a ``run`` that cannot be called."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
+    if not callable(run):
+        raise TypeError(f"run is not callable: got {run!r}, expected run(model, batch)")
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises a ValueError for a parameter or buffer of a lazy module before its first forward pass."""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        if lazy := [name for name, tensor in named if is_lazy(tensor)]:
+            raise ValueError(
+                f"{kind} {lazy[0]!r} is not initialised yet (lazy module), expected a model with values; run one "
+                "forward pass before cross_check()"
+            )
+
+
+def _check_bytes(argument: str, value: object) -> None:
+    expected = "expected a whole number of bytes, 1 or more"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{argument} is of the wrong type: got {value!r}, {expected}")
+    if value < 1:
+        raise ValueError(f"{argument} is not usable: got {value}, {expected}")

@@ -1,0 +1,72 @@
+"""Exchanges of the cross-check: batches around the ring of ranks or to all ranks; failures. Collective."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._error_text import error_text
+from legacy_ddp._errors import PeerError
+from legacy_ddp._transport.call import Call
+
+_TAG = 0
+
+
+def gather_sizes(call: Call, own: torch.Tensor) -> list[int]:
+    """The number of bytes of every rank's ``own``."""
+    sizes: list[int] = call.gather(torch.tensor([own.numel()], device="cpu")).flatten().tolist()
+    return sizes
+
+
+def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The bytes of the previous rank in the ring; ``own`` goes to the next rank. ``sizes``: of all ranks, maybe 0."""
+    rank, size = call.groups.rank, call.groups.size
+    if size == 1:
+        return own
+    before, after = (rank - 1) % size, (rank + 1) % size
+    received = torch.empty(sizes[before], dtype=torch.uint8, device="cpu")
+    group = call.groups.payload(received.device)
+    sent = call.start(group, lambda group: group.send([own], after, _TAG)) if sizes[rank] else None
+    if sizes[before]:
+        call.run(group, lambda group: group.recv([received], before, _TAG))
+    if sent is not None:
+        call.wait(group, sent)
+    return received
+
+
+def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> torch.Tensor:
+    """The tensor ``own`` of rank ``source``, of ``size_bytes`` bytes of dtype uint8 in one dimension, on every rank."""
+    if call.groups.size == 1 or not size_bytes:
+        return own
+    data = own if call.groups.rank == source else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    options = call.options("Broadcast")
+    options.rootRank, options.rootTensor = source, 0
+    call.run(call.groups.payload(data.device), lambda group: group.broadcast([data], options))
+    return data
+
+
+@contextmanager
+def failing_together(call: Call, what: str) -> Iterator[None]:
+    """Run local work; after it the ranks exchange failures. ``what``: name of the work in the error.
+
+    Raises:
+        PeerError: some ranks failed; the same text on every rank.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+        failure = error
+    texts = call.gather_objects(None if failure is None else error_text(failure))
+    if not any(texts):
+        return
+    failed = [rank for rank, text in enumerate(texts) if text]
+    listed = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+    state = "model, gradients and random generators are as before"
+    raise PeerError(
+        f"{call}: {what} failed on {name_ranks(failed)}; {state}. {listed}",
+        ranks=failed,
+        call=call.number,
+        phase=call.phase_name,
+    ) from failure

@@ -1,0 +1,130 @@
+"""The first different operation of two runs of one batch, and the elements of its output. Collective."""
+
+import json
+
+import torch
+
+from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._replicas.compare import LARGE_BYTES
+from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
+from legacy_ddp._transport.call import Call
+from legacy_ddp.debug._cross_check.exchange import failing_together, gather_sizes, give_to_all
+from legacy_ddp.debug._cross_check.parcel import pack, unpack
+from legacy_ddp.debug._cross_check.passes import Passes
+from legacy_ddp.debug._cross_check.place import Place
+from legacy_ddp.debug._cross_check.trial import Trial
+from legacy_ddp.debug._cross_check.verdict import RING, Witness
+from legacy_ddp.debug._cross_check.wire import difference_from, operation_from, to_json
+from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import Operation
+
+_WINDOW = 2_000  # operations after the first difference, enough to align the sequences again
+
+
+def locate(call: Call, passes: Passes, trial: Trial) -> Place:
+    """The place of the difference, equal on all ranks. One more run on every rank, two for a rank that disagrees with
+    itself.
+
+    Raises:
+        PeerError: a run failed, on any rank.
+    """
+    odd, reference = trial.verdict.odd, trial.verdict.reference
+    if odd is None or reference is None or odd.run not in trial.operations:
+        return Place()
+    with call.phase("compare"):
+        place = _find_operation(call, trial, odd, reference)
+    found = place.difference
+    if found is None or found.kind != "output":
+        return place
+    if odd.run == RING:
+        return Place(found, None, place.count, "the elements are not known: the difference did not happen again")
+    elements = _compare_elements(call, passes, trial, found, odd, reference)
+    note = "" if elements else "the elements are not known: the output was equal in one more run, or is too large"
+    return Place(found, elements, place.count, note)
+
+
+def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) -> Place:
+    """The first different operation, found on the rank of ``odd`` and told to all."""
+    rank = call.groups.rank
+    own = list(trial.operations[odd.run]) if rank == odd.rank else []
+    if odd.rank == reference.rank:
+        other = list(trial.operations[reference.run]) if rank == odd.rank else []
+    else:
+        mine = trial.operations[reference.run] if rank == reference.rank else own
+        other = _operations_of(call, list(mine), odd.rank, reference.rank)
+    found = None
+    with failing_together(call, "the comparison of operations"):
+        if rank == odd.rank:
+            found = first_difference(own, other)
+    row = call.gather_objects([len(own), to_json(found) if found else None])[odd.rank]
+    return Place(difference_from(row[1]) if row[1] else None, count=row[0])
+
+
+def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int) -> list[Operation]:
+    """On rank ``receiver`` the operations of rank ``sender``: the common beginning, then as many as are sent."""
+    prints = torch.tensor([_print(operation) for operation in mine], dtype=torch.int64, device="cpu").view(torch.uint8)
+    sizes = gather_sizes(call, prints)
+    theirs = give_to_all(call, prints, receiver, sizes[receiver]).view(torch.int64)
+    start = 0
+    if call.groups.rank == sender:
+        own = prints.view(torch.int64)
+        length = min(len(own), len(theirs))
+        differs = (own[:length] != theirs[:length]).nonzero()
+        start = int(differs[0]) if len(differs) else length
+    text = json.dumps([start, list(map(to_json, mine[start : start + _WINDOW]))] if call.groups.rank == sender else [])
+    data = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
+    data = give_to_all(call, data, sender, gather_sizes(call, data)[sender])
+    if call.groups.rank != receiver:
+        return []
+    start, rows = json.loads(bytes(data.tolist()))
+    return [*mine[:start], *map(operation_from, rows)]
+
+
+def _print(operation: Operation) -> int:
+    return fingerprint(repr(operation).encode(errors="backslashreplace"))
+
+
+def _compare_elements(
+    call: Call, passes: Passes, trial: Trial, found: OperationDifference, odd: Witness, reference: Witness
+) -> ElementDifference | None:
+    """The difference of the first differing output in one more run of both sides."""
+    outputs = []
+    for witness, position in ((odd, found.start_a), (reference, found.start_b)):
+        # Every rank makes every run: a run may hold a collective of the user.
+        if witness is odd or odd.rank == reference.rank:
+            with call.phase("run"), failing_together(call, "run"):
+                kept = passes.run_keeping(trial.data, _positions(call.groups.rank, found, odd, reference))
+        if call.groups.rank == witness.rank:
+            outputs.append(kept.get(position, ())[found.differing[0] : found.differing[0] + 1])
+        else:
+            outputs.append(())
+    with call.phase("compare"):
+        return _exchange_elements(call, outputs, odd.rank, reference.rank)
+
+
+def _positions(rank: int, found: OperationDifference, odd: Witness, reference: Witness) -> list[int]:
+    sides = ((odd, found.start_a), (reference, found.start_b))
+    return sorted({position for witness, position in sides if witness.rank == rank})
+
+
+def _exchange_elements(
+    call: Call, outputs: list[tuple[torch.Tensor, ...]], receiver: int, sender: int
+) -> ElementDifference | None:
+    """Compare the outputs on rank ``receiver``, and tell all ranks."""
+    (own, other), rank = outputs, call.groups.rank
+    is_sent = bool(other) and other[0].layout is torch.strided and other[0].nbytes <= LARGE_BYTES
+    data = pack(other[0].detach(), None, {}) if is_sent else torch.empty(0, dtype=torch.uint8)
+    sizes = gather_sizes(call, data)
+    if not sizes[sender]:
+        return None
+    data = give_to_all(call, data, sender, sizes[sender])
+    row = None
+    if rank == receiver and own:
+        theirs = unpack(data, torch.device("cpu"), {}).batch
+        mine = own[0].detach().to(theirs.device)
+        if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.layout is torch.strided:
+            found = compare_elements(mine, theirs)
+            row = found and found.to_json()
+    row = call.gather_objects(row)[receiver]
+    return ElementDifference.from_json(row) if row else None

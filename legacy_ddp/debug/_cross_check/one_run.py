@@ -1,0 +1,92 @@
+"""A run of a batch on this rank: forward and backward from the saved state, and the digests of all results."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from legacy_ddp._buckets.inventory import distinct, fingerprint
+from legacy_ddp._collectives.observers import private_forwards
+from legacy_ddp._replicas.digest import digest_each
+from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items
+from legacy_ddp.debug._cross_check.generators import generator_states
+from legacy_ddp.debug._cross_check.parcel import Parcel
+from legacy_ddp.debug._cross_check.saved_state import SavedState
+
+Run = Callable[[Any, Any], torch.Tensor]
+_STEP = "let run(model, batch) return the loss, without backward(), all_reduce() and step()"
+LOSS, GENERATORS = "the loss", "the random generators"
+
+
+class Runner:
+    """Runs batches. ``model``: the first argument of ``run``; ``module``: the plain module behind it.
+
+    ``names``: of the results, in the order of their digests, on all ranks of replicas the same.
+    """
+
+    def __init__(self, run: Run, model: nn.Module, module: nn.Module, saved: SavedState) -> None:
+        self._run, self._model, self._module, self._saved = run, model, module, saved
+        self._parameters = [item.name for item in distinct(module.named_parameters(remove_duplicate=False))]
+        self._buffers = [item.name for item in distinct(module.named_buffers(remove_duplicate=False))]
+        self.names = (
+            LOSS,
+            *(f"gradient of {name!r}" for name in self._parameters),
+            *(f"buffer {name!r}" for name in self._buffers),
+            GENERATORS,
+        )
+
+    def digests(self, parcel: Parcel, around: AbstractContextManager[object] | None = None) -> tuple[int, ...]:
+        """Forward and backward of the batch; a 64-bit number for each of ``names``.
+
+        ``around``: entered for forward and backward.
+
+        Raises:
+            TypeError: ``run`` returns no loss. ValueError: ``run`` called backward itself.
+            Exception: any failure of ``run`` or of backward.
+        """
+        self._saved.begin_run(parcel.generators, parcel.tensors)
+        with _as_in_training(), around or nullcontext():
+            loss = self._run(self._model, parcel.batch)
+            self._check(loss)
+            loss.backward()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            results = describe_items([StateItem("", name, value) for name, value in self._results(loss)])
+        return tuple(fingerprint(results[name].encode()) for name in self.names)
+
+    def _check(self, loss: object) -> None:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(f"run returned no loss: got {kind}, expected a tensor with one element; {_STEP}")
+        if any(parameter.grad is not None for parameter in self._module.parameters()):
+            raise ValueError(f"run left gradients, expected none before the backward of cross_check(); {_STEP}")
+        if not loss.requires_grad and not any(parameter.requires_grad for parameter in self._module.parameters()):
+            raise ValueError(
+                "the model has no parameters that require gradients, and run returned a loss without a graph: expected "
+                "gradients to compare; pass the model that is trained"
+            )
+        if not loss.requires_grad:
+            raise ValueError(f"run returned a loss without a graph, expected a loss that requires grad; {_STEP}")
+
+    def _results(self, loss: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """The results in the order of ``names``."""
+        parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        buffers = dict(self._module.named_buffers(remove_duplicate=False))
+        states = generator_states(self._module)
+        digests = digest_each([states.pop("cpu"), *states.pop("devices")])
+        values = [
+            loss.detach(),
+            *(parameters[name].grad for name in self._parameters),
+            *(buffers.get(name) for name in self._buffers),
+            repr((digests, states)),
+        ]
+        for name, value in zip(self.names, values, strict=True):
+            yield name, comparable(value) if isinstance(value, torch.Tensor) else value or NONE
+
+
+@contextmanager
+def _as_in_training() -> Iterator[None]:
+    """The modes of a training loop, whatever the modes of the caller."""
+    with torch.enable_grad(), private_forwards():
+        yield

@@ -1,0 +1,19 @@
+"""The record of the place of a difference. Pure."""
+
+from dataclasses import dataclass
+
+from legacy_ddp._replicas.element_compare import ElementDifference
+from legacy_ddp.debug._operations.difference import OperationDifference
+
+
+@dataclass(frozen=True)
+class Place:
+    """``difference``: of operations; None without a difference. ``elements``: of the first differing output, if known.
+    ``count``: number of operations of the differing run. ``note``: the reason for missing elements, empty without a
+    reason.
+    """
+
+    difference: OperationDifference | None = None
+    elements: ElementDifference | None = None
+    count: int = 0
+    note: str = ""

@@ -1,0 +1,42 @@
+"""A cross-check from the first run to the report. Collective."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from legacy_ddp._compare import compare_rows
+from legacy_ddp._transport.call import Call
+from legacy_ddp.debug._cross_check.explain import report_of
+from legacy_ddp.debug._cross_check.locate import locate
+from legacy_ddp.debug._cross_check.passes import Passes
+from legacy_ddp.debug._cross_check.report import CrossCheckReport
+from legacy_ddp.debug._cross_check.ring import run_ring
+from legacy_ddp.debug._cross_check.trial import try_batch
+from legacy_ddp.debug._cross_check.verdict import choose_batch, differing_batches
+
+
+def compare_runs(
+    call: Call,
+    passes: Passes,
+    data: torch.Tensor,
+    settings: Callable[[], Mapping[str, str]],
+    *,
+    with_operations: bool,
+) -> CrossCheckReport:
+    """The report, equal on all ranks.
+
+    ``data``: the parcel of this rank, empty without a batch. ``settings``: of this rank, asked for after a difference.
+
+    Raises:
+        PeerError: a run failed, on any rank. ValueError: no rank has a batch.
+    """
+    size, compared = call.groups.size, len(passes.names)
+    ring = run_ring(call, passes, data, with_operations=with_operations)
+    batches = differing_batches(ring.own, ring.foreign)
+    if not batches:
+        return CrossCheckReport(str(call), size, compared=compared)
+    trial = try_batch(call, passes, ring, choose_batch(batches, size), data)
+    place = locate(call, passes, trial)
+    with call.phase("compare"):
+        finding = compare_rows(call.gather_objects(dict(settings())))
+    return report_of(str(call), size, compared, trial.batch, trial.verdict, trial.differing, place, finding.differences)

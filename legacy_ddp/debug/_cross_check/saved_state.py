@@ -1,0 +1,79 @@
+"""The state of the model and of the process around runs of a batch: set aside before, and put back bit for bit."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._replicas.digest import as_bytes, is_digestible
+from legacy_ddp.debug._cross_check.generators import generator_states, restore_generators
+
+
+@contextmanager
+def state_set_aside(module: nn.Module) -> Iterator["SavedState"]:
+    """For the block gradients are gone, and backward calls no hook on a parameter after the accumulation.
+
+    Afterwards every ``.grad`` is the same tensor as before, with its bits. Parameters, buffers, their version counters,
+    training flags and random generators are as before. Not put back: state outside of torch modules, for example a
+    counter in Python.
+    """
+    parameters = list(module.parameters())
+    saved = SavedState(module)
+    with ExitStack() as stack:
+        stack.enter_context(internals.without_accumulate_hooks(parameters))
+        stack.callback(torch.clear_autocast_cache)
+        stack.callback(saved.restore)
+        stack.enter_context(internals.preserved_versions([*parameters, *module.buffers()]))
+        yield saved
+
+
+class SavedState:
+    """The state of a module, and of the random generators. Holds a copy of all parameters and buffers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.generators = generator_states(module)
+        self._module = module
+        self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        self._tensors = [(item, item.detach().clone()) for item in (*module.parameters(), *module.buffers())]
+        self._modules = [
+            (child, child.training, dict(child._parameters), dict(child._buffers)) for child in module.modules()
+        ]
+
+    def begin_run(self, generators: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
+        """Begin with the saved state again: no gradients, ``generators``, and the values ``own`` by tensor name."""
+        self._restore_module()
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        restore_generators(self._module, dict(generators))
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        tensors = {**dict(parameters), **dict(self._module.named_buffers(remove_duplicate=False))}
+        for name, value in own.items():
+            tensors[name].data.copy_(value)
+        torch.clear_autocast_cache()  # a cached copy of a weight would save the second run an operation
+
+    def restore(self) -> None:
+        """Put everything back."""
+        self._restore_module()
+        for parameter, grad in self._gradients:
+            parameter.grad = grad
+        restore_generators(self._module, self.generators)
+        self._gradients.clear()  # an error may keep this object alive, but no gradient
+
+    def _restore_module(self) -> None:
+        for child, is_training, parameters, buffers in self._modules:
+            child.training = is_training
+            _put_back(child._parameters, parameters)
+            _put_back(child._buffers, buffers)
+        for tensor, copy in self._tensors:
+            if not (is_digestible(copy) and torch.equal(as_bytes(tensor.detach()), as_bytes(copy))):
+                tensor.data.copy_(copy)  # raises no version, which counts as a step elsewhere
+
+
+def _put_back(present: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Give a module the same tensors under the same names, if they were replaced."""
+    if any(present.get(name) is not tensor for name, tensor in before.items()) or len(present) != len(before):
+        present.clear()
+        present.update(before)

@@ -1,0 +1,175 @@
+"""The first difference of two sequences of operations of the same data: two runs, or two ranks with one batch. Pure."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from legacy_ddp.debug._operations.blocks import Block, blocks
+from legacy_ddp.debug._operations.difference import Gap, OperationDifference, Origin
+from legacy_ddp.debug._operations.operation import Operation, Value
+
+# Gaps before a difference, beyond which no more are kept.
+_MAX_EARLIER = 10
+
+
+def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
+    """The first difference of A and B in the order of execution; None if all operations agree.
+
+    Operations are aligned by stage, module and name. The first pair with different values decides: with equal inputs
+    and different outputs the operation is the culprit; a different input came in with the data or the weights, from
+    operations of one sequence alone, or by a write that is no operation. Without different values, the first operations
+    of one sequence alone are the difference, and last the first operation with different settings, layout or generator.
+
+    Time and memory are linear in the number of operations.
+    """
+    gaps: list[Gap] = []
+    form: OperationDifference | None = None
+    waiting = deque(aligned(a, b))
+    while waiting:
+        block = waiting.popleft()
+        if not block.is_common:
+            gaps.append(gap_of(a, b, block))
+            continue
+        for i, j in block.pairs:
+            if a[i] == b[j]:
+                continue
+            if not _values_differ(a[i], b[j]):
+                form = form or OperationDifference("form", i, j, (a[i],), (b[j],), has_effect=False)
+            elif moved := _moved(a, b, i, j, waiting[0]) if waiting else ():
+                waiting.popleft()
+                waiting.extendleft(reversed(moved))
+                break
+            else:
+                return _value_difference(a, b, i, j, gaps)
+    return sequence_difference(gaps[0], has_effect=False) if gaps else form
+
+
+def _moved(
+    a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, following: Block
+) -> tuple[Block, Block] | tuple[()]:
+    """The block ``following``, moved to the pair ``i``, ``j``, and the pairs behind it; empty if it belongs elsewhere.
+
+    Of neighbours with equal keys, as two products of a module, the keys do not tell which one is of one sequence alone.
+    The values do.
+    """
+    more_a, more_b = following.end_a - following.start_a, following.end_b - following.start_b
+    if following.is_common or (more_a and more_b):
+        return ()
+    longer, start, end, more = (a, i, following.start_a, more_a) if more_a else (b, j, following.start_b, more_b)
+    if any(_key(longer[at]) != _key(longer[at + more]) for at in range(start, end)):
+        return ()
+    if _values_differ(a[i + more_a], b[j + more_b]):
+        return ()
+    gap = Block(i, i + more_a, j, j + more_b, is_common=False)
+    return gap, Block(gap.end_a, following.end_a, gap.end_b, following.end_b, is_common=True)
+
+
+def aligned(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[Block]:
+    """Blocks of operations with equal stage, module and name, and blocks of operations of one sequence alone."""
+    return blocks([*map(_key, a)], [*map(_key, b)])
+
+
+def _key(operation: Operation) -> tuple[str, str, str]:
+    return operation.stage, operation.module, operation.name
+
+
+def gap_of(a: Sequence[Operation], b: Sequence[Operation], block: Block) -> Gap:
+    left, right = a[block.start_a : block.end_a], b[block.start_b : block.end_b]
+    return Gap(block.start_a, block.start_b, tuple(left), tuple(right))
+
+
+def sequence_difference(
+    gap: Gap, earlier: Iterable[Gap] = (), *, has_effect: bool | None = True
+) -> OperationDifference:
+    """A gap as a difference."""
+    kept = tuple(earlier)[:_MAX_EARLIER]
+    return OperationDifference("sequence", gap.start_a, gap.start_b, gap.a, gap.b, earlier=kept, has_effect=has_effect)
+
+
+def _values_differ(a: Operation, b: Operation) -> bool:
+    return bool(differing(a.inputs, b.inputs) or differing(a.outputs, b.outputs))
+
+
+def _value_difference(
+    a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, gaps: Sequence[Gap]
+) -> OperationDifference:
+    """The difference of a pair of operations with other inputs or outputs."""
+    earlier = tuple(gaps[:_MAX_EARLIER])
+    if inputs := differing(a[i].inputs, b[j].inputs):
+        origin = _origin(a, b, i, j, inputs[0])
+        found = OperationDifference("input", i, j, (a[i],), (b[j],), inputs, origin, earlier)
+        cause = _cause(gaps, found)
+        return sequence_difference(cause, gaps[: gaps.index(cause)]) if cause else found
+    outputs = differing(a[i].outputs, b[j].outputs)
+    return OperationDifference("output", i, j, (a[i],), (b[j],), outputs, earlier=earlier)
+
+
+def agree(a: Value, b: Value) -> bool:
+    """Whether dtype, shape and bits agree. Values without digest have no defined content, and agree by their kind."""
+    return a.kind == b.kind and (a.digest == b.digest or a.digest is None or b.digest is None)
+
+
+def differing(a: Sequence[Value], b: Sequence[Value]) -> tuple[int, ...]:
+    """Positions of the values with a difference, and of the values that only one side has."""
+    both = min(len(a), len(b))
+    found = [index for index in range(both) if not agree(a[index], b[index])]
+    return (*found, *range(both, max(len(a), len(b))))
+
+
+def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
+    """The gap to which differing inputs are due: the last gap with a write of a differing input.
+
+    Without such a gap: the last gap with an operation in place, which may have written to a part of the tensor. Without
+    this gap, too: the last gap for an input of unknown origin, None for a weight or the output of a common operation.
+    """
+    values = found.differing_values
+    for gap in reversed(gaps):
+        if any(_holds(item.outputs, a) for item in gap.a for a, _ in values):
+            return gap
+        if any(_holds(item.outputs, b) for item in gap.b for _, b in values):
+            return gap
+    origin = found.origin
+    is_known = origin.parameter or (origin.writer_a is None) != (origin.writer_b is None)
+    possible = [gap for gap in gaps if _may_write(gap, origin)] if is_known else gaps
+    return possible[-1] if possible else None
+
+
+def _may_write(gap: Gap, origin: Origin) -> bool:
+    """Whether an operation in place stands in the gap, after the tensor was written."""
+    if gap.start_a <= (origin.writer_a or -1) or gap.start_b <= (origin.writer_b or -1):
+        return False
+    return any(item.name.partition(".")[0].endswith("_") for item in (*gap.a, *gap.b))
+
+
+def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, position: int) -> Origin:
+    left, right = a[i].inputs, b[j].inputs
+    if position >= min(len(left), len(right)):
+        return Origin()
+    name = a[i].parameters[position] if a[i].parameters[position] == b[j].parameters[position] else ""
+    writers = _writer(a, i, left[position]), _writer(b, j, right[position])
+    operations = [None if at is None else side[at] for side, at in zip((a, b), writers, strict=True)]
+    return Origin(name, *writers, last_reader(a, i, name), *operations)
+
+
+def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:
+    """The position of the last operation before ``before`` with the bits of the parameter among its inputs, or None."""
+    if not name:
+        return None
+    return next((index for index in reversed(range(before)) if _reads(operations[index], name)), None)
+
+
+def _reads(operation: Operation, name: str) -> bool:
+    """Whether the operation read the bits of the parameter. A view does not."""
+    return any(
+        held == name and value.digest is not None
+        for held, value in zip(operation.parameters, operation.inputs, strict=True)
+    )
+
+
+def _writer(operations: Sequence[Operation], before: int, value: Value) -> int | None:
+    """The position of the last operation before ``before`` with this output, or None."""
+    return next((index for index in reversed(range(before)) if _holds(operations[index].outputs, value)), None)
+
+
+def _holds(values: Sequence[Value], value: Value) -> bool:
+    """Whether the bits of ``value`` are among ``values``, in any shape."""
+    return value.digest is not None and any(held.digest == value.digest for held in values)

@@ -1,0 +1,160 @@
+"""Phrases about an operation and about the first difference of two sequences. Pure."""
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import Operation, Value
+
+Labels = tuple[str, str]
+"""The names of the two sides in texts: ``A`` and ``B``, or ``rank 0`` and ``rank 1``."""
+
+_MAX_SETTINGS = 120  # characters
+_MAX_NAMES = 3  # of operations of one side alone
+
+
+def place(operation: Operation, names: Sequence[str] = ()) -> str:
+    """``backward of encoder.layers.3.linear1 (aten::mm)``; ``names``: of several operations there."""
+    where = f"of {operation.module}" if operation.module else "outside of submodules"
+    return f"{operation.stage} {where} ({', '.join(names) or short(operation)})"
+
+
+def short(operation: Operation) -> str:
+    """The name without the overload ``default``."""
+    return operation.name.removesuffix(".default")
+
+
+def module_of(operation: Operation) -> str:
+    return operation.module or "the code outside of submodules"
+
+
+def summary(found: OperationDifference, labels: Labels) -> str:
+    """The difference in one phrase: place, and what agrees and differs there."""
+    here = place(found.operation)
+    if found.kind == "output":
+        return f"{here}: inputs agree, {_positions(found.differing, len(found.a[0].outputs), 'output')}"
+    if found.kind == "input":
+        return f"{here}: all operations before agree, {_inputs(found)}"
+    if found.kind == "form":
+        return f"{here}: {' and '.join(aspects_of(found))} differ"
+    return _sequence(found, labels)
+
+
+def _inputs(found: OperationDifference) -> str:
+    if found.origin.parameter:
+        return f"{found.origin.parameter!r} differs"
+    return _positions(found.differing, max(len(found.a[0].inputs), len(found.b[0].inputs)), "input")
+
+
+def _positions(differing: Sequence[int], number: int, noun: str) -> str:
+    """``output differs``, ``output 2 of 3 differs`` or ``outputs 1 and 3 of 3 differ``."""
+    if number == 1:
+        return f"{noun} differs"
+    more = [f"{len(differing) - 3} more"] if len(differing) > 3 else []
+    *first, last = [*(str(index + 1) for index in differing[:3]), *more]
+    numbers = f"{', '.join(first)} and {last}" if first else last
+    return f"{noun}s {numbers} of {number} differ" if len(differing) > 1 else f"{noun} {numbers} of {number} differs"
+
+
+def _sequence(found: OperationDifference, labels: Labels) -> str:
+    return "; ".join(alone(found.a, found.b, labels))
+
+
+def alone(a: Sequence[Operation], b: Sequence[Operation], labels: Labels) -> Iterator[str]:
+    """``2 operations only in A: forward of b2 (aten::relu, aten::detach)``, for each side with operations."""
+    for label, operations in zip(labels, (a, b), strict=True):
+        if operations:
+            yield f"{count(len(operations))} only {at(label)}{_first_place(operations)}"
+
+
+def _first_place(operations: Sequence[Operation]) -> str:
+    """The first place, with the first names there; ``, first`` before it if there are more places or names."""
+    first = operations[0]
+    here = [*takewhile(lambda item: (item.stage, item.module) == (first.stage, first.module), operations)]
+    names = [*dict.fromkeys(map(short, here))]
+    is_all = len(here) == len(operations) and len(names) <= _MAX_NAMES
+    return f"{':' if is_all else ', first'} {place(first, names[:_MAX_NAMES])}"
+
+
+def count(number: int) -> str:
+    return f"{number:,} operation{'s' * (number != 1)}"
+
+
+def at(label: str) -> str:
+    """``in A``, ``on rank 1``."""
+    return f"{'on' if label.startswith('rank') else 'in'} {label}"
+
+
+def both(texts: Sequence[str], labels: Labels) -> str:
+    """``1 in A, 2 in B``."""
+    return ", ".join(f"{text} {at(label)}" for text, label in zip(texts, labels, strict=True))
+
+
+def sizes(shape: str) -> list[str]:
+    """The sizes in the text of a shape."""
+    return re.findall(r"\d+", shape)
+
+
+def aspects(a: Operation, b: Operation, *, of_ranks: bool = False) -> list[str]:
+    """Nouns for the differences of two operations besides their bits. ``of_ranks``: not for what follows from data."""
+    tensors = (*a.inputs, *a.outputs), (*b.inputs, *b.outputs)
+    dtypes, shapes = ([[value.kind.partition(" ")[part] for value in side] for side in tensors] for part in (0, 2))
+    layouts = [[value.layout for value in side] for side in tensors]
+    dimensions = [[len(sizes(shape)) for shape in side] for side in shapes]
+    found = {
+        "settings": a.settings != b.settings,
+        "number of tensors": len(tensors[0]) != len(tensors[1]),
+        "dtypes": dtypes[0] != dtypes[1],
+        "parameters": a.parameters != b.parameters,
+        "dimensions": of_ranks and dimensions[0] != dimensions[1],
+        "shapes": not of_ranks and shapes[0] != shapes[1],
+        "strides": not of_ranks and layouts[0] != layouts[1],
+        "random generators": not of_ranks and a.generator != b.generator,
+    }
+    return [noun for noun, differs in found.items() if differs]
+
+
+def aspects_of(found: OperationDifference) -> list[str]:
+    """The aspects of a difference in form."""
+    return aspects(found.a[0], found.b[0], of_ranks=found.has_effect is None)
+
+
+def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
+    """A phrase for each differing value and setting."""
+    noun = "output" if found.kind == "output" else "input"
+    for index, (a, b) in zip(found.differing[:3], found.differing_values, strict=False):
+        yield _value(f"{noun} {index + 1}", a, b, labels)
+    if found.kind != "sequence":
+        yield from _arguments(found.a[0], found.b[0], labels)
+        yield from (_dtypes if found.has_effect is None else _circumstances)(found.a[0], found.b[0], labels)
+
+
+def _value(noun: str, a: Value, b: Value, labels: Labels) -> str:
+    digests = [value.digest or "no digest" for value in (a, b)]
+    if a.kind == b.kind:
+        return f"{noun}, {a.kind}: {both(digests, labels)}"
+    return f"{noun}: {both([f'{value.kind} {digest}' for value, digest in zip((a, b), digests, strict=True)], labels)}"
+
+
+def _arguments(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
+    if a.settings != b.settings:
+        yield f"settings: {both([(text or 'none')[:_MAX_SETTINGS] for text in (a.settings, b.settings)], labels)}"
+    for index, names in enumerate(zip(a.parameters, b.parameters, strict=False)):
+        if names[0] != names[1]:
+            yield f"input {index + 1}: {both([repr(name) if name else 'no parameter' for name in names], labels)}"
+
+
+def _dtypes(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
+    for index, (left, right) in enumerate(zip(a.inputs, b.inputs, strict=False)):
+        if left.kind.partition(" ")[0] != right.kind.partition(" ")[0]:
+            yield f"input {index + 1}: {both((left.kind, right.kind), labels)}"
+
+
+def _circumstances(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
+    if a.generator != b.generator:
+        yield f"random generator: {both([a.generator or 'none', b.generator or 'none'], labels)}"
+    for index, (left, right) in enumerate(zip(a.inputs, b.inputs, strict=False)):
+        if left.layout != right.layout:
+            texts = [value.layout or "contiguous" for value in (left, right)]
+            yield f"strides of input {index + 1}: {both(texts, labels)}"

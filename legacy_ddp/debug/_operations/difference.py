@@ -1,0 +1,82 @@
+"""Records of the first difference of two sequences of operations. Pure."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from legacy_ddp.debug._operations.operation import Operation, Value
+
+Kind = Literal["output", "input", "sequence", "form"]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Operations of a single sequence: ``a`` at ``start_a`` of A, ``b`` at ``start_b`` of B; either may be empty.
+
+    Positions count from 0.
+    """
+
+    start_a: int
+    start_b: int
+    a: tuple[Operation, ...]
+    b: tuple[Operation, ...]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The way of a differing input into its operation.
+
+    ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``,
+    ``writer_b``: position of the last earlier operation with this output, in A and in B; None if no operation of the
+    step wrote the input. ``reader``: position in A of the last earlier operation with the parameter's bits, or None.
+    ``operation_a``, ``operation_b``: the operations of the positions ``writer_a`` and ``writer_b``.
+    """
+
+    parameter: str = ""
+    writer_a: int | None = None
+    writer_b: int | None = None
+    reader: int | None = None
+    operation_a: Operation | None = field(default=None, compare=False)
+    operation_b: Operation | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class OperationDifference:
+    """The first difference of two sequences of operations, A and B.
+
+    ``kind``:
+
+    - ``output``: the inputs agree in dtype, shape and bits, and an output differs: the culprit.
+    - ``input``: an input differs, although all operations before agree; see ``origin``.
+    - ``sequence``: operations of one sequence alone.
+    - ``form``: settings, layout, dtype, dimensions or generator of an operation differ, and no value, as far as values
+      can be compared (ranks have data of their own).
+
+    ``start_a``, ``start_b``: positions of ``a`` and ``b`` in their sequences, from 0. ``a``, ``b``: the operations, one
+    each unless the kind is ``sequence``. ``differing``: positions of the differing outputs or inputs. ``earlier``: gaps
+    before without influence on this difference. ``has_effect``: values differ, here or in later operations; None if
+    values were not compared.
+    """
+
+    kind: Kind
+    start_a: int
+    start_b: int
+    a: tuple[Operation, ...]
+    b: tuple[Operation, ...]
+    differing: tuple[int, ...] = ()
+    origin: Origin = Origin()
+    earlier: tuple[Gap, ...] = ()
+    has_effect: bool | None = True
+
+    @property
+    def operation(self) -> Operation:
+        """The operation to name: of A, or of B if only B has operations here."""
+        return (self.a or self.b)[0]
+
+    @property
+    def differing_values(self) -> tuple[tuple[Value, Value], ...]:
+        """The differing outputs or inputs, each of A and of B."""
+        if not self.differing:
+            return ()
+        left, right = self.a[0], self.b[0]
+        sides = (left.outputs, right.outputs) if self.kind == "output" else (left.inputs, right.inputs)
+        return tuple((sides[0][index], sides[1][index]) for index in self.differing if index < min(map(len, sides)))

@@ -1,0 +1,91 @@
+"""The meaning of a different input after equal operations. Pure."""
+
+from legacy_ddp.debug._operations.describe import Labels, at, both, module_of, place
+from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import Operation
+
+_NO_WRITER = "the input is no parameter, and no recorded operation of this step returned these bits"
+_NOT_RECORDED = "a kernel that is not recorded, as of torch.compile"
+
+
+def explain_input(found: OperationDifference, labels: Labels) -> tuple[str, str]:
+    """The meaning, and the next step."""
+    if not found.differing_values:
+        return "One side passes more tensors.", f"look at the arguments of {module_of(found.operation)}"
+    names = _names(found)
+    if names[0] != names[1]:
+        texts = both([repr(name) if name else "no parameter" for name in names], labels)
+        return (
+            f"Another tensor is passed: {texts} (a copy, a cast, or a tensor kept from an earlier step).",
+            f"look at the code of {module_of(found.operation)}, and for copies of its weights",
+        )
+    return _weight(found) if found.origin.parameter else _other_tensor(found, labels)
+
+
+def has_unknown_source(found: OperationDifference) -> bool:
+    """Whether a differing input is no parameter or buffer, and no recorded operation returned its bits."""
+    if found.kind != "input" or not found.differing_values or any(_names(found)):
+        return False
+    return found.origin.writer_a is None and found.origin.writer_b is None
+
+
+def _names(found: OperationDifference) -> list[str]:
+    """The names of the first differing input on both sides; empty if it is no parameter or buffer."""
+    return [side[0].parameters[found.differing[0]] for side in (found.a, found.b)]
+
+
+def _weight(found: OperationDifference) -> tuple[str, str]:
+    name, reader = found.origin.parameter, found.origin.reader
+    if reader is None:
+        return (
+            f"The weight or buffer {name!r} came into this step with other bits.",
+            "compare the steps before: record them too, or look at the checkpoint and the optimizer",
+        )
+    return (
+        f"The weight or buffer {name!r} agreed in operation {reader + 1}, and changed before operation "
+        f"{found.start_a + 1}, which no recorded operation did: a second thread, a stale pointer, or memory.",
+        "look for threads and extensions that write to weights during a step",
+    )
+
+
+def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]:
+    origin = found.origin
+    writers = (origin.writer_a, origin.operation_a), (origin.writer_b, origin.operation_b)
+    known = [(label, _writer(*writer)) for label, writer in zip(labels, writers, strict=True) if writer[0] is not None]
+    if not known:
+        return _data(found)
+    if len(known) == 2:
+        texts = [f"{writer} {at(label)}" for label, writer in known]
+        return (
+            f"Another tensor is passed: the output of {' and of '.join(texts)}.",
+            f"look at the code of {module_of(found.operation)}",
+        )
+    label, writer = known[0]
+    other = next(item for item in labels if item != label)
+    return (
+        f"The input is the output of {writer} {at(label)}. It has changed since {at(other)}, which no "
+        "recorded operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an "
+        "earlier step.",
+        "look for threads, extensions and kept tensors that share memory with this input",
+    )
+
+
+def _writer(position: int | None, operation: Operation | None) -> str:
+    """``operation 6, forward of 1.act (aten::relu),``."""
+    return f"operation {(position or 0) + 1}{f', {place(operation)},' if operation else ''}"
+
+
+def _data(found: OperationDifference) -> tuple[str, str]:
+    a, b = found.differing_values[0]
+    if a.kind != b.kind:
+        return (
+            f"Data of another dtype or shape: {a.kind} and {b.kind}.",
+            "compare the batches, and dtype and shape of the tensors made from them",
+        )
+    view = " The input is a strided view: an earlier output, written to by another thread, may also be its source."
+    return (
+        f"Unknown source: {_NO_WRITER}. Possible are a batch (or a target), a tensor kept from an earlier step, and "
+        f"{_NOT_RECORDED}.{view if a.layout else ''}",
+        "compare the batches (sampler, seed of the data, order, targets); look for kept tensors; run without "
+        "torch.compile, and diff again",
+    )

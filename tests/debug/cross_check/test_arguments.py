@@ -1,0 +1,346 @@
+"""Wrong arguments and failures of a cross-check are the same error on all ranks, and change nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
+from legacy_ddp._replicas.state import check_local_buffers
+from legacy_ddp.debug import CrossCheck, cross_check
+from legacy_ddp.debug._cross_arguments import CrossCheckOptions, check_initialised
+from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
+from tests.helpers.ranks import run_ranks
+
+Case = Callable[[nn.Module, int], object]
+
+
+@dataclass
+class _Named:
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+def _iterator_in_batch(model: nn.Module, rank: int) -> object:
+    batch: dict[str, Any] = batch_of(rank)
+    if rank == 1:
+        batch["lengths"] = [1, 2, (number for number in range(3))]
+    return cross_check(model, loss_of, batch)
+
+
+def _too_large(model: nn.Module, rank: int) -> object:
+    return cross_check(model, loss_of, batch_of(rank, rows=100_000 if rank == 1 else 8), max_bytes=2**20)
+
+
+def _held_tensor(model: nn.Module, rank: int) -> object:
+    weights = torch.full((3,), 1.0 + (rank == 1))
+    return cross_check(model, lambda model, batch: loss_of(model, batch) * weights.sum(), batch_of(rank))
+
+
+def _held_iterator(model: nn.Module, rank: int) -> object:
+    numbers = iter([1, 2])
+    return cross_check(model, lambda model, batch: loss_of(model, batch) * next(numbers), batch_of(rank))
+
+
+def _raising(model: nn.Module, rank: int) -> object:
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        if rank == 1:
+            raise KeyError("masks")
+        return loss
+
+    return cross_check(model, run, batch_of(rank))
+
+
+def _backward(model: nn.Module, rank: int) -> object:
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        return loss
+
+    return cross_check(model, run, batch_of(rank))
+
+
+def _all_reduce(model: nn.Module, rank: int) -> object:
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        loss = loss_of(model, batch)
+        model.all_reduce()
+        return loss
+
+    return cross_check(model, run, batch_of(rank))
+
+
+def _returning(value: Callable[[nn.Module, Any], object], model: nn.Module, rank: int) -> object:
+    return cross_check(model, value, batch_of(rank))  # type: ignore[arg-type]
+
+
+def _frozen(_: nn.Module, rank: int) -> object:
+    return cross_check(nn.Linear(1, 1).requires_grad_(False), lambda model, batch: model(batch).sum(), torch.ones(2, 1))
+
+
+def _other_class(model: nn.Module, rank: int) -> object:
+    batch = batch_of(rank)
+    run = lambda model, batch: model(batch["inputs"] if isinstance(batch, dict) else batch.inputs).sum()  # noqa: E731
+    return cross_check(model, run, _Named(**batch) if rank == 1 else batch)
+
+
+def _other_arguments(model: nn.Module, rank: int) -> object:
+    return cross_check(model, loss_of, batch_of(rank), operations=rank == 1)
+
+
+CASES: dict[str, tuple[Case, str, str]] = {
+    "iterator": (
+        _iterator_in_batch,
+        "PeerError",
+        "batch['lengths'][2] is of a type that cannot be sent to another rank",
+    ),
+    "too large": (
+        _too_large,
+        "PeerError",
+        "batch is too large: got 3.22 MB with generators and buffers, expected at most",
+    ),
+    "held tensor": (_held_tensor, "LayoutError", "tensor in run variable 'weights': rank 1 has float32 (3,) "),
+    "held tensor, next step": (
+        _held_tensor,
+        "LayoutError",
+        "alike on every rank; pass a tensor in run that differs between ranks in the batch",
+    ),
+    "held iterator": (
+        _held_iterator,
+        "TypeError",
+        "run variable 'numbers' is a list_iterator, which has a state of this",
+    ),
+    "raising": (_raising, "PeerError", "run failed on rank 1; model, gradients and random generators are as before"),
+    "backward": (_backward, "PeerError", "run left gradients, expected none before the backward of cross_check()"),
+    "all_reduce": (_all_reduce, "PeerError", "another call on this process group is under way"),
+    "no loss": (partial(_returning, lambda model, batch: model(batch["inputs"])), "PeerError", "a tensor of shape"),
+    "no tensor": (partial(_returning, lambda *_: 1.0), "PeerError", "run returned no loss: got float"),
+    "no graph": (partial(_returning, lambda *_: torch.ones(())), "PeerError", "a loss without a graph"),
+    "no parameters": (_frozen, "PeerError", "the model has no parameters that require gradients"),
+    "no function": (partial(_returning, None), "TypeError", "run is not callable: got None"),  # type: ignore[arg-type]
+    "other class": (_other_class, "PeerError", "_Named, and the batch of this rank does not"),
+    "other arguments": (_other_arguments, "LayoutError", "argument operations"),
+    "other max_bytes": (
+        lambda model, rank: cross_check(model, loss_of, batch_of(rank), max_bytes=2**30 + (rank == 1)),
+        "LayoutError",
+        "argument max_bytes: rank 1 has 1073741825; ranks 0, 2 have 1073741824",
+    ),
+    "no batch": (lambda model, _: cross_check(model, loss_of, None), "ValueError", "no rank has a batch"),
+    "not a flag": (
+        lambda model, rank: cross_check(model, loss_of, batch_of(rank), raises=1),  # type: ignore[arg-type]
+        "TypeError",
+        "raises is not usable",
+    ),
+    "unknown buffer": (
+        lambda model, rank: cross_check(model, loss_of, batch_of(rank), local_buffers=["nothing"]),
+        "ValueError",
+        "local_buffers names what the module does not have",
+    ),
+}
+
+
+def _all_cases(rank: int) -> dict[str, tuple[str, str, bool]]:
+    seen = {}
+    for name, (case, _, _) in CASES.items():
+        model = LegacyDistributedDataParallel(Net(nn.BatchNorm1d(16)))
+        before = [tensor.clone() for tensor in model.state_dict().values()]
+        try:
+            case(model, rank)
+            kind, text = "no error", ""
+        except Exception as error:  # noqa: BLE001 - the test looks at its type
+            kind, text = type(error).__name__, str(error)
+        after = list(model.state_dict().values())
+        is_same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        # The group is usable, and the model computes.
+        works = cross_check(model, loss_of, batch_of(rank)).agrees
+        seen[name] = kind, text, is_same and works and all(item.grad is None for item in model.parameters())
+    return seen
+
+
+def test_errors_are_equal_on_all_ranks_and_leave_everything_as_it_was() -> None:
+    first, *others = run_ranks(_all_cases, 3, timeout_seconds=120)
+
+    assert others == [first, first]
+    assert {name: seen[2] for name, seen in first.items()} == dict.fromkeys(CASES, True)
+    for name, (_, kind, text) in CASES.items():
+        assert first[name][0] == kind, (name, first[name])
+        assert text in " ".join(first[name][1].split()), (name, first[name])
+
+
+def _stale_buffer(rank: int, differs: bool) -> str:
+    net = Net(nn.Tanh())
+    net.register_buffer("table", torch.ones(3) * (1 + (differs and rank == 1)), persistent=False)
+    runs = []
+    model = LegacyDistributedDataParallel(net, init_sync=False)
+    try:
+        return str(cross_check(model, lambda model, batch: runs.append(1) or loss_of(model, batch), batch_of(rank)))
+    except ReplicaDivergenceError as error:
+        assert runs == []
+        return f"error: {error}"
+
+
+def test_a_stale_buffer_is_found_before_anything_runs() -> None:
+    silent, found = run_ranks(_stale_buffer, 3, False), run_ranks(_stale_buffer, 3, True)
+
+    assert "all ranks compute the same" in silent[0]
+    assert found == [found[0]] * 3
+    assert found[0].startswith("error: cross_check() call 1: replicas differ in 1 of 1 buffer\n")
+    assert "buffer 'table'" in found[0]
+    assert "rank 1 against ranks 0, 2" in found[0]
+
+
+def _local_buffer(rank: int) -> tuple[bool, bool]:
+    """A buffer of each rank's own decides the result, and travels; an ignored parameter likewise."""
+    net = Net(Cached(0.0))
+    net.middle.register_buffer("own", torch.full((16,), 1.0 + rank))
+    net.middle.extra = nn.Parameter(torch.full((16,), 2.0 + rank))
+    net.middle.forward = lambda inputs: inputs * net.middle.own * net.middle.extra
+    model = LegacyDistributedDataParallel(net, init_sync=False, ignore=["middle.extra"])
+    report = cross_check(model, loss_of, batch_of(rank), local_buffers=["middle.o*"])
+    return report.agrees, bool((net.middle.own == 1.0 + rank).all() and (net.middle.extra == 2.0 + rank).all())
+
+
+def test_buffers_and_parameters_of_each_rank_travel_with_its_batch() -> None:
+    assert run_ranks(_local_buffer, 3) == [(True, True)] * 3
+
+
+def _some_without_batch(rank: int, without: tuple[int, ...], guilty: int) -> tuple[str, tuple[int, ...]]:
+    net = Net(nn.Tanh())
+    if rank == guilty:
+        net.middle.register_forward_hook(lambda *values: flip(values[-1].detach()) + 0 * values[-1])
+    model = LegacyDistributedDataParallel(net)
+    report = cross_check(model, loss_of, None if rank in without else batch_of(rank))
+    return report.verdict, report.ranks
+
+
+@pytest.mark.parametrize("without, guilty, found", [((1,), 9, ()), ((1,), 1, (1,)), ((0, 2), 2, (2,)), ((2,), 2, (2,))])
+def test_a_rank_without_a_batch_takes_part(without: tuple[int, ...], guilty: int, found: tuple[int, ...]) -> None:
+    verdict = "differs" if found else "equal"
+
+    assert run_ranks(_some_without_batch, 3, without, guilty) == [(verdict, found)] * 3
+
+
+def _raises(rank: int) -> tuple[Any, ...]:
+    net = Net(nn.Tanh())
+    if rank == 1:
+        net.drop.eval()
+    model = LegacyDistributedDataParallel(net)
+    report = cross_check(model, loss_of, batch_of(rank))
+    with pytest.raises(ReplicaDivergenceError) as caught:
+        cross_check(model, loss_of, batch_of(rank), raises=True)
+    error = caught.value
+    assert str(error.report) == str(error)
+    return (
+        report.verdict,
+        error.ranks,
+        error.call,
+        error.phase,
+        str(error).splitlines()[1:] == str(report).splitlines()[1:],
+    )
+
+
+def test_a_difference_is_an_error_if_asked_for() -> None:
+    assert run_ranks(_raises, 3) == [("differs", (1,), 2, "run", True)] * 3
+
+
+def _every(rank: int) -> list[bool]:
+    model = LegacyDistributedDataParallel(Net(nn.Tanh()))
+    check = CrossCheck(model, loss_of, every=3)
+    return [check(batch_of(rank)) is not None for _ in range(7)]
+
+
+def test_the_object_checks_in_every_nth_call() -> None:
+    assert run_ranks(_every, 2) == [[False, False, True, False, False, True, False]] * 2
+
+
+def _uneven_calls(rank: int) -> str:
+    model = LegacyDistributedDataParallel(Net(nn.Tanh()))
+    check = CrossCheck(model, loss_of, every=2)
+    check(batch_of(rank))
+    with pytest.raises(DesyncError) as caught:  # noqa: PT012 - a rank with fewer calls goes on
+        if rank != 1:
+            check(batch_of(rank))
+        model.all_reduce()
+    return str(caught.value)
+
+
+def test_ranks_with_other_counts_are_told_that_they_meet_in_different_calls() -> None:
+    first, *others = run_ranks(_uneven_calls, 3)
+
+    assert others == [first, first]
+    assert "rank 1 has all_reduce() call 1; ranks 0, 2 have cross_check() call 1" in " ".join(first.split())
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
+def test_every_must_be_a_number_of_steps(every: Any) -> None:
+    with pytest.raises(ValueError, match="every is not usable"):
+        CrossCheck(nn.Linear(1, 1), loss_of, every=every)
+
+
+@pytest.mark.parametrize(
+    "wrong, kind, text",
+    [
+        ({"model": None}, TypeError, "model is of the wrong type: got NoneType, expected torch.nn.Module"),
+        ({"run": 3}, TypeError, "run is not callable: got 3"),
+        ({"raises": 1}, TypeError, "raises is not usable: got 1"),
+        ({"operations": "yes"}, TypeError, "operations is not usable: got 'yes'"),
+        ({"local_buffers": "own"}, TypeError, "local_buffers is of the wrong type: got the string 'own'"),
+        ({"max_bytes": 0}, ValueError, "max_bytes is not usable: got 0"),
+        ({"batch": None}, TypeError, "unexpected keyword argument 'batch'"),
+        ({"max_byte": 1}, TypeError, "unexpected keyword argument 'max_byte'"),
+    ],
+)
+def test_a_wrong_argument_is_told_when_the_object_is_made_and_not_in_the_nth_step(
+    wrong: dict[str, Any], kind: type[Exception], text: str
+) -> None:
+    arguments = {"model": nn.Linear(1, 1), "run": loss_of, "every": 100, **wrong}
+
+    with pytest.raises(kind, match=text):
+        CrossCheck(**arguments)
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [(None, TypeError), ("1GB", TypeError), (True, TypeError), (1e9, TypeError), (-1, ValueError), (0, ValueError)],
+)
+def test_max_bytes_must_be_a_number_of_bytes(value: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=f"max_bytes is .*: got {value!r}, expected a whole number of bytes, 1 or more"):
+        CrossCheck(nn.Linear(1, 1), loss_of, every=1, max_bytes=value)
+
+
+def test_names_of_local_buffers_from_a_generator_serve_every_check() -> None:
+    names = (name for name in ["a", "b"])
+
+    assert CrossCheckOptions(local_buffers=names).local_buffers == ("a", "b")
+
+
+def test_a_lazy_parameter_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter '0.weight' is not initialised yet \(lazy module\).*cross_check"):
+        check_initialised(nn.Sequential(nn.LazyLinear(2)))
+    with pytest.raises(ValueError, match="buffer 'running_mean' is not initialised yet"):
+        check_initialised(nn.LazyBatchNorm1d(affine=False))
+
+
+def test_a_model_without_buffers_is_told_as_such() -> None:
+    with pytest.raises(ValueError, match=r"got \['nosuch'\], and the module has no buffers; leave local_buffers out"):
+        check_local_buffers(nn.Linear(1, 1), ["nosuch"])
+
+
+def _in_a_group(rank: int) -> tuple[str, tuple[int, ...]] | None:
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return None
+    net = Net(nn.Tanh())
+    if rank == 2:
+        net.drop.eval()
+    report = cross_check(net, loss_of, batch_of(rank), process_group=group)
+    return report.verdict, report.ranks
+
+
+def test_ranks_are_counted_in_the_group() -> None:
+    assert run_ranks(_in_a_group, 3) == [("differs", (0, 1)), None, ("differs", (0, 1))]

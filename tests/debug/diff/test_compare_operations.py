@@ -1,0 +1,246 @@
+"""The step and the ranks with compared operations, between two runs and between the ranks of one."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.result import Comparison
+from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.operations import operation
+from tests.helpers.traces import NAMES, environment, write_trace
+
+GRADIENT = NAMES["local_gradients"][0]
+Recorded = Callable[[int, int], Sequence[Operation]]
+
+
+def sequence(rank: int, *, wrong: int | None = None, extra: bool = False, weight: str = "b" * 16) -> list[Operation]:
+    """Four operations on data of the rank; ``wrong``: position of an operation with another output."""
+    found, held = [], f"{rank:016x}"
+    for index in range(4):
+        out = f"{17 * (index + 1) + (index == wrong) + 1000 * rank:016x}"
+        found.append(operation("mul", [held, weight], [out], module=f"m{index}", parameters=("", "a")))
+        held = out
+    return [*found, operation("clone", [held], [held])] if extra else found
+
+
+def of_steps(*steps: int, **changes: Any) -> Recorded:
+    return lambda step, rank: sequence(rank, **changes) if step in steps else ()
+
+
+def between_runs(folder: Path, a: Recorded, b: Recorded, planted: dict[Any, Any] | None = None) -> Comparison:
+    runs = [
+        open_run(write_trace(folder / name, operations=recorded, planted=given))
+        for name, recorded, given in (("a", a, {}), ("b", b, planted or {}))
+    ]
+    return compare_runs(*runs)
+
+
+def between_ranks(folder: Path, recorded: Recorded, **changes: Any) -> Comparison:
+    return compare_ranks(open_run(write_trace(folder / "trace", operations=recorded, **changes)))
+
+
+def differing(step: int, rank: int, phase: str = "local_gradients") -> dict[Any, Any]:
+    return {(rank, step, phase, NAMES[phase][0]): ("ee" * 8, 9.0)}
+
+
+def test_the_first_different_step_and_rank_is_compared(tmp_path: Path) -> None:
+    def wrong(step: int, rank: int) -> list[Operation]:
+        return sequence(rank, wrong={0: 3, 1: 1}[rank] if step == 3 else 0)
+
+    found = between_runs(tmp_path, of_steps(2, 3, 4), wrong, differing(3, 1)).operations
+
+    assert found is not None
+    assert (found.step, found.ranks, found.module, found.counts) == (3, (1,), "m1", (4, 4))
+
+
+def test_ranks_with_the_same_first_difference_are_named_together(tmp_path: Path) -> None:
+    planted = {**differing(3, 0), **differing(3, 1)}
+
+    found = between_runs(tmp_path, of_steps(3), of_steps(3, wrong=2), planted).operations
+
+    assert found is not None
+    assert (found.ranks, found.module) == ((0, 1), "m2")
+
+
+@pytest.mark.parametrize(
+    "phase, meaning",
+    [
+        ("local_gradients", "as far as recorded: gradients were written to after backward"),
+        ("reduced_gradients", "Forward and backward computed the same."),
+        ("parameters", "Forward and backward computed the same."),
+    ],
+)
+def test_equal_operations_in_the_first_different_step_are_told(tmp_path: Path, phase: str, meaning: str) -> None:
+    found = between_runs(tmp_path, of_steps(3), of_steps(3), differing(3, 1, phase)).operations
+
+    assert found is not None
+    assert (found.kind, found.summary) == ("", "all 4 operations agree")
+    assert meaning in found.meaning
+
+
+@pytest.mark.parametrize(
+    "a, b, lacking", [((3,), (), "B"), ((), (3,), "A"), ((), (), "A and B"), ((2,), (2,), "A and B")]
+)
+def test_a_first_different_step_without_operations_is_told_with_the_next_step(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], lacking: str
+) -> None:
+    comparison = between_runs(tmp_path, of_steps(*a), of_steps(*b), differing(3, 1))
+
+    assert comparison.operations is None
+    assert comparison.notes[-1] == (
+        f"operations of step 3 were not recorded in {lacking}; to find the first that differs, record again with "
+        "operations=range(3, 4)"
+    )
+
+
+@pytest.mark.parametrize("phase", ["reduced_gradients", "parameters"])
+def test_where_operations_cannot_help_nobody_is_asked_to_record_them(tmp_path: Path, phase: str) -> None:
+    comparison = between_runs(tmp_path, of_steps(), of_steps(), differing(3, 1, phase))
+
+    assert (comparison.verdict, comparison.operations, comparison.notes) == ("different", None, ())
+
+
+def test_operations_alone_do_not_make_runs_different(tmp_path: Path) -> None:
+    comparison = between_runs(tmp_path, of_steps(2, 4), of_steps(2, 4, wrong=1))
+
+    assert comparison.verdict == "same"
+    assert comparison.operations is not None
+    assert (comparison.operations.step, comparison.operations.ranks) == (2, (0, 1))
+
+
+def test_the_headline_of_equal_tensors_says_that_operations_differ(tmp_path: Path) -> None:
+    runs = between_runs(tmp_path, of_steps(2), of_steps(2, wrong=1))
+    ranks = between_ranks(tmp_path, lambda _, rank: sequence(rank, extra=rank == 1))
+    equal = between_runs(tmp_path / "equal", of_steps(2), of_steps(2))
+
+    for comparison in (runs, ranks):
+        assert comparison.verdict == "same"
+        assert comparison.headline.endswith("bit for bit; operations differ, see below")
+    assert equal.headline.endswith("bit for bit")
+
+
+def test_equal_operations_of_equal_runs_are_a_note(tmp_path: Path) -> None:
+    comparison = between_runs(tmp_path, of_steps(2, 4), of_steps(2, 4))
+
+    assert (comparison.verdict, comparison.operations) == ("same", None)
+    assert comparison.notes == ("operations of steps 2-4 (2 compared) agree",)
+
+
+@pytest.mark.parametrize(
+    "a, b, text",
+    [
+        ((1, 2), (), "for steps 1-2 in A and for none in B"),
+        ((), (3,), "for none in A and for step 3 in B"),
+        ((1, 2), (3, 4), "for steps 1-2 in A and for steps 3-4 in B"),
+    ],
+)
+@pytest.mark.parametrize("planted", [{}, differing(3, 1, "parameters")])
+def test_operations_without_a_common_step_are_told(
+    tmp_path: Path, a: tuple[int, ...], b: tuple[int, ...], text: str, planted: dict[Any, Any]
+) -> None:
+    comparison = between_runs(tmp_path, of_steps(*a), of_steps(*b), planted)
+
+    assert comparison.operations is None
+    assert comparison.notes == (f"operations: recorded {text}: not compared",)
+
+
+def test_runs_of_other_world_sizes_have_no_operations_to_compare(tmp_path: Path) -> None:
+    a, b = (write_trace(tmp_path / f"{size}", world_size=size, operations=of_steps(3, wrong=size)) for size in (1, 2))
+
+    comparison = compare_runs(open_run(a), open_run(b))
+
+    assert comparison.operations is None
+    assert not [note for note in comparison.notes if "operations" in note]
+
+
+@pytest.mark.parametrize(
+    "world_size, guilty, labels", [(3, 0, ("ranks 1-2", "rank 0")), (4, 2, ("ranks 0-1, 3", "rank 2"))]
+)
+def test_a_majority_of_ranks_stands_first(
+    tmp_path: Path, world_size: int, guilty: int, labels: tuple[str, str]
+) -> None:
+    found = between_ranks(
+        tmp_path, lambda step, rank: sequence(rank, extra=rank == guilty) if step == 2 else (), world_size=world_size
+    ).operations
+
+    assert found is not None
+    assert (found.kind, found.labels, found.ranks, found.counts) == ("sequence", labels, (guilty,), (4, 5))
+
+
+def test_two_ranks_have_no_majority(tmp_path: Path) -> None:
+    found = between_ranks(tmp_path, lambda _, rank: sequence(rank, extra=rank == 1)).operations
+
+    assert found is not None
+    assert (found.step, found.labels, found.ranks) == (1, ("rank 0", "rank 1"), (0, 1))
+
+
+def test_another_weight_of_one_rank_is_named_and_other_data_are_not(tmp_path: Path) -> None:
+    found = between_ranks(
+        tmp_path, lambda _, rank: sequence(rank, weight=("c" if rank == 1 else "b") * 16), world_size=3
+    ).operations
+
+    assert found is not None
+    assert (found.kind, found.module, found.ranks) == ("input", "m0", (1,))
+    assert found.summary == "forward of m0 (aten::mul): all operations before agree, 'a' differs"
+    assert [row.result for row in found.rows] == ["weights differ"] * 4
+
+
+def test_a_parameter_that_is_ignored_may_differ_between_ranks(tmp_path: Path) -> None:
+    comparison = between_ranks(
+        tmp_path,
+        lambda _, rank: sequence(rank, weight=("c" if rank == 1 else "b") * 16),
+        environments=lambda rank, size: environment(rank, size, parameters=("b",)),
+    )
+
+    assert comparison.operations is None
+
+
+def test_many_ranks_with_operations_of_their_own(tmp_path: Path) -> None:
+    comparison = between_ranks(
+        tmp_path, lambda step, rank: sequence(rank) * (rank + 1) if step == 2 else (), world_size=7
+    )
+
+    assert comparison.operations is not None
+    assert comparison.operations.labels == ("rank 0", "rank 1")
+    assert comparison.operations.ranks == tuple(range(7))
+
+
+def test_ranks_are_compared_up_to_the_first_different_step(tmp_path: Path) -> None:
+    comparison = between_ranks(
+        tmp_path,
+        lambda step, rank: sequence(rank, extra=step == 4 and rank == 1) if step in (2, 4) else (),
+        planted=differing(3, 1, "parameters"),
+    )
+
+    assert (comparison.verdict, comparison.operations) == ("different", None)
+    assert comparison.notes == (
+        "operations of step 2 agree between ranks, as far as data leave them equal; other data hide the rest, as a "
+        "constant in the loss: legacy_ddp.debug.cross_check() compares it",
+    )
+
+
+def test_a_step_that_not_all_ranks_recorded_is_left_out(tmp_path: Path) -> None:
+    comparison = between_ranks(tmp_path, lambda step, rank: sequence(rank) if step == 2 + rank else ())
+
+    assert (comparison.operations, comparison.notes) == (None, ())
+
+
+def test_uneven_micro_batches_of_ranks_are_a_note_and_no_difference(tmp_path: Path) -> None:
+    def uneven(step: int, rank: int) -> list[Operation]:
+        first = sequence(rank)
+        more = [replace(item, micro_batch=number) for number in range(2, 3 + rank) for item in first]
+        return [*first, *more] if step == 2 else []
+
+    comparison = between_ranks(tmp_path, uneven)
+
+    assert (comparison.verdict, comparison.operations) == ("same", None)
+    assert comparison.notes[-1] == (
+        "ranks took other numbers of micro-batches, first in step 2: 2 on rank 0, 3 on rank 1; only operations of "
+        "common micro-batches were compared"
+    )

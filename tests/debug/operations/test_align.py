@@ -1,0 +1,261 @@
+"""The first difference of two sequences of operations of the same data."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._operations.difference import Origin
+from tests.helpers.operations import changed, model, operation, rewritten, value
+
+STEP = model()
+POSITIONS = st.integers(0, len(STEP) - 1)
+
+
+def test_equal_sequences_have_no_difference() -> None:
+    assert first_difference(STEP, model()) is None
+    assert first_difference([], []) is None
+
+
+@given(POSITIONS)
+def test_an_output_with_other_bits_is_the_culprit_at_its_place(position: int) -> None:
+    wrong = STEP[position].outputs[0].digest or ""
+
+    found = first_difference(STEP, rewritten(STEP, position, wrong, "wrong"))
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.start_b, found.differing) == ("output", position, position, (0,))
+    assert found.differing_values == ((value(wrong), value("wrong")),)
+
+
+def test_the_first_of_two_culprits_is_named() -> None:
+    twice = rewritten(rewritten(STEP, 4, "h1(x)", "wrong"), 9, "loss(x)'", "worse")
+
+    found = first_difference(STEP, twice)
+
+    assert found is not None
+    assert found.start_a == 4
+
+
+def test_other_data_are_an_input_that_nobody_wrote() -> None:
+    found = first_difference(STEP, model("y"))
+
+    assert found is not None
+    assert (found.kind, found.operation.name, found.operation.module, found.differing) == (
+        "input",
+        "aten::mm",
+        "0",
+        (0,),
+    )
+    assert found.origin == Origin()
+
+
+def test_another_weight_is_named_with_the_operation_that_read_it_first() -> None:
+    found = first_difference(STEP, rewritten(STEP, 3, "w1", "other"))
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.differing) == ("input", 3, (0,))
+    assert found.origin == Origin("1.weight")
+
+
+def test_a_weight_that_changes_inside_of_the_step_names_the_reader_before() -> None:
+    again = [*STEP, operation("mm", ["w1"], ["out"], parameters=("1.weight",))]
+    written = [*STEP, operation("mm", ["written"], ["out'"], parameters=("1.weight",))]
+
+    found = first_difference(again, written)
+
+    assert found is not None
+    assert (found.kind, found.start_a) == ("input", len(STEP))
+    assert found.origin == Origin("1.weight", reader=4)  # the product, which reads the transposed weight
+
+
+def test_a_write_between_two_operations_names_the_writer_on_the_side_that_still_has_it() -> None:
+    inputs = (value("poked"), *STEP[7].inputs[1:])
+
+    found = first_difference(STEP, changed(STEP, 7, inputs=inputs))
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.differing) == ("input", 7, (0,))
+    assert found.origin == Origin(writer_a=5)
+
+
+def test_the_last_of_two_writers_is_named() -> None:
+    a = [operation("clone", ["x"], ["y"]), operation("clone", ["y"], ["y"]), operation("mul", ["y"], ["z"])]
+
+    found = first_difference(a, changed(a, 2, inputs=(value("poked"),)))
+
+    assert found is not None
+    assert found.origin == Origin(writer_a=1)
+
+
+def test_a_view_of_a_weight_is_no_reader_of_its_bits() -> None:
+    view = operation("t", inputs=(value(None),), outputs=(value(None),), parameters=("w",))
+    a, b = ([view, operation("mm", [held], ["y"], parameters=("w",))] for held in ("w", "other"))
+
+    found = first_difference(a, b)
+
+    assert found is not None
+    assert found.origin == Origin("w")
+
+
+def test_another_tensor_of_the_step_has_a_writer_on_both_sides() -> None:
+    inputs = (value("r0(x)"), *STEP[7].inputs[1:])
+
+    found = first_difference(STEP, changed(STEP, 7, inputs=inputs))
+
+    assert found is not None
+    assert found.origin == Origin(writer_a=5, writer_b=2)
+
+
+def test_an_operation_that_only_b_has_explains_the_inputs_after_it() -> None:
+    extra = operation("mul", ["r0(x)"], ["extra"], module="0.act")
+    longer = [*STEP[:3], extra, *rewritten(STEP[3:], 1, "r0(x)", "extra")]
+
+    found = first_difference(STEP, longer)
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.start_b, found.a, found.b) == ("sequence", 3, 3, (), (extra,))
+    assert found.has_effect is True
+
+
+def test_an_operation_that_b_lacks_explains_the_inputs_after_it() -> None:
+    shorter = [*STEP[:5], *rewritten(STEP[6:], 1, "r1(x)", "h1(x)")]
+
+    found = first_difference(STEP, shorter)
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.a, found.b) == ("sequence", 5, (STEP[5],), ())
+
+
+def test_an_extra_operation_without_effect_does_not_hide_the_culprit() -> None:
+    extra = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
+    wrong = rewritten(STEP, 7, "h2(x)", "wrong")
+
+    found = first_difference(STEP, [*wrong[:2], extra, *wrong[2:]])
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.start_b) == ("output", 7, 8)
+    assert [gap.b for gap in found.earlier] == [(extra,)]
+
+
+def test_an_extra_operation_without_effect_does_not_hide_a_write_from_elsewhere() -> None:
+    extra = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
+    poked = changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:]))
+
+    found = first_difference(STEP, [*poked[:2], extra, *poked[2:]])
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.start_b, found.origin.writer_a) == ("input", 7, 8, 5)
+
+
+def test_an_operation_of_b_alone_in_place_may_have_written_to_a_part_of_the_input() -> None:
+    extra = operation("mul_.Scalar", ["part"], ["part'"], module="1.act")
+    poked = changed(STEP, 7, inputs=(value("poked"), *STEP[7].inputs[1:]))
+
+    after, before = (first_difference(STEP, [*poked[:k], extra, *poked[k:]]) for k in (6, 3))
+
+    assert after is not None
+    assert (after.kind, after.b) == ("sequence", (extra,))
+    assert before is not None  # before the tensor was written
+    assert (before.kind, before.start_a) == ("input", 7)
+
+
+def test_an_extra_operation_alone_is_the_difference_and_has_no_effect() -> None:
+    extra = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
+
+    found = first_difference([*STEP[:2], extra, *STEP[2:]], STEP)
+
+    assert found is not None
+    assert (found.kind, found.a, found.b, found.has_effect) == ("sequence", (extra,), (), False)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"settings": "training=False"},
+        {"generator": "0123456789abcdef"},
+        {"inputs": (value("x", layout="strides (1, 4)"), value("w0.T"))},
+    ],
+)
+def test_another_form_without_other_values_is_the_last_choice(changes: dict[str, object]) -> None:
+    other = changed(STEP, 1, **changes)
+
+    found = first_difference(STEP, other)
+    both = first_difference(STEP, rewritten(other, 7, "h2(x)", "wrong"))
+
+    assert found is not None
+    assert (found.kind, found.start_a, found.has_effect) == ("form", 1, False)
+    assert both is not None
+    assert (both.kind, both.start_a) == ("output", 7)
+
+
+def test_undefined_contents_are_no_difference() -> None:
+    empty = [operation("empty", [], ["?"]), *STEP]
+    undefined = [replace(empty[0], outputs=(value(None),)), *STEP]
+
+    assert first_difference(undefined, undefined) is None
+    found = first_difference(empty, undefined)
+    assert found is None or found.kind == "form"
+
+
+def test_another_dtype_of_an_input_is_a_difference_even_with_equal_bits() -> None:
+    other = changed(STEP, 1, inputs=(value("x", "float64 (2, 8)"), STEP[1].inputs[1]))
+
+    found = first_difference(STEP, other)
+
+    assert found is not None
+    assert (found.kind, found.differing) == ("input", (0,))
+
+
+def test_an_input_more_is_a_difference() -> None:
+    inputs, parameters = (*STEP[1].inputs, value("b")), (*STEP[1].parameters, "0.bias")
+
+    found = first_difference(STEP, changed(STEP, 1, inputs=inputs, parameters=parameters))
+
+    assert found is not None
+    assert (found.kind, found.differing, found.differing_values) == ("input", (2,), ())
+
+
+def test_a_hundred_thousand_operations() -> None:
+    drawn = random.Random(0)
+    long = [operation("mul", [f"v{i}"], [f"v{i + 1}"], module=f"{drawn.randrange(300)}") for i in range(100_000)]
+    shorter = [item for index, item in enumerate(long) if index % 1000 != 999 or index > 90_000]
+
+    found = first_difference(long, rewritten(long, 99_000, "v99001", "wrong"))
+    gone = first_difference(long, shorter)
+
+    assert found is not None
+    assert (found.kind, found.start_a) == ("output", 99_000)
+    assert gone is not None
+    assert (gone.kind, gone.start_a, gone.has_effect) == ("sequence", 999, False)
+
+
+@given(st.integers(1, 8), st.data())
+def test_the_extra_one_of_several_products_of_a_module_is_told_by_its_values(count: int, data: st.DataObject) -> None:
+    """The keys of all products are equal; the extra product was once blamed on the product behind it."""
+    products = [operation("mm", ["x", f"w{index}"], [f"y{index}"]) for index in range(count)]
+    at, more = data.draw(st.integers(0, count)), data.draw(st.integers(1, 3))
+    extra = [operation("mm", ["x", f"extra{index}"], [f"z{index}"]) for index in range(more)]
+    start, end = [operation("relu", ["w"], ["x"])], [operation("sum", ["y0"], ["loss"])]
+    longer, shorter = [*start, *products[:at], *extra, *products[at:], *end], [*start, *products, *end]
+
+    for found in (first_difference(longer, shorter), first_difference(shorter, longer)):
+        assert found is not None
+        assert (found.kind, found.start_a, found.start_b, found.has_effect) == ("sequence", at + 1, at + 1, False)
+    assert found.b == tuple(extra)
+
+
+def test_an_extra_product_with_an_effect_is_the_difference() -> None:
+    products = [operation("mm", ["x", f"w{index}"], [f"y{index}"]) for index in range(3)]
+    wrong = operation("mm", ["x", "wrong"], ["z"])
+    end = operation("sum", ["y0"], ["loss"])
+
+    found = first_difference(
+        [*products, end], [products[0], wrong, *products[1:], changed([end], 0, inputs=(value("z"),))[0]]
+    )
+
+    assert found is not None
+    assert (found.kind, found.b, found.has_effect) == ("sequence", (wrong,), True)

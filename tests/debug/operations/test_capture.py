@@ -1,0 +1,502 @@
+"""Capture of operations: names, places, digests, settings and generators."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
+
+from legacy_ddp.debug import digest
+from legacy_ddp.debug._operations.capture import OperationCapture
+from legacy_ddp.debug._operations.operation import Operation
+from tests.helpers.torch_versions import leaves_compiler_alone
+
+
+def captured(module: nn.Module, run: Callable[[], object], *, keep: range = range(0)) -> list[Operation]:
+    with OperationCapture(module, keep=keep) as capture:
+        run()
+    return capture.operations
+
+
+def the(operations: list[Operation], name: str) -> Operation:
+    [found] = [item for item in operations if item.name == name]
+    return found
+
+
+def hexadecimal(tensor: torch.Tensor) -> str:
+    return f"{digest(tensor) % 2**64:016x}"
+
+
+class Block(nn.Module):
+    """Two layers by name, the second shared with a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(3, 4)
+        self.inner = nn.Sequential(nn.Tanh(), nn.Linear(4, 2, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.first(x))
+
+
+# --- what is recorded ------------------------------------------------------------------------------------------------
+
+
+def test_an_operation_has_the_digests_of_its_inputs_and_outputs() -> None:
+    model, x = Block(), torch.randn(5, 3)
+
+    operation = the(captured(model, lambda: model(x)), "aten::addmm")
+
+    weight, bias = model.first.weight.detach(), model.first.bias.detach()
+    assert [value.digest for value in operation.inputs] == [hexadecimal(item) for item in (bias, x, weight.t())]
+    assert [value.kind for value in operation.inputs] == ["float32 (4,)", "float32 (5, 3)", "float32 (3, 4)"]
+    assert [value.layout for value in operation.inputs] == ["", "", "strides (1, 3)"]
+    assert [value.digest for value in operation.outputs] == [hexadecimal(x @ weight.t() + bias)]
+    assert operation.parameters == ("first.bias", "", "first.weight")
+    assert (operation.stage, operation.module, operation.settings, operation.generator) == ("forward", "first", "", "")
+
+
+def test_operations_of_the_backward_pass_belong_to_the_module_of_the_forward_pass() -> None:
+    model, x = Block(), torch.randn(5, 3)
+
+    found = captured(model, lambda: (model(x) * 2).sum().backward())
+
+    places = [(item.stage, item.module) for item in found]
+    assert list(dict.fromkeys(places)) == [
+        ("forward", "first"),
+        ("forward", "inner.0"),
+        ("forward", "inner.1"),
+        ("forward", ""),
+        ("backward", ""),
+        ("backward", "inner.1"),
+        ("backward", "inner.0"),
+        ("backward", "first"),
+    ]
+    products = [item for item in found if item.name == "aten::mm" and item.stage == "backward"]
+    assert [item.module for item in products] == ["inner.1", "inner.1", "first"]
+    assert products[1].parameters == ("", "inner.1.weight")
+    assert products[2].outputs[0].digest == hexadecimal(model.first.weight.grad.t().contiguous().t())
+
+
+def test_a_gradient_is_accumulated_in_the_module_of_its_parameter() -> None:
+    model, x = Block(), torch.randn(5, 3)
+    model(x).sum().backward()
+
+    found = captured(model, lambda: model(x).sum().backward())
+
+    sums = [item for item in found if item.name == "aten::add_.Tensor"]
+    assert sorted(item.module for item in sums) == ["first", "first", "inner.1"]
+    digests = {item.outputs[0].digest for item in sums}
+    assert digests == {hexadecimal(parameter.grad) for parameter in model.parameters()}
+
+
+class Borrower(nn.Module):
+    """A product with the weight of another module."""
+
+    def __init__(self, lender: nn.Linear) -> None:
+        super().__init__()
+        self._lenders = [lender]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self._lenders[0].weight
+
+
+def test_a_gradient_belongs_to_the_holder_of_the_parameter_and_not_to_its_user() -> None:
+    lender = nn.Linear(3, 3, bias=False)
+    model, x = nn.ModuleDict({"lender": lender, "borrower": Borrower(lender)}), torch.randn(5, 3)
+    lender.weight.grad = torch.zeros(3, 3)
+
+    found = captured(model, lambda: model["borrower"](x).sum().backward())
+
+    assert the(found, "aten::add_.Tensor").module == "lender"
+    assert {item.module for item in found if item.name == "aten::mm"} == {"borrower"}
+
+
+class Slope(nn.Module):
+    """The derivative of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.inner(x).sum(), x)[0]
+
+
+def test_a_backward_pass_inside_of_a_module_belongs_to_the_modules_of_its_nodes() -> None:
+    model, x = nn.Sequential(Slope()), torch.randn(5, 3)
+
+    found = captured(model, lambda: model(x))
+
+    assert the(found, "aten::tanh_backward").module == "0.inner.1"
+    assert the(found, "aten::mm").module == "0.inner.0"
+    assert {item.stage for item in found} == {"forward", "backward"}
+
+
+def test_operations_of_the_library_itself_are_left_out() -> None:
+    x = torch.ones(2)
+
+    found = captured(nn.Identity(), lambda: (x + 1, digest(x), x * 2))
+
+    assert [item.name for item in found] == ["aten::add.Tensor", "aten::mul.Tensor"]
+
+
+def test_an_input_changed_in_place_is_digested_before_and_after() -> None:
+    x = torch.tensor([1.0, -2.0])
+
+    operation = the(captured(nn.Identity(), lambda: x.mul_(3)), "aten::mul_.Tensor")
+
+    assert operation.inputs[0].digest == hexadecimal(torch.tensor([1.0, -2.0]))
+    assert operation.outputs[0].digest == hexadecimal(torch.tensor([3.0, -6.0]))
+    assert operation.settings == "other=3"
+
+
+def test_inputs_changed_without_being_returned_are_outputs() -> None:
+    tensors = [torch.ones(2), torch.zeros(3)]
+
+    operation = the(captured(nn.Identity(), lambda: torch._foreach_add_(tensors, 1.0)), "aten::_foreach_add_.Scalar")
+
+    assert [value.digest for value in operation.outputs] == [
+        hexadecimal(torch.full((2,), 2.0)),
+        hexadecimal(torch.ones(3)),
+    ]
+
+
+def test_the_statistics_of_a_batch_norm_are_outputs() -> None:
+    norm, x = nn.BatchNorm1d(3), torch.randn(4, 3)
+
+    operation = the(captured(norm, lambda: norm(x)), "aten::native_batch_norm")
+
+    assert operation.parameters == ("", "weight", "bias", "running_mean", "running_var")
+    assert {hexadecimal(norm.running_mean), hexadecimal(norm.running_var)} <= {
+        item.digest for item in operation.outputs
+    }
+
+
+def test_a_write_from_elsewhere_shows_between_two_operations() -> None:
+    x = torch.arange(6.0)
+
+    def run() -> None:
+        y = x * 2
+        y.numpy()[4] = 7  # no operation of torch
+        y + 1
+
+    found = captured(nn.Identity(), run)
+
+    product, total = the(found, "aten::mul.Tensor"), the(found, "aten::add.Tensor")
+    assert product.outputs[0].digest == hexadecimal(x * 2)
+    assert total.inputs[0].digest == hexadecimal(torch.tensor([0.0, 2, 4, 6, 7, 10])) != product.outputs[0].digest
+
+
+def test_a_large_tensor_is_digested_before_it_changes() -> None:
+    x = torch.arange(2.0**17)
+
+    def run() -> None:
+        y = x + 1
+        y.zero_()
+
+    total, zero = captured(nn.Identity(), run)
+
+    assert total.outputs[0].digest == hexadecimal(x + 1)
+    assert zero.outputs[0].digest == hexadecimal(torch.zeros(2**17))
+
+
+def test_views_have_shapes_and_no_digests() -> None:
+    x = torch.arange(6.0).view(2, 3)
+
+    view, select = captured(nn.Identity(), lambda: x.t()[1])
+
+    assert (view.name, select.name, select.settings) == ("aten::t", "aten::select.int", "dim=0, index=1")
+    assert (view.outputs[0].kind, view.outputs[0].layout) == ("float32 (3, 2)", "strides (1, 3)")
+    assert {value.digest for item in (view, select) for value in (*item.inputs, *item.outputs)} == {None}
+
+
+def test_a_random_operation_has_the_state_of_its_generator() -> None:
+    x, own = torch.ones(4), torch.Generator().manual_seed(9)
+    default, given = torch.get_rng_state(), own.get_state()
+
+    found = captured(nn.Identity(), lambda: (dropout(x, 0.5), torch.bernoulli(x / 2, generator=own), x + 1))
+
+    assert the(found, "aten::bernoulli_.float").generator == hexadecimal(default)
+    assert the(found, "aten::bernoulli").generator == hexadecimal(given)
+    assert the(found, "aten::bernoulli").settings == "generator=Generator"
+    assert the(found, "aten::add.Tensor").generator == ""
+
+
+def test_kept_outputs_are_copies() -> None:
+    x = torch.ones(2)
+
+    with OperationCapture(nn.Identity(), keep=(1,)) as capture:
+        ((x + 1) * 2).zero_()
+
+    assert list(capture.kept) == [1]
+    assert capture.kept[1][0].tolist() == [4.0, 4.0]
+
+
+def test_micro_batches_are_counted() -> None:
+    model, x = nn.Linear(2, 1, bias=False), torch.ones(1, 2)
+    capture = OperationCapture(model)
+    capture.start()
+    x + 1
+    for _ in range(2):
+        capture.begin_micro_batch()
+        x * 2
+
+    assert [item.micro_batch for item in capture.stop()] == [0, 1, 2]
+
+
+# --- undefined memory ------------------------------------------------------------------------------------------------
+
+
+def test_memory_that_nobody_has_written_to_has_no_digest() -> None:
+    def run() -> None:
+        x = torch.empty(4)
+        x.copy_(torch.ones(4))
+        x + 1
+
+    allocation, _, copy, total = captured(nn.Identity(), run)
+
+    assert allocation.outputs[0].digest is None
+    assert [value.digest for value in copy.inputs] == [None, hexadecimal(torch.ones(4))]
+    assert copy.outputs[0].digest == total.inputs[0].digest == hexadecimal(torch.ones(4))
+
+
+def test_memory_written_in_parts_is_defined_once_all_parts_are() -> None:
+    def run() -> None:
+        x = torch.empty(2, 3)
+        x[:, 1:].fill_(1)
+        x + 1
+        x[:, :1].fill_(2)
+        x + 2
+
+    first, second = [item for item in captured(nn.Identity(), run) if item.name == "aten::add.Tensor"]
+
+    assert first.inputs[0].digest is None
+    assert second.inputs[0].digest == hexadecimal(torch.tensor([[2.0, 1, 1], [2, 1, 1]]))
+
+
+def test_memory_written_at_some_indices_stays_undefined() -> None:
+    def run() -> None:
+        x = torch.empty(4)
+        x.index_put_((torch.tensor([0, 2]),), torch.ones(2))
+        x + 1
+        x.zero_()
+        x + 2
+
+    found = captured(nn.Identity(), run)
+
+    assert the(found, "aten::index_put_").outputs[0].digest is None
+    first, second = [item for item in found if item.name == "aten::add.Tensor"]
+    assert first.inputs[0].digest is None
+    assert second.inputs[0].digest == hexadecimal(torch.zeros(4))
+
+
+def test_a_destination_is_an_output_and_not_read() -> None:
+    x, out = torch.eye(2), torch.full((2, 2), float("nan"))
+
+    operation = the(captured(nn.Identity(), lambda: torch.mm(x, x, out=out)), "aten::mm.out")
+
+    assert [value.digest for value in operation.inputs] == [hexadecimal(x), hexadecimal(x), None]
+    assert [value.digest for value in operation.outputs] == [hexadecimal(x)]
+
+
+def test_freed_memory_does_not_make_new_memory_undefined() -> None:
+    def run() -> None:
+        for _ in range(50):
+            torch.empty(64)  # freed at once
+            torch.tensor([1.0] * 64) + 1
+
+    sums = [item for item in captured(nn.Identity(), run) if item.name == "aten::add.Tensor"]
+
+    assert {item.inputs[0].digest for item in sums} == {hexadecimal(torch.ones(64))}
+
+
+# --- features of torch -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_the_second_forward_of_a_checkpoint_is_in_the_backward_pass(use_reentrant: bool) -> None:
+    model, x = Block(), torch.randn(5, 3)
+    model.inner = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 2))
+
+    def run() -> None:
+        checkpoint(model.inner, model.first(x), use_reentrant=use_reentrant).sum().backward()
+
+    found = captured(model, run)
+
+    draws = [item for item in found if item.name == "aten::bernoulli_.float"]
+    assert [(item.stage, item.module) for item in draws] == [("forward", "inner.0"), ("backward", "inner.0")]
+    assert draws[0].generator == draws[1].generator != ""
+    assert [item.module for item in found if item.stage == "backward" and item.name == "aten::mm"] == [
+        "inner.1",
+        "inner.1",
+        "first",
+    ]
+
+
+def test_casts_of_autocast_are_operations() -> None:
+    model, x = Block(), torch.randn(5, 3)
+
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).float().sum()
+        loss.backward()
+
+    casts = [item for item in captured(model, run) if item.name == "aten::_to_copy" and item.stage == "forward"]
+
+    assert casts[0].parameters == ("first.bias",)
+    assert {item.settings for item in casts} == {"dtype=bfloat16", "dtype=float32"}
+
+
+def test_functional_call_names_parameters_by_their_memory() -> None:
+    model, x = Block(), torch.randn(5, 3)
+    same = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    other = {name: parameter.clone() for name, parameter in same.items()}
+
+    found = captured(model, lambda: [torch.func.functional_call(model, given, (x,)) for given in (same, other)])
+
+    first, second = [item for item in found if item.name == "aten::addmm"]
+    assert (first.parameters, second.parameters) == (("first.bias", "", "first.weight"), ("", "", ""))
+    assert first.module == second.module == "first"
+    assert first.outputs == second.outputs
+
+
+def test_transforms_of_functions_are_seen_as_the_operations_that_they_run() -> None:
+    model, x = Block(), torch.randn(5, 3)
+    given = {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], row: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (row,)).sum()
+
+    found = captured(model, lambda: torch.vmap(torch.func.grad(loss), (None, 0))(given, x))
+
+    assert {"aten::mm", "aten::tanh_backward", "aten::bmm"} <= {item.name for item in found}
+    assert {item.stage for item in found} == {"forward", "backward"}
+
+
+def test_a_second_backward_pass_belongs_to_the_modules_of_the_first() -> None:
+    model, x = Block(), torch.randn(5, 3, requires_grad=True)
+
+    def run() -> None:
+        [grad] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+
+    found = captured(model, run)
+
+    assert {item.module for item in found if item.name == "aten::tanh_backward"} == {"inner.0"}
+    assert {item.module for item in found if item.name == "aten::mm"} == {"inner.1", "first"}
+
+
+def test_sparse_gradients_are_digested_as_coalesced() -> None:
+    words, rows = nn.Embedding(10, 2, sparse=True), torch.tensor([3, 1, 3])
+
+    found = captured(words, lambda: words(rows).sum().backward())
+
+    sparse = [item for item in found for value in item.outputs if value.kind.endswith("sparse") and value.digest]
+    assert sparse[-1].outputs[0].digest == hexadecimal(words.weight.grad)
+    assert sparse[-1].outputs[0].layout == "sparse_coo"
+
+
+def test_complex_tensors_have_their_conjugation_in_the_layout() -> None:
+    x = torch.tensor([1 + 2j, 3 - 1j])
+
+    found = captured(nn.Identity(), lambda: x.conj() * 2)
+
+    assert the(found, "aten::_conj").outputs[0].layout == "conjugated"
+    assert the(found, "aten::mul.Tensor").inputs[0].digest == hexadecimal(torch.tensor([1 - 2j, 3 + 1j]))
+
+
+def test_tied_weights_have_their_first_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+
+    found = captured(model, lambda: model(torch.ones(1, 2)))
+
+    assert [(item.module, item.parameters) for item in found if item.name == "aten::mm"] == [
+        ("0", ("", "0.weight")),
+        ("1", ("", "0.weight")),
+    ]
+
+
+def test_parameters_in_one_memory_are_told_apart() -> None:
+    flat, model = torch.randn(5), nn.ParameterList()
+    model.extend([nn.Parameter(flat[:2]), nn.Parameter(flat[2:])])
+
+    found = captured(model, lambda: (model[1] * 2, flat + 1))
+
+    assert [item.parameters for item in found] == [("1",), ("0, 1",)]
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x * x
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        [x] = ctx.saved_tensors
+        return 3 * x.square() * grad
+
+
+class Cubed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Cube.apply(self.layer(x))
+
+
+def test_a_function_of_the_user_belongs_to_the_module_that_applies_it() -> None:
+    model = nn.Sequential(nn.Tanh(), Cubed())
+
+    found = captured(model, lambda: model(torch.ones(1, 2)).sum().backward())
+
+    assert the(found, "aten::pow.Tensor_Scalar").module == "1"
+    assert the(found, "aten::pow.Tensor_Scalar").stage == "backward"
+
+
+def test_an_operation_of_the_user_is_one_operation() -> None:
+    @torch.library.custom_op("legacy_ddp_tests::twice_into", mutates_args=("out",))
+    def twice_into(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * 2)
+
+    def run() -> None:
+        out = torch.empty(2)
+        twice_into(torch.ones(2), out)
+        out + 1
+
+    found = captured(nn.Identity(), run)
+
+    own = the(found, "legacy_ddp_tests::twice_into")
+    assert own.outputs[0].digest == hexadecimal(torch.full((2,), 2.0))
+    assert [item.name for item in found][-2:] == [own.name, "aten::add.Tensor"]
+
+
+@leaves_compiler_alone
+def test_a_control_flow_operation_runs_and_has_a_row() -> None:
+    x = torch.ones(2)
+
+    found = captured(nn.Identity(), lambda: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+    assert found[-1].name == "higher_order::cond"
+    assert found[-1].outputs[0].digest == hexadecimal(torch.sin(x))
+
+
+def test_hooks_belong_to_the_module_of_their_node() -> None:
+    model, x = Block(), torch.randn(5, 3)
+
+    def run() -> None:
+        out = model(x)
+        out.register_hook(lambda grad: grad * 7)
+        out.sum().backward()
+
+    found = captured(model, run)
+
+    [hook] = [item for item in found if item.settings == "other=7"]
+    assert (hook.stage, hook.module) == ("backward", "inner.1")

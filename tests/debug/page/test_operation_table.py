@@ -1,0 +1,122 @@
+"""The table of operations on the page: content, marks without colour, long names, and the size of the page."""
+
+from collections.abc import Iterator
+from html import unescape
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+
+from legacy_ddp.debug._diff.operation_finding import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
+from legacy_ddp.debug._diff.result import Comparison, OperationFinding
+from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._page.operation_table import operation_table
+from legacy_ddp.debug._page.render import render
+from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.browser import Page, open_browser, reason_missing
+from tests.helpers.operations import changed, model, operation, rewritten
+from tests.helpers.traces import write_trace
+
+needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
+LONG = ".".join(f"a_module_with_a_long_name_{index}" for index in range(30))
+EVIL = "<img src=https://example.com/a.png>"
+# The texts of the cells of the first table.
+CELLS = """
+return [...document.querySelector("section table").rows].map(row => [...row.cells].map(cell => cell.innerText))
+"""
+# The width of the cell, and of a word in it on one line, for three cells of the marked row.
+WIDTHS = """
+const row = [...document.querySelector("section table").rows].find(row => row.cells[0].innerText == "▶")
+const widthOf = (cell, word) => {
+  const probe = document.createElement("span")
+  probe.style.whiteSpace = "nowrap"
+  probe.textContent = word
+  cell.append(probe)
+  const width = probe.getBoundingClientRect().width
+  probe.remove()
+  return width
+}
+return [[3, "forward"], [5, "aten::mm"], [6, "differs"]].map(([index, word]) =>
+  [row.cells[index].getBoundingClientRect().width, widthOf(row.cells[index], word)])
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[webdriver.Chrome]:
+    with open_browser(width=800) as driver:
+        yield driver
+
+
+def found(module: str = "2", position: int = 7) -> OperationFinding:
+    """A wrong product in a module."""
+    step = changed(model(), position, module=module)
+    other = rewritten(step, position, step[position].outputs[0].digest or "", "wrong")
+    difference = first_difference(step, other)
+    assert difference is not None
+    return finding(41, (step, other), difference, labels=("A", "B"), ranks=(1,), facts={}, judge=judge_values)
+
+
+def page(folder: Path, operations: OperationFinding | None) -> Path:
+    runs = [open_run(write_trace(folder / name)) for name in ("a", "b")]
+    comparison = Comparison(("a", "b"), "different", "different: somewhere", operations=operations)
+    path = folder / "report.html"
+    path.write_text(render(runs, comparison, ["the text"]), encoding="utf-8")
+    return path
+
+
+def test_the_first_difference_has_a_mark_of_its_own() -> None:
+    (chart,) = operation_table(found())
+
+    assert chart.title == "Operations of step 41 on rank 1"
+    assert chart.table[0] == ("", "A", "B", "stage", "module", "operation", "comparison")
+    marked = [row for row in chart.table if row[0]]
+    assert marked == [("▶", "8", "8", "forward", "2", "aten::mm", "inputs agree, output differs")]
+
+
+def test_without_a_difference_there_is_no_table() -> None:
+    assert [*operation_table(None)] == []
+
+
+def test_the_table_stays_small(tmp_path: Path) -> None:
+    extra = [operation("mul", [f"e{i}"], [f"e{i + 1}"], module=LONG) for i in range(20_000)]
+    difference = first_difference(model(), [*model()[:4], *extra, *model()[4:]])
+    assert difference is not None
+    sides = model(), [*model()[:4], *extra, *model()[4:]]
+    many = finding(41, sides, difference, labels=("A", "B"), ranks=(), facts={}, judge=judge_values)
+
+    (chart,) = operation_table(many)
+
+    assert len(chart.table) <= 1 + ROWS_BEFORE + MAX_FIRST + ROWS_AFTER
+    with_table, without = (page(tmp_path / name, held).stat().st_size for name, held in (("a", many), ("b", None)))
+    assert 0 < with_table - without < 40_000
+
+
+def test_names_are_text_and_no_part_of_the_page(tmp_path: Path) -> None:
+    text = page(tmp_path, found(module=EVIL)).read_text(encoding="utf-8")
+
+    assert EVIL not in text
+    assert f"<td>{EVIL}</td>" in unescape(text)
+
+
+@needs_browser
+def test_the_table_fits_a_narrow_window_with_long_names(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    shown = Page(driver, page(tmp_path, found(module=LONG)))
+
+    rows = shown.run(CELLS)
+
+    assert rows[0] == ["", "A", "B", "stage", "module", "operation", "comparison"]
+    assert [row for row in rows if row[0] == "▶"] == [
+        ["▶", "8", "8", "forward", LONG, "aten::mm", "inputs agree, output differs"]
+    ]
+    assert shown.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    assert shown.console_errors() == []
+    assert shown.requests() == [shown.url]
+
+
+@needs_browser
+def test_words_of_a_comparison_are_not_broken_by_long_names(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    shown = Page(driver, page(tmp_path, found(module=LONG)))
+
+    widths = shown.run(WIDTHS)
+
+    assert all(cell >= word for cell, word in widths), widths

@@ -1,0 +1,326 @@
+"""Recorder(operations=): the operations of chosen steps in the trace, and a training that stays as it was."""
+
+import copy
+import io
+import os
+import warnings
+from collections.abc import Collection
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from legacy_ddp import LegacyDistributedDataParallel, PeerError, all_reduce_gradients
+from legacy_ddp.debug import Recorder, digest
+from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._trace.run import open_run
+from tests.helpers import logged_warnings
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import tanh_net
+
+
+def operations_in(folder: Path, rank: int = 0) -> dict[int, tuple[Operation, ...]]:
+    with open_run(folder).open(rank) as trace:
+        assert trace.damage == ""
+        return {step: trace.operations(step) for step in trace.operation_counts}
+
+
+def batch(step: int, rank: int = 0) -> torch.Tensor:
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int = 3, micro_batches: int = 1, rank: int = 0
+) -> None:
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            model(batch(step, rank)).sum().backward()
+        model.all_reduce()
+        optimizer.step()
+
+
+def wrapped() -> tuple[LegacyDistributedDataParallel, torch.optim.Optimizer]:
+    model = LegacyDistributedDataParallel(tanh_net())
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _trained(rank: int, folder: Path | None, operations: Collection[int] = ()) -> list[int]:
+    torch.manual_seed(rank)
+    model, optimizer = wrapped()
+    model.module.append(nn.Dropout(0.2))
+    recorder = nullcontext() if folder is None else Recorder(model, folder, optimizer=optimizer, operations=operations)
+    with recorder:
+        train(model, optimizer, rank=rank)
+    assert _get_current_dispatch_mode_stack() == []
+    assert logged_warnings.take() == []
+    return [digest(tensor) for tensor in (*model.parameters(), torch.get_rng_state())]
+
+
+def test_recorded_steps_hold_their_operations_and_train_to_the_same_bits(tmp_path: Path) -> None:
+    plain = run_ranks(_trained, 2, None)
+    traced = run_ranks(_trained, 2, tmp_path / "one", range(2, 4))
+    run_ranks(_trained, 2, tmp_path / "two", [3, 2])
+
+    assert traced == plain
+    for rank in range(2):
+        one, two = (operations_in(tmp_path / name, rank) for name in ("one", "two"))
+        assert list(one) == [2, 3]
+        assert one == two
+        assert one[2] != one[3]
+        assert [item.name for item in one[2]] == [item.name for item in one[3]]
+        assert {item.micro_batch for item in one[2]} == {1}
+        assert [(item.stage, item.module, item.parameters) for item in one[2] if item.name == "aten::addmm"] == [
+            ("forward", "0", ("0.bias", "", "0.weight")),
+            ("forward", "2", ("2.bias", "", "2.weight")),
+        ]
+        assert {item.stage for item in one[2]} == {"forward", "backward"}
+        [draw] = [item for item in one[2] if item.generator]
+        assert draw.module == "3"
+
+
+@pytest.mark.usefixtures("alone")
+def test_micro_batches_are_numbered_in_each_step(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations={1, 3}):
+        train(model, optimizer, micro_batches=2)
+
+    found = operations_in(tmp_path)
+
+    assert list(found) == [1, 3]
+    for operations in found.values():
+        assert [item.micro_batch for item in operations] == sorted(item.micro_batch for item in operations)
+        assert {item.micro_batch for item in operations} == {1, 2}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_with_operations_is_recorded_although_every_leaves_it_out(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, every=3, operations=(4,)):
+        train(model, optimizer, steps=5)
+
+    with open_run(tmp_path).open(0) as trace:
+        assert list(trace.steps) == [0, 3, 4]
+        assert list(trace.operation_counts) == [4]
+        assert trace.section(4, "local_gradients") is not None
+        assert trace.section(4, "parameters") is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_operations_lie_between_the_first_forward_pass_and_the_call(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=[1]):
+        torch.ones(2) * 5
+        model(batch(1)).sum().backward()
+        model.module[0].weight.grad.mul_(7)
+        model.all_reduce()
+        torch.ones(2) * 9
+        optimizer.step()
+
+    settings = [item.settings for item in operations_in(tmp_path)[1]]
+
+    assert "other=7" in settings
+    assert not {"other=5", "other=9"} & {*settings}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_forward_pass_without_gradients_begins_no_record(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=[1]):
+        with torch.no_grad():
+            model(batch(1))
+        model(batch(1)).sum().backward()
+        model.all_reduce()
+
+    found = operations_in(tmp_path)[1]
+
+    assert [item.name for item in found].count("aten::addmm") == 2
+    assert {item.micro_batch for item in found} == {1}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_plain_module_is_recorded_from_its_own_forward_pass(tmp_path: Path, is_compiled: bool) -> None:
+    module = tanh_net()
+    called = torch.compile(module, backend="eager", fullgraph=True) if is_compiled else module
+    with Recorder(called, tmp_path, operations=[1, 2]):
+        for step in (1, 2):
+            called(batch(step)).sum().backward()
+            all_reduce_gradients(called)
+
+    found = operations_in(tmp_path)
+
+    assert list(found) == [1, 2]
+    assert {item.micro_batch for item in found[1]} == {1}
+    prefix = "_orig_mod." if is_compiled else ""
+    [first, _] = [item.parameters for item in found[1] if item.name == "aten::addmm"]
+    assert first == (f"{prefix}0.bias", "", f"{prefix}0.weight")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plain_module_counts_a_forward_pass_after_each_backward_pass(tmp_path: Path) -> None:
+    module = tanh_net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with Recorder(module, tmp_path, optimizer=optimizer, operations=[2]):
+        for step in (1, 2, 3):
+            for _ in range(3):
+                (module(batch(step) + 5).sum() * 2).backward()
+            all_reduce_gradients(module)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = operations_in(tmp_path)
+
+    assert list(found) == [2]
+    losses = [item for item in found[2] if item.settings == "other=2" and item.stage == "forward"]
+    assert [item.micro_batch for item in losses] == [1, 2, 3]
+    assert found[2][0].name == "aten::t"
+    assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_copy_of_a_recorded_module_is_a_plain_copy(tmp_path: Path) -> None:
+    module = tanh_net()
+    with Recorder(module, tmp_path, operations=[1]):
+        copied = copy.deepcopy(module)
+        torch.save(module, io.BytesIO())
+        module(batch(1)).sum().backward()
+        copied(batch(1)).sum().backward()
+        all_reduce_gradients(module)
+
+    assert {item.micro_batch for item in operations_in(tmp_path)[1]} == {1}
+    assert not module._forward_pre_hooks
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_step_with_a_recorder_inside_compiles_as_a_whole(tmp_path: Path) -> None:
+    module = tanh_net()
+    compiled = torch.compile(module, backend="eager", fullgraph=True)
+    with Recorder(module, tmp_path, operations=[1]):
+        compiled(batch(1)).sum().backward()
+        all_reduce_gradients(module)
+
+    [told] = logged_warnings.take()
+    assert "saw no training forward pass of the model in the steps of operations=" in told
+
+
+def _fail_once(rank: int, folder: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, folder, optimizer=optimizer, operations=[1]):
+        model(batch(1)).sum().backward()
+        with suppress(PeerError):
+            model.all_reduce(sample_size=-1 if rank == 1 else 3)
+        optimizer.zero_grad()
+        (model(batch(2)) * 3).sum().backward()
+        model.all_reduce(sample_size=3)
+        optimizer.step()
+
+
+def test_after_a_call_that_failed_the_record_begins_again(tmp_path: Path) -> None:
+    run_ranks(_fail_once, 2, tmp_path)
+
+    for rank in range(2):
+        found = operations_in(tmp_path, rank)[1]
+        assert [item.settings for item in found if item.settings == "other=3"] != []
+        assert [item.name for item in found].count("aten::addmm") == 2
+        assert {item.micro_batch for item in found} == {1}
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_exception_in_a_step_leaves_no_mode_behind(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with suppress(RuntimeError), Recorder(model, tmp_path, optimizer=optimizer, operations=[1]):
+        model(torch.ones(2, 9))
+
+    assert _get_current_dispatch_mode_stack() == []
+    with open_run(tmp_path).open(0) as trace:
+        assert (trace.end, trace.operation_counts) == ("RuntimeError", {})
+
+
+class Odd(torch.Tensor):
+    """A tensor that does not tell its strides."""
+
+    def stride(self) -> tuple[int, ...]:  # type: ignore[override]
+        raise OSError("no strides")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_failure_to_capture_ends_the_trace_and_not_the_training(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Recorder(model, tmp_path, optimizer=optimizer, operations=[2]):
+            for step in (1, 2, 3):
+                optimizer.zero_grad()
+                loss = model(batch(step)).sum()
+                (loss * torch.ones(()).as_subclass(Odd)).backward()
+                model.all_reduce()
+                optimizer.step()
+
+    [told] = [str(item.message) for item in said if "the training goes on" in str(item.message)]
+    logged_warnings.take()
+    assert "rank-00000.jsonl ends before step 2" in told
+    assert "no strides" in told
+    assert _get_current_dispatch_mode_stack() == []
+    with open_run(tmp_path).open(0) as trace:
+        assert list(trace.steps) == [0, 1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_trace_that_ends_within_a_step_ends_its_operations(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=[1]) as recorder:
+        loss = model(batch(1)).sum()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        recorder._writer.abandon()  # type: ignore[union-attr]  # the next write fails
+        with pytest.warns(UserWarning, match="ends before step 1, and the training goes on"):
+            recorder.log(loss=1.0)
+        recorder_modes = _get_current_dispatch_mode_stack()
+        loss.backward()
+        model.all_reduce()
+
+    logged_warnings.take()
+    assert recorder_modes == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_that_do_not_come_are_told(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=range(10, 12)):
+        train(model, optimizer)
+
+    [told] = logged_warnings.take()
+    assert f"the trace in {tmp_path} holds no operations: it ends with step 3" in told
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "operations,error,words",
+    [
+        (40, TypeError, "operations is of the wrong type: got 40, expected numbers of steps, as range\\(40, 42\\)"),
+        ("40", TypeError, "operations is of the wrong type: got '40'"),
+        ([1, 2.0], TypeError, "operations holds a float: got 2.0, expected numbers of steps"),
+        ([True], TypeError, "operations holds a bool: got True"),
+        ({0, 3}, ValueError, "got 0, expected whole numbers from 1"),
+        (range(-1, 3), ValueError, "got -1, expected whole numbers from 1"),
+    ],
+)
+def test_steps_that_are_no_steps_are_refused(
+    operations: Any, error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(error, match=words):
+        Recorder(tanh_net(), tmp_path, operations=operations)
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_may_be_very_many(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=range(1, 10**15)):
+        train(model, optimizer, steps=1)
+
+    assert list(operations_in(tmp_path)) == [1]
+    assert os.listdir(tmp_path) == ["rank-00000.jsonl"]

@@ -1,0 +1,390 @@
+"""Faults in the computation of a rank, as a cross-check sees them, each with a twin without fault."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from legacy_ddp import LegacyDistributedDataParallel
+from legacy_ddp.debug import CrossCheckReport, cross_check
+from tests.helpers.ranks import run_ranks
+from tests.helpers.replica_scenes import SharedOutcomes
+
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Seen(NamedTuple):
+    """The parts of a report. ``elements``: number of different elements, and the bit if a single bit differs."""
+
+    verdict: str
+    ranks: tuple[int, ...]
+    stage: str
+    module: str
+    operation: str
+    elements: tuple[int, int | None] | None
+    text: str
+
+
+def observe(report: CrossCheckReport) -> Seen:
+    elements = report.elements and (report.elements.count, report.elements.bit)
+    return Seen(report.verdict, report.ranks, report.stage, report.module, report.operation, elements, str(report))
+
+
+def seen_by_all(scenes: Sequence[str], world_size: int, *guilty: int) -> SharedOutcomes[Seen]:
+    """The reports of all ranks for each scene."""
+    return SharedOutcomes(run_ranks(partial(_observe_all, tuple(scenes), guilty), world_size))
+
+
+def _observe_all(scenes: Sequence[str], guilty: Sequence[int], rank: int) -> dict[str, Seen]:
+    return {name: observe(SCENES[name](rank in guilty, rank)) for name in scenes}
+
+
+class _Kernels:
+    """The kernel of the custom operation of the tests; the default doubles."""
+
+    def __init__(self) -> None:
+        self.present: Kernel = lambda tensor: tensor * 2
+
+    @contextmanager
+    def replaced(self, kernel: Kernel) -> Iterator[None]:
+        before, self.present = self.present, kernel
+        try:
+            yield
+        finally:
+            self.present = before
+
+
+KERNELS = _Kernels()
+
+
+@torch.library.custom_op("cross_faults::double", mutates_args=())
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return KERNELS.present(tensor)
+
+
+double.register_autograd(lambda _, gradient: gradient * 2)
+
+
+class Double(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return double(inputs)
+
+
+class Net(nn.Module):
+    """``first`` → ``middle`` → ``drop`` → ``last``."""
+
+    def __init__(self, middle: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle = nn.Linear(6, 16), middle
+        self.drop, self.last = nn.Dropout(0.3), nn.Linear(16, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.drop(self.middle(self.first(inputs))))
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return functional.cross_entropy(model(batch["inputs"]), batch["targets"])
+
+
+def batch_of(rank: int, rows: int = 8) -> dict[str, torch.Tensor]:
+    """Another batch on every rank, also of another size; the generator afterwards is in a state of the rank's own."""
+    torch.manual_seed(100 + rank)
+    return {"inputs": torch.randn(rows + rank, 6), "targets": torch.randint(3, (rows + rank,))}
+
+
+def check(
+    net: nn.Module, rank: int, run: Callable[[nn.Module, Any], torch.Tensor] = loss_of, **arguments: Any
+) -> CrossCheckReport:
+    model = LegacyDistributedDataParallel(net)
+    return cross_check(model, run, batch_of(rank), **arguments)
+
+
+def flip(tensor: torch.Tensor, place: tuple[int, ...] = (1, 2), bit: int = 20) -> torch.Tensor:
+    """``tensor`` with a flipped bit."""
+    tensor = tensor.clone()
+    tensor.view(torch.int32)[place] ^= 1 << bit
+    return tensor
+
+
+# Kernels
+
+
+def _kernel_always(guilty: bool, rank: int) -> CrossCheckReport:
+    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
+        return check(Net(Double()), rank)
+
+
+def _kernel_once(guilty: bool, rank: int, **arguments: Any) -> CrossCheckReport:
+    calls = count()
+    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty and next(calls) == 1 else tensor * 2):
+        return check(Net(Double()), rank, **arguments)
+
+
+def _kernel_of_no_order(guilty: bool, rank: int) -> CrossCheckReport:
+    calls = count()
+    with KERNELS.replaced(lambda tensor: tensor * (2 + next(calls) * 0.001 * guilty)):
+        return check(Net(Double()), rank)
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return double(gradient) * 0.5
+
+
+class _BackwardDouble(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return _WrongGradient.apply(inputs)
+
+
+def _kernel_in_backward(guilty: bool, rank: int) -> CrossCheckReport:
+    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
+        return check(Net(_BackwardDouble()), rank)
+
+
+def _patched_function(guilty: bool, rank: int) -> CrossCheckReport:
+    gelu = functional.gelu
+    if guilty:
+        functional.gelu = lambda inputs, **_: gelu(inputs, approximate="tanh")
+    try:
+        return check(Net(nn.GELU()), rank)
+    finally:
+        functional.gelu = gelu
+
+
+class _ManySums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("numbers", torch.randn(3_000_001, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.numbers.sum()
+
+
+def _threads(guilty: bool, rank: int) -> CrossCheckReport:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if guilty else 1)
+    try:
+        return check(Net(_ManySums()), rank)
+    finally:
+        torch.set_num_threads(before)
+
+
+# Settings and code
+
+
+def _autocast(guilty: bool, rank: int, *, everywhere: bool = False) -> CrossCheckReport:
+    with torch.autocast("cpu", torch.bfloat16, enabled=guilty or everywhere):
+        return check(Net(nn.Tanh()), rank)
+
+
+def _seeded(guilty: bool, rank: int) -> CrossCheckReport:
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        torch.manual_seed(int(guilty))
+        return loss_of(model, batch)
+
+    return check(Net(nn.Tanh()), rank, run)
+
+
+def _eval(guilty: bool, rank: int) -> CrossCheckReport:
+    net = Net(nn.Tanh())
+    net.drop.train(not guilty)
+    return check(net, rank)
+
+
+class Cached(nn.Module):
+    """Multiplies by a tensor that is no buffer, as code with a cache of its own does."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.cache = torch.full((16,), value)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.cache
+
+
+def _stale_cache(guilty: bool, rank: int) -> CrossCheckReport:
+    return check(Net(Cached(1.0 + guilty)), rank)
+
+
+class _WrittenByAThread(nn.Module):
+    """Another thread writes to the activation, unseen by torch."""
+
+    def __init__(self, value: float | None) -> None:
+        super().__init__()
+        self.value = value
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs = inputs.tanh()
+        memory = outputs.detach().numpy()
+
+        def write() -> None:
+            memory[1, 2] = memory[1, 2] if self.value is None else self.value
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        thread.join()
+        return outputs.exp()
+
+
+def _thread(guilty: bool, rank: int) -> CrossCheckReport:
+    return check(Net(_WrittenByAThread(5.0 if guilty else None)), rank)
+
+
+class _Extra(nn.Module):
+    def __init__(self, has_extra: bool) -> None:
+        super().__init__()
+        self.has_extra = has_extra
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return (inputs.clamp(max=0.5) if self.has_extra else inputs).tanh()
+
+
+class _Accumulating(nn.Module):
+    """Adds many rows into few, whose order depends on the threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.register_buffer("rows", torch.randint(50, (200_000,), generator=generator))
+        self.register_buffer("values", torch.randn(200_000, 16, generator=generator))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * self.sums().mean(0)
+
+    def sums(self) -> torch.Tensor:
+        return torch.zeros(50, 16).index_put_((self.rows,), self.values, accumulate=True)
+
+
+def _unordered_threads(guilty: bool, rank: int) -> CrossCheckReport:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if guilty else 1)
+    try:
+        return check(Net(_Accumulating()), rank)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _extra(guilty: bool, rank: int) -> CrossCheckReport:
+    return check(Net(_Extra(guilty)), rank)
+
+
+# Silent
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.Tanh())
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, inputs, use_reentrant=self.use_reentrant)
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+        self.down.weight = self.up.weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(inputs))
+
+
+class _Looked(nn.Module):
+    """An embedding with sparse gradients, some of its rows twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 16, sparse=True)
+        self.unused = nn.Linear(1, 1)
+        self.frozen = nn.Linear(16, 16).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs[:, 0].detach().abs().mul(3).long().clamp(max=4)
+        return self.frozen(inputs) + self.table(rows)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 4, batch_first=True, dropout=0.1, num_layers=2)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.gru(inputs.view(-1, 4, 4))[0].reshape(-1, 16)
+
+
+def _trained_batch_norm(guilty: bool, rank: int) -> CrossCheckReport:
+    """Statistics differ between ranks, and decide the result in eval mode."""
+    net = Net(nn.BatchNorm1d(16))
+    model = LegacyDistributedDataParallel(net)
+    for _ in range(3):
+        loss_of(model, batch_of(rank))
+    net.middle.eval()
+    report = cross_check(model, loss_of, batch_of(rank))
+    assert report.agrees, report
+    net.middle.train()
+    return cross_check(model, loss_of, batch_of(rank))
+
+
+def _accumulated(guilty: bool, rank: int) -> CrossCheckReport:
+    """Between two backward passes of one step."""
+    model = LegacyDistributedDataParallel(Net(nn.Tanh()))
+    loss_of(model, batch_of(rank)).backward()
+    report = cross_check(model, loss_of, batch_of(rank))
+    loss_of(model, batch_of(rank)).backward()
+    record = model.all_reduce()
+    assert [row.micro_batches for row in record.rows] == [2] * len(record.rows)
+    return report
+
+
+def _plainly(make: Callable[[], nn.Module], guilty: bool, rank: int) -> CrossCheckReport:
+    return check(Net(make()), rank)
+
+
+def _without_wrapper(guilty: bool, rank: int) -> CrossCheckReport:
+    return cross_check(Net(nn.Tanh()), loss_of, batch_of(rank))
+
+
+SILENT: dict[str, Callable[[bool, int], CrossCheckReport]] = {
+    "dropout": partial(_plainly, nn.Tanh),
+    "BatchNorm": _trained_batch_norm,
+    "checkpoint": partial(_plainly, partial(_Checkpointed, use_reentrant=False)),
+    "reentrant checkpoint": partial(_plainly, partial(_Checkpointed, use_reentrant=True)),
+    "tied weights": partial(_plainly, _Tied),
+    "sparse embedding": partial(_plainly, _Looked),
+    "recurrent": partial(_plainly, _Recurrent),
+    "accumulation": _accumulated,
+    "autocast everywhere": partial(_autocast, everywhere=True),
+    "without wrapper": _without_wrapper,
+}
+FAULTS: dict[str, Callable[[bool, int], CrossCheckReport]] = {
+    "kernel": _kernel_always,
+    "kernel once": _kernel_once,
+    "kernel once, captured": partial(_kernel_once, operations=True),
+    "kernel without order": _kernel_of_no_order,
+    "kernel in backward": _kernel_in_backward,
+    "patched function": _patched_function,
+    "threads": _threads,
+    "autocast": _autocast,
+    "seeded": _seeded,
+    "eval": _eval,
+    "stale cache": _stale_cache,
+    "thread": _thread,
+    "extra operation": _extra,
+    "threads without order": _unordered_threads,
+}
+SCENES = {**SILENT, **FAULTS}
