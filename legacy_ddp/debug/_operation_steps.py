@@ -11,7 +11,7 @@ from legacy_ddp.debug._operations.operation import Operation
 
 
 class OperationSteps:
-    """The operations of ``module`` in the steps with a number in ``steps``. False without any such step.
+    """The operations of ``module`` in the steps with a number in ``steps``.
 
     ``is_plain``: no event tells of the forward passes of the module: a step begins with :meth:`begin`, and the record
     with the first forward pass. Otherwise each forward pass calls :meth:`begin_forward`.
@@ -24,15 +24,12 @@ class OperationSteps:
         self._capture = OperationCapture(module, counts_forwards=is_plain)
         self._operations: Sequence[Operation] = ()
 
-    def __bool__(self) -> bool:
-        return bool(self._steps)
-
     def __contains__(self, step: int) -> bool:
         return step in self._steps
 
     @property
     def are_missing(self) -> bool:
-        """Whether there are such steps, and none of them had operations so far."""
+        """Whether there are such steps, all without operations so far."""
         return bool(self._steps) and not self._has_any
 
     def begin(self, step: int) -> None:
