@@ -118,11 +118,11 @@ class Recorder:
         self._buffers: list[Section] | None = None
         self._has_seen_forwards = False
 
+    @argument_errors
     def __enter__(self) -> "Recorder":
-        with argument_errors:  # a decorator would be the place of the warning below
-            if self._was_used:
-                raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-            environment = self._environment()
+        if self._was_used:
+            raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
+        environment = self._environment()
         warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
@@ -163,7 +163,6 @@ class Recorder:
                 self._rank,
                 f"the trace in {self._folder} holds no step: the recorder saw no all_reduce() that succeeded; give it "
                 "the wrapper whose all_reduce() is called",
-                stacklevel=2,
             )
         elif kind is None and self._operations.are_missing:
             warn(
@@ -171,7 +170,6 @@ class Recorder:
                 f"the trace in {self._folder} holds no operations: it ends with step {self._step}, and the recorder "
                 "saw no training forward pass of the model in the steps of operations=; choose steps of this run, or "
                 "call the wrapper instead of its module",
-                stacklevel=2,
             )
 
     @argument_errors
@@ -289,7 +287,6 @@ class Recorder:
                 self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "
                 f"written any more ({reason})",
-                stacklevel=3,
             )
 
     def _environment(self) -> Environment:

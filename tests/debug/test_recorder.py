@@ -717,6 +717,7 @@ def _fill_the_disk(rank: int, folder: Path, as_errors: bool) -> tuple[list[str],
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
             _take_steps(model, optimizer, [1.0] * 8)
     assert not any(str(folder) in name for name in _open_files())
+    assert {warning.filename for warning in said or []} <= {__file__}  # and not a file of the library or of torch
     return [str(warning.message) for warning in said or []] + logged_warnings.take(), digest(model.module.weight)
 
 

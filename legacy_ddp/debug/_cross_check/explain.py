@@ -96,7 +96,9 @@ def _place(place: Place, verdict: Verdict, cause: Explanation) -> Iterator[str]:
     found, labels = place.difference, _labels(verdict)
     if found is None:
         reason = f"all {place.count:,} captured operations agree, and no operation of another thread is captured"
-        if verdict.kind == "once" and not place.count:
+        if place.note:
+            reason = place.note
+        elif verdict.kind == "once" and not place.count:
             reason = "operations were not captured in the first run; operations=True captures them"
         yield f"where: not known: {reason}"
         return

@@ -31,7 +31,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
     """
     odd, reference = trial.verdict.odd, trial.verdict.reference
     if odd is None or reference is None or odd.run not in trial.operations:
-        return Place()
+        return Place(note=trial.note)
     with call.phase("compare"):
         place = _find_operation(call, trial, odd, reference)
     found = place.difference

@@ -1,11 +1,13 @@
 """A run of a batch on this rank: forward and backward from the saved state, and the digests of all results."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._collectives.observers import private_forwards
@@ -43,11 +45,11 @@ class Runner:
         ``around``: entered for forward and backward.
 
         Raises:
-            TypeError: ``run`` returns no loss. ValueError: ``run`` called backward itself.
+            TypeError: ``run`` returns no loss. ValueError: ``run`` called backward or step itself.
             Exception: any failure of ``run`` or of backward.
         """
         self._saved.begin_run(parcel.generators, parcel.tensors)
-        with _as_in_training(), around or nullcontext():
+        with _as_in_training(), _without_steps(), around or nullcontext():
             loss = self._run(self._model, parcel.batch)
             self._check(loss)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -90,3 +92,19 @@ def _as_in_training() -> Iterator[None]:
     """The modes of a training loop, whatever the modes of the caller."""
     with torch.enable_grad(), private_forwards():
         yield
+
+
+@contextmanager
+def _without_steps() -> Iterator[None]:
+    """In the block ``step()`` of any optimizer is an error on this thread: its state is not put back."""
+    thread = threading.get_ident()
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if threading.get_ident() == thread:
+            raise ValueError(f"run called step() of {type(optimizer).__name__}, expected no step in run; {_STEP}")
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -9,8 +9,8 @@ from legacy_ddp.debug._operations.difference import OperationDifference
 @dataclass(frozen=True)
 class Place:
     """``difference``: of operations; None without a difference. ``elements``: of the first differing output, if known.
-    ``count``: number of operations of the differing run. ``note``: the reason for missing elements, empty without a
-    reason.
+    ``count``: number of operations of the differing run. ``note``: the reason for a missing difference or for missing
+    elements, empty without a reason.
     """
 
     difference: OperationDifference | None = None

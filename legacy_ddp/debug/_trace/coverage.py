@@ -7,11 +7,11 @@ from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES, RANK_FILE
 from legacy_ddp.debug._trace.read import RankTrace
 
 _MAX_GROUPS = 3
-KILLED = "killed, or still running"
+KILLED = "killed, still running, or recorder stopped"
 
 
 def end_text(trace: RankTrace) -> str:
-    """``closed``, ``left by`` an exception, damaged, or killed or still running."""
+    """``closed``, ``left by`` an exception, damaged, or without an end."""
     if trace.damage:
         return f"damaged at {trace.damage}"
     if trace.torn:

@@ -35,7 +35,7 @@ class RankTrace:
 
     ``steps``: all steps with a line, ascending; the start is the step before ``first_step``. ``damage``: number and
     damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
-    block ended (``"closed"``, or the name of an exception), empty for a rank killed or still running. ``phases``: the
+    block ended (``"closed"``, or the name of an exception), empty if the recorder ended otherwise. ``phases``: the
     phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values of this
     rank alone by step. ``operation_counts``: number of operations by step, for steps with operations. With ``until``,
     these attributes cover the part read: up to the first line of a step after ``until``.

@@ -66,6 +66,24 @@ def _backward(model: nn.Module, rank: int) -> object:
     return cross_check(model, run, batch_of(rank))
 
 
+def _step(model: nn.Module, rank: int) -> object:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        optimizer.step()
+        return loss_of(model, batch)
+
+    try:
+        return cross_check(model, run, batch_of(rank))
+    finally:
+        assert not optimizer.state
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with model.no_sync():
+            optimizer.step()  # outside of a check steps are possible as before
+        optimizer.zero_grad()
+
+
 def _all_reduce(model: nn.Module, rank: int) -> object:
     def run(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = loss_of(model, batch)
@@ -117,6 +135,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
     ),
     "raising": (_raising, "PeerError", "run failed on rank 1; model, gradients and random generators are as before"),
     "backward": (_backward, "PeerError", "run left gradients, expected none before the backward of cross_check()"),
+    "step": (_step, "PeerError", "ranks 0-2: ValueError: run called step() of SGD, expected no step in run; let run"),
     "all_reduce": (_all_reduce, "PeerError", "another call on this process group is under way"),
     "no loss": (partial(_returning, lambda model, batch: model(batch["inputs"])), "PeerError", "a tensor of shape"),
     "no tensor": (partial(_returning, lambda *_: 1.0), "PeerError", "run returned no loss: got float"),

@@ -239,7 +239,7 @@ def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the
             f"cannot tell: steps 5-120 were not compared on every rank, for rank 1 of {label} ended before; nothing "
             "differs in steps 0-4"
         )
-        assert f"{label}: rank 1 ended after step 4 (killed, or still running)" in found.notes
+        assert f"{label}: rank 1 ended after step 4 (killed, still running, or recorder stopped)" in found.notes
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -395,7 +395,7 @@ def test_phases_that_a_killed_run_did_not_come_to_are_no_difference(tmp_path: Pa
     found = compared(a, b)
 
     assert found.verdict == "same"
-    assert found.notes == ("B: all ranks ended after step 5 (killed, or still running)",)
+    assert found.notes == ("B: all ranks ended after step 5 (killed, still running, or recorder stopped)",)
 
 
 def test_an_exception_may_leave_the_last_step_unfinished(tmp_path: Path) -> None:
@@ -441,7 +441,9 @@ def test_a_torn_last_line_is_only_a_note(tmp_path: Path) -> None:
     found = compared(a, b)
 
     assert found.verdict == "same"
-    assert found.notes == ("B: rank 1 ended after step 5 (killed, or still running; its last line is torn)",)
+    assert found.notes == (
+        "B: rank 1 ended after step 5 (killed, still running, or recorder stopped; its last line is torn)",
+    )
 
 
 def test_a_damaged_trace_that_agrees_up_to_there_is_unknown(tmp_path: Path) -> None:

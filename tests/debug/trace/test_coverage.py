@@ -52,7 +52,7 @@ def test_how_files_end_is_distinguished(tmp_path: Path) -> None:
 
     assert extent("B", a, b).notes() == [
         "B: rank 0 ended after step 5 (left by KeyError)",
-        "B: rank 1 ended after step 5 (killed, or still running)",
+        "B: rank 1 ended after step 5 (killed, still running, or recorder stopped)",
     ]
 
 

@@ -50,7 +50,7 @@ def test_ranks_that_ended_otherwise_are_distinguished(tmp_path: Path) -> None:
 
     assert found.ends == {
         "closed after step 5": [0, 2],
-        "killed, or still running; its last line is torn after step 5": [1],
+        "killed, still running, or recorder stopped; its last line is torn after step 5": [1],
     }
     assert "  end: ranks 0, 2: closed after step 5" in lines(found)
 
