@@ -7,7 +7,7 @@ between two traces.
 from legacy_ddp.debug._cross_check.verdict import Kind
 from legacy_ddp.debug._operations.describe import Labels
 from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.explain import Explanation, Facts, explain
+from legacy_ddp.debug._operations.explain import CROSS_CHECK, Explanation, Facts, explain
 from legacy_ddp.debug._operations.explain_input import has_unknown_source
 
 _STATE = Explanation(
@@ -51,7 +51,7 @@ def cause_of(kind: Kind, found: OperationDifference | None, labels: Labels, fact
 
 def _between_ranks(found: OperationDifference | None, labels: Labels, facts: Facts) -> Explanation:
     explanation = _OTHER_KERNEL if found is None else explain(found, labels, facts)
-    if "cross_check()" in explanation.next_step:  # the comparison that has just been made
+    if explanation.next_step.endswith(CROSS_CHECK):  # the comparison that has just been made
         return _OTHER_KERNEL
     return Explanation(explanation.meaning, explanation.next_step.replace("diff again", "check again"))
 

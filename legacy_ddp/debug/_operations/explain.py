@@ -18,7 +18,7 @@ _KERNEL_FACTS = (
 )
 # Kernels that may add to one element from several threads (torch.use_deterministic_algorithms lists them).
 _UNORDERED = ("index_add", "index_put", "scatter_add", "scatter_reduce", "embedding_dense_backward", "embedding_bag")
-_CROSS_CHECK = "legacy_ddp.debug.cross_check() repeats the step on another rank and compares the elements"
+CROSS_CHECK = "legacy_ddp.debug.cross_check() repeats the step on another rank and compares the elements"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def _output(found: OperationDifference, labels: Labels, facts: Facts) -> tuple[s
     if any(part in a.name for part in _UNORDERED):
         return (
             f"A kernel that is not deterministic: {short(a)} may add to an element from several threads, in any order.",
-            f"torch.use_deterministic_algorithms(True), and diff again; {_CROSS_CHECK}",
+            f"torch.use_deterministic_algorithms(True), and diff again; {CROSS_CHECK}",
         )
     return (
         "The same kernel gave another result for the same bits: a kernel that is not deterministic, a faulty custom "
         "operation, memory or hardware.",
-        _CROSS_CHECK,
+        CROSS_CHECK,
     )
 
 
