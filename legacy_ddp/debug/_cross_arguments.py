@@ -1,4 +1,4 @@
-"""Arguments of a cross-check: the checks that need no communication."""
+"""Arguments of a cross-check: the checks without communication."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class CrossCheckOptions:
 
 
 def check_functions(module: object, run: object) -> None:
-    """Raises a TypeError for a model that is no module, and for a ``run`` that cannot be called."""
+    """Raise a TypeError for a model that is no module, and for a ``run`` without a call."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     if not callable(run):

@@ -1,7 +1,7 @@
 """The cause of a difference in a cross-check, and the next step. Pure.
 
-Both sides of a cross-check have the same batch and, on one rank, the same code and settings. Thus less is possible than
-between two traces.
+Both sides of a cross-check have the same batch and, on one rank, the same code and settings. Fewer causes are possible
+than between two traces.
 """
 
 from legacy_ddp.debug._cross_check.verdict import Kind

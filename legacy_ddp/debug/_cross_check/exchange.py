@@ -79,7 +79,7 @@ def gathering_failures(call: Call) -> Iterator[Failures]:
 
 @contextmanager
 def failing_together(call: Call, what: str) -> Iterator[None]:
-    """Run local work that fails on all ranks or on none. ``what``: name of the work in the error.
+    """Run local work, with a failure on all ranks or on no rank. ``what``: name of the work in the error.
 
     Raises:
         PeerError: some ranks failed; the same text on every rank.

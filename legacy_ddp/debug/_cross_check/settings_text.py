@@ -1,4 +1,4 @@
-"""The lines of a report about settings that differ between ranks. Pure."""
+"""The lines of a report about differing settings of ranks. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -29,7 +29,7 @@ def _name_modules(names: Sequence[str]) -> str:
 
 
 def _common_prefix(paths: Sequence[str]) -> str:
-    """The path of the innermost module that holds or is all of them; empty for the model."""
+    """The path of the innermost module around all modules of ``paths``; empty for the model."""
     common = []
     for parts in zip(*(path.split(".") for path in paths), strict=False):
         if len(set(parts)) > 1:

@@ -36,9 +36,9 @@ class RunOperations:
                 self._compare(rank, pair, step)
 
     def finding(self, first: Divergence | None) -> OperationFinding | None:
-        """The first different operation in the step of the first divergence, or in any step of runs without one.
+        """The first different operation in the step of the first divergence, else in any step.
 
-        None if that step has no operations in both, or if no step of runs without divergence has a difference.
+        None if the step has no operations in both, or if no step of runs without a divergence has a difference.
         """
         if first is None:
             return self._first(min(self._findings, default=(0, 0))[0])
@@ -79,7 +79,7 @@ class RunOperations:
             )
 
     def _first(self, step: int, preferred: tuple[int, ...] = ()) -> OperationFinding | None:
-        """The finding on the lowest of the preferred ranks, or of all ranks; with all ranks that have the same."""
+        """The finding on the lowest of the preferred ranks, or of all ranks; with all ranks of equal findings."""
         found = {rank: item for (of_step, rank), item in self._findings.items() if of_step == step}
         if not found:
             return None
