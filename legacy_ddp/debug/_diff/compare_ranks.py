@@ -91,9 +91,8 @@ def _result(
     notes += local_buffer_notes(run.environments[0].local_buffers)
     if verdict == "same":
         notes += [f"{cause.what} differs between ranks and changed no bit" for cause in _causes(run)]
-    operations = RankOperations(
-        run, [step for step in sorted(digests.operation_steps) if first_step is None or step <= first_step]
-    )
+    compared = {k: v for k, v in digests.micro_batches.items() if first_step is None or k <= first_step}
+    operations = RankOperations(run, compared)
     return Comparison(
         (str(run.folder),),
         verdict,

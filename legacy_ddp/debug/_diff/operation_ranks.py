@@ -13,8 +13,8 @@ from legacy_ddp.debug._operations.structure import (
     common_micro_batches,
     first_structural_difference,
     judge_structure,
-    micro_batches,
 )
+from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.run import Run
 
 # Groups of ranks with other operations; more are not told apart, because each is kept in memory.
@@ -24,29 +24,28 @@ _HIDDEN = "other data hide the rest, as a constant in the loss: legacy_ddp.debug
 
 @dataclass
 class _Group:
-    """Ranks with the same structure; ``operations``: of the lowest rank among the ranks with most micro-batches."""
+    """Ranks with the same structure; ``operations``: of its first rank."""
 
     operations: tuple[Operation, ...]
     ranks: list[int]
 
 
 class RankOperations:
-    """The first step in which ranks ran other operations."""
+    """The first step in which ranks ran other operations. Every file is read once more, and again for this step."""
 
-    def __init__(self, run: Run, steps: Sequence[int]) -> None:
-        """``steps``: the steps with operations on all ranks, ascending. Reads all files again for each."""
+    def __init__(self, run: Run, micro_batches: Mapping[int, Sequence[int]]) -> None:
+        """``micro_batches``: of every rank, for the steps with operations on all ranks, ascending."""
         self.finding: OperationFinding | None = None
         self._run = run
-        self._agreeing: list[int] = []
-        self._uneven = ""
+        self._micro_batches = micro_batches
         parameters = {*run.environments[0].parameters}
         self._is_shared: Callable[[str], bool] = parameters.__contains__
-        for step in steps:
-            groups = self._groups(step)
-            if len(groups) > 1:
-                self.finding = self._compare(step, *groups[:2])
-                return
-            self._agreeing.append(step)
+        first = self._first_difference()
+        if first is not None:
+            self.finding = self._compare(first, *self._groups(first)[:2])
+        self._agreeing = [step for step in micro_batches if first is None or step < first]
+        compared = [step for step in micro_batches if first is None or step <= first]
+        self._uneven = next((step for step in compared if len({*micro_batches[step]}) > 1), None)
 
     def notes(self) -> Iterator[str]:
         """A note about the steps with equal operations, and a note about other numbers of micro-batches."""
@@ -55,25 +54,40 @@ class RankOperations:
                 f"operations of {format_steps(self._agreeing)} agree between ranks, as far as data leave them equal; "
                 f"{_HIDDEN}"
             )
-        if self._uneven:
-            yield self._uneven
+        if self._uneven is not None:
+            yield _uneven(self._uneven, self._micro_batches[self._uneven])
+
+    def _first_difference(self) -> int | None:
+        """The first step with a rank unlike the rank with most micro-batches. Two files are open at a time."""
+        first: int | None = None
+        fullest = {step: numbers.index(max(numbers)) for step, numbers in self._micro_batches.items()}
+        for reference in sorted({*fullest.values()}):
+            steps = [step for step, rank in fullest.items() if rank == reference]
+            with self._run.open(reference, until=steps[-1]) as most:
+                for rank in range(self._run.world_size):
+                    steps = [step for step in steps if first is None or step < first]
+                    if rank != reference and steps:
+                        with self._run.open(rank, until=steps[-1]) as trace:
+                            first = next((step for step in steps if self._differ(most, trace, step)), first)
+        return first
+
+    def _differ(self, a: RankTrace, b: RankTrace, step: int) -> bool:
+        return self._difference(a.operations(step), b.operations(step)) is not None
 
     def _groups(self, step: int) -> list[_Group]:
         """The groups of ranks, greatest first. One file is open at a time."""
         groups: list[_Group] = []
-        ranks_by_number: dict[int, list[int]] = {}
-        for rank in range(self._run.world_size):
+        numbers = self._micro_batches[step]
+        # Ranks with most micro-batches first: a rank is compared with the first rank of a group.
+        for rank in sorted(range(self._run.world_size), key=lambda rank: (-numbers[rank], rank)):
             with self._run.open(rank, until=step) as trace:
                 operations = trace.operations(step)
-            ranks_by_number.setdefault(micro_batches(operations), []).append(rank)
             same = next((group for group in groups if self._difference(group.operations, operations) is None), None)
             if same:
                 same.ranks.append(rank)
-                same.operations = max(same.operations, operations, key=micro_batches)
             elif len(groups) < _MAX_GROUPS:
                 groups.append(_Group(operations, [rank]))
-        self._uneven = self._uneven or _uneven(step, ranks_by_number)
-        return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
+        return sorted(groups, key=lambda group: (-len(group.ranks), min(group.ranks)))
 
     def _difference(self, a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
         return first_structural_difference(a, b, self._is_shared)
@@ -95,11 +109,12 @@ class RankOperations:
         )
 
 
-def _uneven(step: int, ranks_by_number: Mapping[int, Sequence[int]]) -> str:
-    """A note about other numbers of micro-batches; empty for equal numbers."""
-    if len(ranks_by_number) < 2:
-        return ""
-    numbers = ", ".join(f"{number} on {name_ranks(ranks)}" for number, ranks in sorted(ranks_by_number.items()))
+def _uneven(step: int, micro_batches: Sequence[int]) -> str:
+    """A note about other numbers of micro-batches."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(micro_batches):
+        ranks.setdefault(number, []).append(rank)
+    numbers = ", ".join(f"{number} on {name_ranks(ranks[number])}" for number in sorted(ranks))
     return (
         f"ranks took other numbers of micro-batches, first in step {step}: {numbers}; only operations of common "
         "micro-batches were compared"

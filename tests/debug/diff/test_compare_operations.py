@@ -11,7 +11,7 @@ from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
 from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.operations import operation
 from tests.helpers.traces import NAMES, environment, write_trace
 
@@ -244,3 +244,19 @@ def test_uneven_micro_batches_of_ranks_are_a_note_and_no_difference(tmp_path: Pa
         "ranks took other numbers of micro-batches, first in step 2: 2 on rank 0, 3 on rank 1; only operations of "
         "common micro-batches were compared"
     )
+
+
+def test_files_are_not_read_again_for_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    read = Run.open
+    monkeypatch.setattr(Run, "open", lambda *args, **options: opened.append(args[1]) or read(*args, **options))
+
+    def taken(step: int, rank: int) -> list[Operation]:
+        more = [replace(item, micro_batch=2) for item in sequence(rank)] if rank == step % 2 else []
+        return [*sequence(rank, extra=step == 5 and rank == 1), *more]
+
+    comparison = between_ranks(tmp_path, taken)
+
+    assert comparison.operations is not None
+    assert comparison.operations.step == 5
+    assert len(opened) <= 2 + 2 * 2 + 2  # all ranks; each beside the fullest of its steps; all in the different step
