@@ -71,7 +71,8 @@ def gathering_failures(call: Call) -> Iterator[Failures]:
         yield failures
     except Exception as error:  # noqa: BLE001 - told to all ranks
         failures.local = error
-    texts = call.gather_objects(None if failures.local is None else error_text(failures.local))
+    with call.phase("compare"):
+        texts = call.gather_objects(None if failures.local is None else error_text(failures.local))
     for rank, text in enumerate(texts):
         if text:
             failures.ranks_by_text.setdefault(text, []).append(rank)
@@ -84,6 +85,7 @@ def failing_together(call: Call, what: str) -> Iterator[None]:
     Raises:
         PeerError: some ranks failed; the same text on every rank.
     """
+    phase = call.phase_name
     with gathering_failures(call) as failures:
         yield
     if failures.ranks:
@@ -92,5 +94,5 @@ def failing_together(call: Call, what: str) -> Iterator[None]:
             f"before. {failures}",
             ranks=failures.ranks,
             call=call.number,
-            phase=call.phase_name,
+            phase=phase,
         ) from failures.local

@@ -1,7 +1,7 @@
 """The examination of one batch after a difference: two runs on every rank, with all operations. Collective."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -40,7 +40,7 @@ def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, data: torch.Te
     operations: dict[str, Sequence[Operation]] = {}
     if ring.is_captured:
         operations[RING] = ring.operations.get(batch, [])
-    rows, captured, note = _run_twice(call, passes, data)
+    rows, captured, note = _run_twice(call, passes, batch, data)
     operations |= captured
     with call.phase("compare"):
         table = call.gather(torch.tensor(rows, device="cpu")).tolist()
@@ -50,6 +50,8 @@ def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, data: torch.Te
     if own is None or foreign is None:
         raise RuntimeError(f"rank {batch} has no batch, and its batch was chosen")
     verdict = judge(batch, own, foreign, repeats)
+    if verdict.kind == "once" and ring.is_different_everywhere:
+        verdict = replace(verdict, ranks=tuple(rank for rank, size in enumerate(ring.sizes) if size))
     results = {(rank, REPEAT): pair[0] for rank, pair in enumerate(repeats)}
     results |= {(rank, LATER_REPEAT): pair[1] for rank, pair in enumerate(repeats)}
     results |= {(following, RING): foreign, (batch, RING): own}
@@ -59,7 +61,7 @@ def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, data: torch.Te
 
 
 def _run_twice(
-    call: Call, passes: Passes, data: torch.Tensor
+    call: Call, passes: Passes, batch: int, data: torch.Tensor
 ) -> tuple[list[Digests], dict[str, Sequence[Operation]], str]:
     """The digests of two runs, their operations, and the reason for missing operations.
 
@@ -74,6 +76,6 @@ def _run_twice(
     if not failures.ranks:
         return list(digests.values()), operations, ""
     for name in (REPEAT, LATER_REPEAT):
-        with call.phase("run"), failing_together(call, "run"):
+        with call.phase("run"), failing_together(call, f"run with the batch of rank {batch}"):
             digests[name], _ = passes.run(data, with_operations=False)
     return list(digests.values()), {}, f"the capture of operations failed. {failures}"
