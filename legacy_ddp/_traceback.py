@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import groupby, takewhile
 from types import TracebackType
 from typing import Any
 
@@ -127,15 +127,23 @@ def _hides_frames(error: BaseException) -> bool:
 
 
 def _outer_frames(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` with the first frame alone of every run of frames of the library."""
+    """``trace`` with a single frame of the library in place of every run of inner frames around the library."""
     outer: list[TracebackType] = []
-    is_inside = False
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not (is_inside and file.startswith(INNER)):
-            is_inside = file.startswith(LIBRARY)
-            outer.append(trace)
-        trace = trace.tb_next
+    for is_inner, run in groupby(_links(trace), lambda link: _file(link).startswith(INNER)):
+        frames = list(run)
+        of_library = [link for link in frames if _file(link).startswith(LIBRARY)]
+        outer += of_library[:1] if is_inner and of_library else frames
+    trace = None
     for frame in reversed(outer):
         trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return trace
+
+
+def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _file(link: TracebackType) -> str:
+    return link.tb_frame.f_code.co_filename

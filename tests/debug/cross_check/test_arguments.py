@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "raising": (_raising, "PeerError", "run failed on rank 1; model, gradients and random generators are as before"),
     "backward": (_backward, "PeerError", "run left gradients, expected none before the backward of cross_check()"),
     "step": (_step, "PeerError", "ranks 0-2: ValueError: run called step() of SGD, expected no step in run; let run"),
-    "all_reduce": (_all_reduce, "PeerError", "another call on this process group is under way"),
+    "all_reduce": (_all_reduce, "PeerError", "all_reduce(): called inside of cross_check(), expected one call"),
     "no loss": (partial(_returning, lambda model, batch: model(batch["inputs"])), "PeerError", "a tensor of shape"),
     "no tensor": (partial(_returning, lambda *_: 1.0), "PeerError", "run returned no loss: got float"),
     "no graph": (partial(_returning, lambda *_: torch.ones(())), "PeerError", "a loss without a graph"),
