@@ -77,8 +77,9 @@ def cross_check(
     output.
 
     Gradients, parameters, buffers, training flags, version counters, the counters of the wrapper and the random
-    generators of torch, Python and NumPy are afterwards bit for bit as before. State elsewhere is not seen: a counter
-    in Python, a cache on disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
+    generators of torch, Python, NumPy and single modules are afterwards bit for bit as before; of modules that ``run``
+    uses beside the model gradients, buffers and flags. State elsewhere is not seen: a counter in Python, a cache on
+    disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
     two batches. Hooks after the accumulation of a gradient do not run.
 
     Args:
@@ -94,7 +95,7 @@ def cross_check(
             normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
         max_bytes: limit for the size of a batch with its generators and buffers.
         raises: whether a difference is an error.
-        process_group: of a plain module; None for the default group.
+        process_group: of a plain module; None for the default group, and with a wrapper, which has its own.
 
     Raises:
         ReplicaDivergenceError: parameters or buffers differ before the first run; with ``raises``, ranks compute
