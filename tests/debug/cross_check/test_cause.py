@@ -54,6 +54,24 @@ def test_a_kernel_with_other_outputs_for_the_same_call_is_still_a_kernel() -> No
     assert "a kernel that is not deterministic (atomic additions, threads)" in _why(report)
 
 
+@pytest.mark.parametrize(
+    "is_intermittent, why, step",
+    [
+        (True, "equal outputs in a third: a kernel that is wrong at times", "start the job again with the rank on"),
+        (False, "the same inputs give other outputs on rank 1 than on rank 0, in every run", "compare libraries"),
+    ],
+)
+def test_a_kernel_that_is_wrong_at_times_is_not_called_wrong_in_every_run(
+    is_intermittent: bool, why: str, step: str
+) -> None:
+    found = first_difference(STEP, changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),)))
+    place = Place(found, None, len(STEP), is_intermittent=is_intermittent)
+    report = report_of("cross_check() call 1", 2, 2, 0, VERDICTS["differs"], ["the loss"], place, ())
+
+    assert why in _why(report)
+    assert report.next_step.startswith(step)
+
+
 @pytest.mark.parametrize("kind", VERDICTS)
 @pytest.mark.parametrize("kind_of_input", ["float32 (4, 8)", "float64 (4, 8)"])
 def test_an_attribute_of_a_module_is_no_other_batch(kind: str, kind_of_input: str) -> None:
