@@ -39,11 +39,14 @@ def phase_notes(run_coverages: tuple[RunCoverage, RunCoverage], phases: Sequence
     return notes + ([NO_OPTIMIZER] if "settings" not in a | b else [])
 
 
-def world_size_notes(a: Run, b: Run, patterns: Sequence[str], *, inputs_compared: bool) -> list[str]:
+def world_size_notes(
+    runs: tuple[Run, Run], patterns: Sequence[str], *, inputs_compared: bool, has_operations: bool
+) -> list[str]:
     """Parts which cannot be compared between runs of different world sizes."""
+    a, b = runs
     _, mixed = environment_diff.causes_by_run(a.environments, b.environments)
-    parts = "local gradients" if inputs_compared else "local gradients and inputs"
-    notes = [f"world sizes {a.world_size} and {b.world_size}: {parts} were not compared"]
+    parts = ["local gradients", *["inputs"] * (not inputs_compared), *["operations"] * has_operations]
+    notes = [f"world sizes {a.world_size} and {b.world_size}: {_listed(parts)} were not compared"]
     if mixed:
         notes.append(f"not compared, for ranks of a run differ in it: {', '.join(mixed)}")
     return notes + local_buffer_notes(patterns)
@@ -61,6 +64,11 @@ def cause_notes(causes: Sequence[Cause]) -> list[str]:
         sides = " and ".join(f"{value} in {label}" for label, value in cause.sides)
         notes.append(f"{cause.what} differs and changed no bit: {sides}" + (f" ({cause.where})" if cause.where else ""))
     return notes
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """``a``, ``a and b``, or ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
 
 
 def phase_labels(phases: Iterable[str]) -> list[str]:
