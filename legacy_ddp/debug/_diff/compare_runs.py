@@ -168,7 +168,8 @@ class _RunComparison:
                 has_operations=any(run_coverage.operations.steps for run_coverage in found.run_coverages),
             )
         if steps:
-            texts += notes.phase_notes(found.run_coverages, PHASES if found.equal_sizes else SHARED_PHASES)
+            phases = PHASES if found.equal_sizes else SHARED_PHASES
+            texts += notes.phase_notes(found.runs, found.run_coverages, phases)
         if self._a.folder.resolve() == self._b.folder.resolve():
             texts.append("A and B are the same folder")
         texts += self._rank_problems
