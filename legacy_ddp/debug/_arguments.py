@@ -71,6 +71,8 @@ def as_folder(folder: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
+    if "\0" in str(folder):
+        raise ValueError(f"folder is not usable: got {str(folder)!r}, expected a path without a null character")
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:  # ~ without a home directory, or ~name of an unknown user
@@ -102,10 +104,15 @@ def as_steps(argument: str, value: object) -> Collection[int]:
 
     Raises:
         TypeError: no collection of whole numbers.
-        ValueError: a number below 1.
+        ValueError: a number below 1; an empty range, as of two ends in the wrong order.
     """
+    if isinstance(value, range) and not value:
+        raise ValueError(
+            f"{argument} holds no step: got {value!r}, expected a first step before the end, as range(40, 42); "
+            f"pass () for no {argument}"
+        )
     steps = value if isinstance(value, range) else _distinct(argument, value)
-    ends = [steps[0], steps[-1]] if isinstance(steps, range) and steps else steps  # a range may be very long
+    ends = [steps[0], steps[-1]] if isinstance(steps, range) else steps  # a range may be very long
     if ends and (least := min(ends)) < 1:
         raise ValueError(f"{argument} holds more than numbers of steps: got {least}, expected whole numbers from 1")
     return steps

@@ -135,11 +135,11 @@ class Recorder:
             raise
         observers = self._target.synchronizer.observers
         self._handles = [
-            observers.forward.add(self.see_forward),
-            observers.called.add(self.see_call),
-            observers.local.add(self.see_local),
-            observers.reduced.add(self.see_reduced),
-            observers.returned.add(self.see_returned),
+            observers.forward.add(self._see_forward),
+            observers.called.add(self._see_call),
+            observers.local.add(self._see_local),
+            observers.reduced.add(self._see_reduced),
+            observers.returned.add(self._see_returned),
         ]
         self._steps.watch()
         self._is_open = True
@@ -191,13 +191,14 @@ class Recorder:
             raise TypeError(f"log() takes values by name: got {unnamed[0]!r}, expected name=value; write log(**values)")
         if not self._is_open:
             raise ValueError("log() was called outside of the recorder's block, expected inside: with Recorder(...):")
-        read = read_numbers("log", {name: value for name, value in values.items() if not isinstance(value, str)})
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        read = read_numbers("log", numbers, "a real number, a tensor with one element, or a text")
         logged: dict[str, float | str] = {name: read.get(name, str(value)) for name, value in values.items()}
         is_start = self._step < self._first_step
         if logged and (is_start or self._is_due(self._step)):
             self._try(lambda writer: writer.log_now(self._step, logged))
 
-    def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the inputs of a training forward pass, and the buffers before the pass changes them."""
         # torch.jit.trace would record these operations in its graph.
         if self._writer is None or not torch.is_grad_enabled() or internals.is_tracing():
@@ -210,17 +211,17 @@ class Recorder:
                 self._inputs.add(args, kwargs)
             self._try(lambda _: self._operations.begin_forward(self._step + 1))
 
-    def see_call(self) -> None:
+    def _see_call(self) -> None:
         """End the record of operations."""
         self._try(lambda _: self._operations.end_backward())
 
-    def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
+    def _see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         """Record the local gradients, after a result of the last step that is pending as an optimizer skipped it."""
         self._try(lambda writer: self._write_result(writer, with_buffers=False))
         if self._is_next_due:
             self._try(lambda _: self._measure_local(grads))
 
-    def see_reduced(self, record: SyncRecord) -> None:
+    def _see_reduced(self, record: SyncRecord) -> None:
         """Write the facts of the call, the operations and the reduced gradients."""
         self._is_result_pending, self._buffers = self._is_next_due, None
         self._step += 1
@@ -229,7 +230,7 @@ class Recorder:
         self._steps.reset()
         self._inputs, self._local = snapshot.Inputs(), []
 
-    def see_returned(self, _: SyncRecord) -> None:
+    def _see_returned(self, _: SyncRecord) -> None:
         """Begin the record of operations of a plain module, outside of the modes of torch that a call sets."""
         self._try(self._begin_operations)
 

@@ -307,6 +307,12 @@ def test_steps_that_do_not_come_are_told(tmp_path: Path) -> None:
         ([True], TypeError, "operations holds a bool: got True"),
         ({0, 3}, ValueError, "got 0, expected whole numbers from 1"),
         (range(-1, 3), ValueError, "got -1, expected whole numbers from 1"),
+        (
+            range(5, 1),
+            ValueError,
+            "holds no step: got range\\(5, 1\\), expected a first step before the end",
+        ),
+        (range(0), ValueError, "holds no step: got range\\(0, 0\\), .*; pass \\(\\) for no operations"),
     ],
 )
 def test_steps_that_are_no_steps_are_refused(
