@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
@@ -24,11 +25,22 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Target:
-    """The module and group that a tool examines. ``ignore``: names of parameters and buffers to leave out."""
+    """The module and group that a tool examines.
+
+    ``wrapper``: around the module, None for a plain module. ``was_compiled``: the tool was given
+    ``torch.compile(wrapper)``. ``ignore``: names of parameters and buffers to leave out.
+    """
 
     module: nn.Module
     synchronizer: Synchronizer
     group: dist.ProcessGroup
+    wrapper: LegacyDistributedDataParallel | None = None
+    was_compiled: bool = False
+
+    @property
+    def has_compiled_wrapper(self) -> bool:
+        """Whether forward passes of the wrapper are compiled code."""
+        return self.wrapper is not None and (self.was_compiled or internals.has_compiled_call(self.wrapper))
 
     @property
     def ignore(self) -> frozenset[str]:
@@ -36,16 +48,17 @@ class Target:
 
 
 def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None) -> Target:
-    """The plain module behind ``model``, and its group.
+    """The plain module behind ``model``, a module, a wrapper or ``torch.compile(wrapper)``, and its group.
 
     The group is ``process_group``, else the group of the wrapper, else the default group.
 
     Raises:
         TypeError, ValueError: ``model`` is no module, or ``process_group`` is no group.
     """
-    if isinstance(model, LegacyDistributedDataParallel):
-        group = model.process_group if process_group is None else resolve_group(process_group)
-        return Target(model.module, model._synchronizer, group)
+    wrapper = internals.inside_of_compiled(model)
+    if isinstance(wrapper, LegacyDistributedDataParallel):
+        group = wrapper.process_group if process_group is None else resolve_group(process_group)
+        return Target(wrapper.module, wrapper._synchronizer, group, wrapper, was_compiled=wrapper is not model)
     return Target(model, synchronizer_of(model)[0], resolve_group(process_group))
 
 

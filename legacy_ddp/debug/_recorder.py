@@ -84,23 +84,20 @@ class Recorder:
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         argv: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
+        inside = internals.inside_of_compiled(model)
+        if not isinstance(model, nn.Module) or isinstance(inside, DistributedDataParallel):
             raise TypeError(
-                f"model is of the wrong type: got {type(model).__name__}, expected a LegacyDistributedDataParallel, or "
-                "the module that all_reduce_gradients() is called with"
+                f"model is of the wrong type: got {type(inside).__name__}, expected a LegacyDistributedDataParallel, "
+                "or the module that all_reduce_gradients() is called with"
             )
-        if process_group is not None and isinstance(model, LegacyDistributedDataParallel):
+        if process_group is not None and isinstance(inside, LegacyDistributedDataParallel):
             raise ValueError("process_group is the wrapper's own, expected None; assign model.process_group instead")
         self._target = target_of(model, process_group)
         self._folder = as_folder(folder)
         self._optimizers = as_optimizers(optimizer)
         self._every = as_count("every", every)
         self._first_step = as_count("first_step", first_step)
-        self._operations = OperationSteps(
-            self._target.module,
-            as_steps("operations", operations),
-            is_plain=not isinstance(model, LegacyDistributedDataParallel),
-        )
+        self._operations = OperationSteps(self._target, as_steps("operations", operations))
         self._has_argv = as_flag("argv", argv)
         self._writer: Writer | None = None
         self._handles: list[RemovableHandle] = []
@@ -164,13 +161,8 @@ class Recorder:
                 f"the trace in {self._folder} holds no step: the recorder saw no all_reduce() that succeeded; give it "
                 "the wrapper whose all_reduce() is called",
             )
-        elif kind is None and self._operations.are_missing:
-            warn(
-                self._rank,
-                f"the trace in {self._folder} holds no operations: it ends with step {self._step}, and the recorder "
-                "saw no training forward pass of the model in the steps of operations=; choose steps of this run, or "
-                "call the wrapper instead of its module",
-            )
+        elif kind is None and (missing := self._operations.missing(self._step)):
+            warn(self._rank, f"the trace in {self._folder} {missing}")
 
     @argument_errors
     def log(self, /, *unnamed: Never, **values: SupportsFloat | str) -> None:

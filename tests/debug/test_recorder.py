@@ -714,10 +714,12 @@ def test_an_optimizer_that_is_warned_of_ends_no_recording_where_warnings_are_err
 
 @pytest.mark.usefixtures("alone")
 def test_torch_ddp_is_refused_because_nothing_would_be_seen(tmp_path: Path) -> None:
-    said = error_of(Recorder, DistributedDataParallel(nn.Linear(2, 1)), tmp_path)
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for given in (model, torch.compile(model, backend="eager")):
+        said = error_of(Recorder, given, tmp_path)
 
-    assert said is not None
-    assert "got DistributedDataParallel, expected a LegacyDistributedDataParallel" in said[1]
+        assert said is not None
+        assert "got DistributedDataParallel, expected a LegacyDistributedDataParallel" in said[1]
 
 
 @pytest.mark.usefixtures("alone")
