@@ -44,7 +44,8 @@ class Recorder:
     record or write (a full disk, for example) the recorder warns and stops, and the training goes on.
 
     Args:
-        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, or the argument of ``all_reduce_gradients()``.
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compiled or not, or the argument of
+            ``all_reduce_gradients()``.
         folder: the folder to write to; created if missing. It must hold no trace of this rank yet. A leading ``~`` is
             the home directory.
         optimizer: one or several optimizers. Without an optimizer, no settings and no state are recorded, and the
@@ -55,8 +56,8 @@ class Recorder:
         operations: numbers of steps, as ``range(40, 42)``, recorded with every operation of forward and backward in
             order: name, module, parameters among its inputs, shapes, digests of inputs and outputs, state of the random
             generator. These steps are recorded whether ``every`` divides their number or not. An operation costs
-            50 to 200 µs, and 20 to 40 bytes. See docs/trace-format.md for what is left out, for torch.compile and for
-            threads.
+            50 to 200 µs, and 20 to 40 bytes. A compiled wrapper has none, a compiled module inside has. See
+            docs/trace-format.md for what is left out, for torch.compile and for threads.
         process_group: of a plain module; None for the default group.
         argv: record the command line (``sys.argv``). False: leave it out, for a command line with a secret.
 
