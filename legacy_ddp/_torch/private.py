@@ -96,7 +96,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.distributed.distributed_c10d", "GroupMember", "_world", "default_pg_timeout"),
     *_names("torch.distributed.distributed_c10d", "AllToAllOptions", "AllgatherOptions"),
     *_names("torch.distributed.distributed_c10d", "AllreduceOptions", "BroadcastOptions"),
-    *_names("torch.nn.Module", "_buffers", "_non_persistent_buffers_set"),
+    *_names("torch.nn.Module", "_buffers", "_compiled_call_impl", "_non_persistent_buffers_set"),
     *_names("torch.nn.modules.batchnorm", "_NormBase"),
     *_names("torch.optim.Optimizer", "_optimizer_step_pre_hooks"),
     *_names("torch.utils._python_dispatch", "TorchDispatchMode"),

@@ -24,7 +24,6 @@ from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, target_of
 from legacy_ddp.debug._cross_arguments import (
     MAX_BYTES,
@@ -114,8 +113,8 @@ def cross_check(
         model = model.module  # its forward would make backward communicate
     check_group(model, process_group)
     target = target_of(model, process_group)
-    if isinstance(model, LegacyDistributedDataParallel):
-        model._refuse_inside_join("cross_check()")
+    if target.wrapper is not None:
+        target.wrapper._refuse_inside_join("cross_check()")
     synchronizer, module = target.synchronizer, target.module
     with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
         with torch.no_grad(), announcing_failures(call):

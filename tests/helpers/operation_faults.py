@@ -1,7 +1,7 @@
 """A small training with a fault planted on one rank in one step, recorded with its operations."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,7 @@ def train(
     sizes: tuple[int, ...] = (6, 6),
     micro_batches: int = 1,
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
-    operations: range = range(STEP, STEP + 1),
+    operations: Collection[int] = range(STEP, STEP + 1),
 ) -> None:
     """Three steps; ``fault``: called in the second step of the faulty rank, for a context around forward and backward.
 

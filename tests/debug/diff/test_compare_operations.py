@@ -150,15 +150,6 @@ def test_operations_without_a_common_step_are_told(
     assert comparison.notes == (f"operations: recorded {text}: not compared",)
 
 
-def test_runs_of_other_world_sizes_have_no_operations_to_compare(tmp_path: Path) -> None:
-    a, b = (write_trace(tmp_path / f"{size}", world_size=size, operations=of_steps(3, wrong=size)) for size in (1, 2))
-
-    comparison = compare_runs(open_run(a), open_run(b))
-
-    assert comparison.operations is None
-    assert not [note for note in comparison.notes if "operations" in note]
-
-
 @pytest.mark.parametrize(
     "world_size, guilty, labels", [(3, 0, ("ranks 1-2", "rank 0")), (4, 2, ("ranks 0-1, 3", "rank 2"))]
 )
@@ -228,7 +219,11 @@ def test_ranks_are_compared_up_to_the_first_different_step(tmp_path: Path) -> No
 def test_a_step_that_not_all_ranks_recorded_is_left_out(tmp_path: Path) -> None:
     comparison = between_ranks(tmp_path, lambda step, rank: sequence(rank) if step == 2 + rank else ())
 
-    assert (comparison.operations, comparison.notes) == (None, ())
+    assert comparison.operations is None
+    assert comparison.notes == (
+        "operations of step 3 are missing on rank 0",
+        "operations of step 2 are missing on rank 1",
+    )
 
 
 def test_uneven_micro_batches_of_ranks_are_a_note_and_no_difference(tmp_path: Path) -> None:
@@ -260,3 +255,27 @@ def test_files_are_not_read_again_for_every_step(tmp_path: Path, monkeypatch: py
     assert comparison.operations is not None
     assert comparison.operations.step == 5
     assert len(opened) <= 2 + 2 * 2 + 2  # all ranks; each beside the fullest of its steps; all in the different step
+
+
+def test_a_note_names_the_rank_without_operations(tmp_path: Path) -> None:
+    def on_rank_0(step: int, rank: int) -> Sequence[Operation]:
+        return of_steps(2)(step, rank) if rank == 0 else ()
+
+    of_runs = between_runs(tmp_path, of_steps(2), on_rank_0)
+    of_ranks = between_ranks(tmp_path, on_rank_0)
+
+    assert of_runs.notes == ("B: operations of step 2 are missing on rank 1", "operations of step 2 agree")
+    assert of_ranks.notes == ("operations of step 2 are missing on rank 1",)
+
+
+@pytest.mark.parametrize("of_a, of_b", [((2,), (2,)), ((2,), ()), ((), (2,))])
+def test_runs_of_other_world_sizes_say_that_operations_were_not_compared(
+    tmp_path: Path, of_a: tuple[int, ...], of_b: tuple[int, ...]
+) -> None:
+    a = open_run(write_trace(tmp_path / "a", operations=of_steps(*of_a)))
+    b = open_run(write_trace(tmp_path / "b", operations=of_steps(*of_b), world_size=3))
+
+    comparison = compare_runs(a, b)
+
+    assert comparison.operations is None
+    assert comparison.notes[0] == "world sizes 2 and 3: local gradients, inputs and operations were not compared"

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
 from legacy_ddp.debug._diff.result import Comparison, Location, Side
 from legacy_ddp.debug._trace.line_format import PHASES, RANK_FILE
@@ -370,6 +371,23 @@ def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compared(tmp_pat
     )
 
 
+def with_optimizer(rank: int, size: int) -> Any:
+    return environment(rank, size, facts={"optimizer": "LBFGS"})
+
+
+@pytest.mark.parametrize(
+    "phases, lacking", [(("settings",), "settings"), (("settings", "optimizer"), "settings and optimizer state")]
+)
+def test_an_optimizer_that_was_given_is_not_said_to_be_missing(
+    tmp_path: Path, phases: tuple[str, ...], lacking: str
+) -> None:
+    changes = {"names": {**NAMES, **dict.fromkeys(phases, ())}, "environments": with_optimizer}
+
+    expected = f"not compared: {lacking}, for no optimizer step after an all_reduce() was recorded"
+    assert pair(tmp_path, changes, changes).notes == (expected,)
+    assert compare_ranks(open_run(tmp_path / "a")).notes == (expected,)
+
+
 def test_runs_without_a_common_step_is_unknown(tmp_path: Path) -> None:
     later = {"environments": lambda rank, size: environment(rank, size, first_step=20)}
 
@@ -502,6 +520,19 @@ def test_without_recorded_parameters_the_names_in_the_environment_tell_models_ap
 
     with pytest.raises(TraceError, match="only in A: parameter 'b'; only in B: parameter 'z'"):
         pair(tmp_path, {"names": names}, other)
+
+
+@pytest.mark.parametrize("kind, is_told", [(KIND, True), ("float32 (9,)", False)])
+def test_a_compiled_model_against_an_eager_model_is_told_of_names_that_stay(
+    tmp_path: Path, kind: str, is_told: bool
+) -> None:
+    compiled = {**NAMES, "parameters": ("parameter '_orig_mod.a'", "parameter '_orig_mod.b'")}
+
+    with pytest.raises(TraceError) as caught:
+        pair(tmp_path, {"names": compiled, "kind": kind}, {})
+
+    assert ("use module.compile(), which keeps names" in str(caught.value)) == is_told
+    assert ("compare runs of one model" in str(caught.value)) != is_told
 
 
 def test_facts_that_differ_are_causes_likeliest_first(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> N
 
 
 def test_without_recorded_operations_a_note_tells_how_to_record_them(tmp_path: Path) -> None:
-    comparison = _between_runs(_runs(tmp_path, others={"operations": range(0)}, fault=faults.flip_once))
+    comparison = _between_runs(_runs(tmp_path, others={"operations": ()}, fault=faults.flip_once))
 
     assert comparison.operations is None
     assert (
