@@ -109,8 +109,8 @@ def cross_check(
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).agrees
         True
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # its forward would make backward communicate
+    if isinstance(inner := internals.inside_of_compiled(model), DistributedDataParallel):
+        model = inner.module  # the forward of DDP would make backward communicate
     check_group(model, process_group)
     target = target_of(model, process_group)
     if target.wrapper is not None:

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from legacy_ddp._checks import as_names
+from legacy_ddp._torch import inside_of_compiled
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import as_flag
 
@@ -43,9 +44,9 @@ def check_functions(module: object, run: object) -> None:
         raise TypeError(f"run is not callable: got {got}, expected run(model, batch)")
 
 
-def check_group(model: object, process_group: object) -> None:
+def check_group(model: nn.Module, process_group: object) -> None:
     """Raise a ValueError for a group beside the group of a wrapper."""
-    if process_group is not None and isinstance(model, LegacyDistributedDataParallel):
+    if process_group is not None and isinstance(inside_of_compiled(model), LegacyDistributedDataParallel):
         raise ValueError(
             "process_group is the wrapper's own, expected None; leave it out, or pass the module inside of the wrapper"
         )
