@@ -4,6 +4,8 @@ Both sides of a cross-check have the same batch and, on one rank, the same code 
 than between two traces.
 """
 
+from dataclasses import replace
+
 from legacy_ddp.debug._cross_check.verdict import Kind
 from legacy_ddp.debug._operations.describe import Labels
 from legacy_ddp.debug._operations.difference import OperationDifference
@@ -43,19 +45,24 @@ def cause_of(kind: Kind, found: OperationDifference | None, labels: Labels, fact
         return _between_ranks(found, labels, facts)
     if found is not None and _is_other_call(found):
         return _STATE
-    meaning = explain(found, labels, facts).meaning if found else ""
+    meaning = _explained(found, labels, facts).meaning if found else ""
     if kind == "once":
         return Explanation(meaning, _ONCE.format("" if found else _CAPTURE))
     return _UNSTABLE if found is None or found.kind == "output" else Explanation(meaning, _UNSTABLE.next_step)
 
 
 def _between_ranks(found: OperationDifference | None, labels: Labels, facts: Facts) -> Explanation:
-    explanation = _OTHER_KERNEL if found is None else explain(found, labels, facts)
+    explanation = _OTHER_KERNEL if found is None else _explained(found, labels, facts)
     if explanation.next_step.endswith(CROSS_CHECK):  # the comparison that has just been made
         return _OTHER_KERNEL
     return Explanation(explanation.meaning, explanation.next_step.replace("diff again", "check again"))
 
 
+def _explained(found: OperationDifference, labels: Labels, facts: Facts) -> Explanation:
+    """The explanation, where results differ: operations of one side alone may be the cause without a trace of it."""
+    return explain(replace(found, tensors_differ=found.has_effect is False), labels, facts)
+
+
 def _is_other_call(found: OperationDifference) -> bool:
     """Whether the code of two runs made other calls: other operations, or other arguments of one operation."""
-    return found.kind in ("sequence", "form") or found.a[0].settings != found.b[0].settings
+    return found.kind in ("sequence", "order", "form") or found.a[0].settings != found.b[0].settings

@@ -162,7 +162,7 @@ def test_an_extra_operation_without_influence_is_shown_for_runs_that_are_the_sam
 
     found = _found(comparison)
     assert (comparison.verdict, found.kind, found.ranks) == ("same", "sequence", (FAULTY_RANK,))
-    assert found.meaning.endswith("All operations of both sides have equal values.")
+    assert found.meaning.endswith("All operations that both sides ran have equal values.")
 
 
 def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> None:
