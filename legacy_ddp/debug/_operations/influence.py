@@ -11,8 +11,10 @@ def with_influence(gaps: Sequence[Gap], a: Sequence[Operation], b: Sequence[Oper
     """The gaps of A and B, with ``has_influence`` where an operation of the gap has it.
 
     Influence has an operation that draws random numbers, writes in place, makes a view of a parameter or buffer (code
-    may write through the view), or has an output which a later operation reads: an operation of both sequences, or
-    with influence. A copy is without influence, because its bits were there before. Time and memory are linear.
+    may write through the view), computes from the backward pass on (the result may be a gradient), or has an output
+    which a later operation reads: an operation of both sequences, or with influence. A view has no bits, and may read
+    each output of its shape. A copy is without influence, because its bits were there before. Time and memory are
+    linear.
     """
     in_a = _influential(a, {gap.start_a + index for gap in gaps for index in range(len(gap.a))})
     in_b = _influential(b, {gap.start_b + index for gap in gaps for index in range(len(gap.b))})
@@ -34,24 +36,26 @@ def writes_in_place(operation: Operation) -> bool:
 def _influential(operations: Sequence[Operation], alone: Collection[int]) -> set[int]:
     """The positions among ``alone`` of operations with influence."""
     found: set[int] = set()
-    read: set[str] = set()  # behind the position, by operations that count
+    read: set[str] = set()  # digests, and kinds of the inputs of views, behind the position
     for position in reversed(range(len(operations))):
         operation = operations[position]
         if position in alone:
             if not _has_influence(operation, read):
                 continue
             found.add(position)
-        read.update(value.digest for value in operation.inputs if value.digest)
+        read.update(value.digest or value.kind for value in operation.inputs)
     return found
 
 
 def _has_influence(operation: Operation, read: Collection[str]) -> bool:
     given = {value.digest for value in operation.inputs}
+    new = [value for value in operation.outputs if value.digest is not None and value.digest not in given]
     is_view = any(value.digest is None for value in operation.outputs)
     return (
         bool(operation.generator)
         or writes_in_place(operation)
-        or (operation.stage == "forward" and "batch_norm" in operation.name)  # writes the running statistics
+        or "batch_norm" in operation.name  # writes the running statistics
         or (is_view and any(operation.parameters))
-        or any(value.digest in read and value.digest not in given for value in operation.outputs)
+        or (operation.stage != "forward" and bool(new))
+        or any(value.digest in read or value.kind in read for value in new)
     )

@@ -61,11 +61,25 @@ def test_a_copy_for_a_log_is_without_influence_although_its_bits_are_read_later(
         operation("add_.Tensor", ["count"], ["count'"], module="bn"),
         operation("native_batch_norm", ["h"], ["n", "mean"], module="bn"),
         operation("detach", inputs=(value(None),), outputs=(value(None),), parameters=("lin.weight",)),
+        operation("clamp", ["g"], ["g'"], stage="backward"),
     ],
-    ids=["a draw moves the generator", "a write", "running statistics", "a view of a weight may be written to"],
+    ids=[
+        *("a draw moves the generator", "a write", "running statistics", "a view of a weight may be written to"),
+        "a result may be a gradient",
+    ],
 )
 def test_an_operation_that_leaves_something_behind_is_not_said_to_be_without_influence(planted: Operation) -> None:
     assert extra(planted) == "before"
+
+
+def test_an_output_that_a_view_may_read_is_not_said_to_be_without_influence() -> None:
+    """Behind a transposed view the same elements have other digests."""
+    view = operation("t", inputs=(value(None),), outputs=(value(None, "float32 (8, 4)"),))
+    doubled, scalar = operation("mul", ["h"], ["2h"]), operation("sum", ["h"], outputs=(value("s", "float32 ()"),))
+
+    for given, text in ((doubled, "before"), (scalar, "before, without influence")):
+        texts = told_before([LAYER, view, *draw("h", "s0")], [LAYER, given, view, *draw("h", "s1")])
+        assert [item.partition(":")[0] for item in texts] == [text]
 
 
 def test_influence_passes_through_operations_of_one_side_alone() -> None:
