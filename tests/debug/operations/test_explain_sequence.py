@@ -163,6 +163,22 @@ def test_a_block_called_once_more_is_not_explained_by_its_dropout() -> None:
     assert told_about.next_step == "look at the code and the hooks of sub.lin"
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        [*dropout("drop", "r0(x)", "e"), operation("mul.Tensor", ["e"], ["d"], module="other")],
+        [*dropout("drop", "r0(x)", "e"), operation("relu", ["e"], ["d"], module="drop")],
+        dropout("", "r0(x)", "d"),
+    ],
+    ids=["in two modules", "with more than a dropout", "outside of modules"],
+)
+def test_only_the_operations_of_a_single_dropout_of_a_module_are_its_mode(group: list[Operation]) -> None:
+    _, told_about, __ = told([*STEP[:3], *group, *rewritten(STEP[3:], 1, "r0(x)", "d")])
+
+    assert told_about.meaning.startswith("Operations in B alone, among them a random draw (aten::bernoulli_.float)")
+    assert "model.training" not in told_about.next_step
+
+
 def test_random_numbers_outside_of_modules_are_not_explained_by_dropout() -> None:
     _, told_about, __ = told([operation("rand", [], ["r"], generator="0" * 16), *STEP])
 
