@@ -4,6 +4,8 @@ Both sides of a cross-check have the same batch and, on one rank, the same code 
 than between two traces.
 """
 
+from dataclasses import replace
+
 from legacy_ddp.debug._cross_check.place import Place
 from legacy_ddp.debug._cross_check.settings_text import MODULE, RUN, name_setting
 from legacy_ddp.debug._cross_check.verdict import Verdict
@@ -58,14 +60,14 @@ def cause_of(verdict: Verdict, place: Place, labels: Labels, facts: Facts) -> Ex
         return _INTERMITTENT if place.is_intermittent else _between_ranks(found, labels, facts)
     if found is not None and _is_other_call(found):
         return _STATE
-    meaning = explain(found, labels, facts).meaning if found else ""
+    meaning = _explained(found, labels, facts).meaning if found else ""
     if verdict.kind == "once":
         return Explanation(meaning, _ONCE.format(*(("", "") if found else _NOT_CAPTURED)))
     return _UNSTABLE if found is None or found.kind == "output" else Explanation(meaning, _UNSTABLE.next_step)
 
 
 def _between_ranks(found: OperationDifference | None, labels: Labels, facts: Facts) -> Explanation:
-    explanation = None if found is None else explain(found, labels, facts)
+    explanation = None if found is None else _explained(found, labels, facts)
     # After the cross-check that has just been made, another cross-check is no next step.
     if explanation is None or explanation.next_step.endswith(CROSS_CHECK):
         return _with_settings(_other_kernel(labels), facts)
@@ -95,6 +97,11 @@ def _with_settings(explanation: Explanation, facts: Facts) -> Explanation:
     return explanation
 
 
+def _explained(found: OperationDifference, labels: Labels, facts: Facts) -> Explanation:
+    """The explanation, where results differ: operations of one side alone may be the cause without a trace of it."""
+    return explain(replace(found, tensors_differ=found.has_effect is False), labels, facts)
+
+
 def _is_other_call(found: OperationDifference) -> bool:
     """Whether the code of two runs made other calls: other operations, or other arguments of one operation."""
-    return found.kind in ("sequence", "form") or found.a[0].settings != found.b[0].settings
+    return found.kind in ("sequence", "order", "form") or found.a[0].settings != found.b[0].settings

@@ -48,6 +48,19 @@ def test_a_counter_in_forward_is_no_kernel(kind: str, first: list[Operation], ot
     assert report.next_step == "keep such state in buffers, or take it out of run()"
 
 
+@pytest.mark.parametrize("kind", ["nondeterministic", "once"])
+def test_another_order_of_calls_is_no_kernel(kind: str) -> None:
+    ends = [operation("relu", ["x"], ["r"], module="a"), operation("tanh", ["x"], ["t"], module="b")]
+
+    assert _why(_report(kind, [*reversed(ends), *STEP], [*ends, *STEP])).startswith("why: state in Python")
+
+
+def test_operations_of_one_rank_alone_behind_equal_values_are_not_called_harmless() -> None:
+    report = _report("differs", [*STEP, operation("clamp", ["g"], ["g'"], stage="backward")])
+
+    assert _why(report).endswith("the only recorded difference, and the likely cause of the tensors that differ.")
+
+
 def test_a_kernel_with_other_outputs_for_the_same_call_is_still_a_kernel() -> None:
     report = _report("nondeterministic", changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),)))
 

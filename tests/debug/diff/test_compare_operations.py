@@ -13,7 +13,7 @@ from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.operations import operation
-from tests.helpers.traces import NAMES, environment, write_trace
+from tests.helpers.traces import NAMES, call_facts, environment, write_trace
 
 GRADIENT = NAMES["local_gradients"][0]
 Recorded = Callable[[int, int], Sequence[Operation]]
@@ -112,6 +112,63 @@ def test_operations_alone_do_not_make_runs_different(tmp_path: Path) -> None:
     assert comparison.verdict == "same"
     assert comparison.operations is not None
     assert (comparison.operations.step, comparison.operations.ranks) == (2, (0, 1))
+
+
+@pytest.mark.parametrize(
+    "phase, is_likely", [("local_gradients", True), ("buffers", True), ("reduced_gradients", False), (None, False)]
+)
+def test_operations_of_one_run_alone_are_the_likely_cause_if_tensors_they_may_write_differ(
+    tmp_path: Path, phase: str | None, is_likely: bool
+) -> None:
+    planted = differing(3, 1, phase) if phase else {}
+
+    found = between_runs(tmp_path, of_steps(3), of_steps(3, extra=True), planted).operations
+
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert found.meaning.endswith("the likely cause of the tensors that differ.") == is_likely
+    assert found.meaning.endswith("All operations that both sides ran have equal values.") != is_likely
+
+
+def test_operations_behind_the_backward_pass_are_not_said_to_be_of_the_forward_pass(tmp_path: Path) -> None:
+    step = [*sequence(0), operation("mul", stage="backward")]
+    scale = operation("mul_", ["aa" * 8], ["bb" * 8])
+
+    found = between_runs(tmp_path, lambda *_: step, lambda *_: [*step, scale], differing(3, 1)).operations
+
+    assert found is not None
+    assert found.summary == "1 operation only in B: outside of modules, after the backward pass (aten::mul_)"
+    assert (found.stage, found.rows[-1].stage) == ("after backward", "after backward")
+
+
+@pytest.mark.parametrize("is_argument", [True, False])
+def test_other_data_of_the_forward_pass_are_no_unknown_source(tmp_path: Path, is_argument: bool) -> None:
+    """The digest of the input stands among the recorded arguments."""
+
+    def reads(digest: str) -> Recorded:
+        return lambda step, _: [operation("mul", [digest], [digest[::-1]])] if step == 3 else ()
+
+    digests = "0a" * 8, "0b" * 8
+    runs = [
+        open_run(
+            write_trace(
+                tmp_path / digest,
+                operations=reads(digest),
+                planted=differing(3, 1) if digest == digests[1] else {},
+                calls=lambda step, rank, digest=digest: call_facts(
+                    step, rank, inputs=(("float32 (4, 8)", digest if is_argument else digests[0]),), forwards=1
+                ),
+            )
+        )
+        for digest in digests
+    ]
+
+    found = compare_runs(*runs).operations
+
+    assert found is not None
+    assert found.meaning.startswith(
+        "Other data: the differing input is an argument" if is_argument else "Unknown source"
+    )
 
 
 def test_the_headline_of_equal_tensors_says_that_operations_differ(tmp_path: Path) -> None:

@@ -617,6 +617,43 @@ def test_what_differs_around_a_call_is_a_cause_with_its_step_and_rank(
     assert cause.where == f"first at step 3 on rank 1{detail}"
 
 
+def test_another_number_of_forward_passes_is_told_by_the_numbers(tmp_path: Path) -> None:
+    """The text was once ``forward pass 3 of 2: nothing in A``, as a micro-batch of another shape."""
+    found = pair(tmp_path, b=with_call(3, 1, forwards=3, inputs=(*INPUTS, ("int64 (16, 64)", WORD))))
+
+    (cause,) = found.causes
+    assert (cause.what, cause.sides) == ("forward passes", (("A", "2"), ("B", "3")))
+    assert cause.where == "first at step 3 on rank 1"
+    assert "The runs took another number of forward passes." in found.explanation
+    assert "equal data" not in found.explanation
+
+
+def test_other_data_before_a_further_forward_pass_have_their_place(tmp_path: Path) -> None:
+    inputs = (INPUTS[0], ("int64 (16, 64)", WORD), ("int64 (16, 64)", WORD))
+
+    found = pair(tmp_path, b=with_call(3, 1, forwards=3, inputs=inputs))
+
+    assert [(cause.what, cause.where) for cause in found.causes] == [
+        ("data", "first at step 3 on rank 1, forward pass 2"),
+        ("forward passes", "first at step 3 on rank 1"),
+    ]
+
+
+def test_a_plain_module_has_no_number_of_micro_batches_to_compare(tmp_path: Path) -> None:
+    """A call for a plain module takes part, and counts no micro-batch."""
+    found = pair(tmp_path, b=with_call(3, 1, micro_batches=0, forwards=0, inputs=()))
+
+    assert found.causes == ()
+    assert "another number" not in found.explanation
+    assert "Whether the data differ cannot be told: not all inputs were recorded." in found.explanation
+
+
+def test_a_rank_that_took_no_part_has_no_micro_batches(tmp_path: Path) -> None:
+    found = pair(tmp_path, b=with_call(3, 1, micro_batches=0, forwards=0, inputs=(), took_part=False))
+
+    assert ("micro-batches", (("A", "2"), ("B", "0"))) in [(cause.what, cause.sides) for cause in found.causes]
+
+
 def test_a_cause_has_the_first_step_on_any_rank(tmp_path: Path) -> None:
     def calls(step: int, rank: int) -> Any:
         return call_facts(step, rank, micro_batches=9 if step >= 3 - rank else 2)

@@ -157,12 +157,27 @@ def test_a_wrong_extra_operation_is_named_between_runs_and_between_ranks(tmp_pat
     assert (runs.ranks, ranks.ranks) == ((1,), (1,))
 
 
+def test_gradients_scaled_after_backward_on_one_rank_are_the_likely_cause(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.scaled_gradients)))
+
+    assert _place(found) == ("sequence", "after backward", "", "aten::mul_.Tensor", (FAULTY_RANK,))
+    assert found.summary == "5 operations only in B: outside of modules, after the backward pass (aten::mul_.Tensor)"
+    assert found.meaning.endswith("and the likely cause of the tensors that differ.")
+
+
+def test_a_copy_of_a_weight_with_equal_bits_is_named_before_the_operations_of_the_backward_pass(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.copied_weight)))
+
+    assert _place(found) == ("form", "forward", "last", "aten::addmm", (FAULTY_RANK,))
+    assert "'last.weight' in A, no parameter in B" in found.meaning
+
+
 def test_an_extra_operation_without_influence_is_shown_for_runs_that_are_the_same(tmp_path: Path) -> None:
     comparison = _between_runs(_runs(tmp_path, fault=faults.harmless_operation))
 
     found = _found(comparison)
     assert (comparison.verdict, found.kind, found.ranks) == ("same", "sequence", (FAULTY_RANK,))
-    assert found.meaning.endswith("All operations of both sides have equal values.")
+    assert found.meaning.endswith("All operations that both sides ran have equal values.")
 
 
 def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> None:
