@@ -20,13 +20,16 @@ Recorded = Callable[[int, int], Sequence[Operation]]
 
 
 def sequence(rank: int, *, wrong: int | None = None, extra: bool = False, weight: str = "b" * 16) -> list[Operation]:
-    """Four operations on data of the rank; ``wrong``: position of an operation with another output."""
+    """Four operations on data of the rank; ``wrong``: position of an operation with another output.
+
+    ``extra``: one more, with a result of its own.
+    """
     found, held = [], f"{rank:016x}"
     for index in range(4):
         out = f"{17 * (index + 1) + (index == wrong) + 1000 * rank:016x}"
         found.append(operation("mul", [held, weight], [out], module=f"m{index}", parameters=("", "a")))
         held = out
-    return [*found, operation("clone", [held], [held])] if extra else found
+    return [*found, operation("neg", [held], [f"{5000 + rank:016x}"], module="m4")] if extra else found
 
 
 def of_steps(*steps: int, **changes: Any) -> Recorded:
@@ -202,9 +205,11 @@ def test_a_parameter_that_is_ignored_may_differ_between_ranks(tmp_path: Path) ->
 
 
 def test_many_ranks_with_operations_of_their_own(tmp_path: Path) -> None:
-    comparison = between_ranks(
-        tmp_path, lambda step, rank: sequence(rank) * (rank + 1) if step == 2 else (), world_size=7
-    )
+    def own(step: int, rank: int) -> list[Operation]:
+        more = [operation("neg", [], [f"{6000 + 100 * rank + index:016x}"]) for index in range(rank)]
+        return [*sequence(rank), *more] if step == 2 else []
+
+    comparison = between_ranks(tmp_path, own, world_size=7)
 
     assert comparison.operations is not None
     assert comparison.operations.labels == ("rank 0", "rank 1")

@@ -1,0 +1,30 @@
+"""Turns of loops in the operations of one rank. Pure."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from legacy_ddp.debug._operations.bits import keeps_bits
+from legacy_ddp.debug._operations.operation import Operation
+
+
+class Turns:
+    """The operations of one rank, without those that keep all bits: turns of a packed sequence have other views."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        computing = [(index, item) for index, item in enumerate(operations) if not keeps_bits(item)]
+        self._positions = [index for index, _ in computing]
+        self._keys = [(item.stage, item.module, item.name) for _, item in computing]
+
+    def repeats(self, start: int, end: int) -> bool:
+        """Whether the operations from ``start`` to ``end`` (exclusive) are one or more copies of their neighbours.
+
+        The neighbours stand directly before or after, and have as many operations as one copy.
+        """
+        first, last = (bisect_left(self._positions, position) for position in (start, end))
+        own = self._keys[first:last]
+        lengths = [length for length in range(1, len(own) + 1) if len(own) % length == 0]
+        return any(
+            first + shift >= 0 and own == self._keys[first + shift : last + shift]
+            for length in lengths
+            for shift in (-length, length)
+        )
