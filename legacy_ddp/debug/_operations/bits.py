@@ -16,7 +16,7 @@ def is_view(operation: Operation) -> bool:
 
 
 def keeps_bits(operation: Operation) -> bool:
-    """Whether the results are views, or have the bits of an input (``clone``, a sum of one row)."""
+    """Whether the results are views, or have the bits of an input (``clone``, a sum over a single row)."""
     outputs = digests(operation.outputs)
     return is_view(operation) or (bool(outputs) and outputs <= digests(operation.inputs))
 

@@ -1,4 +1,4 @@
-"""The flow of values through the operations of one rank: operations with results that the step does not use. Pure."""
+"""The flow of values through the operations of a rank: results without a use in the step. Pure."""
 
 from bisect import bisect_left
 from collections import defaultdict
@@ -10,7 +10,7 @@ from legacy_ddp.debug._operations.bits import is_view, passes_on
 from legacy_ddp.debug._operations.operation import Operation, Value
 
 Influence = Literal["none", "state", "values"]
-"""``values``: the step may compute other values. ``state``: it does not, and a parameter or buffer has another."""
+"""``values``: on values of the step. ``state``: on a parameter or buffer alone, without a later reader in the step."""
 
 
 class Flow:
@@ -32,10 +32,10 @@ class Flow:
     def influence(self, start: int, end: int) -> Influence:
         """The influence of the operations from ``start`` to ``end`` (exclusive) on the others.
 
-        None have reads of a number (``item()``), results with bits that were there before (``clone``), and results that
-        only operations of the range read. A view has no digest: an unread result may reach later operations of the
-        forward pass by a view of its shape. From the backward pass on, an unread result may be a gradient, unless it is
-        a scalar. Random draws and operations of the backward pass that compute count as an influence.
+        Without influence are reads of a number (``item()``), results with earlier bits (``clone``), and results with
+        readers only inside of the range. A view has no digest: an unread result may reach later operations of the
+        forward pass by a view of its shape. From the backward pass on, an unread tensor may be a gradient; an unread
+        scalar has no influence. Random draws and computing operations of the backward pass always have influence.
         """
         own = self._operations[start:end]
         if any(item.generator or (item.stage == "backward" and not passes_on(item)) for item in own):
@@ -55,14 +55,14 @@ class Flow:
         return value.digest is not None and made is not None and made >= start
 
     def _is_read_later(self, value: Value, start: int, end: int) -> bool:
-        """Whether an operation from ``end`` on reads the new bits, before another operation returns the same."""
+        """Whether an operation from ``end`` on reads the new bits, before a later operation returns equal bits."""
         reads, writes = self._reads.get(value.digest, []), self._writes.get(value.digest, [])
         read, written = bisect_left(reads, end), bisect_left(writes, end)
         is_first = read < len(reads) and (written == len(writes) or reads[read] <= writes[written])
         return self._is_new(value, start) and is_first
 
     def _may_matter(self, value: Value, operation: Operation, start: int, end: int) -> bool:
-        """Whether a result that no operation reads may be needed all the same."""
+        """Whether an unread result may have a use: as a gradient, or through a view."""
         if value.digest is None:
             return value not in operation.inputs
         if not self._is_new(value, start) or value.kind.endswith(" ()"):
@@ -80,7 +80,7 @@ def _pass(operation: Operation) -> tuple[int, str]:
 
 
 def _writes_outside(operation: Operation, before: Sequence[Operation]) -> bool:
-    """Whether the operation writes to a tensor that none of the operations before it has made."""
+    """Whether the operation writes to a tensor from outside of the operations ``before``."""
     name = operation.name.partition(".")[0]
     if "batch_norm" in name:
         return True  # running statistics

@@ -17,14 +17,14 @@ _DIMENSION = re.compile(r"dims?\d?=")
 
 
 def form(operation: Operation, other: Operation, *, has_dimensions: bool, has_fractions: bool) -> tuple[object, ...]:
-    """All of an operation that does not follow from data; ``other``: the operation of the other rank.
+    """The parts of an operation without influence of data; ``other``: the operation of the other rank.
 
     - The parameters, and dtype and number of dimensions (``has_dimensions``) of the tensors. Like neighbours count as
-      one tensor: the length of a list (``unbind``, ``cat``) is a length of the data.
+      a single tensor: the length of a list (``unbind``, ``cat``) is a length of the data.
     - Words among the settings, as ``training=True``.
-    - Two kinds of numbers among the settings, and these only if all tensors of both operations have equal shapes: the
+    - Two kinds of numbers among the settings, only for tensors of equal shapes in both operations: the
       arguments named ``dim``, which code chooses, and fractions (``has_fractions``), which are no sizes, positions or
-      numbers of items. An operation without an input has no fractions here: ``arange`` may end with one.
+      numbers of items. An operation without an input has no fractions here: ``arange`` may end with a fraction.
     """
     has_equal_shapes = _kinds(operation) == _kinds(other)
     has_fractions = has_fractions and has_equal_shapes and bool(operation.inputs)

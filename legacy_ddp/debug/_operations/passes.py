@@ -6,7 +6,7 @@ from itertools import groupby
 from legacy_ddp.debug._operations.operation import Operation
 
 READ_NUMBER = "aten::_local_scalar_dense"
-"""The operation of ``item()``, ``int()`` and ``if`` on a tensor: after it code may depend on data."""
+"""The operation of ``item()``, ``int()`` and ``if`` on a tensor: later code may depend on data."""
 
 
 def micro_batches(operations: Sequence[Operation]) -> int:

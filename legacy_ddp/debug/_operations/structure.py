@@ -14,15 +14,15 @@ from legacy_ddp.debug._operations.turns import Turns
 
 
 class Structure:
-    """The comparison of the operations of two ranks by all that data leave equal.
+    """The comparison of the operations of two ranks, as far as data leave them equal.
 
     Compared are the sequence of operations, the dtypes and dimensions of their tensors, their settings (see
     :func:`~legacy_ddp.debug._operations.form.form`), and the bits of weights: inputs that are parameters or buffers
     with ``is_shared(name)``. Not compared are sizes, strides, all other bits and random generators.
 
     ``a``, ``b``: the operations of the common micro-batches, in which positions count. ``difference``: the first
-    difference that other data do not explain; None without any. ``unused``: operations of one side alone without
-    influence, before the difference.
+    difference without an explanation by other data, or None. ``unused``: operations of a single side without influence,
+    before the difference.
     """
 
     def __init__(self, a: Sequence[Operation], b: Sequence[Operation], is_shared: Callable[[str], bool]) -> None:
@@ -111,11 +111,11 @@ class Structure:
             yield from (*self.a[first[0] + 1 :], *self.b[first[1] + 1 :])
 
     def _follows_from_data(self, gap: Gap) -> bool:
-        """Whether other data explain operations of one side alone.
+        """Whether other data explain operations of a single side.
 
-        After tensors of other sizes these are operations that keep all bits (``reshape`` needs a view or none), and
-        further turns of a loop. After a number was read from data on both sides, these are further turns of a loop.
-        The backward pass of such a module has other operations, too, which cannot be paired.
+        After tensors of other sizes, data explain operations that keep all bits (``reshape`` may need a view) and
+        further turns of a loop. After a read of a number on both sides, data explain further turns of a loop. The
+        backward pass of the module then has other operations, too, which cannot be paired.
         """
         own = (*gap.a, *gap.b)
         if all(map(self._is_back_of_other_path, own)):
@@ -131,6 +131,6 @@ class Structure:
         return follows
 
     def _is_further_turn(self, gap: Gap) -> bool:
-        """Whether a side alone repeats operations that it runs directly before or after."""
+        """Whether a single side runs operations once more, directly before or after the same operations."""
         turns, start, own = (self._turns[0], gap.start_a, gap.a) if gap.a else (self._turns[1], gap.start_b, gap.b)
         return not (gap.a and gap.b) and turns.repeats(start, start + len(own))

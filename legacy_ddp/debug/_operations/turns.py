@@ -1,4 +1,4 @@
-"""Turns of loops in the operations of one rank. Pure."""
+"""Turns of loops in the operations of a rank. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from legacy_ddp.debug._operations.operation import Operation
 
 
 class Turns:
-    """The operations of one rank, without those that keep all bits: turns of a packed sequence have other views."""
+    """The operations of a rank that compute: in views the turns of a packed sequence differ."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         computing = [(index, item) for index, item in enumerate(operations) if not keeps_bits(item)]
@@ -16,9 +16,9 @@ class Turns:
         self._keys = [(item.stage, item.module, item.name) for _, item in computing]
 
     def repeats(self, start: int, end: int) -> bool:
-        """Whether the operations from ``start`` to ``end`` (exclusive) are one or more copies of their neighbours.
+        """Whether the operations from ``start`` to ``end`` (exclusive) are copies of their neighbours.
 
-        The neighbours stand directly before or after, and have as many operations as one copy.
+        A copy has as many operations as the neighbours directly before or after. Several copies may stand in a row.
         """
         first, last = (bisect_left(self._positions, position) for position in (start, end))
         own = self._keys[first:last]
