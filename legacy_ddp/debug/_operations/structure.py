@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from legacy_ddp.debug._operations.align import agree, aligned, gap_of, last_reader, sequence_difference
-from legacy_ddp.debug._operations.bits import keeps_bits
+from legacy_ddp.debug._operations.bits import is_view, keeps_bits, passes_on
 from legacy_ddp.debug._operations.describe import aspects
 from legacy_ddp.debug._operations.difference import Gap, OperationDifference, Origin
 from legacy_ddp.debug._operations.flow import Flow, Influence
@@ -58,7 +58,7 @@ class Structure:
                 continue
             influences = self._influences(gap)
             if "values" in influences:
-                return sequence_difference(gap, has_effect=None)
+                return sequence_difference(self._forward_part(gap), has_effect=None)
             if "state" in influences:
                 state = state or gap
             else:
@@ -102,6 +102,19 @@ class Structure:
     def _influences(self, gap: Gap) -> set[Influence]:
         starts = (gap.start_a, gap.a), (gap.start_b, gap.b)
         return {flow.influence(start, start + len(own)) for flow, (start, own) in zip(self._flows, starts, strict=True)}
+
+    def _forward_part(self, gap: Gap) -> Gap:
+        """The operations of the forward pass that a gap in the backward pass belongs to, or else the gap.
+
+        Without other bits, as of ``h + 0 * x``, operations of the forward pass seem to be unused.
+        """
+        back = {(item.micro_batch, item.module) for item in (*gap.a, *gap.b) if item.stage == "backward"}
+        for unused in self.unused:
+            own = [item for item in (*unused.a, *unused.b) if passes_on(item) and not is_view(item)]
+            if back & {(item.micro_batch, item.module) for item in own} and bool(unused.a) == bool(gap.a):
+                self.unused.remove(unused)
+                return unused
+        return gap
 
     def _find_after_other_sizes(self) -> Iterator[Operation]:
         """The operations of both sides after the first with tensors of other sizes."""

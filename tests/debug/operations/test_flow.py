@@ -153,6 +153,25 @@ def test_gradients_scaled_after_the_backward_pass_of_one_rank_are_a_difference(a
     assert found.operation.name.startswith("aten::mul")
 
 
+def test_an_addition_of_nothing_is_named_in_the_forward_pass() -> None:
+    found = compare(captured(lambda _, x: x + 0 * x.mean()), captured(rank=1))
+
+    assert found.difference is not None
+    assert (found.difference.operation.stage, found.difference.operation.name) == ("forward", "aten::mean")
+    assert found.unused == []
+
+
+def test_a_copy_for_a_log_does_not_hide_a_hook_on_a_gradient() -> None:
+    def hooked(_: nn.Module, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 2)
+        return x
+
+    found = compare(captured(kept_copy), captured(hooked, rank=1))
+
+    assert found.difference is not None
+    assert (found.difference.operation.stage, found.difference.operation.name) == ("backward", "aten::mul.Tensor")
+
+
 def test_a_buffer_written_on_one_rank_is_a_difference_although_the_step_reads_it_no_more() -> None:
     def averaged(model: nn.Module, x: Tensor) -> Tensor:
         with torch.no_grad():
