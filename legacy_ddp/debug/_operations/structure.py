@@ -144,6 +144,6 @@ class Structure:
         return follows
 
     def _is_further_turn(self, gap: Gap) -> bool:
-        """Whether a single side runs operations once more, directly before or after the same operations."""
+        """Whether a single side runs operations once more, directly after the same operations."""
         turns, start, own = (self._turns[0], gap.start_a, gap.a) if gap.a else (self._turns[1], gap.start_b, gap.b)
         return not (gap.a and gap.b) and turns.repeats(start, start + len(own))

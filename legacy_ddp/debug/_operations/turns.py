@@ -16,15 +16,11 @@ class Turns:
         self._keys = [(item.stage, item.module, item.name) for _, item in computing]
 
     def repeats(self, start: int, end: int) -> bool:
-        """Whether the operations from ``start`` to ``end`` (exclusive) are copies of their neighbours.
+        """Whether the operations from ``start`` to ``end`` (exclusive) are copies of the operations directly before.
 
-        A copy has as many operations as the neighbours directly before or after. Several copies may stand in a row.
+        Several copies may stand in a row. The alignment pairs the first turns of both sides, and leaves the last alone.
         """
         first, last = (bisect_left(self._positions, position) for position in (start, end))
         own = self._keys[first:last]
-        lengths = [length for length in range(1, len(own) + 1) if len(own) % length == 0]
-        return any(
-            first + shift >= 0 and own == self._keys[first + shift : last + shift]
-            for length in lengths
-            for shift in (-length, length)
-        )
+        lengths = (length for length in range(1, min(len(own), first) + 1) if len(own) % length == 0)
+        return any(own == self._keys[first - length : last - length] for length in lengths)

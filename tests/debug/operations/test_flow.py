@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._operations.operation import Operation
@@ -159,6 +160,30 @@ def test_an_addition_of_nothing_is_named_in_the_forward_pass() -> None:
     assert found.difference is not None
     assert (found.difference.operation.stage, found.difference.operation.name) == ("forward", "aten::mean")
     assert found.unused == []
+
+
+def test_a_log_is_no_part_of_a_hook_on_a_gradient_of_the_same_rank() -> None:
+    def hooked(model: nn.Module, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 2)
+        return logged_mean(model, x)
+
+    found = compare(captured(hooked), captured(rank=1))
+
+    assert found.difference is not None
+    assert (found.difference.operation.stage, found.difference.operation.name) == ("backward", "aten::mul.Tensor")
+    assert len(found.unused) == 1
+
+
+def test_running_statistics_of_one_rank_are_a_difference_although_the_result_is_only_logged() -> None:
+    def normalised(model: nn.Module, x: Tensor) -> Tensor:
+        out = functional.batch_norm(x.detach(), model.norm.running_mean, model.norm.running_var, training=True)
+        KEPT.append(torch.tensor(out.mean().item()))
+        return x
+
+    found = compare(captured(normalised), captured(rank=1)).difference
+
+    assert found is not None
+    assert "aten::native_batch_norm" in [item.name for item in found.a]
 
 
 def test_a_copy_for_a_log_does_not_hide_a_hook_on_a_gradient() -> None:

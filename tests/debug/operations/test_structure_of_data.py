@@ -161,6 +161,20 @@ def test_positions_of_the_batch_and_a_squeezed_batch_of_one_are_no_difference(si
     assert compare(a, b).difference is None
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda inner, x: inner.linear(x) * (1 / len(x)),
+        lambda inner, x: inner.linear(x) + torch.full((WIDTH,), 1 / len(x)),
+    ],
+    ids=["factor", "filling"],
+)
+def test_a_fraction_that_follows_from_the_size_of_the_batch_is_no_difference(code: Code) -> None:
+    a, b = (captured(partial(Outer, code), batch(rows, WIDTH), rank) for rank, rows in enumerate((4, 3)))
+
+    assert compare(a, b).difference is None
+
+
 def test_a_mask_that_chooses_one_row_is_no_difference() -> None:
     def code(inner: Inner, x: Tensor) -> Tensor:
         chosen, out = torch.arange(4) < chosen_rows.pop(0), x.clone()
