@@ -32,13 +32,13 @@ def form(operation: Operation, other: Operation, *, has_dimensions: bool, has_fr
     arguments = _arguments(settings, has_equal_shapes=has_equal_shapes, has_fractions=has_fractions)
     inputs = [*zip(operation.parameters, _tensors(operation.inputs, has_dimensions=has_dimensions), strict=True)]
     outputs = _tensors(operation.outputs, has_dimensions=has_dimensions)
-    return [*arguments], [item for item, _ in groupby(inputs)], [item for item, _ in groupby(outputs)]
+    return [*arguments], _merged(inputs), _merged(outputs)
 
 
 def has_other_sizes(a: Operation, b: Operation) -> bool:
-    """Whether tensors have other sizes, and as many dimensions."""
+    """Whether tensors or lists of tensors have other sizes, and tensors as many dimensions."""
     sides = ((a.inputs, b.inputs), (a.outputs, b.outputs))
-    return _kinds(a) != _kinds(b) and all(_tensors(left) == _tensors(right) for left, right in sides)
+    return _kinds(a) != _kinds(b) and all(_merged(_tensors(left)) == _merged(_tensors(right)) for left, right in sides)
 
 
 def _kinds(operation: Operation) -> list[list[str]]:
@@ -53,6 +53,11 @@ def _arguments(settings: str, *, has_equal_shapes: bool, has_fractions: bool) ->
         text = argument if is_dimension else numbers.sub("#", argument)
         if not _NUMBERS_ALONE.fullmatch(text):
             yield text
+
+
+def _merged(items: Iterable[object]) -> list[object]:
+    """The items, like neighbours as one."""
+    return [item for item, _ in groupby(items)]
 
 
 def _tensors(values: Iterable[Value], *, has_dimensions: bool = True) -> list[tuple[str, int]]:

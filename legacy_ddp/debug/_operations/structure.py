@@ -30,6 +30,7 @@ class Structure:
         self.unused: list[Gap] = []
         self._is_shared = is_shared
         self._other_paths: set[str] = set()  # modules with a forward pass in which data led to other operations
+        self._loops: set[str] = set()  # modules with several loops of other lengths
         self._blocks = [*aligned(*sides)]
         self._flows = [*map(Flow, sides)]
         self._turns = [*map(Turns, sides)]
@@ -67,7 +68,7 @@ class Structure:
 
     def _pair_difference(self, i: int, j: int) -> OperationDifference | None:
         a, b = self.a[i], self.b[j]
-        if self._is_back_of_other_path(a):
+        if self._is_unpaired(a):
             return None
         if self._forms_differ(a, b):
             return OperationDifference("form", i, j, (a,), (b,), has_effect=None)
@@ -87,8 +88,10 @@ class Structure:
         )
         return left != right
 
-    def _is_back_of_other_path(self, operation: Operation) -> bool:
-        return operation.stage == "backward" and operation.module in self._other_paths
+    def _is_unpaired(self, operation: Operation) -> bool:
+        """Whether the operation need not have a counterpart at the same place."""
+        is_back = operation.stage == "backward" and operation.module in self._other_paths
+        return is_back or operation.module in self._loops
 
     def _differing_weights(self, a: Operation, b: Operation) -> tuple[int, ...]:
         """Positions of inputs that are the same shared parameter, with other bits."""
@@ -131,7 +134,7 @@ class Structure:
         backward pass of the module then has other operations, too, which cannot be paired.
         """
         own = (*gap.a, *gap.b)
-        if all(map(self._is_back_of_other_path, own)):
+        if all(map(self._is_unpaired, own)):
             return True
         before = [side[start - 1] for side, start in ((self.a, gap.start_a), (self.b, gap.start_b)) if start]
         has_other_sizes = id(own[0]) in self._after_other_sizes
@@ -141,7 +144,16 @@ class Structure:
         )
         if follows:
             self._other_paths.update(item.module for item in own)
+        elif has_other_sizes and self._is_of_loops(gap):
+            self._loops.update(item.module for item in own)
+            return True
         return follows
+
+    def _is_of_loops(self, gap: Gap) -> bool:
+        """Whether both sides run the operations of a gap, in modules with a loop: several loops in a row (layers)."""
+        modules = {item.module for item in (*gap.a, *gap.b)}
+        has_loops = all(turns.has_loop(module) for turns in self._turns for module in modules)
+        return has_loops and self._turns[0].holds(gap.b) and self._turns[1].holds(gap.a)
 
     def _is_further_turn(self, gap: Gap) -> bool:
         """Whether a single side runs operations once more, directly after the same operations."""

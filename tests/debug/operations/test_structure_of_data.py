@@ -58,6 +58,30 @@ class Recurrent(nn.Module):
         return out
 
 
+class Both(nn.Module):
+    """Two directions, in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.GRU(WIDTH, WIDTH, 2, bidirectional=True, batch_first=True), nn.Linear(2 * WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.body(x)[0])
+        return out
+
+
+class Chunks(nn.Module):
+    """A loop over equal parts of a sequence, as long as the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.cat([self.body(part) for part in x.split(2, 1)], 1))
+        return out
+
+
 class Cells(nn.Module):
     """A loop over time in Python."""
 
@@ -133,8 +157,16 @@ LENGTHS = (3, 5, WIDTH), (3, 7, WIDTH)
 @pytest.mark.parametrize("shapes", [BATCHES, LENGTHS], ids=["batches", "lengths"])
 @pytest.mark.parametrize(
     "make",
-    [partial(Recurrent, nn.LSTM), partial(Recurrent, nn.GRU), partial(Recurrent, nn.RNN), Cells, Packed, Words],
-    ids=["LSTM", "GRU", "RNN", "loop over cells", "packed sequences", "positions and causal mask"],
+    [
+        *(partial(Recurrent, kind) for kind in (nn.LSTM, nn.GRU, nn.RNN)),
+        *(partial(Recurrent, partial(kind, num_layers=2, dropout=0.1)) for kind in (nn.LSTM, nn.GRU)),
+        Both,
+        *(Cells, Chunks, Packed, Words),
+    ],
+    ids=[
+        *("LSTM", "GRU", "RNN", "LSTM of two layers", "GRU of two layers", "GRU in two directions"),
+        *("loop over cells", "loop over parts", "packed sequences", "positions and causal mask"),
+    ],
 )
 def test_sequences_and_batches_of_other_sizes_are_no_difference(
     make: Callable[[], nn.Module], shapes: tuple[tuple[int, ...], ...]
