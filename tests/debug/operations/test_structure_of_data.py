@@ -357,3 +357,43 @@ def test_a_number_between_two_forward_passes_of_one_loss_is_no_difference() -> N
     steps = [captured(Outer, batch(4, WIDTH), rank, loss=partial(contrast, rank)) for rank in range(2)]
 
     assert compare(*steps).difference is None
+
+
+def turns(x: Tensor, number: int, *names: str) -> Tensor:
+    """Operations in a loop."""
+    for _ in range(number):
+        for name in names:
+            x = getattr(x, name)()
+    return x
+
+
+@pytest.mark.parametrize(
+    "a, b",
+    [
+        (lambda inner, x: inner.linear(x).sin().cos(), lambda inner, x: inner.linear(x).sin().cos().sin()),
+        (lambda inner, x: inner.linear(x).sin(), lambda inner, x: inner.linear(x * 2).sin()),
+        (
+            lambda inner, x: turns(inner.linear(x), len(x), "sin", "cos", "tanh"),
+            lambda inner, x: turns(inner.linear(x), len(x), "sin", "cos", "tanh").exp(),
+        ),
+    ],
+    ids=["the same once more elsewhere", "another operation", "beside a loop"],
+)
+def test_an_extra_operation_is_a_difference_beside_batches_of_other_sizes(a: Code, b: Code) -> None:
+    steps = [captured(partial(Outer, code), batch(4 - rank, WIDTH), rank) for rank, code in enumerate((a, b))]
+
+    found = compare(*steps).difference
+
+    assert found is not None
+    assert (found.kind, found.operation.stage) == ("sequence", "forward")
+
+
+def test_loops_of_other_lengths_are_a_difference_for_equal_sizes() -> None:
+    def code(*numbers: int) -> Code:
+        first, second = ("sin", "cos", "tanh"), ("neg", "exp", "atan")
+        return lambda inner, x: turns(turns(inner.linear(x), numbers[0], *first), numbers[1], *second)
+
+    found = compare_code(code(2, 3), code(3, 2)).difference
+
+    assert found is not None
+    assert (found.kind, found.operation.stage) == ("sequence", "forward")
