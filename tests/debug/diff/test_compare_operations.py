@@ -20,13 +20,16 @@ Recorded = Callable[[int, int], Sequence[Operation]]
 
 
 def sequence(rank: int, *, wrong: int | None = None, extra: bool = False, weight: str = "b" * 16) -> list[Operation]:
-    """Four operations on data of the rank; ``wrong``: position of an operation with another output."""
+    """Four operations on data of the rank; ``wrong``: position of an operation with another output.
+
+    ``extra``: one more, with a result of its own.
+    """
     found, held = [], f"{rank:016x}"
     for index in range(4):
         out = f"{17 * (index + 1) + (index == wrong) + 1000 * rank:016x}"
         found.append(operation("mul", [held, weight], [out], module=f"m{index}", parameters=("", "a")))
         held = out
-    return [*found, operation("clone", [held], [held])] if extra else found
+    return [*found, operation("neg", [held], [f"{5000 + rank:016x}"], module="m4")] if extra else found
 
 
 def of_steps(*steps: int, **changes: Any) -> Recorded:
@@ -250,13 +253,60 @@ def test_a_parameter_that_is_ignored_may_differ_between_ranks(tmp_path: Path) ->
 
 
 def test_many_ranks_with_operations_of_their_own(tmp_path: Path) -> None:
-    comparison = between_ranks(
-        tmp_path, lambda step, rank: sequence(rank) * (rank + 1) if step == 2 else (), world_size=7
-    )
+    def own(step: int, rank: int) -> list[Operation]:
+        more = [operation("neg", [], [f"{6000 + 100 * rank + index:016x}"]) for index in range(rank)]
+        return [*sequence(rank), *more] if step == 2 else []
+
+    comparison = between_ranks(tmp_path, own, world_size=7)
 
     assert comparison.operations is not None
     assert comparison.operations.labels == ("rank 0", "rank 1")
     assert comparison.operations.ranks == tuple(range(7))
+
+
+def logged(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations with a number read for a log after the second."""
+    return [*operations[:2], operation("_local_scalar_dense", ["a" * 16]), *operations[2:]]
+
+
+def test_a_log_on_one_rank_is_a_note_and_no_difference(tmp_path: Path) -> None:
+    comparison = between_ranks(tmp_path, lambda _, rank: logged(sequence(0)) if rank == 0 else sequence(1))
+
+    assert comparison.operations is None
+    assert comparison.headline.endswith("bit for bit")
+    assert comparison.notes[-1] == (
+        "operations without influence, first in step 1, against rank 1: 1 operation only on rank 0: forward outside of "
+        "submodules (aten::_local_scalar_dense)"
+    )
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_a_log_on_the_first_rank_does_not_hide_the_rank_with_a_fault(tmp_path: Path, world_size: int) -> None:
+    def recorded(_: int, rank: int) -> list[Operation]:
+        return logged(sequence(0)) if rank == 0 else sequence(rank, extra=rank == world_size - 1)
+
+    comparison = between_ranks(tmp_path, recorded, world_size=world_size)
+
+    assert comparison.operations is not None
+    assert (comparison.operations.ranks, comparison.operations.module) == ((world_size - 1,), "m4")
+    assert comparison.operations.counts == (4, 5)
+    assert {row.result for row in comparison.operations.rows} == {"agrees", f"only on rank {world_size - 1}"}
+    assert [note for note in comparison.notes if "only on rank 0" in note]
+
+
+@pytest.mark.parametrize("first, second", [(0, 2), (2, 0), (1, 2)])
+def test_every_rank_with_a_difference_of_its_own_is_named(tmp_path: Path, first: int, second: int) -> None:
+    def recorded(_: int, rank: int) -> list[Operation]:
+        found = sequence(rank)
+        own = [operation("neg", ["a" * 16], [f"{5000 + rank:016x}"], module=f"own{rank}")]
+        return [*found[:1], *own, *found[1:]] if rank == first else [*found, *own] if rank == second else found
+
+    comparison = between_ranks(tmp_path, recorded, world_size=3)
+
+    assert comparison.operations is not None
+    told = [comparison.operations.summary, *comparison.notes]
+    assert [text for text in told if f"1 operation only on rank {first}: forward of own{first} (aten::neg)" in text]
+    assert [text for text in told if f"1 operation only on rank {second}: forward of own{second} (aten::neg)" in text]
 
 
 def test_ranks_are_compared_up_to_the_first_different_step(tmp_path: Path) -> None:

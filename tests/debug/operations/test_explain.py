@@ -8,7 +8,7 @@ from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, place, summary
 from legacy_ddp.debug._operations.explain import Explanation, explain
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._operations.structure import first_structural_difference
+from legacy_ddp.debug._operations.structure import Structure
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
 STEP = model()
@@ -214,7 +214,7 @@ def test_an_operation_without_effect_is_told_as_such() -> None:
 
 def test_another_form_of_two_runs_and_of_two_ranks() -> None:
     other = changed(STEP, 4, settings="training=False")
-    between_ranks = first_structural_difference(STEP, other, lambda _: True)
+    between_ranks = Structure(STEP, other, lambda _: True).difference
 
     text, told_about = told(other)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -178,6 +179,22 @@ def test_an_extra_operation_without_influence_is_shown_for_runs_that_are_the_sam
     found = _found(comparison)
     assert (comparison.verdict, found.kind, found.ranks) == ("same", "sequence", (FAULTY_RANK,))
     assert found.meaning.endswith("All operations that both sides ran have equal values.")
+
+
+def _loss_with_log_on_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().sum()
+    if dist.get_rank() == 0:
+        model.module.log = [loss.item(), x.mean().item()]
+    return loss
+
+
+def test_a_log_on_rank_0_is_no_difference_and_hides_no_fault_of_another_rank(tmp_path: Path) -> None:
+    folder = _runs(tmp_path, 3, others={"loss": _loss_with_log_on_first}, fault=faults.extra_operation)
+    equal, ranks = compare_ranks(open_run(folder / "a")), _found(_between_ranks(folder))
+
+    assert equal.operations is None
+    assert [note for note in equal.notes if "without influence" in note and "only on rank 0" in note]
+    assert (ranks.kind, ranks.module, ranks.name, ranks.ranks) == ("sequence", "first", "aten::mul_.Tensor", (1,))
 
 
 def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> None:
