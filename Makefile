@@ -35,8 +35,8 @@ DOCS_PACKAGES := torch lightning sphinx myst_parser pydata_sphinx_theme sphinx_c
 PYTEST_OPTIONS = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
 # Tests that need torch and pytest alone.
-CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard transport watchdog) \
-	$(wildcard tests/test_*.py)
+CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard transport watchdog \
+	debug/cross_check debug/operations) $(wildcard tests/test_*.py)
 
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))

@@ -109,7 +109,8 @@ class ReplicaDivergenceError(AgreedError):
     the ranks with evidence of a fault, such as parameters that changed outside of a step; empty without evidence, or
     with evidence about all ranks. ``ranks``: the ranks at fault, from both: ``minority``, or without a majority
     ``implicated``, and ranks with evidence of a second fault. Empty if the evidence of the first fault names a rank of
-    the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes.
+    the majority: evidence outranks counting, so the minority may be the good ranks; look at both attributes. In an
+    error of a cross-check: the ranks of its report, without a majority all of them.
     ``report``: the :class:`legacy_ddp.debug.ReplicaReport` with the same text. ``phase``: the first phase with a
     difference, one of ``start``, ``all_reduce``, ``gradients``, ``step``, ``outside``, ``buffers``, ``unknown``; or
     ``run`` in an error of :func:`legacy_ddp.debug.cross_check`, whose ``report`` is a
@@ -287,6 +288,13 @@ class TraceError(LegacyDDPError):
         ...     print("this folder holds a trace")
         this folder holds a trace
     """
+
+
+def import_error(text: str) -> ImportError:
+    """An ImportError with the anchor of its section at its end, as all errors of the library."""
+    error = ImportError(text)
+    error.add_note("see docs/errors.md#importerror")
+    return error
 
 
 # Tracebacks, pickles and logs name the public module. The heading of a section is the name of its class.

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 
+from legacy_ddp._frames import script_level
 from legacy_ddp._text import format_bytes
 
 LOGGER = logging.getLogger("legacy_ddp")
@@ -49,11 +50,11 @@ def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
     return logging.LoggerAdapter(LOGGER, {"rank": rank})
 
 
-def warn(rank: int, text: str, *, stacklevel: int, is_everywhere: bool = False) -> None:
-    """Show a ``UserWarning``. If a filter turns the warning into an error, log it at level WARNING instead.
+def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
+    """Show a ``UserWarning`` at the line of the script that led here. If a filter makes it an error, log it instead.
 
-    An error on a single rank would end a call, or a step, while the other ranks go on. ``is_everywhere``: every rank
-    has this text. Rank 0 shows it, and every rank with a configured log logs it.
+    The log record has level WARNING. An error on a single rank would end a call, or a step, while the other ranks go
+    on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
     """
     is_logged = is_everywhere and is_configured()
     if is_logged:
@@ -61,7 +62,7 @@ def warn(rank: int, text: str, *, stacklevel: int, is_everywhere: bool = False) 
     if is_everywhere and rank != 0:
         return
     try:
-        warnings.warn(text, stacklevel=stacklevel + 1)
+        warnings.warn(text, stacklevel=script_level())
     except UserWarning:
         if not is_logged:
             logger_of(rank).warning("%s", text)

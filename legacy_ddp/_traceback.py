@@ -5,30 +5,25 @@ and every exception of other code goes to the hook of before as it is. A process
 the script, IPython) is left alone.
 """
 
-import contextlib
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import takewhile
+from itertools import groupby, takewhile
 from types import TracebackType
 from typing import Any
-
-import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
 from legacy_ddp._errors import LegacyDDPError, LostPeerError
+from legacy_ddp._frames import INNER, LIBRARY
 
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
 _STYLES = ("short", "full")
 # Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
 _ELSEWHERE = "_legacy_ddp_shown_by"
-_LIBRARY = os.path.join(os.path.dirname(__file__), "")
-# Frames of these files between two frames of the library belong to the library.
-_INNER = (_LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
 # A launcher ends all processes a tenth of a second after the first end; the rank with the traceback ends first.
 _HEAD_START_SECONDS = 1.0
 
@@ -94,8 +89,8 @@ def _line(error: BaseException, place: str) -> BaseException:
 def _script_line(error: BaseException) -> str:
     """``, at train.py:12 in main``: the last line before the library; empty if no other code is in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    before = takewhile(lambda frame: not frame.filename.startswith(_LIBRARY), frames)
-    of_script = [frame for frame in before if not frame.filename.startswith(_INNER)]
+    before = takewhile(lambda frame: not frame.filename.startswith(LIBRARY), frames)
+    of_script = [frame for frame in before if not frame.filename.startswith(INNER)]
     return "".join(f", at {os.path.basename(last.filename)}:{last.lineno} in {last.name}" for last in of_script[-1:])
 
 
@@ -132,15 +127,23 @@ def _hides_frames(error: BaseException) -> bool:
 
 
 def _outer_frames(trace: TracebackType | None) -> TracebackType | None:
-    """``trace`` with the first frame alone of every run of frames of the library."""
+    """``trace`` with a single frame of the library in place of every run of inner frames around the library."""
     outer: list[TracebackType] = []
-    is_inside = False
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not (is_inside and file.startswith(_INNER)):
-            is_inside = file.startswith(_LIBRARY)
-            outer.append(trace)
-        trace = trace.tb_next
+    for is_inner, run in groupby(_links(trace), lambda link: _file(link).startswith(INNER)):
+        frames = list(run)
+        of_library = [link for link in frames if _file(link).startswith(LIBRARY)]
+        outer += of_library[:1] if is_inner and of_library else frames
+    trace = None
     for frame in reversed(outer):
         trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return trace
+
+
+def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _file(link: TracebackType) -> str:
+    return link.tb_frame.f_code.co_filename

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import legacy_ddp
 from legacy_ddp._torch.private import PRIVATE_NAMES, PrivateName, check_python, check_torch
+from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
 
 PACKAGE = Path(legacy_ddp.__file__).parent
@@ -57,6 +58,8 @@ def test_an_older_torch_is_refused_at_the_import() -> None:
         check_torch("2.7.1+cu126", PRIVATE_NAMES)
 
     assert str(caught.value) == "legacy_ddp needs torch >= 2.8, found 2.7.1+cu126; install a newer torch"
+    assert caught.value.__notes__ == ["see docs/errors.md#importerror"]
+    assert str(caught.value) in (ROOT / "docs" / "errors.md").read_text()
 
 
 def test_a_build_of_python_without_the_gil_is_refused_at_the_import() -> None:

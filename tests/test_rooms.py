@@ -17,6 +17,7 @@ ROOMS = (
     "_errors",
     "_argument_errors",
     "_torch",
+    "_frames",
     "_traceback",
     "_step_guard",
     "_checks",

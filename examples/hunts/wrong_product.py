@@ -1,6 +1,7 @@
 """A run with a wrong product in step 7. torchrun --nproc-per-node 2 examples/hunts/wrong_product.py FOLDER [--fault]"""
 
 import argparse
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Block(nn.Module):
         return x + self.dropout(torch.relu(self.product(self.norm(x))))
 
 
-def main(folder: str, has_fault: bool, operations: range) -> None:
+def main(folder: str, has_fault: bool, operations: Collection[int]) -> None:
     torch.manual_seed(0)
     blocks = nn.Sequential(*(Block(32) for _ in range(4)))
     model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(16, 32), blocks, nn.Linear(32, 1)))
@@ -80,6 +81,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     try:
         step = given.operations
-        main(given.folder, given.fault, range(0) if step is None else range(step, step + 1))
+        main(given.folder, given.fault, () if step is None else range(step, step + 1))
     finally:
         dist.destroy_process_group()

@@ -35,8 +35,13 @@ def read_metrics(metrics: object) -> dict[str, float]:
     return read_numbers("metrics", {name: metrics[name] for name in sorted(metrics)})
 
 
-def read_numbers(owner: str, values: Mapping[str, object]) -> dict[str, float]:
+_NUMBER = "a real number or a tensor with one element"
+
+
+def read_numbers(owner: str, values: Mapping[str, object], expected: str = _NUMBER) -> dict[str, float]:
     """Every value as a double. Tensors on another device than the CPU are read together, with one wait.
+
+    ``expected``: the values that ``owner`` takes, for the text of an error.
 
     Raises:
         TypeError: a value is not a number, or has several elements; the text has ``owner`` and the name.
@@ -45,7 +50,7 @@ def read_numbers(owner: str, values: Mapping[str, object]) -> dict[str, float]:
     away = {name: value for name, value in values.items() if _is_away(value)}
     for name, value in away.items():
         _require_one_real_element(f"{owner}[{name!r}]", value)
-    found = {name: _number(f"{owner}[{name!r}]", value) for name, value in values.items() if name not in away}
+    found = {name: _number(f"{owner}[{name!r}]", value, expected) for name, value in values.items() if name not in away}
     if away:
         device = next(iter(away.values())).device
         scalars = [value.detach().reshape(()).to(device, torch.float64, non_blocking=True) for value in away.values()]
@@ -98,7 +103,7 @@ def _require_one_real_element(label: str, value: torch.Tensor) -> None:
         raise TypeError(f"{label} is not usable: got a tensor of {value.dtype}, expected a real number")
 
 
-def _number(label: str, value: Any) -> float:
+def _number(label: str, value: Any, expected: str) -> float:
     if isinstance(value, torch.Tensor):
         _require_one_real_element(label, value)
     try:
@@ -110,6 +115,5 @@ def _number(label: str, value: Any) -> float:
         raise ValueError(f"{label} is out of range: got more than 1.8e308, expected a double") from error
     except Exception as error:  # noqa: BLE001 - a conversion may be the user's code
         raise TypeError(
-            f"{label} is not usable: got {type(value).__name__}, expected a real number or a tensor with one element "
-            f"({error_line(error)})"
+            f"{label} is not usable: got {type(value).__name__}, expected {expected} ({error_line(error)})"
         ) from None

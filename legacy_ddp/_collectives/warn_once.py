@@ -58,7 +58,7 @@ class Warnings:
         """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
         while self.pending:
             rank, text, is_everywhere = self.pending.pop(0)
-            warn(rank, text, stacklevel=3, is_everywhere=is_everywhere)
+            warn(rank, text, is_everywhere=is_everywhere)
 
 
 def _describe_uneven_work(call: Call, agreement: Agreement) -> str:

@@ -13,7 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from legacy_ddp._torch.compiler import (
     disable_dynamo,
+    has_compiled_call,
     inside_backward,
+    inside_of_compiled,
     is_tracing,
     profiled,
     skip_tracing,
@@ -100,11 +102,13 @@ __all__ = [
     "grad_dtypes",
     "group_store",
     "group_timeout",
+    "has_compiled_call",
     "has_own_dispatch",
     "has_unscaled",
     "identity",
     "inner_excepthook",
     "inside_backward",
+    "inside_of_compiled",
     "is_only_in_grad",
     "is_registered",
     "is_tracing",

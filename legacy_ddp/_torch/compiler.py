@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch.autograd.profiler import record_function
 
@@ -42,6 +43,20 @@ def skip_tracing_below(function: Callable[P, T]) -> Callable[P, T]:
     """Mark ``function``: torch.compile traces neither the function nor its callees. Costs nothing per call."""
     set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
     return function
+
+
+def inside_of_compiled(module: nn.Module) -> nn.Module:
+    """The module in ``torch.compile(module)``; any other module itself.
+
+    The list of private names lacks this attribute: to look for its class would import the compiler. In a torch without
+    the attribute the module with the compiled code stands for itself.
+    """
+    return getattr(module, "_orig_mod", module)
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
 
 
 def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:

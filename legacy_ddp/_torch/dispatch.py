@@ -1,4 +1,4 @@
-"""Operations as torch's dispatcher calls them: a mode that sees them, and the nodes and frames that they belong to."""
+"""Operations as called by torch's dispatcher: a mode for all operations, and the node and the frame of each."""
 
 import os
 import sys
@@ -32,8 +32,8 @@ class LowestMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of its 
     """A dispatch mode below all others of a thread, so that a ``with`` block of another mode may begin or end inside.
 
     ``handle`` gets every operation of the thread, after the other modes. Code of torch.compile stays compiled: the mode
-    sees the operations that the compiled code calls. Torch's flags for modes are left alone, so that the compiler does
-    not take another path.
+    sees the operations called by compiled code. Torch's flags for modes stay unset, because with them the compiler
+    takes another path.
     """
 
     supports_higher_order_operators = True
@@ -84,7 +84,7 @@ def _pop_all() -> list[TorchDispatchMode]:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """A block whose operations no dispatch mode, no function mode and no subclass sees."""
+    """A block of operations unseen by dispatch modes, function modes and subclasses."""
     with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
         yield
 
@@ -115,16 +115,16 @@ def node_number(node: Node) -> int:
 
 
 def leaf_of(node: Node) -> torch.Tensor | None:
-    """The tensor that a node with :data:`LEAF_NUMBER` accumulates into."""
+    """The tensor of a node with :data:`LEAF_NUMBER`, which accumulates into it."""
     return getattr(node, "variable", None)
 
 
 def caller_of_operation(names: Mapping[int, str], *, ignored: str) -> tuple[str | None, str]:
     """The module that runs the present operation, by the ids in ``names``, and the file that calls the operation.
 
-    The module is the innermost one, None outside. A backward pass ends the search: inside of it only modules count that
-    the backward pass itself runs, as in the second forward of a checkpoint. The file is that of the innermost code in
-    the module, outside of torch and of files that begin with ``ignored``; empty without such code.
+    The module is the innermost module, None outside. A backward pass ends the search: inside of a backward pass only
+    its own modules count, as in the second forward of a checkpoint. The file has the innermost code in the module,
+    outside of torch and of files with a path that begins with ``ignored``; empty without code of this kind.
 
     Reads the stack of the thread: hooks on modules would make torch.compile split its graphs, and torch's
     ModuleTracker, which registers such hooks, knows the names of classes only.

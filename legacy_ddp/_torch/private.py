@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from legacy_ddp._errors import import_error
+
 OLDEST = "2.8"
 SEEN = "2.8 to 2.15"
 
@@ -34,11 +36,11 @@ class PrivateName(NamedTuple):
 def check_torch(version: str, names: Iterable[PrivateName]) -> None:
     """ImportError if torch ``version`` is older than OLDEST, or has not all ``names``."""
     if _number(version) < _number(OLDEST):
-        raise ImportError(f"legacy_ddp needs torch >= {OLDEST}, found {version}; install a newer torch")
+        raise import_error(f"legacy_ddp needs torch >= {OLDEST}, found {version}; install a newer torch")
     missing = [name for name in names if not name.exists()]
     if missing:
         told = ", ".join(f"{name.owner}.{name.name} (seen in torch {name.seen})" for name in missing)
-        raise ImportError(
+        raise import_error(
             f"legacy_ddp uses private names of torch, and torch {version} lacks {told}; "
             "install one of these versions of torch, or a newer legacy_ddp"
         )
@@ -47,7 +49,7 @@ def check_torch(version: str, names: Iterable[PrivateName]) -> None:
 def check_python(is_free_threaded: bool) -> None:
     """ImportError in a build of Python without the global interpreter lock, whose counts of references differ."""
     if is_free_threaded:
-        raise ImportError("legacy_ddp counts references to gradients, and needs a build of Python with the GIL")
+        raise import_error("legacy_ddp counts references to gradients, and needs a build of Python with the GIL")
 
 
 def _number(version: str) -> tuple[int, ...]:
@@ -94,7 +96,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.distributed.distributed_c10d", "GroupMember", "_world", "default_pg_timeout"),
     *_names("torch.distributed.distributed_c10d", "AllToAllOptions", "AllgatherOptions"),
     *_names("torch.distributed.distributed_c10d", "AllreduceOptions", "BroadcastOptions"),
-    *_names("torch.nn.Module", "_buffers", "_non_persistent_buffers_set"),
+    *_names("torch.nn.Module", "_buffers", "_compiled_call_impl", "_non_persistent_buffers_set"),
     *_names("torch.nn.modules.batchnorm", "_NormBase"),
     *_names("torch.optim.Optimizer", "_optimizer_step_pre_hooks"),
     *_names("torch.utils._python_dispatch", "TorchDispatchMode"),

@@ -1,5 +1,6 @@
 """A collective call on this rank: number in the sequence, phases and their times, success or failure."""
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -82,11 +83,9 @@ class Call(Gatherer):
 
     def __enter__(self) -> "Call":
         if not self.groups.busy.acquire(blocking=False):
-            raise LegacyDDPError(
-                f"{self.operation}: another call on this process group is under way in this process, expected one at a "
-                "time; call from one thread, and not from a signal handler"
-            )
+            raise LegacyDDPError(f"{self.operation}: {self._refusal()}")
         try:
+            self.groups.caller = self.operation.label, threading.get_ident()
             self.groups.check_usable()
             self.number = self.group_state.calls[self.operation] + 1
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
@@ -107,6 +106,18 @@ class Call(Gatherer):
         finally:
             process_activity.enter(USER_CODE)
             self.groups.busy.release()
+
+    def _refusal(self) -> str:
+        operation, thread = self.groups.caller
+        if thread == threading.get_ident():
+            return (
+                f"called inside of {operation}, expected one call at a time; make the call after {operation} has "
+                "returned, and not in its functions, in hooks of the model, or in a signal handler"
+            )
+        return (
+            "another call on this process group is under way in this process, expected one at a time; call from one "
+            "thread"
+        )
 
     def _end_call(self, error: BaseException | None) -> None:
         if error is None:

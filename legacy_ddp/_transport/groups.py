@@ -43,6 +43,7 @@ class Groups:
         self.first = dist.get_global_rank(parent, 0)  # rank 0 of the group, counted in the whole job
         self.wrapper_count = 0  # wrappers with a successful call on this group
         self.busy = threading.Lock()
+        self.caller = ("", 0)  # the operation that holds the lock, and the ident of its thread
         self.control: Any = None
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False

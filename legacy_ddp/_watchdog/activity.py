@@ -16,6 +16,7 @@ from legacy_ddp._text import shorten
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
 OUT_OF_DATA = "join, out of data"
 HOOK = "hook"  # the phase of a call that runs the user's communication hook
+RUN = "run"  # the phase of a cross-check that runs the user's function
 _MAX_FRAMES, _MAX_FRAME_COLUMNS = 12, 200
 _PACKAGE = str(Path(__file__).parents[1])
 # Library files that are frames around user code: the step guard wraps closures, a strategy wraps the training loop.
@@ -82,7 +83,7 @@ class Activity:
             phase = BACKWARD
         frames = _frames(frame)
         if mark.call:
-            frames = _frames_into_call(frames, with_hook=mark.phase == HOOK)
+            frames = _frames_into_call(frames, with_user_code=mark.phase in (HOOK, RUN))
         own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
         return Sample(
             mark.call,
@@ -123,12 +124,12 @@ def _frames(frame: FrameType | None) -> list[_Frame]:
     return frames
 
 
-def _frames_into_call(frames: list[_Frame], *, with_hook: bool) -> list[_Frame]:
-    """The frames up to the entry of a library call; with ``with_hook`` also the frames of the user's hook inside."""
+def _frames_into_call(frames: list[_Frame], *, with_user_code: bool) -> list[_Frame]:
+    """The frames up to the entry of a library call; ``with_user_code``: also the frames of user code inside."""
     library = [index for index, entry in enumerate(frames) if _is_library_call(entry.filename)]
     if not library:
         return frames
-    return [*frames[: library[0] + 1], *(frames[library[-1] + 1 :] if with_hook else ())]
+    return [*frames[: library[0] + 1], *(frames[library[-1] + 1 :] if with_user_code else ())]
 
 
 def _is_library_call(filename: str) -> bool:

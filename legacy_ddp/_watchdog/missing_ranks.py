@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from legacy_ddp._watchdog.activity import DEBUGGER, HOOK, OUT_OF_DATA, Sample
+from legacy_ddp._watchdog.activity import DEBUGGER, HOOK, OUT_OF_DATA, RUN, Sample
 from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.processes import DEAD, RUNNING
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
-_PHASES = ("plan", "pack", "digest", "agree", "compare", "metrics", HOOK, "payload", "alias")
+_PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "payload", "alias")
 
 
 @dataclass(frozen=True)

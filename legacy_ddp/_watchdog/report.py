@@ -6,7 +6,7 @@ from typing import Any
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._text import WIDTH, encodable, wrap
-from legacy_ddp._watchdog.activity import HOOK, Sample
+from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.missing_ranks import Row, missing_after_loss, missing_ranks
@@ -15,6 +15,8 @@ from legacy_ddp._watchdog.processes import DEAD, RUNNING, STOPPED, TRACED
 MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
+# Phases of a call in which user code runs.
+_USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,9 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     """The missing ranks, each with a reason, or a hint if no rank is missing."""
     if not missing and (unknown := [row.rank for row in rows if not row.is_known]):
         return f"the missing rank is not known: no rank asked {name_ranks(unknown)}"
-    if not missing and all(row.sample is not None and row.sample.phase == HOOK for row in rows):
-        return "no rank is missing, every rank is in its communication hook; look at what it waits for"
+    phases = {row.sample.phase if row.sample else "" for row in rows}
+    if not missing and len(phases) == 1 and (place := _USER_CODE.get(phases.pop())):
+        return f"no rank is missing, every rank is in {place}; look at what it waits for"
     if not missing:
         where = "every rank is in this call" if all(row.in_call for row in rows) else "no rank is behind this call"
         return f"no rank is missing, {where}; look at the network between them"

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
@@ -24,11 +25,22 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Target:
-    """The module and group that a tool examines. ``ignore``: names of parameters and buffers to leave out."""
+    """The module and group that a tool examines.
+
+    ``wrapper``: around the module, None for a plain module. ``was_compiled``: the tool was given
+    ``torch.compile(wrapper)``. ``ignore``: names of parameters and buffers to leave out.
+    """
 
     module: nn.Module
     synchronizer: Synchronizer
     group: dist.ProcessGroup
+    wrapper: LegacyDistributedDataParallel | None = None
+    was_compiled: bool = False
+
+    @property
+    def has_compiled_wrapper(self) -> bool:
+        """Whether forward passes of the wrapper are compiled code."""
+        return self.wrapper is not None and (self.was_compiled or internals.has_compiled_call(self.wrapper))
 
     @property
     def ignore(self) -> frozenset[str]:
@@ -36,16 +48,17 @@ class Target:
 
 
 def target_of(model: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None) -> Target:
-    """The plain module behind ``model``, and its group.
+    """The plain module behind ``model``, a module, a wrapper or ``torch.compile(wrapper)``, and its group.
 
     The group is ``process_group``, else the group of the wrapper, else the default group.
 
     Raises:
         TypeError, ValueError: ``model`` is no module, or ``process_group`` is no group.
     """
-    if isinstance(model, LegacyDistributedDataParallel):
-        group = model.process_group if process_group is None else resolve_group(process_group)
-        return Target(model.module, model._synchronizer, group)
+    wrapper = internals.inside_of_compiled(model)
+    if isinstance(wrapper, LegacyDistributedDataParallel):
+        group = wrapper.process_group if process_group is None else resolve_group(process_group)
+        return Target(wrapper.module, wrapper._synchronizer, group, wrapper, was_compiled=wrapper is not model)
     return Target(model, synchronizer_of(model)[0], resolve_group(process_group))
 
 
@@ -71,6 +84,8 @@ def as_folder(folder: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise TypeError(f"folder is not usable: got {folder!r}, expected a path")
+    if "\0" in str(folder):
+        raise ValueError(f"folder is not usable: got {str(folder)!r}, expected a path without a null character")
     try:
         return Path(folder).expanduser()
     except RuntimeError as error:  # ~ without a home directory, or ~name of an unknown user
@@ -102,10 +117,15 @@ def as_steps(argument: str, value: object) -> Collection[int]:
 
     Raises:
         TypeError: no collection of whole numbers.
-        ValueError: a number below 1.
+        ValueError: a number below 1; an empty range, as of two ends in the wrong order.
     """
+    if isinstance(value, range) and not value:
+        raise ValueError(
+            f"{argument} holds no step: got {value!r}, expected a first step before the end, as range(40, 42); "
+            f"pass () for no {argument}"
+        )
     steps = value if isinstance(value, range) else _distinct(argument, value)
-    ends = [steps[0], steps[-1]] if isinstance(steps, range) and steps else steps  # a range may be very long
+    ends = [steps[0], steps[-1]] if isinstance(steps, range) else steps  # a range may be very long
     if ends and (least := min(ends)) < 1:
         raise ValueError(f"{argument} holds more than numbers of steps: got {least}, expected whole numbers from 1")
     return steps

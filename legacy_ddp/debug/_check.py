@@ -21,7 +21,6 @@ from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._transport.call import check_can_communicate
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of
 
 What = Literal[hold.Kind, "rng"]
@@ -73,8 +72,8 @@ def check_replicas(
         True
     """
     target = target_of(model, process_group)
-    if isinstance(model, LegacyDistributedDataParallel):
-        model._refuse_inside_join("check_replicas()")
+    if target.wrapper is not None:
+        target.wrapper._refuse_inside_join("check_replicas()")
     synchronizer = target.synchronizer
     with torch.no_grad(), synchronizer.call(Operation.CHECK_REPLICAS, target.group) as call:
         with announcing_failures(call):

@@ -80,6 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _path(given: str) -> Path:
     """The path, with ``~`` expanded: a shell does not expand ``--output=~/page.html``."""
+    if not given:  # Path("") is the current folder
+        raise argparse.ArgumentTypeError("a path is empty, expected a name; the current folder is .")
     try:
         return Path(given).expanduser()
     except RuntimeError as error:

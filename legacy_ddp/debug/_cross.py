@@ -24,12 +24,17 @@ from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, target_of
-from legacy_ddp.debug._cross_arguments import MAX_BYTES, CrossCheckOptions, check_functions, check_initialised
+from legacy_ddp.debug._cross_arguments import (
+    MAX_BYTES,
+    CrossCheckOptions,
+    check_functions,
+    check_group,
+    check_initialised,
+)
 from legacy_ddp.debug._cross_check.batch_plan import classes_in
 from legacy_ddp.debug._cross_check.generators import generator_states
-from legacy_ddp.debug._cross_check.held import held_values
+from legacy_ddp.debug._cross_check.held import held_modules, held_statistics, held_values
 from legacy_ddp.debug._cross_check.one_run import Run, Runner
 from legacy_ddp.debug._cross_check.parcel import pack
 from legacy_ddp.debug._cross_check.passes import Passes
@@ -39,11 +44,13 @@ from legacy_ddp.debug._cross_check.saved_state import state_set_aside
 from legacy_ddp.debug._cross_check.settings import settings_of
 
 _LAYOUT_ADVICE = (
-    "make the model and the arguments alike on every rank; pass a tensor in run that differs between ranks in the batch"
+    "make the model and the arguments equal on all ranks; pass a tensor with other values on other ranks in the batch, "
+    "and not in run"
 )
 
 
 @internals.disable_dynamo
+@argument_errors
 def cross_check(
     model: nn.Module,
     run: Run,
@@ -69,8 +76,9 @@ def cross_check(
     output.
 
     Gradients, parameters, buffers, training flags, version counters, the counters of the wrapper and the random
-    generators of torch, Python and NumPy are afterwards bit for bit as before. State elsewhere is not seen: a counter
-    in Python, a cache on disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
+    generators of torch, Python, NumPy and single modules are afterwards bit for bit as before; of modules that ``run``
+    uses beside the model gradients, buffers and flags. State elsewhere is not seen: a counter in Python, a cache on
+    disk. A check needs memory for a copy of parameters and buffers, another set of gradients, and
     two batches. Hooks after the accumulation of a gradient do not run.
 
     Args:
@@ -86,7 +94,7 @@ def cross_check(
             normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
         max_bytes: limit for the size of a batch with its generators and buffers.
         raises: whether a difference is an error.
-        process_group: of a plain module; None for the default group.
+        process_group: of a plain module; None for the default group, and with a wrapper, which has its own.
 
     Raises:
         ReplicaDivergenceError: parameters or buffers differ before the first run; with ``raises``, ranks compute
@@ -101,11 +109,12 @@ def cross_check(
         >>> cross_check(model, lambda model, batch: model(batch).sum(), inputs).agrees
         True
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # its forward would make backward communicate
+    if isinstance(inner := internals.inside_of_compiled(model), DistributedDataParallel):
+        model = inner.module  # the forward of DDP would make backward communicate
+    check_group(model, process_group)
     target = target_of(model, process_group)
-    if isinstance(model, LegacyDistributedDataParallel):
-        model._refuse_inside_join("cross_check()")
+    if target.wrapper is not None:
+        target.wrapper._refuse_inside_join("cross_check()")
     synchronizer, module = target.synchronizer, target.module
     with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
         with torch.no_grad(), announcing_failures(call):
@@ -117,9 +126,10 @@ def cross_check(
                 synchronizer.settings.checks.local_buffers if options.local_buffers is None else options.local_buffers
             )
             hold.check_local_buffers(module, local)
-            held = held_values(run, module)
+            statistics = held_statistics(run, module)
+            held = {name: value for name, value in held_values(run, module).items() if name not in statistics}
             own = _own_tensors(target, local)
-            data = _pack(batch, module, own, max_bytes)
+            data = _pack(batch, module, {**own, **statistics}, max_bytes)
             names = ", ".join(sorted(local)) or "none"
             request = _describe(module, held, asdict(replace(options, local_buffers=None)) | {"local_buffers": names})
             with call.phase("digest"):
@@ -133,7 +143,7 @@ def cross_check(
         if not replicas.identical:
             raise divergence_error(call, replicas)
         settings = partial(settings_of, target.group, synchronizer.settings, module, held)
-        with state_set_aside(module) as saved:
+        with state_set_aside(module, [model, *held_modules(run).values()], statistics) as saved:
             passes = Passes(Runner(run, model, module, saved), module, classes_in(batch))
             report = compare_runs(call, passes, data, settings, with_operations=operations)
         if raises and not report.agrees:
@@ -178,6 +188,7 @@ class CrossCheck:
         self.calls = 0
         self._every = as_count("every", every)
         check_functions(model, run)
+        check_group(model, process_group)
         options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
         self._check: Callable[..., CrossCheckReport] = partial(
             cross_check, model, run, **asdict(options), process_group=process_group

@@ -1,4 +1,4 @@
-"""Arguments of a cross-check: the checks that need no communication."""
+"""Arguments of a cross-check: the checks without communication."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -7,6 +7,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from legacy_ddp._checks import as_names
+from legacy_ddp._torch import inside_of_compiled
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import as_flag
 
 MAX_BYTES = 2**30
@@ -34,11 +36,20 @@ class CrossCheckOptions:
 
 
 def check_functions(module: object, run: object) -> None:
-    """Raises a TypeError for a model that is no module, and for a ``run`` that cannot be called."""
+    """Raise a TypeError for a model that is no module, and for a ``run`` without a call."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
     if not callable(run):
-        raise TypeError(f"run is not callable: got {run!r}, expected run(model, batch)")
+        got = repr(run) if run is None or isinstance(run, int | float | str) else f"a {type(run).__name__}"
+        raise TypeError(f"run is not callable: got {got}, expected run(model, batch)")
+
+
+def check_group(model: nn.Module, process_group: object) -> None:
+    """Raise a ValueError for a group beside the group of a wrapper."""
+    if process_group is not None and isinstance(inside_of_compiled(model), LegacyDistributedDataParallel):
+        raise ValueError(
+            "process_group is the wrapper's own, expected None; leave it out, or pass the module inside of the wrapper"
+        )
 
 
 def check_initialised(module: nn.Module) -> None:

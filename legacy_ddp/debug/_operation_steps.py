@@ -3,34 +3,49 @@
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 
-from torch import nn
-
 from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp.debug._arguments import Target
 from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._operations.operation import Operation
 
 
 class OperationSteps:
-    """The operations of ``module`` in the steps with a number in ``steps``.
+    """The operations of the target's module in the steps with a number in ``steps``.
 
-    ``is_plain``: no event tells of the forward passes of the module: a step begins with :meth:`begin`, and the record
-    with the first forward pass. Otherwise each forward pass calls :meth:`begin_forward`.
+    No event tells of the forward passes of a plain module: a step begins with :meth:`begin`, and the record with the
+    first forward pass. Each forward pass of a wrapper calls :meth:`begin_forward`.
     """
 
-    def __init__(self, module: nn.Module, steps: Collection[int], *, is_plain: bool) -> None:
+    def __init__(self, target: Target, steps: Collection[int]) -> None:
         self._has_any = False
         self._steps = steps
-        self._is_plain = is_plain
-        self._capture = OperationCapture(module, counts_forwards=is_plain)
+        self._target = target
+        self._is_plain = target.wrapper is None
+        self._capture = OperationCapture(target.module, counts_forwards=self._is_plain)
         self._operations: Sequence[Operation] = ()
 
     def __contains__(self, step: int) -> bool:
         return step in self._steps
 
+    def missing(self, last: int) -> str:
+        """Text with reason and next step if there are such steps, all without operations. ``last``: the last step."""
+        if not self._steps or self._has_any:
+            return ""
+        if self._target.has_compiled_wrapper:
+            return (
+                "holds no operations: those of a compiled wrapper are not recorded; compile the module inside "
+                "(wrapper.module.compile()), or record without torch.compile"
+            )
+        return (
+            f"holds no operations: it ends with step {last}, and the recorder saw no training forward pass of the "
+            f"model in the steps of operations=; choose steps of this run, or {self._advice}"
+        )
+
     @property
-    def are_missing(self) -> bool:
-        """Whether there are such steps, all without operations so far."""
-        return bool(self._steps) and not self._has_any
+    def _advice(self) -> str:
+        if self._is_plain:
+            return "give it the module that is called, torch.compile(module) if that is called"
+        return "call the wrapper instead of its module; compile the module inside, not the wrapper"
 
     def begin(self, step: int) -> None:
         """A step begins.

@@ -44,7 +44,8 @@ class Recorder:
     record or write (a full disk, for example) the recorder warns and stops, and the training goes on.
 
     Args:
-        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, or the argument of ``all_reduce_gradients()``.
+        model: a :class:`legacy_ddp.LegacyDistributedDataParallel`, compiled or not, or the argument of
+            ``all_reduce_gradients()``.
         folder: the folder to write to; created if missing. It must hold no trace of this rank yet. A leading ``~`` is
             the home directory.
         optimizer: one or several optimizers. Without an optimizer, no settings and no state are recorded, and the
@@ -55,8 +56,8 @@ class Recorder:
         operations: numbers of steps, as ``range(40, 42)``, recorded with every operation of forward and backward in
             order: name, module, parameters among its inputs, shapes, digests of inputs and outputs, state of the random
             generator. These steps are recorded whether ``every`` divides their number or not. An operation costs
-            50 to 200 µs, and 20 to 40 bytes. See docs/trace-format.md for what is left out, for torch.compile and for
-            threads.
+            50 to 200 µs, and 20 to 40 bytes. A compiled wrapper has none, a compiled module inside has. See
+            docs/trace-format.md for what is left out, for torch.compile and for threads.
         process_group: of a plain module; None for the default group.
         argv: record the command line (``sys.argv``). False: leave it out, for a command line with a secret.
 
@@ -84,23 +85,20 @@ class Recorder:
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         argv: bool = True,
     ) -> None:
-        if not isinstance(model, nn.Module) or isinstance(model, DistributedDataParallel):
+        inside = internals.inside_of_compiled(model)
+        if not isinstance(model, nn.Module) or isinstance(inside, DistributedDataParallel):
             raise TypeError(
-                f"model is of the wrong type: got {type(model).__name__}, expected a LegacyDistributedDataParallel, or "
-                "the module that all_reduce_gradients() is called with"
+                f"model is of the wrong type: got {type(inside).__name__}, expected a LegacyDistributedDataParallel, "
+                "or the module that all_reduce_gradients() is called with"
             )
-        if process_group is not None and isinstance(model, LegacyDistributedDataParallel):
+        if process_group is not None and isinstance(inside, LegacyDistributedDataParallel):
             raise ValueError("process_group is the wrapper's own, expected None; assign model.process_group instead")
         self._target = target_of(model, process_group)
         self._folder = as_folder(folder)
         self._optimizers = as_optimizers(optimizer)
         self._every = as_count("every", every)
         self._first_step = as_count("first_step", first_step)
-        self._operations = OperationSteps(
-            self._target.module,
-            as_steps("operations", operations),
-            is_plain=not isinstance(model, LegacyDistributedDataParallel),
-        )
+        self._operations = OperationSteps(self._target, as_steps("operations", operations))
         self._has_argv = as_flag("argv", argv)
         self._writer: Writer | None = None
         self._handles: list[RemovableHandle] = []
@@ -118,11 +116,11 @@ class Recorder:
         self._buffers: list[Section] | None = None
         self._has_seen_forwards = False
 
+    @argument_errors
     def __enter__(self) -> "Recorder":
-        with argument_errors:  # a decorator would be the place of the warning below
-            if self._was_used:
-                raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
-            environment = self._environment()
+        if self._was_used:
+            raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
+        environment = self._environment()
         warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
@@ -135,11 +133,11 @@ class Recorder:
             raise
         observers = self._target.synchronizer.observers
         self._handles = [
-            observers.forward.add(self.see_forward),
-            observers.called.add(self.see_call),
-            observers.local.add(self.see_local),
-            observers.reduced.add(self.see_reduced),
-            observers.returned.add(self.see_returned),
+            observers.forward.add(self._see_forward),
+            observers.called.add(self._see_call),
+            observers.local.add(self._see_local),
+            observers.reduced.add(self._see_reduced),
+            observers.returned.add(self._see_returned),
         ]
         self._steps.watch()
         self._is_open = True
@@ -163,16 +161,9 @@ class Recorder:
                 self._rank,
                 f"the trace in {self._folder} holds no step: the recorder saw no all_reduce() that succeeded; give it "
                 "the wrapper whose all_reduce() is called",
-                stacklevel=2,
             )
-        elif kind is None and self._operations.are_missing:
-            warn(
-                self._rank,
-                f"the trace in {self._folder} holds no operations: it ends with step {self._step}, and the recorder "
-                "saw no training forward pass of the model in the steps of operations=; choose steps of this run, or "
-                "call the wrapper instead of its module",
-                stacklevel=2,
-            )
+        elif kind is None and (missing := self._operations.missing(self._step)):
+            warn(self._rank, f"the trace in {self._folder} {missing}")
 
     @argument_errors
     def log(self, /, *unnamed: Never, **values: SupportsFloat | str) -> None:
@@ -193,13 +184,14 @@ class Recorder:
             raise TypeError(f"log() takes values by name: got {unnamed[0]!r}, expected name=value; write log(**values)")
         if not self._is_open:
             raise ValueError("log() was called outside of the recorder's block, expected inside: with Recorder(...):")
-        read = read_numbers("log", {name: value for name, value in values.items() if not isinstance(value, str)})
+        numbers = {name: value for name, value in values.items() if not isinstance(value, str)}
+        read = read_numbers("log", numbers, "a real number, a tensor with one element, or a text")
         logged: dict[str, float | str] = {name: read.get(name, str(value)) for name, value in values.items()}
         is_start = self._step < self._first_step
         if logged and (is_start or self._is_due(self._step)):
             self._try(lambda writer: writer.log_now(self._step, logged))
 
-    def see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _see_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note the inputs of a training forward pass, and the buffers before the pass changes them."""
         # torch.jit.trace would record these operations in its graph.
         if self._writer is None or not torch.is_grad_enabled() or internals.is_tracing():
@@ -212,17 +204,17 @@ class Recorder:
                 self._inputs.add(args, kwargs)
             self._try(lambda _: self._operations.begin_forward(self._step + 1))
 
-    def see_call(self) -> None:
+    def _see_call(self) -> None:
         """End the record of operations."""
         self._try(lambda _: self._operations.end_backward())
 
-    def see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
+    def _see_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         """Record the local gradients, after a result of the last step that is pending as an optimizer skipped it."""
         self._try(lambda writer: self._write_result(writer, with_buffers=False))
         if self._is_next_due:
             self._try(lambda _: self._measure_local(grads))
 
-    def see_reduced(self, record: SyncRecord) -> None:
+    def _see_reduced(self, record: SyncRecord) -> None:
         """Write the facts of the call, the operations and the reduced gradients."""
         self._is_result_pending, self._buffers = self._is_next_due, None
         self._step += 1
@@ -231,7 +223,7 @@ class Recorder:
         self._steps.reset()
         self._inputs, self._local = snapshot.Inputs(), []
 
-    def see_returned(self, _: SyncRecord) -> None:
+    def _see_returned(self, _: SyncRecord) -> None:
         """Begin the record of operations of a plain module, outside of the modes of torch that a call sets."""
         self._try(self._begin_operations)
 
@@ -289,7 +281,6 @@ class Recorder:
                 self._rank,
                 f"{writer.path} ends before step {self._step + 1}, and the training goes on: cannot be recorded or "
                 f"written any more ({reason})",
-                stacklevel=3,
             )
 
     def _environment(self) -> Environment:

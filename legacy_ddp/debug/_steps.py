@@ -76,5 +76,4 @@ def warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optim
                 f"{label} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
                 "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
                 "in another precision is right here)",
-                stacklevel=3,
             )

@@ -4,13 +4,15 @@ For the package ``lightning`` only: the Trainer of ``pytorch_lightning`` has dif
 strategies. No room imports this folder. It imports the wrapper, settings and errors.
 """
 
+from legacy_ddp._errors import import_error
+
 try:
     from lightning.fabric import strategies as _of_fabric
     from lightning.pytorch import strategies as _of_trainer
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "lightning":  # a requirement of lightning is missing
         raise
-    raise ImportError(
+    raise import_error(
         "legacy_ddp.lightning needs the package lightning, 2.4 or newer, and it is not installed (pytorch_lightning is "
         "a different package); run: pip install 'legacy_ddp[lightning]'"
     ) from error

@@ -1,14 +1,16 @@
 """Wrong arguments of check_replicas() are reported, on one rank and on all, and the group stays usable."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from legacy_ddp.debug import check_replicas
+from legacy_ddp.debug import check_replicas, cross_check
+from legacy_ddp.debug._arguments import target_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_models import Said, error_of, wrap
 
 
 def _call_with(rank: int, arguments: Any, wrong: tuple[int, ...]) -> tuple[Said, bool]:
@@ -71,3 +73,13 @@ def test_ranks_that_ask_for_other_things_are_reported(arguments: dict[str, Any],
     assert first[0] is not None
     assert (first[0][0], first[1]) == ("LayoutError", True)
     assert word in first[0][1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_wrapper_is_the_wrapper_to_the_tools() -> None:
+    model = wrap()
+    compiled = torch.compile(model, backend="eager")
+
+    assert replace(target_of(compiled, None), was_compiled=False) == target_of(model, None)
+    assert check_replicas(compiled).identical
+    assert cross_check(compiled, lambda model, batch: model(batch).sum(), torch.ones(3, 2)).agrees

@@ -389,6 +389,15 @@ def test_a_home_directory_that_is_not_known_is_reported(capsys: pytest.CaptureFi
     assert "no home directory is known for '~nobody-of-that-name/a'; name the whole path" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["diff", ""], ["diff", "a", ""], ["show", ""], ["report", "a", "-o", ""]])
+def test_an_empty_path_is_not_the_current_folder(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+
+    assert caught.value.code == 2
+    assert "a path is empty, expected a name; the current folder is ." in capsys.readouterr().err
+
+
 def test_report_writes_a_page_and_says_where(
     traces: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,6 +208,36 @@ def test_a_compiled_step_with_a_recorder_inside_compiles_as_a_whole(tmp_path: Pa
     assert "saw no training forward pass of the model in the steps of operations=" in told
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("has_method", [False, True])
+def test_a_compiled_wrapper_is_recorded_and_told_to_lack_operations(tmp_path: Path, has_method: bool) -> None:
+    model, optimizer = wrapped()
+    if has_method:
+        model.compile(backend="eager")
+    called = model if has_method else torch.compile(model, backend="eager")
+    with Recorder(called, tmp_path, optimizer=optimizer, operations=[1]):
+        train(called, optimizer, steps=2)
+
+    [told] = logged_warnings.take()
+    assert told.endswith(
+        "holds no operations: those of a compiled wrapper are not recorded; compile the module inside "
+        "(wrapper.module.compile()), or record without torch.compile"
+    )
+    with open_run(tmp_path).open(0) as trace:
+        assert (list(trace.steps), trace.environment.parameters[0]) == ([0, 1, 2], "0.bias")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compiled_module_in_a_wrapper_has_operations_under_its_own_names(tmp_path: Path) -> None:
+    model, optimizer = wrapped()
+    model.module.compile(backend="eager")
+    with Recorder(model, tmp_path, optimizer=optimizer, operations=[1]):
+        train(model, optimizer, steps=1)
+
+    [first, _] = [item.parameters for item in operations_in(tmp_path)[1] if item.name == "aten::addmm"]
+    assert first == ("0.bias", "", "0.weight")
+
+
 def _fail_once(rank: int, folder: Path) -> None:
     model, optimizer = wrapped()
     with Recorder(model, folder, optimizer=optimizer, operations=[1]):
@@ -307,6 +337,12 @@ def test_steps_that_do_not_come_are_told(tmp_path: Path) -> None:
         ([True], TypeError, "operations holds a bool: got True"),
         ({0, 3}, ValueError, "got 0, expected whole numbers from 1"),
         (range(-1, 3), ValueError, "got -1, expected whole numbers from 1"),
+        (
+            range(5, 1),
+            ValueError,
+            "holds no step: got range\\(5, 1\\), expected a first step before the end",
+        ),
+        (range(0), ValueError, "holds no step: got range\\(0, 0\\), .*; pass \\(\\) for no operations"),
     ],
 )
 def test_steps_that_are_no_steps_are_refused(

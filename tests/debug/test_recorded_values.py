@@ -124,7 +124,13 @@ def test_logged_values_are_in_the_file_at_once(tmp_path: Path) -> None:
     "value, expected",
     [
         ([1.0], ("TypeError", "log['x'] is not usable: got list, expected a real number")),
-        (None, ("TypeError", "log['x'] is not usable: got NoneType, expected a real number")),
+        (
+            None,
+            (
+                "TypeError",
+                "log['x'] is not usable: got NoneType, expected a real number, a tensor with one element, or a text",
+            ),
+        ),
         (1j, ("TypeError", "log['x'] is not usable: got complex, expected a real number")),
         (b"text", ("TypeError", "log['x'] is not usable: got bytes, expected a real number")),
         (torch.zeros(2), ("TypeError", "log['x'] is not usable: got a tensor of shape (2,), expected one element")),

@@ -5,6 +5,8 @@ import io
 import math
 import os
 import resource
+import shutil
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,6 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
+from legacy_ddp._errors import TraceError
 from legacy_ddp.debug import Recorder, digest
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.run import open_run
@@ -604,6 +607,26 @@ def test_wrong_arguments_are_named(tmp_path: Path, arguments: dict[str, Any], ex
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("folder", ["a\0b", Path("a\0b")])
+def test_a_folder_with_a_null_character_is_refused(folder: str | Path) -> None:
+    expected = "folder is not usable: got 'a\\x00b', expected a path without a null character"
+
+    assert error_of(Recorder, wrap(), folder) == ("ValueError", expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_error_on_entering_comes_without_the_errors_of_the_system(tmp_path: Path) -> None:
+    model = wrap()
+    (tmp_path / "file").touch()
+    (tmp_path / "rank-00000.jsonl").touch()
+    for folder in (tmp_path, tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(TraceError) as caught, Recorder(model, folder):
+            pass
+
+        assert "Error" not in "".join(traceback.format_exception(caught.value)).replace("TraceError", "")
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("folder", ["~/runs/x", Path("~/runs/x")])
 def test_a_folder_may_lie_in_the_home_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str | Path
@@ -691,10 +714,30 @@ def test_an_optimizer_that_is_warned_of_ends_no_recording_where_warnings_are_err
 
 @pytest.mark.usefixtures("alone")
 def test_torch_ddp_is_refused_because_nothing_would_be_seen(tmp_path: Path) -> None:
-    said = error_of(Recorder, DistributedDataParallel(nn.Linear(2, 1)), tmp_path)
+    model = DistributedDataParallel(nn.Linear(2, 1))
+    for given in (model, torch.compile(model, backend="eager")):
+        said = error_of(Recorder, given, tmp_path)
 
-    assert said is not None
-    assert "got DistributedDataParallel, expected a LegacyDistributedDataParallel" in said[1]
+        assert said is not None
+        assert "got DistributedDataParallel, expected a LegacyDistributedDataParallel" in said[1]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("is_at_the_end", [False, True])
+def test_a_folder_that_was_deleted_during_the_run_is_warned_of(tmp_path: Path, is_at_the_end: bool) -> None:
+    model = wrap()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with Recorder(model, tmp_path / "trace"):
+            add_gradients(model, 1.0)
+            model.all_reduce()
+            shutil.rmtree(tmp_path / "trace")
+            if not is_at_the_end:
+                model.all_reduce()
+
+    [told] = [str(warning.message) for warning in said if "the training goes on" in str(warning.message)]
+    assert "rank-00000.jsonl ends before step 2, and the training goes on" in told
+    assert told.endswith("(the file was deleted)")
 
 
 def _open_files() -> list[str]:
@@ -717,6 +760,7 @@ def _fill_the_disk(rank: int, folder: Path, as_errors: bool) -> tuple[list[str],
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
             _take_steps(model, optimizer, [1.0] * 8)
     assert not any(str(folder) in name for name in _open_files())
+    assert {warning.filename for warning in said or []} <= {__file__}  # and not a file of the library or of torch
     return [str(warning.message) for warning in said or []] + logged_warnings.take(), digest(model.module.weight)
 
 

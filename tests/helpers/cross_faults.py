@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import checkpoint
 
 from legacy_ddp import LegacyDistributedDataParallel
@@ -132,6 +133,20 @@ def _kernel_of_no_order(guilty: bool, rank: int) -> CrossCheckReport:
     calls = count()
     with KERNELS.replaced(lambda tensor: tensor * (2 + next(calls) * 0.001 * guilty)):
         return check(Net(Double()), rank)
+
+
+class _NotCapturable(nn.Module):
+    """Refuses dispatch modes, as some operations of torch do."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if _get_current_dispatch_mode() is not None:
+            raise NotImplementedError("no support for dispatch modes")
+        return double(inputs)
+
+
+def _kernel_not_capturable(guilty: bool, rank: int) -> CrossCheckReport:
+    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
+        return check(Net(_NotCapturable()), rank)
 
 
 class _WrongGradient(torch.autograd.Function):
@@ -376,6 +391,7 @@ FAULTS: dict[str, Callable[[bool, int], CrossCheckReport]] = {
     "kernel once": _kernel_once,
     "kernel once, captured": partial(_kernel_once, operations=True),
     "kernel without order": _kernel_of_no_order,
+    "kernel not capturable": _kernel_not_capturable,
     "kernel in backward": _kernel_in_backward,
     "patched function": _patched_function,
     "threads": _threads,

@@ -1,8 +1,8 @@
 """A small training with a fault planted on one rank in one step, recorded with its operations."""
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,7 @@ def train(
     sizes: tuple[int, ...] = (6, 6),
     micro_batches: int = 1,
     loss: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None,
-    operations: range = range(STEP, STEP + 1),
+    operations: Collection[int] = range(STEP, STEP + 1),
 ) -> None:
     """Three steps; ``fault``: called in the second step of the faulty rank, for a context around forward and backward.
 
@@ -182,6 +182,26 @@ def extra_operation(module: nn.Module) -> None:
 
 def harmless_operation(module: nn.Module) -> None:
     handle = module.body[1].register_forward_hook(lambda _, __, out: (handle.remove(), out.detach().clone(), None)[2])
+
+
+@contextmanager
+def scaled_gradients(module: nn.Module) -> Iterator[None]:
+    """An edit of all gradients after the backward pass."""
+    yield
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+@contextmanager
+def copied_weight(module: nn.Module) -> Iterator[None]:
+    """A layer reads a copy of its weight, with equal bits."""
+    kept = module.last.weight.detach().clone()
+    module.last.forward = lambda x: nn.functional.linear(x, kept, module.last.bias)
+    try:
+        yield
+    finally:
+        del module.last.forward
 
 
 def _in_thread(action: Callable[[], object]) -> None:

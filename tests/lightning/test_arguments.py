@@ -87,5 +87,7 @@ def test_without_lightning_the_core_works_and_the_strategies_name_the_package_to
     result = run_script("-c", program)
 
     assert result.returncode == 1
-    assert result.stderr.splitlines()[-1].startswith("ImportError: legacy_ddp.lightning needs the package lightning")
+    text, anchor = result.stderr.splitlines()[-2:]
+    assert text.startswith("ImportError: legacy_ddp.lightning needs the package lightning")
+    assert anchor == "see docs/errors.md#importerror"
     assert "pip install 'legacy_ddp[lightning]'" in result.stderr

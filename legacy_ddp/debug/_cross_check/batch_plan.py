@@ -12,6 +12,7 @@ import torch
 
 Classes = Mapping[str, type]
 _EXACT = (bool, int, float, str)
+_SEQUENCES: Sequence[type] = (list, tuple, torch.Size)
 _NOTHING: Mapping[int, str] = {}
 MAX_DEPTH = 100  # containers inside of each other; Python's recursion ends at about 300 of them
 _STEP = "pass tensors in lists, tuples, dicts, named tuples or dataclasses, with numbers and texts"
@@ -34,20 +35,24 @@ def describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Mapp
         return {"tensor": len(tensors) - 1}
     if isinstance(batch, bytes):
         return {"bytes": batch.hex()}
+    if type(batch) is complex:
+        return {"complex": [batch.real, batch.imag]}
     _check_nesting(batch, where, outer)
     inner = {**outer, id(batch): where}
-    if type(batch) in (list, tuple):
+    if type(batch) in _SEQUENCES:
         items = [describe(item, f"{where}[{index}]", tensors, inner) for index, item in enumerate(batch)]  # type: ignore[arg-type, var-annotated]
         return {type(batch).__name__: items}
     if _is_record(batch):
         fields = {name: describe(value, f"{where}.{name}", tensors, inner) for name, value in _fields(batch)}
         return {"class": _class_name(type(batch)), "fields": fields}
     if isinstance(batch, Mapping):
+        _check_constructor(batch, where)
         keys = [_describe_key(key, where) for key in batch]
         values = [describe(value, f"{where}[{key!r}]", tensors, inner) for key, value in batch.items()]
         pairs = list(map(list, zip(keys, values, strict=True)))
         return {"dict": pairs} if type(batch) is dict else {"class": _class_name(type(batch)), "items": pairs}
-    raise TypeError(f"{where} is of a type that cannot be sent to another rank: got {_kind(batch)}; {_STEP}")
+    why = ", whose constructor does not take all fields" if dataclasses.is_dataclass(batch) else ""
+    raise TypeError(f"{where} is of a type that cannot be sent to another rank: got {_kind(batch)}{why}; {_STEP}")
 
 
 def rebuild(value: Any, tensors: Sequence[torch.Tensor], classes: Classes) -> Any:
@@ -62,7 +67,9 @@ def rebuild(value: Any, tensors: Sequence[torch.Tensor], classes: Classes) -> An
         return tensors[value["tensor"]]
     if "bytes" in value:
         return bytes.fromhex(value["bytes"])
-    for kind in (list, tuple):
+    if "complex" in value:
+        return complex(*value["complex"])
+    for kind in _SEQUENCES:
         if kind.__name__ in value:
             return kind(rebuild(item, tensors, classes) for item in value[kind.__name__])
     if "fields" in value:
@@ -96,7 +103,7 @@ def _walk_classes(batch: object) -> Iterator[type]:
             yield type(batch)
         for value in batch.values():
             yield from _walk_classes(value)
-    elif type(batch) in (list, tuple):
+    elif type(batch) in _SEQUENCES:
         for value in batch:  # type: ignore[attr-defined]
             yield from _walk_classes(value)
 
@@ -144,6 +151,17 @@ def _check_nesting(batch: object, where: str, outer: Mapping[int, str]) -> None:
         )
 
 
+def _check_constructor(mapping: Mapping[Any, Any], where: str) -> None:
+    """Raises a TypeError for a mapping that its class cannot make from a dict, as a defaultdict."""
+    try:
+        type(mapping)(dict(mapping))  # type: ignore[call-arg]
+    except Exception as error:
+        raise TypeError(
+            f"{where} is of a type that cannot be sent to another rank: got {_kind(mapping)}, whose constructor takes "
+            "no dict; pass a dict"
+        ) from error
+
+
 def _check_tensor(tensor: torch.Tensor, where: str) -> None:
     """Raises a TypeError for a tensor without plain bytes of its own."""
     if type(tensor) is not torch.Tensor:
@@ -167,7 +185,7 @@ def _find_class(name: str, classes: Classes) -> Any:
     if name not in classes:
         raise TypeError(
             f"the batch of another rank holds a {name}, and the batch of this rank holds none: expected batches of one "
-            "structure on all ranks"
+            "structure on all ranks; use the same classes on all ranks"
         )
     return classes[name]
 

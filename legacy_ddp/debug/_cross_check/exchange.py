@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -46,27 +47,52 @@ def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> 
     return data
 
 
+@dataclass
+class Failures:
+    """The failures of a block of work: ``ranks_by_text`` on all ranks, ``local`` on this rank."""
+
+    ranks_by_text: dict[str, list[int]] = field(default_factory=dict)
+    local: Exception | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that failed."""
+        return sorted(rank for ranks in self.ranks_by_text.values() for rank in ranks)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in self.ranks_by_text.items())
+
+
+@contextmanager
+def gathering_failures(call: Call) -> Iterator[Failures]:
+    """Run local work; after it the ranks exchange failures. The object is complete after the block."""
+    failures = Failures()
+    try:
+        yield failures
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        failures.local = error
+    with call.phase("compare"):
+        texts = call.gather_objects(None if failures.local is None else error_text(failures.local))
+    for rank, text in enumerate(texts):
+        if text:
+            failures.ranks_by_text.setdefault(text, []).append(rank)
+
+
 @contextmanager
 def failing_together(call: Call, what: str) -> Iterator[None]:
-    """Run local work; after it the ranks exchange failures. ``what``: name of the work in the error.
+    """Run local work, with a failure on all ranks or on no rank. ``what``: name of the work in the error.
 
     Raises:
         PeerError: some ranks failed; the same text on every rank.
     """
-    failure: Exception | None = None
-    try:
+    phase = call.phase_name
+    with gathering_failures(call) as failures:
         yield
-    except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-        failure = error
-    texts = call.gather_objects(None if failure is None else error_text(failure))
-    if not any(texts):
-        return
-    failed = [rank for rank, text in enumerate(texts) if text]
-    listed = "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
-    state = "model, gradients and random generators are as before"
-    raise PeerError(
-        f"{call}: {what} failed on {name_ranks(failed)}; {state}. {listed}",
-        ranks=failed,
-        call=call.number,
-        phase=call.phase_name,
-    ) from failure
+    if failures.ranks:
+        raise PeerError(
+            f"{call}: {what} failed on {name_ranks(failures.ranks)}; model, gradients and random generators are as "
+            f"before. {failures}",
+            ranks=failures.ranks,
+            call=call.number,
+            phase=phase,
+        ) from failures.local

@@ -23,7 +23,7 @@ def report_of(
     settings: Sequence[Difference],
 ) -> CrossCheckReport:
     """The report after a difference. ``compared``: the number of results; ``differing``: names of results."""
-    cause = cause_of(verdict.kind, place.difference, _labels(verdict), _facts(verdict, settings))
+    cause = cause_of(verdict, place, _labels(verdict), _facts(verdict, settings))
     operation = place.difference.operation if place.difference else None
     return CrossCheckReport(
         call=call,
@@ -45,12 +45,17 @@ def report_of(
 
 
 def _facts(verdict: Verdict, settings: Sequence[Difference]) -> Facts:
-    """The settings that differ between the two ranks whose runs were compared."""
+    """The settings with a value on all ranks that compute alike, and another on the rank that differs."""
     odd, reference = verdict.odd, verdict.reference
-    if odd is None or reference is None:
+    if odd is None or reference is None or odd.rank == reference.rank:
         return {}
-    pairs = {item.name: (_value(item, odd.rank), _value(item, reference.rank)) for item in settings}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    sides = [next(group for group in verdict.groups if item.rank in group) for item in (odd, reference)]
+    found = {}
+    for item in settings:
+        values = [{_value(item, rank) for rank in ranks} for ranks in sides]
+        if all(len(side) == 1 for side in values) and values[0] != values[1]:
+            found[item.name] = (values[0].pop(), values[1].pop())
+    return found
 
 
 def _value(item: Difference, rank: int) -> str:
@@ -66,6 +71,8 @@ def _who(verdict: Verdict, batch: int, size: int) -> str:
         places = name_ranks(verdict.ranks) if stable or size == 1 else "every rank"
         return f"the results {batches} differ on {places}{other}"
     runs = f"{batches} on every rank"
+    if verdict.kind == "once" and len(verdict.ranks) > 1:
+        return f"the first run of every batch differs from the run on the next rank, and no result {runs}"
     if verdict.kind == "once":
         return f"the first result of {name_ranks(verdict.ranks)} differs from all results {runs}"
     if not verdict.is_attributed:
@@ -87,7 +94,9 @@ def _labels(verdict: Verdict) -> Labels:
     if odd is None or reference is None:
         return "A", "B"
     if odd.rank != reference.rank:
-        return f"rank {odd.rank}", f"rank {reference.rank}"
+        sides = (next(group for group in verdict.groups if item.rank in group) for item in (odd, reference))
+        odd_ranks, reference_ranks = map(name_ranks, sides)
+        return odd_ranks, reference_ranks
     return ("the first run", "a later run") if odd.run == RING else ("one run", "the next run")
 
 
@@ -96,11 +105,16 @@ def _place(place: Place, verdict: Verdict, cause: Explanation) -> Iterator[str]:
     found, labels = place.difference, _labels(verdict)
     if found is None:
         reason = f"all {place.count:,} captured operations agree, and no operation of another thread is captured"
-        if verdict.kind == "once" and not place.count:
+        if place.note:
+            reason = place.note
+        elif verdict.kind == "once" and not place.count:
             reason = "operations were not captured in the first run; operations=True captures them"
         yield f"where: not known: {reason}"
+        if verdict.kind == "once" and cause.meaning:
+            yield f"why: {cause.meaning}"
         return
-    yield f"where: {summary(found, labels)}, operation {found.start_a + 1:,} of {place.count:,}"
+    sides = f"; {labels[0]} (here) against {labels[1]} (there)" if place.elements else ""
+    yield f"where: {summary(found, labels)}, operation {found.start_a + 1:,} of {place.count:,}{sides}"
     yield f"why: {cause.meaning}"
     yield from (text for text in details(found, labels) if not text.startswith(("input", "output")))  # digests
     if place.note:

@@ -10,9 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+
+from legacy_ddp import _torch as internals
 
 _DEPTH = 4  # of containers, and of functions in closures
 _MOST = 1_000  # items of a container
+_LEAVES = (torch.Tensor, torch.Generator, Iterator, DataLoader, nn.Module, bool, int, float, str)
 _STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
 _STEP_FOR_GENERATOR = (
     "draw from torch's default generator, which travels with the batch, or draw before and pass the result in the batch"
@@ -22,34 +26,53 @@ _STEP_FOR_GENERATOR = (
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
     """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
 
-    Of a container the first thousand items are looked at. Globals of functions inside of ``run`` are not seen, and
-    attributes of objects in a closure neither.
+    Of a container the first thousand items are looked at, and of an object the attributes with names in the code of
+    ``run``. Globals of functions inside of ``run`` are not seen, and attributes of objects in a closure neither.
 
     Raises:
-        TypeError: an iterator or a random generator, with different values on every rank.
+        TypeError: a data loader, an iterator or a random generator, with different values on every rank.
     """
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     found: dict[str, Any] = {}
-    for name, value in _walk(run, "run", module, _DEPTH):
-        if isinstance(value, Iterator | torch.Generator):
+    for place, value in _walk(run, "run", _DEPTH):
+        if isinstance(value, Iterator | DataLoader | torch.Generator):
             kind = type(value).__name__
             step = _STEP_FOR_GENERATOR if isinstance(value, torch.Generator) else _STEP_FOR_ITERATOR
-            raise TypeError(f"{name} is a {kind}, which has a state of this rank alone; {step}")
-        if not isinstance(value, torch.Tensor) or id(value) not in own:
-            found[name] = value
+            raise TypeError(f"{place} is a {kind}, which has a state of this rank alone; {step}")
+        for name, item in _tensors(place, value) if isinstance(value, nn.Module) else [(place, value)]:
+            # Of the model nothing is new, and of a wrapper around the model neither.
+            if not isinstance(item, torch.Tensor) or id(item) not in own:
+                found[name] = item
     return found
 
 
-def _walk(value: object, name: str, module: nn.Module, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, torch.Tensor | torch.Generator | Iterator | bool | int | float | str):
+def held_modules(run: object) -> dict[str, nn.Module]:
+    """The modules inside of ``run``, the model among them, by place."""
+    return {place: value for place, value in _walk(run, "run", _DEPTH) if isinstance(value, nn.Module)}
+
+
+def held_statistics(run: object, module: nn.Module) -> dict[str, torch.Tensor]:
+    """The statistics of normalisation layers in modules inside of ``run``, by place; without layers of the model."""
+    own = {id(buffer) for buffer in module.buffers()}
+    found = {}
+    for place, item in held_modules(run).items():
+        buffers = dict(item.named_buffers(remove_duplicate=False))
+        names = internals.statistics_names(item) & buffers.keys()
+        found.update({f"{place}.{name}": buffers[name] for name in sorted(names) if id(buffers[name]) not in own})
+    return found
+
+
+def _tensors(place: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
+        yield f"{place}.{key}", tensor
+
+
+def _walk(value: object, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, _LEAVES):
         yield name, value
-    elif isinstance(value, nn.Module):
-        # Of the model nothing is new, and of a wrapper around the model neither.
-        for key, tensor in (*value.named_parameters(), *value.named_buffers()):
-            yield f"{name}.{key}", tensor
     elif depth:
         for key, item in _parts(value, is_run=name == "run"):
-            yield from _walk(item, f"{name}{key}", module, depth - 1)
+            yield from _walk(item, f"{name}{key}", depth - 1)
 
 
 def _parts(value: object, *, is_run: bool) -> Iterator[tuple[str, Any]]:
@@ -62,7 +85,8 @@ def _parts(value: object, *, is_run: bool) -> Iterator[tuple[str, Any]]:
         yield "", value.__func__
         yield ".__self__", value.__self__
         if not isinstance(value.__self__, nn.Module):
-            yield from ((f".__self__.{key}", item) for key, item in _attributes(value.__self__))
+            found = _attributes(value.__self__, value.__func__)
+            yield from ((f".__self__.{key}", item) for key, item in found)
     elif isinstance(value, FunctionType):
         yield from _function_parts(value, with_globals=is_run)
     elif isinstance(value, Mapping):
@@ -70,7 +94,7 @@ def _parts(value: object, *, is_run: bool) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, list | tuple | set | frozenset):
         yield from ((f"[{index}]", item) for index, item in enumerate(islice(value, _MOST)))
     elif is_run and callable(value):
-        yield from ((f".{key}", item) for key, item in _attributes(value))
+        yield from ((f".{key}", item) for key, item in _attributes(value, type(value).__call__))
 
 
 def _function_parts(function: FunctionType, *, with_globals: bool) -> Iterator[tuple[str, Any]]:
@@ -95,7 +119,25 @@ def _global_names(code: CodeType) -> list[str]:
     return list(dict.fromkeys([*own, *inner]))
 
 
-def _attributes(value: object) -> Iterator[tuple[str, Any]]:
+def _attributes(value: object, method: object) -> Iterator[tuple[str, Any]]:
+    """The attributes of ``value`` with a name in ``method``, or in methods with a name there."""
+    names = _attribute_names(type(value), method, set())
     for key, item in getattr(value, "__dict__", {}).items():
-        if not isinstance(item, FunctionType | MethodType):
+        if key in names and not isinstance(item, FunctionType | MethodType):
             yield key, item
+
+
+def _attribute_names(kind: type, method: object, found: set[str]) -> set[str]:
+    """Adds the names in ``method``, and in the methods and properties of ``kind`` with these names, to ``found``."""
+    method = method.fget if isinstance(method, property) else method
+    if isinstance(method, FunctionType):
+        new = _names_in(method.__code__) - found
+        found |= new
+        for name in new:
+            _attribute_names(kind, getattr(kind, name, None), found)
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)

@@ -19,6 +19,8 @@ from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
+_EQUAL = "the elements are not known: the output was equal in one more run"
+_TOO_LARGE = "the elements are not known: the output is too large, sparse, or of another shape"
 _WINDOW = 2_000  # operations after the first difference, enough to align the sequences again
 
 
@@ -31,7 +33,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
     """
     odd, reference = trial.verdict.odd, trial.verdict.reference
     if odd is None or reference is None or odd.run not in trial.operations:
-        return Place()
+        return Place(note=trial.note)
     with call.phase("compare"):
         place = _find_operation(call, trial, odd, reference)
     found = place.difference
@@ -39,9 +41,8 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
         return place
     if odd.run == RING:
         return Place(found, None, place.count, "the elements are not known: the difference did not happen again")
-    elements = _compare_elements(call, passes, trial, found, odd, reference)
-    note = "" if elements else "the elements are not known: the output was equal in one more run, or is too large"
-    return Place(found, elements, place.count, note)
+    elements, note = _compare_elements(call, passes, trial, found, odd, reference)
+    return Place(found, elements, place.count, note, is_intermittent=note == _EQUAL)
 
 
 def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) -> Place:
@@ -87,13 +88,13 @@ def _print(operation: Operation) -> int:
 
 def _compare_elements(
     call: Call, passes: Passes, trial: Trial, found: OperationDifference, odd: Witness, reference: Witness
-) -> ElementDifference | None:
-    """The difference of the first differing output in one more run of both sides."""
+) -> tuple[ElementDifference | None, str]:
+    """The difference of the first differing output in one more run of both sides; the reason for a missing one."""
     outputs = []
     for witness, position in ((odd, found.start_a), (reference, found.start_b)):
         # Every rank makes every run: a run may hold a collective of the user.
         if witness is odd or odd.rank == reference.rank:
-            with call.phase("run"), failing_together(call, "run"):
+            with call.phase("run"), failing_together(call, f"run with the batch of rank {trial.batch}"):
                 kept = passes.run_keeping(trial.data, _positions(call.groups.rank, found, odd, reference))
         if call.groups.rank == witness.rank:
             outputs.append(kept.get(position, ())[found.differing[0] : found.differing[0] + 1])
@@ -110,21 +111,21 @@ def _positions(rank: int, found: OperationDifference, odd: Witness, reference: W
 
 def _exchange_elements(
     call: Call, outputs: list[tuple[torch.Tensor, ...]], receiver: int, sender: int
-) -> ElementDifference | None:
+) -> tuple[ElementDifference | None, str]:
     """Compare the outputs on rank ``receiver``, and tell all ranks."""
     (own, other), rank = outputs, call.groups.rank
     is_sent = bool(other) and other[0].layout is torch.strided and other[0].nbytes <= LARGE_BYTES
     data = pack(other[0].detach(), None, {}) if is_sent else torch.empty(0, dtype=torch.uint8)
     sizes = gather_sizes(call, data)
     if not sizes[sender]:
-        return None
+        return None, _TOO_LARGE
     data = give_to_all(call, data, sender, sizes[sender])
-    row = None
+    row, note = None, _TOO_LARGE
     if rank == receiver and own:
         theirs = unpack(data, torch.device("cpu"), {}).batch
         mine = own[0].detach().to(theirs.device)
         if (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype) and mine.layout is torch.strided:
             found = compare_elements(mine, theirs)
-            row = found and found.to_json()
-    row = call.gather_objects(row)[receiver]
-    return ElementDifference.from_json(row) if row else None
+            row, note = (found.to_json(), "") if found else (None, _EQUAL)
+    row, note = call.gather_objects([row, note])[receiver]
+    return (ElementDifference.from_json(row) if row else None), note

@@ -1,23 +1,26 @@
 """A run of a batch on this rank: forward and backward from the saved state, and the digests of all results."""
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._collectives.observers import private_forwards
 from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items
 from legacy_ddp.debug._cross_check.generators import generator_states
+from legacy_ddp.debug._cross_check.other_leaves import gradients_set_aside, other_leaves
 from legacy_ddp.debug._cross_check.parcel import Parcel
 from legacy_ddp.debug._cross_check.saved_state import SavedState
 
 Run = Callable[[Any, Any], torch.Tensor]
 _STEP = "let run(model, batch) return the loss, without backward(), all_reduce() and step()"
-LOSS, GENERATORS = "the loss", "the random generators"
+LOSS, GENERATORS, OTHERS = "the loss", "the random generators", "gradients outside of the model"
 
 
 class Runner:
@@ -35,6 +38,7 @@ class Runner:
             *(f"gradient of {name!r}" for name in self._parameters),
             *(f"buffer {name!r}" for name in self._buffers),
             GENERATORS,
+            OTHERS,
         )
 
     def digests(self, parcel: Parcel, around: AbstractContextManager[object] | None = None) -> tuple[int, ...]:
@@ -43,16 +47,20 @@ class Runner:
         ``around``: entered for forward and backward.
 
         Raises:
-            TypeError: ``run`` returns no loss. ValueError: ``run`` called backward itself.
+            TypeError: ``run`` returns no loss. ValueError: ``run`` called backward or step itself.
             Exception: any failure of ``run`` or of backward.
         """
         self._saved.begin_run(parcel.generators, parcel.tensors)
-        with _as_in_training(), around or nullcontext():
+        with _as_in_training(), _without_steps(), around or nullcontext():
             loss = self._run(self._model, parcel.batch)
             self._check(loss)
-            loss.backward()  # type: ignore[no-untyped-call]
+            others = other_leaves(loss, {id(parameter) for parameter in self._module.parameters()})
+            with gradients_set_aside(others):
+                loss.backward()  # type: ignore[no-untyped-call]
+                text = _describe_gradients(others)
+        self._check_gradients()
         with torch.no_grad():
-            results = describe_items([StateItem("", name, value) for name, value in self._results(loss)])
+            results = describe_items([StateItem("", name, value) for name, value in self._results(loss, text)])
         return tuple(fingerprint(results[name].encode()) for name in self.names)
 
     def _check(self, loss: object) -> None:
@@ -69,20 +77,37 @@ class Runner:
         if not loss.requires_grad:
             raise ValueError(f"run returned a loss without a graph, expected a loss that requires grad; {_STEP}")
 
-    def _results(self, loss: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | str]]:
-        """The results in the order of ``names``."""
+    def _check_gradients(self) -> None:
+        trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        if trained and all(parameter.grad is None for parameter in trained):
+            raise ValueError(
+                "the loss of run depends on no parameter of the model, expected gradients to compare; compute the loss "
+                "with the first argument of run(model, batch)"
+            )
+
+    def _results(self, loss: torch.Tensor, others: str) -> Iterator[tuple[str, torch.Tensor | str]]:
+        """The results in the order of ``names``. ``others``: as text, the gradients outside of the model."""
         parameters = dict(self._module.named_parameters(remove_duplicate=False))
         buffers = dict(self._module.named_buffers(remove_duplicate=False))
         states = generator_states(self._module)
-        digests = digest_each([states.pop("cpu"), *states.pop("devices")])
+        digests = digest_each([states.pop("cpu"), *states.pop("devices"), *states.pop("modules").values()])
         values = [
             loss.detach(),
             *(parameters[name].grad for name in self._parameters),
             *(buffers.get(name) for name in self._buffers),
             repr((digests, states)),
+            others,
         ]
         for name, value in zip(self.names, values, strict=True):
             yield name, comparable(value) if isinstance(value, torch.Tensor) else value or NONE
+
+
+def _describe_gradients(leaves: Sequence[torch.Tensor]) -> str:
+    """The gradients of ``leaves`` as text: dtypes, shapes and digests."""
+    grads = [leaf.grad for leaf in leaves]
+    with torch.no_grad():
+        values = [NONE if grad is None else comparable(grad) for grad in grads]
+        return repr(describe_items([StateItem("", str(index), value) for index, value in enumerate(values)]))
 
 
 @contextmanager
@@ -90,3 +115,19 @@ def _as_in_training() -> Iterator[None]:
     """The modes of a training loop, whatever the modes of the caller."""
     with torch.enable_grad(), private_forwards():
         yield
+
+
+@contextmanager
+def _without_steps() -> Iterator[None]:
+    """In the block ``step()`` of any optimizer is an error on this thread: its state is not put back."""
+    thread = threading.get_ident()
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if threading.get_ident() == thread:
+            raise ValueError(f"run called step() of {type(optimizer).__name__}, expected no step in run; {_STEP}")
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -35,7 +35,7 @@ class Passes:
         if data.numel() and (unknown := unknown_classes(data, self._classes)):
             raise TypeError(
                 f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
-                "of one structure on all ranks"
+                "of one structure on all ranks; use the same classes on all ranks"
             )
 
     def run(self, data: torch.Tensor, *, with_operations: bool) -> tuple[Digests, list[Operation]]:

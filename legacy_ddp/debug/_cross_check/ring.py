@@ -8,7 +8,7 @@ import torch
 from legacy_ddp._transport.call import Call
 from legacy_ddp.debug._cross_check.exchange import failing_together, gather_sizes, pass_on
 from legacy_ddp.debug._cross_check.passes import Passes
-from legacy_ddp.debug._cross_check.verdict import Digests
+from legacy_ddp.debug._cross_check.verdict import Digests, differing_batches
 from legacy_ddp.debug._operations.operation import Operation
 
 
@@ -25,6 +25,12 @@ class Ring:
     foreign: Sequence[Digests | None]
     is_captured: bool
     operations: dict[int, list[Operation]] = field(default_factory=dict)
+
+    @property
+    def is_different_everywhere(self) -> bool:
+        """Whether every one of several batches had other results in its second run."""
+        batches = sum(map(bool, self.sizes))
+        return 1 < batches == len(differing_batches(self.own, self.foreign))
 
 
 def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations: bool) -> Ring:
@@ -44,8 +50,8 @@ def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations:
             passes.check_classes(received)
     held, operations = {rank: data, (rank - 1) % size: received}, dict[int, list[Operation]]()
     rows = []
-    for batch in (rank, (rank - 1) % size):
-        with call.phase("run"), failing_together(call, "run"):
+    for batch, what in ((rank, "run"), ((rank - 1) % size, "run with the batch of the rank before")):
+        with call.phase("run"), failing_together(call, what):
             digests: Digests = (0,) * len(passes.names)
             if sizes[batch]:
                 digests, operations[batch] = passes.run(held[batch], with_operations=with_operations)

@@ -1,6 +1,6 @@
 """The state of the model and of the process around runs of a batch: set aside before, and put back bit for bit."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -11,36 +11,53 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._replicas.digest import as_bytes, is_digestible
 from legacy_ddp.debug._cross_check.generators import generator_states, restore_generators
 
+_NOTHING: Mapping[str, torch.Tensor] = {}
+
 
 @contextmanager
-def state_set_aside(module: nn.Module) -> Iterator["SavedState"]:
+def state_set_aside(
+    module: nn.Module, others: Sequence[nn.Module] = (), statistics: Mapping[str, torch.Tensor] = _NOTHING
+) -> Iterator["SavedState"]:
     """For the block gradients are gone, and backward calls no hook on a parameter after the accumulation.
 
     Afterwards every ``.grad`` is the same tensor as before, with its bits. Parameters, buffers, their version counters,
-    training flags and random generators are as before. Not put back: state outside of torch modules, for example a
-    counter in Python.
+    training flags and random generators are as before. ``others``: modules beside the model, with buffers and training
+    flags to put back. ``statistics``: buffers of these modules, which travel with a batch, by name. Not put back: state
+    outside of torch modules, for example a counter in Python.
     """
     parameters = list(module.parameters())
-    saved = SavedState(module)
+    saved = SavedState(module, others, statistics)
     with ExitStack() as stack:
         stack.enter_context(internals.without_accumulate_hooks(parameters))
         stack.callback(torch.clear_autocast_cache)
         stack.callback(saved.restore)
-        stack.enter_context(internals.preserved_versions([*parameters, *module.buffers()]))
+        stack.enter_context(internals.preserved_versions(saved.tensors))
         yield saved
 
 
 class SavedState:
-    """The state of a module, and of the random generators. Holds a copy of all parameters and buffers."""
+    """The state of a module and of the modules beside it, and of the random generators.
 
-    def __init__(self, module: nn.Module) -> None:
+    Holds a copy of all parameters and buffers of the module, and of the buffers of the other modules.
+    """
+
+    def __init__(
+        self, module: nn.Module, others: Sequence[nn.Module] = (), statistics: Mapping[str, torch.Tensor] = _NOTHING
+    ) -> None:
         self.generators = generator_states(module)
-        self._module = module
+        self._module, self._statistics = module, statistics
         self._gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-        self._tensors = [(item, item.detach().clone()) for item in (*module.parameters(), *module.buffers())]
+        held = [*module.parameters(), *(buffer for item in (module, *others) for buffer in item.buffers())]
+        self._tensors = [(item, item.detach().clone()) for item in {id(item): item for item in held}.values()]
+        children = {id(child): child for item in (module, *others) for child in item.modules()}
         self._modules = [
-            (child, child.training, dict(child._parameters), dict(child._buffers)) for child in module.modules()
+            (child, child.training, dict(child._parameters), dict(child._buffers)) for child in children.values()
         ]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors whose values are put back."""
+        return [tensor for tensor, _ in self._tensors]
 
     def begin_run(self, generators: Mapping[str, Any], own: Mapping[str, torch.Tensor]) -> None:
         """Begin with the saved state again: no gradients, ``generators``, and the values ``own`` by tensor name."""
@@ -49,7 +66,8 @@ class SavedState:
             parameter.grad = None
         restore_generators(self._module, dict(generators))
         parameters = self._module.named_parameters(remove_duplicate=False)
-        tensors = {**dict(parameters), **dict(self._module.named_buffers(remove_duplicate=False))}
+        buffers = self._module.named_buffers(remove_duplicate=False)
+        tensors = {**dict(parameters), **dict(buffers), **self._statistics}
         for name, value in own.items():
             tensors[name].data.copy_(value)
         torch.clear_autocast_cache()  # a cached copy of a weight would save the second run an operation

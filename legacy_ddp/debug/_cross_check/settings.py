@@ -27,7 +27,7 @@ def settings_of(
     return {
         **{name: fact for name, fact in facts.items() if name not in _OWN_FACTS},
         **{f"autocast of {kind}": _autocast(kind) for kind in sorted({"cpu", *(device.type for device in devices)})},
-        **{f"{MODULE} {name!r}": "training" if child.training else "eval" for name, child in module.named_modules()},
+        **{f"{MODULE}{name!r}": "training" if child.training else "eval" for name, child in module.named_modules()},
         **numbers,
     }
 

@@ -26,7 +26,7 @@ def difference_from(row: dict[str, Any]) -> OperationDifference:
             **_sides(row),
             "differing": tuple(row["differing"]),
             "origin": Origin(**{**row["origin"], **_writers(row["origin"])}),
-            "earlier": tuple(Gap(**{**gap, **_sides(gap)}) for gap in row["earlier"]),
+            **{name: tuple(Gap(**{**gap, **_sides(gap)}) for gap in row[name]) for name in ("earlier", "later")},
         }
     )
 

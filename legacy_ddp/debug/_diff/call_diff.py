@@ -9,12 +9,12 @@ from legacy_ddp.debug._diff.result import Cause
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import CallFacts
 
-SHAPE, DATA, MICRO_BATCHES = "micro-batch shape", "data", "micro-batches"
+SHAPE, DATA, MICRO_BATCHES, FORWARDS = "micro-batch shape", "data", "micro-batches", "forward passes"
 SAMPLE_SIZE, TOOK_PART, GENERATORS = "sample_size", "took part", "random generators"
 TOTALS = "micro-batches of all ranks", "sample_size of all ranks"
 
 # Likeliest first.
-_ORDER = (SHAPE, DATA, MICRO_BATCHES, SAMPLE_SIZE, TOOK_PART, GENERATORS)
+_ORDER = (SHAPE, DATA, MICRO_BATCHES, FORWARDS, SAMPLE_SIZE, TOOK_PART, GENERATORS)
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class CallDifferences:
             if a is None or b is None:
                 self._inputs_known.pop(rank, None)
                 continue
-            self._inputs_known[rank] = a.inputs_complete and b.inputs_complete
+            self._inputs_known[rank] = all(call.inputs_complete and _counts_micro_batches(call) for call in (a, b))
             for kind, left, right, detail in _differences(a, b):
                 if kind not in kinds:
                     kinds.add(kind)
@@ -122,8 +122,11 @@ def _total_input_cause(a: dict[int, StepTotals], b: dict[int, StepTotals]) -> It
 def _differences(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
     """Kind, value in A, value in B and detail of every difference."""
     yield from _first_input_difference(a, b)
-    if a.micro_batches != b.micro_batches:
-        yield MICRO_BATCHES, str(a.micro_batches), str(b.micro_batches), ""
+    if _counts_micro_batches(a) and _counts_micro_batches(b):
+        if a.micro_batches != b.micro_batches:
+            yield MICRO_BATCHES, str(a.micro_batches), str(b.micro_batches), ""
+        elif a.forwards != b.forwards:
+            yield FORWARDS, str(a.forwards), str(b.forwards), ""
     if a.sample_size != b.sample_size:
         yield SAMPLE_SIZE, str(a.sample_size), str(b.sample_size), ""
     if a.took_part != b.took_part:
@@ -135,10 +138,11 @@ def _differences(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, st
 def _first_input_difference(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
     if not a.inputs or not b.inputs:  # not recorded, or no forward pass
         return
-    for index in range(max(len(a.inputs), len(b.inputs))):
+    number = (min if a.forwards != b.forwards else max)(len(a.inputs), len(b.inputs))
+    for index in range(number):
         left, right = (call.inputs[index] if index < len(call.inputs) else ("nothing", "") for call in (a, b))
         if left != right:
-            yield *_input_difference(left, right), _input_position(index, a)
+            yield *_input_difference(left, right), _input_position(index, a, b)
             return
 
 
@@ -147,10 +151,17 @@ def _input_difference(a: tuple[str, str], b: tuple[str, str]) -> tuple[str, str,
     return (SHAPE, a[0], b[0]) if a[0] != b[0] else (DATA, " ".join(a), " ".join(b))
 
 
-def _input_position(index: int, call: CallFacts) -> str:
-    if len(call.inputs) == call.forwards:
-        return f"forward pass {index + 1} of {call.forwards}"
-    return f"input tensor {index + 1} of {call.forwards} forward passes"
+def _counts_micro_batches(call: CallFacts) -> bool:
+    """Whether the number of micro-batches is known: a call for a plain module takes part, and counts none."""
+    return call.micro_batches > 0 or not call.took_part
+
+
+def _input_position(index: int, a: CallFacts, b: CallFacts) -> str:
+    """``forward pass 2 of 3``; ``forward pass 2`` with another number of forward passes in A and B."""
+    of_all = f" of {a.forwards}" if a.forwards == b.forwards else ""
+    if all(len(call.inputs) == call.forwards for call in (a, b)):
+        return f"forward pass {index + 1}{of_all}"
+    return f"input tensor {index + 1}{of_all} forward passes" if of_all else f"input tensor {index + 1}"
 
 
 def _cause(kind: str, found: list[_CallDifference]) -> Cause:

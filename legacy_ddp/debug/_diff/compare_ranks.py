@@ -9,7 +9,7 @@ from legacy_ddp.debug._diff.environment_diff import EXCLUDED, by_likelihood
 from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.locations import MAX_OTHERS, Key, merge
-from legacy_ddp.debug._diff.notes import NO_OPTIMIZER, local_buffer_notes, phase_labels
+from legacy_ddp.debug._diff.notes import local_buffer_notes, optimizer_notes, phase_labels
 from legacy_ddp.debug._diff.operation_finding import with_operations
 from legacy_ddp.debug._diff.operation_ranks import RankOperations
 from legacy_ddp.debug._diff.rank_details import read_divergences, read_masks
@@ -86,14 +86,12 @@ def _result(
     notes = digests.run_coverage.notes()
     if digests.missing:
         notes.append(f"not compared, for not all ranks recorded it: {', '.join(phase_labels(digests.missing))}")
-    if "settings" not in digests.run_coverage.phases:
-        notes.append(NO_OPTIMIZER)
+    notes += optimizer_notes([run], digests.run_coverage.phases)
     notes += local_buffer_notes(run.environments[0].local_buffers)
     if verdict == "same":
         notes += [f"{cause.what} differs between ranks and changed no bit" for cause in _causes(run)]
-    operations = RankOperations(
-        run, [step for step in sorted(digests.operation_steps) if first_step is None or step <= first_step]
-    )
+    compared = {k: v for k, v in digests.micro_batches.items() if first_step is None or k <= first_step}
+    operations = RankOperations(run, compared)
     return Comparison(
         (str(run.folder),),
         verdict,

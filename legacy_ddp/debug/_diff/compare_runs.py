@@ -161,9 +161,15 @@ class _RunComparison:
         found, steps = self._found, self._coverage.any_steps
         texts = notes.step_notes(found.runs, found.run_coverages, steps) + self._coverage.notes()
         if not found.equal_sizes:
-            texts += notes.world_size_notes(*found.runs, found.local_buffers, inputs_compared=found.reproducible)
+            texts += notes.world_size_notes(
+                found.runs,
+                found.local_buffers,
+                inputs_compared=found.reproducible,
+                has_operations=any(run_coverage.operations.steps for run_coverage in found.run_coverages),
+            )
         if steps:
-            texts += notes.phase_notes(found.run_coverages, PHASES if found.equal_sizes else SHARED_PHASES)
+            phases = PHASES if found.equal_sizes else SHARED_PHASES
+            texts += notes.phase_notes(found.runs, found.run_coverages, phases)
         if self._a.folder.resolve() == self._b.folder.resolve():
             texts.append("A and B are the same folder")
         texts += self._rank_problems

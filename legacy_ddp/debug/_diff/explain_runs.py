@@ -40,19 +40,19 @@ def _local_gradients(evidence: Evidence) -> Iterator[str]:
     yield "Local gradients are the first to differ: other inputs, another computation, or another state before it."
     yield from _only_side(evidence)
     data = evidence.causes & {call_diff.DATA, call_diff.SHAPE}
-    batches = call_diff.MICRO_BATCHES in evidence.causes
+    batches = evidence.causes & {call_diff.MICRO_BATCHES, call_diff.FORWARDS}
     random = call_diff.GENERATORS in evidence.causes
     if call_diff.SHAPE in data:
         yield "The forward passes were given micro-batches of another shape."
     if data == {call_diff.DATA}:
         yield "The forward passes were given other data."
     if batches:
-        yield "The runs took another number of micro-batches."
+        yield f"The runs took another number of {' and of '.join(sorted(batches))}."
     if random:
         yield "Random generators differ, so dropout may have drawn other masks."
     if not data and not evidence.inputs_known:
         yield "Whether the data differ cannot be told: not all inputs were recorded."
-    equal_data = evidence.inputs_known and not data
+    equal_data = evidence.inputs_known and not data and not batches
     equal_random = evidence.generators_known and not random
     if equal_data:
         yield "The forward passes were given equal data, so the data are ruled out."

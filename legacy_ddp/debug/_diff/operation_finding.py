@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from legacy_ddp._compare import MISSING
 from legacy_ddp.debug._diff.result import OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._operations.align import aligned, differing
-from legacy_ddp.debug._operations.describe import Labels, alone, at, details, short, summary
-from legacy_ddp.debug._operations.difference import Gap, OperationDifference
+from legacy_ddp.debug._operations.describe import Labels, at, before, details, short, summary
+from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Facts, explain
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.records import Environment
@@ -45,7 +45,7 @@ def finding(
         module=first.module,
         name=first.name,
         details=tuple(details(found, labels)),
-        earlier=tuple(_gap_text(gap, labels) for gap in found.earlier),
+        earlier=tuple(before(gap, labels) for gap in found.earlier),
         rows=tuple(_Table(*operations, labels, judge).rows(found)),
     )
 
@@ -79,10 +79,6 @@ def judge_values(a: Operation, b: Operation) -> str:
     return "agrees" if a == b else "values agree, settings differ"
 
 
-def _gap_text(gap: Gap, labels: Labels) -> str:
-    return " and ".join(alone(gap.a, gap.b, labels))
-
-
 class _Table:
     """Rows of operations of both sides."""
 
@@ -95,9 +91,10 @@ class _Table:
         end_a, end_b = start_a + len(found.a), start_b + len(found.b)
         before_a, before_b = (range(max(0, start - ROWS_BEFORE), start) for start in (start_a, start_b))
         yield from self._aligned(before_a, before_b)
-        if found.kind == "sequence":
-            yield from self._single(range(start_a, min(end_a, start_a + MAX_FIRST)), 0, is_first=True)
-            yield from self._single(range(start_b, min(end_b, start_b + MAX_FIRST)), 1, is_first=True)
+        if found.kind in ("sequence", "order"):
+            result = "in another order" if found.kind == "order" else ""
+            yield from self._single(range(start_a, min(end_a, start_a + MAX_FIRST)), 0, result, is_first=True)
+            yield from self._single(range(start_b, min(end_b, start_b + MAX_FIRST)), 1, result, is_first=True)
         else:
             yield self._pair(start_a, start_b, is_first=True)
         after_a, after_b = (
@@ -117,11 +114,14 @@ class _Table:
     def _pair(self, i: int, j: int, *, is_first: bool = False) -> OperationRow:
         return _row(self._a[i], (i + 1, j + 1), self._judge(self._a[i], self._b[j]), is_first=is_first)
 
-    def _single(self, positions: Iterable[int], side: int, *, is_first: bool = False) -> Iterator[OperationRow]:
+    def _single(
+        self, positions: Iterable[int], side: int, result: str = "", *, is_first: bool = False
+    ) -> Iterator[OperationRow]:
         operations = (self._a, self._b)[side]
+        result = result or f"only {at(self._labels[side])}"
         for index in positions:
             numbers = (index + 1, None) if side == 0 else (None, index + 1)
-            yield _row(operations[index], numbers, f"only {at(self._labels[side])}", is_first=is_first)
+            yield _row(operations[index], numbers, result, is_first=is_first)
 
 
 def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:

@@ -7,11 +7,15 @@ from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.operation_finding import agreement, differing_facts, finding, judge_values
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding
+from legacy_ddp.debug._operations.after_backward import with_after_backward
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import Labels
+from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._trace.coverage import span
 
 _LABELS: Labels = ("A", "B")
+# Phases with tensors that operations of forward and backward write. Others follow from the reduction or the optimizer.
+_WRITTEN = ("local_gradients", "parameters", "buffers")
 _SAME_COMPUTATION = "Forward and backward computed the same."
 _UNSEEN = (
     "Forward and backward computed the same, as far as recorded: gradients were written to after backward, or by "
@@ -36,9 +40,9 @@ class RunOperations:
                 self._compare(rank, pair, step)
 
     def finding(self, first: Divergence | None) -> OperationFinding | None:
-        """The first different operation in the step of the first divergence, or in any step of runs without one.
+        """The first different operation in the step of the first divergence, else in any step.
 
-        None if that step has no operations in both, or if no step of runs without divergence has a difference.
+        None if the step has no operations in both, or if no step of runs without a divergence has a difference.
         """
         if first is None:
             return self._first(min(self._findings, default=(0, 0))[0])
@@ -70,22 +74,51 @@ class RunOperations:
             yield f"operations: recorded {sides[0]} A and {sides[1]} B: not compared"
 
     def _compare(self, rank: int, pair: Pair, step: int) -> None:
-        operations = pair.a.operations(step), pair.b.operations(step)
+        operations = with_after_backward(pair.a.operations(step)), with_after_backward(pair.b.operations(step))
         self._counts.setdefault(step, (len(operations[0]), len(operations[1])))
         facts = differing_facts(pair.a.environment, pair.b.environment)
         if found := first_difference(*operations):
             self._findings[step, rank] = finding(
-                step, operations, found, labels=_LABELS, ranks=(rank,), facts=facts, judge=judge_values
+                step,
+                operations,
+                _with_tensors(found, pair, step),
+                labels=_LABELS,
+                ranks=(rank,),
+                facts=facts,
+                judge=judge_values,
             )
 
     def _first(self, step: int, preferred: tuple[int, ...] = ()) -> OperationFinding | None:
-        """The finding on the lowest of the preferred ranks, or of all ranks; with all ranks that have the same."""
+        """The finding on the lowest of the preferred ranks, or of all ranks; with all ranks of equal findings."""
         found = {rank: item for (of_step, rank), item in self._findings.items() if of_step == step}
         if not found:
             return None
         chosen = found[min([rank for rank in found if rank in preferred] or found)]
         alike = [rank for rank, item in found.items() if _place(item) == _place(chosen)]
         return replace(chosen, ranks=tuple(sorted(alike)))
+
+
+def _with_tensors(found: OperationDifference, pair: Pair, step: int) -> OperationDifference:
+    """The difference, with what the trace tells about arguments of forward passes and about tensors of the step."""
+    differs = (
+        phase for phase in pair.compared_phases(step) if pair.a.digest(step, phase) != pair.b.digest(step, phase)
+    )
+    return replace(
+        found,
+        origin=replace(found.origin, is_argument=_is_argument(found, pair, step)),
+        tensors_differ=found.has_effect is False and next(differs, "") in _WRITTEN,
+    )
+
+
+def _is_argument(found: OperationDifference, pair: Pair, step: int) -> bool:
+    """Whether the first differing input is an argument of the forward passes, in both runs."""
+    if found.kind != "input" or not found.differing_values:
+        return False
+    for trace, value in zip((pair.a, pair.b), found.differing_values[0], strict=True):
+        call = trace.call(step)
+        if call is None or value.digest not in {digest for _, digest in call.inputs}:
+            return False
+    return True
 
 
 def _place(found: OperationFinding) -> tuple[str, ...]:

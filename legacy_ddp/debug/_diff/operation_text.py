@@ -15,7 +15,7 @@ def lines(found: OperationFinding) -> Iterator[str]:
     for item in found.details:
         yield from wrap(item, "    ")
     for item in found.earlier[:MAX_SIDES]:
-        yield from wrap(f"before, without influence: {item}", "  ")
+        yield from wrap(item, "  ")
     yield from wrap(f"meaning: {found.meaning}", "  ")
     if found.next_step:
         yield from wrap(f"next: {found.next_step}", "  ")

@@ -22,9 +22,9 @@ class RankDigests:
     """A 64-bit digest for every shared phase, step and rank.
 
     Memory: 40 bytes per step and rank, 40 MB for 1,000 ranks and 1,000 steps. ``phases``: the compared phases.
-    ``missing``: phases which some ranks did not record. ``operation_steps``: steps with operations on every rank.
-    ``by_content``: digests do not depend on the order of names;
-    every section is parsed.
+    ``missing``: phases which some ranks did not record. ``micro_batches``: for each step with operations on every
+    rank their numbers of micro-batches. ``by_content``: digests do not depend on the order of names; every section is
+    parsed.
     """
 
     def __init__(self, run: Run, keep: Keep, progress: Progress, *, by_content: bool = False) -> None:
@@ -32,7 +32,7 @@ class RankDigests:
         self._tensors: Counter[Key] = Counter()
         self.names_agree = True
         self.steps: list[int] = []
-        self.operation_steps: set[int] = set()
+        self.micro_batches: dict[int, list[int]] = {}
         self._keep = keep
         self._by_content = by_content
         self._names: set[Names] = set()
@@ -87,8 +87,12 @@ class RankDigests:
         self.run_coverage.add(rank, trace)
         if rank == 0:
             self.steps = list(trace.steps)
-            self.operation_steps = {*trace.operation_counts}
-        self.operation_steps &= {*trace.operation_counts}
+            self.micro_batches = {step: [] for step in trace.micro_batches}
+        self.micro_batches = {
+            step: [*numbers, trace.micro_batches[step]]
+            for step, numbers in self.micro_batches.items()
+            if step in trace.micro_batches
+        }
         recorded = set(trace.steps)
         self._excluded.update((step, _WHOLE_STEP) for step in self.steps if step not in recorded)
         names: dict[int, tuple[Names, int]] = {}

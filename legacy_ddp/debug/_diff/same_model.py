@@ -8,6 +8,8 @@ from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._trace.read import RankTrace
 
 _MAX_NAMED = 3
+# torch.compile(module) is a module around the module, which names its parameters so; module.compile() is not.
+_COMPILED = "_orig_mod."
 
 
 def check_same_model(pair: Pair, a: Path, b: Path) -> None:
@@ -31,8 +33,17 @@ def check_same_model(pair: Pair, a: Path, b: Path) -> None:
     if any(found):
         raise TraceError(
             f"A ({a}) and B ({b}) hold other parameters: got {'; '.join(filter(None, found))}; expected the same in "
-            "both; compare runs of one model"
+            f"both; {_advice(left, right)}"
         )
+
+
+def _advice(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+    a, b = ({name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right))
+    if a == b:
+        return (
+            f"the names differ by {_COMPILED!r} of torch.compile(module) alone; use module.compile(), which keeps names"
+        )
+    return "compare runs of one model"
 
 
 def _differ(a: Mapping[str, str], b: Mapping[str, str], name: str) -> bool:

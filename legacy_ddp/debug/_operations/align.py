@@ -2,13 +2,16 @@
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from legacy_ddp.debug._operations.blocks import Block, blocks
-from legacy_ddp.debug._operations.difference import Gap, OperationDifference, Origin
+from legacy_ddp.debug._operations.difference import Gap, OperationDifference, Origin, other_parameters
+from legacy_ddp.debug._operations.influence import with_influence, writes_in_place
 from legacy_ddp.debug._operations.operation import Operation, Value
+from legacy_ddp.debug._operations.order import reordered
 
-# Gaps before a difference, beyond which no more are kept.
-_MAX_EARLIER = 10
+# Gaps before a difference or behind it, beyond which no more are kept.
+_MAX_GAPS = 10
 
 
 def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
@@ -16,13 +19,14 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
 
     Operations are aligned by stage, module and name. The first pair with different values decides: with equal inputs
     and different outputs the operation is the culprit; a different input came in with the data or the weights, from
-    operations of one sequence alone, or by a write that is no operation. Without different values, the first operations
-    of one sequence alone are the difference, and last the first operation with different settings, layout or generator.
+    operations of one sequence alone, or by a write that is no operation. Without different values
+    the difference is the first of: an operation that takes a different parameter with equal bits; operations of a
+    single sequence with influence; operations of a single sequence; different settings, layout or generator.
 
     Time and memory are linear in the number of operations.
     """
     gaps: list[Gap] = []
-    form: OperationDifference | None = None
+    forms: list[tuple[int, int]] = []
     waiting = deque(aligned(a, b))
     while waiting:
         block = waiting.popleft()
@@ -33,14 +37,14 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
             if a[i] == b[j]:
                 continue
             if not _values_differ(a[i], b[j]):
-                form = form or OperationDifference("form", i, j, (a[i],), (b[j],), has_effect=False)
+                forms.append((i, j))
             elif moved := _moved(a, b, i, j, waiting[0]) if waiting else ():
                 waiting.popleft()
                 waiting.extendleft(reversed(moved))
                 break
             else:
                 return _value_difference(a, b, i, j, gaps)
-    return sequence_difference(gaps[0], has_effect=False) if gaps else form
+    return _without_other_values(a, b, gaps, forms)
 
 
 def _moved(
@@ -81,8 +85,36 @@ def sequence_difference(
     gap: Gap, earlier: Iterable[Gap] = (), *, has_effect: bool | None = True
 ) -> OperationDifference:
     """A gap as a difference."""
-    kept = tuple(earlier)[:_MAX_EARLIER]
+    kept = tuple(earlier)[:_MAX_GAPS]
     return OperationDifference("sequence", gap.start_a, gap.start_b, gap.a, gap.b, earlier=kept, has_effect=has_effect)
+
+
+def _without_other_values(
+    a: Sequence[Operation], b: Sequence[Operation], gaps: Sequence[Gap], forms: Sequence[tuple[int, int]]
+) -> OperationDifference | None:
+    """The difference of sequences with equal values. ``forms``: pairs of operations that differ in form."""
+    gaps = with_influence(gaps, a, b)
+    passed = next(((i, j) for i, j in forms if other_parameters(a[i], b[j])), None)
+    if gaps and passed is None:
+        first = next((index for index, gap in enumerate(gaps) if gap.has_influence), 0)
+        found = _gap_difference(a, b, gaps[first], gaps[:first], has_effect=False)
+        return found if found.kind == "order" else replace(found, later=tuple(gaps[first + 1 :][:_MAX_GAPS]))
+    if not forms:
+        return None
+    i, j = passed or forms[0]
+    number = sum(gap.start_a <= i and gap.start_b <= j for gap in gaps)
+    earlier, later = (tuple(part[:_MAX_GAPS]) for part in (gaps[:number], gaps[number:]))
+    return OperationDifference("form", i, j, (a[i],), (b[j],), earlier=earlier, later=later, has_effect=False)
+
+
+def _gap_difference(
+    a: Sequence[Operation], b: Sequence[Operation], gap: Gap, earlier: Iterable[Gap], *, has_effect: bool
+) -> OperationDifference:
+    """The gap as a difference, or the operations from there on that differ in their order alone."""
+    found = sequence_difference(gap, earlier, has_effect=has_effect)
+    left, right = a[gap.start_a :], b[gap.start_b :]
+    count = reordered(left, right, aligned(left, right))
+    return replace(found, kind="order", a=tuple(left[:count]), b=tuple(right[:count])) if count else found
 
 
 def _values_differ(a: Operation, b: Operation) -> bool:
@@ -93,12 +125,13 @@ def _value_difference(
     a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, gaps: Sequence[Gap]
 ) -> OperationDifference:
     """The difference of a pair of operations with other inputs or outputs."""
-    earlier = tuple(gaps[:_MAX_EARLIER])
+    gaps = with_influence(gaps, a, b)
+    earlier = tuple(gaps[:_MAX_GAPS])
     if inputs := differing(a[i].inputs, b[j].inputs):
         origin = _origin(a, b, i, j, inputs[0])
         found = OperationDifference("input", i, j, (a[i],), (b[j],), inputs, origin, earlier)
         cause = _cause(gaps, found)
-        return sequence_difference(cause, gaps[: gaps.index(cause)]) if cause else found
+        return _gap_difference(a, b, cause, gaps[: gaps.index(cause)], has_effect=True) if cause else found
     outputs = differing(a[i].outputs, b[j].outputs)
     return OperationDifference("output", i, j, (a[i],), (b[j],), outputs, earlier=earlier)
 
@@ -137,7 +170,7 @@ def _may_write(gap: Gap, origin: Origin) -> bool:
     """Whether an operation in place stands in the gap, after the tensor was written."""
     if gap.start_a <= (origin.writer_a or -1) or gap.start_b <= (origin.writer_b or -1):
         return False
-    return any(item.name.partition(".")[0].endswith("_") for item in (*gap.a, *gap.b))
+    return any(map(writes_in_place, (*gap.a, *gap.b)))
 
 
 def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, position: int) -> Origin:
@@ -147,7 +180,8 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
     name = a[i].parameters[position] if a[i].parameters[position] == b[j].parameters[position] else ""
     writers = _writer(a, i, left[position]), _writer(b, j, right[position])
     operations = [None if at is None else side[at] for side, at in zip((a, b), writers, strict=True)]
-    return Origin(name, *writers, last_reader(a, i, name), *operations)
+    reader = last_reader(a, i, name) if last_reader(b, j, name) is not None else None
+    return Origin(name, *writers, reader, operations[0], operations[1])
 
 
 def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:

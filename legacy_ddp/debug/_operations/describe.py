@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.difference import Gap, OperationDifference
 from legacy_ddp.debug._operations.operation import Operation, Value
 
 Labels = tuple[str, str]
@@ -12,12 +12,19 @@ Labels = tuple[str, str]
 
 _MAX_SETTINGS = 120  # characters
 _MAX_NAMES = 3  # of operations of one side alone
+_KEPT = "; p is the probability of keeping an element, 0.5 by default, and dropout has 1 - p"
+_MAX_LATER = 3  # gaps behind a difference
 
 
 def place(operation: Operation, names: Sequence[str] = ()) -> str:
     """``backward of encoder.layers.3.linear1 (aten::mm)``; ``names``: of several operations there."""
-    where = f"of {operation.module}" if operation.module else "outside of submodules"
-    return f"{operation.stage} {where} ({', '.join(names) or short(operation)})"
+    return f"{_where(operation)} ({', '.join(names) or short(operation)})"
+
+
+def _where(operation: Operation) -> str:
+    if operation.stage == "after backward":
+        return "outside of modules, after the backward pass"
+    return f"{operation.stage} {f'of {operation.module}' if operation.module else 'outside of submodules'}"
 
 
 def short(operation: Operation) -> str:
@@ -26,7 +33,13 @@ def short(operation: Operation) -> str:
 
 
 def module_of(operation: Operation) -> str:
-    return operation.module or "the code outside of submodules"
+    outside = "the code after backward()" if operation.stage == "after backward" else "the code outside of submodules"
+    return operation.module or outside
+
+
+def code_of(operation: Operation) -> str:
+    """``the code of encoder``, or ``the code outside of submodules``."""
+    return f"the code of {operation.module}" if operation.module else module_of(operation)
 
 
 def summary(found: OperationDifference, labels: Labels) -> str:
@@ -36,9 +49,13 @@ def summary(found: OperationDifference, labels: Labels) -> str:
         return f"{here}: inputs agree, {_positions(found.differing, len(found.a[0].outputs), 'output')}"
     if found.kind == "input":
         return f"{here}: all operations before agree, {_inputs(found)}"
+    if found.passed:
+        return f"{here}: input {found.passed[0] + 1} is another tensor with equal bits"
     if found.kind == "form":
-        return f"{here}: {' and '.join(aspects_of(found))} differ"
-    return _sequence(found, labels)
+        return f"{here}: {listed(aspects_of(found))} differ"
+    if found.kind == "order":
+        return _order(found, labels)
+    return "; ".join(alone(found.a, found.b, labels))
 
 
 def _inputs(found: OperationDifference) -> str:
@@ -57,24 +74,36 @@ def _positions(differing: Sequence[int], number: int, noun: str) -> str:
     return f"{noun}s {numbers} of {number} differ" if len(differing) > 1 else f"{noun} {numbers} of {number} differs"
 
 
-def _sequence(found: OperationDifference, labels: Labels) -> str:
-    return "; ".join(alone(found.a, found.b, labels))
+def _order(found: OperationDifference, labels: Labels) -> str:
+    """``the same 4 operations in another order: forward of a (mm) first in A, forward of b (mm) first in B``."""
+    first = [f"{_first_place(side)[0]} first" for side in (found.a, found.b)]
+    return f"the same {count(len(found.a))} in another order: {both(first, labels)}"
 
 
 def alone(a: Sequence[Operation], b: Sequence[Operation], labels: Labels) -> Iterator[str]:
     """``2 operations only in A: forward of b2 (aten::relu, aten::detach)``, for each side with operations."""
     for label, operations in zip(labels, (a, b), strict=True):
         if operations:
-            yield f"{count(len(operations))} only {at(label)}{_first_place(operations)}"
+            text, is_only = _first_place(operations)
+            yield f"{count(len(operations))} only {at(label)}{':' if is_only else ', the first:'} {text}"
 
 
-def _first_place(operations: Sequence[Operation]) -> str:
-    """The first place, with the first names there; ``, first`` before it if there are more places or names."""
+def before(gap: Gap, labels: Labels) -> str:
+    """A gap before the difference."""
+    return f"before{'' if gap.has_influence else ', without influence'}: {_of_gap(gap, labels)}"
+
+
+def _of_gap(gap: Gap, labels: Labels) -> str:
+    return " and ".join(alone(gap.a, gap.b, labels))
+
+
+def _first_place(operations: Sequence[Operation]) -> tuple[str, bool]:
+    """The first place with the first names there, and whether there is no other place."""
     first = operations[0]
     here = [*takewhile(lambda item: (item.stage, item.module) == (first.stage, first.module), operations)]
     names = [*dict.fromkeys(map(short, here))]
-    is_all = len(here) == len(operations) and len(names) <= _MAX_NAMES
-    return f"{':' if is_all else ', first'} {place(first, names[:_MAX_NAMES])}"
+    named = names[:_MAX_NAMES] if len(names) <= _MAX_NAMES else [*names[:_MAX_NAMES], "..."]
+    return place(first, named), len(here) == len(operations)
 
 
 def count(number: int) -> str:
@@ -91,22 +120,35 @@ def both(texts: Sequence[str], labels: Labels) -> str:
     return ", ".join(f"{text} {at(label)}" for text, label in zip(texts, labels, strict=True))
 
 
+def listed(nouns: Sequence[str]) -> str:
+    """``settings, dtypes and shapes``."""
+    *others, last = nouns
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def sizes(shape: str) -> list[str]:
     """The sizes in the text of a shape."""
     return re.findall(r"\d+", shape)
 
 
 def aspects(a: Operation, b: Operation, *, of_ranks: bool = False) -> list[str]:
-    """Nouns for the differences of two operations besides their bits. ``of_ranks``: not for what follows from data."""
+    """Nouns for the differences of two operations besides their bits. ``of_ranks``: not for what follows from data.
+
+    With other numbers of tensors their dtypes, shapes and strides are not compared.
+    """
     tensors = (*a.inputs, *a.outputs), (*b.inputs, *b.outputs)
+    is_more = (len(a.inputs), len(a.outputs)) != (len(b.inputs), len(b.outputs))
+    parameters = [names[: min(len(a.inputs), len(b.inputs))] for names in (a.parameters, b.parameters)]
+    if is_more:
+        tensors = (), ()
     dtypes, shapes = ([[value.kind.partition(" ")[part] for value in side] for side in tensors] for part in (0, 2))
     layouts = [[value.layout for value in side] for side in tensors]
     dimensions = [[len(sizes(shape)) for shape in side] for side in shapes]
     found = {
         "settings": a.settings != b.settings,
-        "number of tensors": len(tensors[0]) != len(tensors[1]),
+        "number of tensors": is_more,
         "dtypes": dtypes[0] != dtypes[1],
-        "parameters": a.parameters != b.parameters,
+        "parameters": parameters[0] != parameters[1],
         "dimensions": of_ranks and dimensions[0] != dimensions[1],
         "shapes": not of_ranks and shapes[0] != shapes[1],
         "strides": not of_ranks and layouts[0] != layouts[1],
@@ -121,13 +163,15 @@ def aspects_of(found: OperationDifference) -> list[str]:
 
 
 def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
-    """A phrase for each differing value and setting."""
+    """A phrase for each differing value and setting, and for further operations of one side alone."""
     noun = "output" if found.kind == "output" else "input"
     for index, (a, b) in zip(found.differing[:3], found.differing_values, strict=False):
         yield _value(f"{noun} {index + 1}", a, b, labels)
-    if found.kind != "sequence":
+    if found.kind not in ("sequence", "order"):
         yield from _arguments(found.a[0], found.b[0], labels)
         yield from (_dtypes if found.has_effect is None else _circumstances)(found.a[0], found.b[0], labels)
+    for gap in found.later[:_MAX_LATER]:
+        yield f"later: {_of_gap(gap, labels)}"
 
 
 def _value(noun: str, a: Value, b: Value, labels: Labels) -> str:
@@ -139,7 +183,8 @@ def _value(noun: str, a: Value, b: Value, labels: Labels) -> str:
 
 def _arguments(a: Operation, b: Operation, labels: Labels) -> Iterator[str]:
     if a.settings != b.settings:
-        yield f"settings: {both([(text or 'none')[:_MAX_SETTINGS] for text in (a.settings, b.settings)], labels)}"
+        texts = [(text or "none given")[:_MAX_SETTINGS] for text in (a.settings, b.settings)]
+        yield f"settings: {both(texts, labels)}{_KEPT if a.name.startswith('aten::bernoulli_') else ''}"
     for index, names in enumerate(zip(a.parameters, b.parameters, strict=False)):
         if names[0] != names[1]:
             yield f"input {index + 1}: {both([repr(name) if name else 'no parameter' for name in names], labels)}"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from legacy_ddp.debug._operations import explain_input, explain_sequence
-from legacy_ddp.debug._operations.describe import Labels, aspects_of, both, module_of, place, short
+from legacy_ddp.debug._operations.describe import Labels, aspects_of, both, code_of, listed, module_of, place, short
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
@@ -18,7 +18,7 @@ _KERNEL_FACTS = (
 )
 # Kernels that may add to one element from several threads (torch.use_deterministic_algorithms lists them).
 _UNORDERED = ("index_add", "index_put", "scatter_add", "scatter_reduce", "embedding_dense_backward", "embedding_bag")
-_CROSS_CHECK = "legacy_ddp.debug.cross_check() repeats the step on another rank and compares the elements"
+CROSS_CHECK = "legacy_ddp.debug.cross_check() repeats the step on another rank and compares the elements"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ def _output(found: OperationDifference, labels: Labels, facts: Facts) -> tuple[s
     if any(part in a.name for part in _UNORDERED):
         return (
             f"A kernel that is not deterministic: {short(a)} may add to an element from several threads, in any order.",
-            f"torch.use_deterministic_algorithms(True), and diff again; {_CROSS_CHECK}",
+            f"torch.use_deterministic_algorithms(True), and diff again; {CROSS_CHECK}",
         )
     return (
         "The same kernel gave another result for the same bits: a kernel that is not deterministic, a faulty custom "
         "operation, memory or hardware.",
-        _CROSS_CHECK,
+        CROSS_CHECK,
     )
 
 
@@ -90,15 +90,23 @@ def _generator(found: OperationDifference) -> tuple[str, str]:
 
 def _form(found: OperationDifference, labels: Labels, _: Facts) -> tuple[str, str]:
     nouns = aspects_of(found)
+    if found.passed:
+        return explain_input.explain_passed(found, labels)
     if found.has_effect is None:
         return (
-            f"{labels[0]} and {labels[1]} ran this operation with other {' and '.join(nouns)}: another mode (train, "
+            f"{labels[0]} and {labels[1]} ran this operation with other {listed(nouns)}: another mode (train, "
             "eval), autocast, or another configuration. Data of each rank's own explain it only where code depends on "
             "data.",
             f"compare mode, autocast and arguments of {module_of(found.a[0])} on these ranks",
         )
+    if found.tensors_differ:
+        return (
+            f"No operation has other values, and tensors of the step differ. Other {listed(nouns)} are the only "
+            "recorded difference; a write that is no recorded operation is possible, too (a thread, compiled code).",
+            f"look at {code_of(found.a[0])}, and at the code after backward()",
+        )
     return (
-        f"No value differs. Other {' and '.join(nouns)} may lead to another kernel on another machine.",
+        f"No value differs. Other {listed(nouns)} may lead to another kernel on another machine.",
         "nothing to mend, as long as all bits agree",
     )
 
@@ -110,5 +118,6 @@ def _layouts(operation: Operation) -> list[str]:
 _KINDS: dict[str, Callable[[OperationDifference, Labels, Facts], tuple[str, str]]] = {
     "output": _output,
     "sequence": explain_sequence.explain_sequence,
+    "order": explain_sequence.explain_order,
     "form": _form,
 }

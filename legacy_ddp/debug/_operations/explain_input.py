@@ -1,10 +1,13 @@
 """The meaning of a different input after equal operations. Pure."""
 
-from legacy_ddp.debug._operations.describe import Labels, at, both, module_of, place
+from collections.abc import Sequence
+
+from legacy_ddp.debug._operations.describe import Labels, at, both, code_of, module_of, place
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
 _NO_WRITER = "the input is no parameter, and no recorded operation of this step returned these bits"
+_COPIES = "look at {}, and for copies of weights"
 _NOT_RECORDED = "a kernel that is not recorded, as of torch.compile"
 
 
@@ -14,12 +17,26 @@ def explain_input(found: OperationDifference, labels: Labels) -> tuple[str, str]
         return "One side passes more tensors.", f"look at the arguments of {module_of(found.operation)}"
     names = _names(found)
     if names[0] != names[1]:
-        texts = both([repr(name) if name else "no parameter" for name in names], labels)
         return (
-            f"Another tensor is passed: {texts} (a copy, a cast, or a tensor kept from an earlier step).",
-            f"look at the code of {module_of(found.operation)}, and for copies of its weights",
+            f"Another tensor is passed: {_sides(names, labels)} (a copy, a cast, or a tensor kept from an earlier "
+            "step).",
+            _COPIES.format(code_of(found.operation)),
         )
     return _weight(found) if found.origin.parameter else _other_tensor(found, labels)
+
+
+def explain_passed(found: OperationDifference, labels: Labels) -> tuple[str, str]:
+    """The meaning, and the next step, for an input with equal bits that is another parameter, or none."""
+    names = [side[0].parameters[found.passed[0]] for side in (found.a, found.b)]
+    return (
+        f"Another tensor with equal bits is passed: {_sides(names, labels)} (a copy, or a tensor kept from an earlier "
+        "step). Its gradient goes elsewhere, and later writes to the parameter do not reach a copy.",
+        _COPIES.format(code_of(found.operation)),
+    )
+
+
+def _sides(names: Sequence[str], labels: Labels) -> str:
+    return both([repr(name) if name else "no parameter" for name in names], labels)
 
 
 def has_unknown_source(found: OperationDifference) -> bool:
@@ -38,8 +55,10 @@ def _weight(found: OperationDifference) -> tuple[str, str]:
     name, reader = found.origin.parameter, found.origin.reader
     if reader is None:
         return (
-            f"The weight or buffer {name!r} came into this step with other bits.",
-            "compare the steps before: record them too, or look at the checkpoint and the optimizer",
+            f"The weight or buffer {name!r} came into this step with other bits, or was written inside of the step "
+            "before this operation, which no recorded operation did (NumPy, a second thread, an extension).",
+            "compare the steps before (record them too; the checkpoint, the optimizer), and look for code that writes "
+            "to weights during a step",
         )
     return (
         f"The weight or buffer {name!r} agreed in operation {reader + 1}, and changed before operation "
@@ -52,13 +71,18 @@ def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]
     origin = found.origin
     writers = (origin.writer_a, origin.operation_a), (origin.writer_b, origin.operation_b)
     known = [(label, _writer(*writer)) for label, writer in zip(labels, writers, strict=True) if writer[0] is not None]
+    if origin.is_argument:
+        return (
+            "Other data: the differing input is an argument of the model's forward pass.",
+            "compare the batches (sampler, seed of the data, order)",
+        )
     if not known:
         return _data(found)
     if len(known) == 2:
         texts = [f"{writer} {at(label)}" for label, writer in known]
         return (
             f"Another tensor is passed: the output of {' and of '.join(texts)}.",
-            f"look at the code of {module_of(found.operation)}",
+            f"look at {code_of(found.operation)}",
         )
     label, writer = known[0]
     other = next(item for item in labels if item != label)

@@ -37,7 +37,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class Running:
-    """An operation that has not returned yet. ``written``: the arguments that it writes to."""
+    """An operation before its return. ``written``: the arguments written to."""
 
     signature: Signature
     record: _Record
@@ -45,7 +45,7 @@ class Running:
 
 
 class Observer:
-    """The operations of one record.
+    """The operations of a record.
 
     ``keep``: positions of operations with outputs to copy to :attr:`kept`. ``counts_forwards``: as for the capture.
     """
@@ -117,7 +117,7 @@ class Observer:
         return kind, layout, self._digests.add(tensor) if has_digest else None
 
     def _note_memory(self, signature: Signature, outputs: list[torch.Tensor], written: Iterable[torch.Tensor]) -> None:
-        """Note memory that the operation has written to or allocated."""
+        """Note the memory written to or allocated by the operation."""
         if not signature.is_partial and not signature.is_view:
             for tensor in written:
                 self._undefined.note_write(tensor)
@@ -127,7 +127,7 @@ class Observer:
 
 
 def _generator_state(arguments: Iterable[tuple[str, Any]]) -> torch.Tensor:
-    """The state of the random generator that an operation with these arguments reads."""
+    """The state of the random generator for an operation with these arguments."""
     values = [value for _, value in arguments]
     for value in values:
         if isinstance(value, torch.Generator):

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-Stage = Literal["forward", "backward"]
+Stage = Literal["forward", "backward", "after backward"]
+"""``after backward`` is no stage of a trace: :func:`with_after_backward` tells it from the operations before."""
 
 
 @dataclass(frozen=True)

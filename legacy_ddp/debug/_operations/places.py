@@ -1,4 +1,4 @@
-"""The place of an operation: its stage, and the module of the model that it belongs to."""
+"""The place of an operation: its stage and its module."""
 
 import os
 from bisect import bisect_right
@@ -23,11 +23,11 @@ class Place(NamedTuple):
 
 
 class Places:
-    """The places of a thread's operations, in the order in which they run.
+    """The places of a thread's operations, in the order of execution.
 
-    In the backward pass an operation belongs to the module whose forward pass made the node: nodes are numbered in the
-    order of their making, so the numbers at which the module changed are noted. A leaf's node belongs to the module
-    that holds the parameter.
+    In the backward pass an operation belongs to the module with the forward pass of its node: nodes have numbers in the
+    order of their making, and the numbers at changes of the module are noted. A leaf's node belongs to the module with
+    the parameter.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -38,7 +38,7 @@ class Places:
         self._next_number = 0
 
     def find(self) -> Place | None:
-        """The place of the operation that runs now; None for an operation of this library itself."""
+        """The place of the present operation; None for an operation of this library itself."""
         module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURES)
         if file.startswith(_LIBRARY):
             return None
@@ -52,7 +52,7 @@ class Places:
         return Place(stage, module, is_inside)
 
     def _note(self, module: str) -> None:
-        """Assign the node of this operation, which has been made, and the nodes after it to ``module``."""
+        """Assign the present node and the nodes after it to ``module``."""
         next_number = internals.next_node_number()
         if not self._modules or self._modules[-1] != module:
             self._first_numbers.append(max(next_number - 1, self._next_number))

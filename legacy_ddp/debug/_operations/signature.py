@@ -1,4 +1,4 @@
-"""Kinds of operations, by their schema: arguments that are written, results without defined content, views."""
+"""Kinds of operations, by their schema: written arguments, results without defined content, views."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,12 +40,13 @@ _ASYNCHRONOUS = ("c10d", "_c10d_functional")
 
 @dataclass(frozen=True)
 class Signature:
-    """Facts about an operation that are the same for every call.
+    """Facts about an operation, the same for every call.
 
-    ``name``: with the overload. ``arguments``: names of positional arguments. ``written``: names of arguments that the
-    operation writes to. ``overwritten``: those of them that it does not read. ``is_partial``: it writes only some
-    elements. ``is_view``: it computes nothing and returns other views of its inputs. ``is_random``: it reads a random
-    generator. ``undefined``: positions of results without defined content; ``is_undefined``: all are.
+    ``name``: with the overload. ``arguments``: names of positional arguments. ``written``: names of arguments written
+    to by the operation. ``overwritten``: names of arguments written to, and not read. ``is_partial``: only some
+    elements are written. ``is_view``: nothing is computed, and the results are other views of the inputs.
+    ``is_random``: a random generator is read. ``undefined``: positions of results without defined content;
+    ``is_undefined``: all results.
     """
 
     name: str

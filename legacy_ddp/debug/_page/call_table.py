@@ -70,7 +70,7 @@ def _end(trace: RankTrace) -> str:
         return f"damaged: {trace.damage}"
     if trace.torn:
         return "last line torn: killed while it wrote"
-    return trace.end or "no last line: killed, or still running"
+    return trace.end or "no last line: killed, still running, or recorder stopped"
 
 
 def call_table(ranks: Sequence[RankCalls], reduced_norms: Mapping[int, float]) -> CallTable:

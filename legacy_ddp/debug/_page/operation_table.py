@@ -1,6 +1,7 @@
 """Table of the operations around the first different operation of a step. Needs bokeh."""
 
 from collections.abc import Iterator
+from itertools import dropwhile
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp.debug._diff.result import OperationFinding, OperationRow
@@ -19,10 +20,19 @@ def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
     captions = (
         f"{_MARK} The first difference: {found.summary}.",
         f"Numbers count the operations of the step, {found.counts[0]:,} {at(found.labels[0])}, {found.counts[1]:,} "
-        f"{at(found.labels[1])}. Operations after the first difference differ because their inputs do.",
+        f"{at(found.labels[1])}.{_consequences(found)}",
     )
     header = ("", *found.labels, "stage", "module", "operation", "comparison")
     yield Chart(f"Operations of step {found.step}{where}", captions, table=(header, *map(_cells, found.rows)))
+
+
+def _consequences(found: OperationFinding) -> str:
+    """A sentence about rows behind the first difference, if there are any with other inputs."""
+    behind = [*dropwhile(lambda row: not row.is_first, found.rows)]
+    has_others = any(row.result == "inputs differ" and not row.is_first for row in behind)
+    return (
+        " After the first difference, operations with other inputs follow from a difference before them." * has_others
+    )
 
 
 def _cells(row: OperationRow) -> tuple[str, ...]:

@@ -1,17 +1,17 @@
 """The recorded steps of a run and the end of each rank's file, as text for groups of ranks. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 
-from legacy_ddp._compare import name_ranks
+from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES, RANK_FILE
 from legacy_ddp.debug._trace.read import RankTrace
 
 _MAX_GROUPS = 3
-KILLED = "killed, or still running"
+KILLED = "killed, still running, or recorder stopped"
 
 
 def end_text(trace: RankTrace) -> str:
-    """``closed``, ``left by`` an exception, damaged, or killed or still running."""
+    """``closed``, ``left by`` an exception, damaged, or without an end."""
     if trace.damage:
         return f"damaged at {trace.damage}"
     if trace.torn:
@@ -26,7 +26,7 @@ class RunCoverage:
 
     ``label``: A or B, empty for a single run. ``recorded``: the steps of any rank. ``damage``: rank and damage of each
     damaged file. ``reasons``: the ``end`` of each file. ``nonfinite``: first step, phase index and rank with NaN or
-    infinity.
+    infinity. ``operations``: the steps with operations, of each rank.
     """
 
     def __init__(self, label: str) -> None:
@@ -35,6 +35,7 @@ class RunCoverage:
         self.damage: list[tuple[int, str]] = []
         self.reasons: set[str] = set()
         self.nonfinite: tuple[int, int, int] | None = None
+        self.operations = OperationCoverage()
         self._ends: dict[tuple[int | None, str], list[int]] = {}
         self._phases: dict[str, list[int]] = {}
         self._lasts: dict[int, int | None] = {}
@@ -45,6 +46,7 @@ class RunCoverage:
         self.recorded.update(trace.steps)
         self._ends.setdefault((last, end_text(trace)), []).append(rank)
         self.reasons.add(trace.end)
+        self.operations.add(rank, trace.operation_counts)
         if trace.nonfinite:
             step, phase = trace.nonfinite
             found = step, PHASES.index(phase), rank
@@ -73,9 +75,10 @@ class RunCoverage:
         return span(self.steps) if self.steps else "no steps"
 
     def notes(self) -> list[str]:
-        """Notes about files without a regular end, ranks with fewer steps than others, and NaN or infinity."""
+        """Notes about files without a regular end, ranks with fewer steps or operations, and NaN or infinity."""
         prefix = f"{self.label}: " if self.label else ""
-        return [f"{prefix}{note}" for note in (*self._end_notes(), *self._nonfinite_notes())]
+        found = (*self._end_notes(), *self._operation_notes(), *self._nonfinite_notes())
+        return [f"{prefix}{note}" for note in found]
 
     def _end_notes(self) -> list[str]:
         is_even = len({last for last, _ in self._ends}) == 1
@@ -86,14 +89,54 @@ class RunCoverage:
             after = f"after step {last}" if last is not None else "before its first step"
             group = "all ranks" if ranks == [*self._lasts] and len(ranks) > 1 else name_ranks(ranks)
             notes.append(f"{group} ended {after}" + ("" if end == "closed" else f" ({end})"))
-        more = [f"{len(notes) - _MAX_GROUPS} more ways in which ranks ended"] if len(notes) > _MAX_GROUPS else []
-        return notes[:_MAX_GROUPS] + more
+        return _first_few(notes, "ways in which ranks ended")
+
+    def _operation_notes(self) -> list[str]:
+        notes = [
+            f"operations of {spans(steps)} are missing on {name_ranks(ranks)}"
+            for ranks, steps in self.operations.missing()
+        ]
+        return _first_few(notes, "groups of ranks without operations of other ranks")
 
     def _nonfinite_notes(self) -> list[str]:
         if self.nonfinite is None:
             return []
         step, phase, rank = self.nonfinite
         return [f"NaN or infinity, first in {PHASE_LABELS[PHASES[phase]]} of step {step} on rank {rank}"]
+
+
+class OperationCoverage:
+    """The steps with operations, collected rank by rank."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[frozenset[int], list[int]] = {}
+
+    def add(self, rank: int, steps: Collection[int]) -> None:
+        """Add the steps with operations of one rank."""
+        self._ranks.setdefault(frozenset(steps), []).append(rank)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps with operations of any rank."""
+        return frozenset().union(*self._ranks)
+
+    def missing(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Groups of ranks, each with the ascending steps with operations of other ranks alone."""
+        every = self.steps
+        return tuple((tuple(ranks), tuple(sorted(every - own))) for own, ranks in self._ranks.items() if own != every)
+
+
+def _first_few(notes: list[str], what: str) -> list[str]:
+    return notes[:_MAX_GROUPS] + ([f"{len(notes) - _MAX_GROUPS} more {what}"] if len(notes) > _MAX_GROUPS else [])
+
+
+def spans(steps: Sequence[int]) -> str:
+    """Ascending steps as runs of consecutive numbers, ``steps 3-7, step 9``; the first ``MAX_LINES`` of these."""
+    starts = [index for index, step in enumerate(steps) if index == 0 or step != steps[index - 1] + 1]
+    ends = [start - 1 for start in (*starts[1:], len(steps))]
+    found = [span((steps[start], steps[end])) for start, end in zip(starts, ends, strict=True)]
+    more = [f"... {len(found) - MAX_LINES} more spans of steps"] if len(found) > MAX_LINES else []
+    return ", ".join(found[:MAX_LINES] + more)
 
 
 def span(steps: tuple[int, int]) -> str:

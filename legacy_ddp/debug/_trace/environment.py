@@ -18,7 +18,7 @@ from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._buckets.layout import plan_layout
 from legacy_ddp._settings import Settings
 from legacy_ddp.debug._trace.commit import commit_of
-from legacy_ddp.debug._trace.records import Environment
+from legacy_ddp.debug._trace.records import NO_OPTIMIZER, Environment
 
 
 def environment_of(
@@ -79,7 +79,7 @@ def facts_of(
         "gradient_as_bucket_view": str(settings.gradient_as_bucket_view),
         "ignore": ", ".join(sorted(settings.ignore)) or "nothing",
         "checks": settings.checks.level,
-        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none given",
+        "optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers) or NO_OPTIMIZER,
         "seed": str(torch.initial_seed()),
         "argv": "not recorded" if argv is None else shlex.join(argv),
         "commit": commit_of(Path()),

@@ -20,7 +20,7 @@ from legacy_ddp.debug._trace.validate import FOREIGN
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')
 _CALL = re.compile(rb'\{"line":"call","step":(\d{1,18}),')
 _OPERATIONS = re.compile(
-    rb'\{"line":"operations","step":(\d{1,18}),"micro_batch":\d{1,18},"numbers":\[(\d+(?:,\d+)*)\],"digests":"'
+    rb'\{"line":"operations","step":(\d{1,18}),"micro_batch":(\d{1,18}),"numbers":\[(\d+(?:,\d+)*)\],"digests":"'
 )
 _LOG = re.compile(rb'\{"line":"log","step":(\d{1,18}),')
 _ALL_FINITE = b',"nonfinite":[]'
@@ -35,10 +35,10 @@ class RankTrace:
 
     ``steps``: all steps with a line, ascending; the start is the step before ``first_step``. ``damage``: number and
     damage of a line, empty for an undamaged file. ``torn``: the last line is incomplete. ``end``: how the recorder's
-    block ended (``"closed"``, or the name of an exception), empty for a rank killed or still running. ``phases``: the
+    block ended (``"closed"``, or the name of an exception), empty if the recorder ended otherwise. ``phases``: the
     phases of any step. ``nonfinite``: first step and phase with NaN or infinite elements. ``logged``: values of this
-    rank alone by step. ``operation_counts``: number of operations by step, for steps with operations. With ``until``,
-    these attributes cover the part read: up to the first line of a step after ``until``.
+    rank alone by step. ``operation_counts`` and ``micro_batches``: their numbers by step, for steps with
+    operations. With ``until``, these attributes cover the part read: up to the first line of a step after ``until``.
 
     Memory is 260 bytes per step, independent of the number of tensors, the logged values, and the declarations of
     operations.
@@ -56,6 +56,7 @@ class RankTrace:
         self.steps = array("q")
         self.logged: dict[int, dict[str, float | str]] = {}
         self.operation_counts: dict[int, int] = {}
+        self.micro_batches: dict[int, int] = {}
         self._names: dict[int, tuple[Names, bytes]] = {}
         self._declared: list[Declaration] = []
         self._operations: dict[int, list[int]] = {}  # offsets of lines by step
@@ -212,7 +213,7 @@ class RankTrace:
         elif found := _CALL.match(body):
             self._add_column(int(found[1]), "call", offset)
         elif found := _OPERATIONS.match(body):
-            self._add_operations(int(found[1]), found[2].count(b",") + 1, offset)
+            self._add_operations(int(found[1]), int(found[2]), found[3].count(b",") + 1, offset)
         elif found := _LOG.match(body):
             self._add_logged(int(found[1]), decode(line))
         else:
@@ -245,10 +246,11 @@ class RankTrace:
         else:
             raise DamagedLineError("it is of a kind that no recorder writes")
 
-    def _add_operations(self, step: int, count: int, offset: int) -> None:
+    def _add_operations(self, step: int, micro_batch: int, count: int, offset: int) -> None:
         self._add_row(step)
         self._operations.setdefault(step, []).append(offset)
         self.operation_counts[step] = self.operation_counts.get(step, 0) + count
+        self.micro_batches[step] = max(micro_batch, self.micro_batches.get(step, 0))
 
     def _add_logged(self, step: int, values: Mapping[str, Any]) -> None:
         self._add_row(step)

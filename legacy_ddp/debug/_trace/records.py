@@ -10,6 +10,7 @@ from legacy_ddp.debug._trace.line_format import FORMAT, READABLE_VERSIONS, VERSI
 
 MAX_INPUTS = 64
 MAX_STEP = 10**15  # more than any training takes, and less than the largest step number of a line
+NO_OPTIMIZER = "none given"  # the fact "optimizer" of a recorder without an optimizer
 MAX_WORLD_SIZE = 2**20  # for a file with a larger number, a reader would list all ranks without a file
 _int64 = validate.count_below(2**63)  # for the arrays of a page
 
@@ -33,6 +34,11 @@ class Environment:
     facts: Mapping[str, str]
     parameters: tuple[str, ...]
     local_buffers: tuple[str, ...] = ()
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the recorder was given an optimizer."""
+        return self.facts.get("optimizer", NO_OPTIMIZER) != NO_OPTIMIZER
 
     def to_json(self) -> dict[str, Any]:
         return {"line": "environment", "format": FORMAT, "version": VERSION, **vars(self)}

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from legacy_ddp._compare import compare_rows
-from legacy_ddp.debug._trace.coverage import end_text
+from legacy_ddp.debug._trace.coverage import OperationCoverage, end_text
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.run import Run
@@ -67,7 +67,7 @@ class Summary:
     ranks; ``own_facts``: different between ranks, each value with its ranks. ``norms``: step and norm of all reduced
     gradients together, on rank 0, at the first and the last step; without norms too large for a float64. ``metrics``:
     sums over the ranks. ``logged``: values of single ranks. ``operations``: for each step with operations the greatest
-    number of a rank.
+    number of a rank; ``missing_operations``: ranks, each group with the steps with operations of other ranks alone.
     """
 
     folder: str
@@ -87,6 +87,7 @@ class Summary:
     metrics: tuple[Curve, ...] = ()
     logged: tuple[Curve, ...] = ()
     operations: tuple[tuple[int, int], ...] = ()
+    missing_operations: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of the summary, with its format and version."""
@@ -123,6 +124,7 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
         metrics=found.metrics.curves(),
         logged=found.logged.curves(),
         operations=tuple(sorted(found.operations.items())),
+        missing_operations=found.operation_coverage.missing(),
     )
 
 
@@ -138,12 +140,14 @@ class _Findings:
         self.waits = _Waits()
         self.metrics, self.logged = _Curves(), _Curves()
         self.operations: dict[int, int] = {}
+        self.operation_coverage = OperationCoverage()
 
     def add(self, rank: int, trace: RankTrace) -> None:
         self.steps.update(trace.steps)
         self.ends.setdefault(_end(trace), []).append(rank)
         self.waits.add(rank, trace)
         self._add_nonfinite(rank, trace)
+        self.operation_coverage.add(rank, trace.operation_counts)
         for step, count in trace.operation_counts.items():
             self.operations[step] = max(count, self.operations.get(step, 0))
         for step, values in trace.logged.items():

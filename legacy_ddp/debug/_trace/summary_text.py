@@ -1,10 +1,10 @@
 """A summary as text of 80 columns. Pure."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
 from legacy_ddp._text import format_bytes, shorten, wrap
-from legacy_ddp.debug._trace.coverage import span
+from legacy_ddp.debug._trace.coverage import span, spans
 from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 from legacy_ddp.debug._trace.summary import Curve, Summary
 
@@ -62,16 +62,12 @@ def _operations(found: Summary) -> Iterator[str]:
     counts = [count for _, count in found.operations]
     least, greatest = min(counts), max(counts)
     number = f"{least:,}" if least == greatest else f"{least:,} to {greatest:,}"
-    steps = ", ".join(_spans([step for step, _ in found.operations]))
+    steps = spans([step for step, _ in found.operations])
     yield f"operations of forward and backward: {steps} ({number} a step and rank)"
-
-
-def _spans(steps: Sequence[int]) -> Iterator[str]:
-    """Ascending steps as runs of consecutive numbers, at most ``MAX_LINES``."""
-    starts = [index for index, step in enumerate(steps) if index == 0 or step != steps[index - 1] + 1]
-    for start, stop in zip(starts[:MAX_LINES], (*starts[1:], len(steps)), strict=False):
-        yield span((steps[start], steps[stop - 1]))
-    yield from _more(len(starts), "spans of steps")
+    for ranks, lacking in found.missing_operations[:MAX_SIDES]:
+        yield f"operations missing on {name_ranks(ranks)}: {spans(lacking)}"
+    if len(found.missing_operations) > MAX_SIDES:
+        yield f"... {len(found.missing_operations) - MAX_SIDES} more groups of ranks without operations of other ranks"
 
 
 def _norms(found: Summary) -> Iterator[str]:

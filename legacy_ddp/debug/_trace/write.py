@@ -37,22 +37,23 @@ class Writer:
             folder.mkdir(parents=True, exist_ok=True)
             # Not buffered: the kernel has the written bytes, so they survive the process.
             self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o666)
+        # The texts have all that the errors of the system tell.
         except FileExistsError as error:
             if error.filename != str(self.path):
                 raise TraceError(
                     f"{folder} is no folder; name another folder, or a path that does not exist yet"
-                ) from error
+                ) from None
             raise TraceError(
                 f"{self.path} exists, expected no trace of this rank there; name another folder, or remove that one"
-            ) from error
+            ) from None
         except OSError as error:
-            raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from error
+            raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from None
         try:
             self._add(environment.to_json())
             self.flush()
         except OSError as error:
             self.abandon()
-            raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from error
+            raise TraceError(f"{self.path} cannot be written: {error.strerror}; name another folder") from None
 
     def section(self, step: int, section: Section) -> None:
         """Add the state in one phase of a step."""
@@ -90,8 +91,11 @@ class Writer:
         """Write all added lines to the file, in one piece.
 
         Raises:
-            OSError: this write or an earlier write failed; a torn line stays the end of the file.
+            OSError: this write or an earlier write failed, and a torn line stays the end of the file; the file was
+                deleted, and the kernel would take the lines nevertheless.
         """
+        if os.fstat(self._file).st_nlink == 0:
+            raise OSError(errno.ENOENT, "the file was deleted", str(self.path))
         pending = memoryview(b"".join(self._lines))
         self._lines.clear()
         if not self._is_whole:

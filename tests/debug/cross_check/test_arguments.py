@@ -66,6 +66,24 @@ def _backward(model: nn.Module, rank: int) -> object:
     return cross_check(model, run, batch_of(rank))
 
 
+def _step(model: nn.Module, rank: int) -> object:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        optimizer.step()
+        return loss_of(model, batch)
+
+    try:
+        return cross_check(model, run, batch_of(rank))
+    finally:
+        assert not optimizer.state
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with model.no_sync():
+            optimizer.step()  # outside of a check steps are possible as before
+        optimizer.zero_grad()
+
+
 def _all_reduce(model: nn.Module, rank: int) -> object:
     def run(model: nn.Module, batch: Any) -> torch.Tensor:
         loss = loss_of(model, batch)
@@ -89,6 +107,32 @@ def _other_class(model: nn.Module, rank: int) -> object:
     return cross_check(model, run, _Named(**batch) if rank == 1 else batch)
 
 
+def _all_fail(model: nn.Module, rank: int) -> object:
+    return cross_check(model, lambda model, batch: model(batch["images"]).sum(), batch_of(rank))
+
+
+def _fails_for_another_batch(model: nn.Module, rank: int) -> object:
+    def run(model: nn.Module, batch: Any) -> torch.Tensor:
+        if len(batch["inputs"]) == 8 and rank == 1:  # of rank 0
+            raise IndexError("short")
+        return loss_of(model, batch)
+
+    return cross_check(model, run, batch_of(rank))
+
+
+def _other_group(model: nn.Module, rank: int) -> object:
+    return cross_check(model, loss_of, batch_of(rank), process_group=dist.group.WORLD)
+
+
+def _held_loader(model: nn.Module, rank: int) -> object:
+    loader = torch.utils.data.DataLoader([1, 2])
+    return cross_check(model, lambda model, batch: loss_of(model, batch) * next(iter(loader)), batch_of(rank))
+
+
+def _swapped(model: nn.Module, rank: int) -> object:
+    return cross_check(model, batch_of(rank), loss_of)  # type: ignore[arg-type]
+
+
 def _other_arguments(model: nn.Module, rank: int) -> object:
     return cross_check(model, loss_of, batch_of(rank), operations=rank == 1)
 
@@ -108,7 +152,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "held tensor, next step": (
         _held_tensor,
         "LayoutError",
-        "alike on every rank; pass a tensor in run that differs between ranks in the batch",
+        "equal on all ranks; pass a tensor with other values on other ranks in the batch, and not in run",
     ),
     "held iterator": (
         _held_iterator,
@@ -117,12 +161,32 @@ CASES: dict[str, tuple[Case, str, str]] = {
     ),
     "raising": (_raising, "PeerError", "run failed on rank 1; model, gradients and random generators are as before"),
     "backward": (_backward, "PeerError", "run left gradients, expected none before the backward of cross_check()"),
-    "all_reduce": (_all_reduce, "PeerError", "another call on this process group is under way"),
+    "step": (_step, "PeerError", "ranks 0-2: ValueError: run called step() of SGD, expected no step in run; let run"),
+    "all_reduce": (_all_reduce, "PeerError", "all_reduce(): called inside of cross_check(), expected one call"),
     "no loss": (partial(_returning, lambda model, batch: model(batch["inputs"])), "PeerError", "a tensor of shape"),
     "no tensor": (partial(_returning, lambda *_: 1.0), "PeerError", "run returned no loss: got float"),
     "no graph": (partial(_returning, lambda *_: torch.ones(())), "PeerError", "a loss without a graph"),
     "no parameters": (_frozen, "PeerError", "the model has no parameters that require gradients"),
     "no function": (partial(_returning, None), "TypeError", "run is not callable: got None"),  # type: ignore[arg-type]
+    "all fail": (
+        _all_fail,
+        "PeerError",
+        "run failed on ranks 0-2; model, gradients and random generators are as before. ranks 0-2: KeyError: 'images'",
+    ),
+    "another batch": (
+        _fails_for_another_batch,
+        "PeerError",
+        "run with the batch of the rank before failed on rank 1; model, gradients and random generators are as before. "
+        "rank 1: IndexError: short",
+    ),
+    "other group": (_other_group, "ValueError", "process_group is the wrapper's own, expected None"),
+    "held loader": (_held_loader, "TypeError", "run variable 'loader' is a DataLoader, which has a state of this rank"),
+    "swapped": (_swapped, "TypeError", "run is not callable: got a dict, expected run(model, batch)"),
+    "without the model": (
+        partial(_returning, lambda *_: torch.ones((), requires_grad=True) * 2),
+        "PeerError",
+        "ranks 0-2: ValueError: the loss of run depends on no parameter of the model, expected gradients to compare",
+    ),
     "other class": (_other_class, "PeerError", "_Named, and the batch of this rank does not"),
     "other arguments": (_other_arguments, "LayoutError", "argument operations"),
     "other max_bytes": (

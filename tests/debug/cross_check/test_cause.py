@@ -48,10 +48,41 @@ def test_a_counter_in_forward_is_no_kernel(kind: str, first: list[Operation], ot
     assert report.next_step == "keep such state in buffers, or take it out of run()"
 
 
+@pytest.mark.parametrize("kind", ["nondeterministic", "once"])
+def test_another_order_of_calls_is_no_kernel(kind: str) -> None:
+    ends = [operation("relu", ["x"], ["r"], module="a"), operation("tanh", ["x"], ["t"], module="b")]
+
+    assert _why(_report(kind, [*reversed(ends), *STEP], [*ends, *STEP])).startswith("why: state in Python")
+
+
+def test_operations_of_one_rank_alone_behind_equal_values_are_not_called_harmless() -> None:
+    report = _report("differs", [*STEP, operation("clamp", ["g"], ["g'"], stage="backward")])
+
+    assert _why(report).endswith("the only recorded difference, and the likely cause of the tensors that differ.")
+
+
 def test_a_kernel_with_other_outputs_for_the_same_call_is_still_a_kernel() -> None:
     report = _report("nondeterministic", changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),)))
 
     assert "a kernel that is not deterministic (atomic additions, threads)" in _why(report)
+
+
+@pytest.mark.parametrize(
+    "is_intermittent, why, step",
+    [
+        (True, "equal outputs in a third: a kernel that is wrong at times", "start the job again with the rank on"),
+        (False, "the same inputs give other outputs on rank 1 than on rank 0, in every run", "compare libraries"),
+    ],
+)
+def test_a_kernel_that_is_wrong_at_times_is_not_called_wrong_in_every_run(
+    is_intermittent: bool, why: str, step: str
+) -> None:
+    found = first_difference(STEP, changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),)))
+    place = Place(found, None, len(STEP), is_intermittent=is_intermittent)
+    report = report_of("cross_check() call 1", 2, 2, 0, VERDICTS["differs"], ["the loss"], place, ())
+
+    assert why in _why(report)
+    assert report.next_step.startswith(step)
 
 
 @pytest.mark.parametrize("kind", VERDICTS)

@@ -14,6 +14,7 @@ EXPECTED = {
     "kernel once": ("once", "", "", "", None),
     "kernel once, captured": ("once", "forward", "middle", DOUBLE, None),
     "kernel without order": ("nondeterministic", "forward", "middle", DOUBLE, "all"),
+    "kernel not capturable": ("differs", "", "", "", None),
     "kernel in backward": ("differs", "backward", "middle", DOUBLE, (1, 20)),
     "patched function": ("differs", "forward", "middle", "aten::gelu", "some"),
     "threads": ("differs", "forward", "middle", "aten::sum", (1, None)),
@@ -27,9 +28,10 @@ EXPECTED = {
 # Words of the explanation.
 WORDS = {
     "kernel": "one bit flipped: bit 20",
+    "kernel not capturable": "the capture of operations failed. ",
     "threads": "setting threads: ",
     "autocast": "setting autocast of cpu: ",
-    "seeded": "Random generator at another place",
+    "seeded": "both runs began with equal states, so that one side set a seed",
     "eval": "setting module 'drop': ",
     "stale cache": "both runs had the same batch: state kept outside of parameters and buffers",
     "thread": "which no recorded operation did",

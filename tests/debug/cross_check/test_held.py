@@ -31,13 +31,18 @@ class _Trainer:
     def __init__(self) -> None:
         self.model = MODEL
         self.scale = torch.ones(1)
-        self.name = "run"
+        self.last_loss = torch.ones(1)  # of this rank alone
+        self.shift = 0.0
+
+    @property
+    def shifted(self) -> float:
+        return self.shift
 
     def run(self, model: Any, batch: Any) -> Any:
         return model(batch).sum() * self.scale
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        return self.run(model, batch)
+        return self.run(model, batch) + self.shifted
 
 
 def _closure(held: Any) -> Callable[..., Any]:
@@ -74,8 +79,8 @@ TEACHER = _Teacher()
         (_closure(TEACHER), {"run variable 'held'.net.weight"}),
         (functools.partial(_closure(1), WEIGHTS), {"run variable 'held'", "run argument 0"}),
         (_with_default, {"run default 0", "run default 'shift'"}),
-        (_Trainer().run, {"run.__self__.scale", "run.__self__.name"}),
-        (_Trainer(), {"run.scale", "run.name"}),
+        (_Trainer().run, {"run.__self__.scale"}),
+        (_Trainer(), {"run.scale", "run.shift"}),
         (_closure(_closure(WEIGHTS)), {"run variable 'held' variable 'held'"}),
     ],
 )

@@ -125,4 +125,4 @@ def test_a_graph_of_the_user_survives() -> None:
 
 
 def test_the_states_of_generators_hold_numpy_only_where_it_is_used() -> None:
-    assert {"cpu", "devices", "python", "numpy"} == set(generator_states(nn.Linear(1, 1)))
+    assert {"cpu", "devices", "modules", "python", "numpy"} == set(generator_states(nn.Linear(1, 1)))

@@ -25,8 +25,9 @@ def test_operations_arrive_as_they_were_sent() -> None:
         rewritten(STEP, 4, "h1(x)", "wrong"),
         changed(STEP, 7, inputs=POKED),
         [*STEP[:5], operation("clone", ["r0(x)"], ["copy"]), *changed(STEP, 7, inputs=POKED)[5:]],
+        [*STEP[:5], operation("clone", ["r0(x)"], ["copy"]), *STEP[5:], operation("exp", ["r0(x)"], ["e"])],
     ],
-    ids=["output", "input with a writer", "input behind a gap"],
+    ids=["output", "input with a writer", "input behind a gap", "gap before a gap"],
 )
 def test_a_difference_arrives_with_every_record_in_it(other: list[Operation]) -> None:
     """The writers of an input once arrived as dictionaries."""

@@ -181,8 +181,8 @@ def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path: Path) -> None:
 
     assert (found.verdict, found.steps) == ("same", (0, 4))
     assert found.notes == (
-        "rank 0 ended after step 5 (killed, or still running)",
-        "rank 1 ended after step 4 (killed, or still running)",
+        "rank 0 ended after step 5 (killed, still running, or recorder stopped)",
+        "rank 1 ended after step 4 (killed, still running, or recorder stopped)",
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
 from legacy_ddp.debug._diff.result import Comparison, Location, Side
 from legacy_ddp.debug._trace.line_format import PHASES, RANK_FILE
@@ -239,7 +240,7 @@ def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the
             f"cannot tell: steps 5-120 were not compared on every rank, for rank 1 of {label} ended before; nothing "
             "differs in steps 0-4"
         )
-        assert f"{label}: rank 1 ended after step 4 (killed, or still running)" in found.notes
+        assert f"{label}: rank 1 ended after step 4 (killed, still running, or recorder stopped)" in found.notes
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -370,6 +371,23 @@ def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compared(tmp_pat
     )
 
 
+def with_optimizer(rank: int, size: int) -> Any:
+    return environment(rank, size, facts={"optimizer": "LBFGS"})
+
+
+@pytest.mark.parametrize(
+    "phases, lacking", [(("settings",), "settings"), (("settings", "optimizer"), "settings and optimizer state")]
+)
+def test_an_optimizer_that_was_given_is_not_said_to_be_missing(
+    tmp_path: Path, phases: tuple[str, ...], lacking: str
+) -> None:
+    changes = {"names": {**NAMES, **dict.fromkeys(phases, ())}, "environments": with_optimizer}
+
+    expected = f"not compared: {lacking}, for no optimizer step after an all_reduce() was recorded"
+    assert pair(tmp_path, changes, changes).notes == (expected,)
+    assert compare_ranks(open_run(tmp_path / "a")).notes == (expected,)
+
+
 def test_runs_without_a_common_step_is_unknown(tmp_path: Path) -> None:
     later = {"environments": lambda rank, size: environment(rank, size, first_step=20)}
 
@@ -395,7 +413,7 @@ def test_phases_that_a_killed_run_did_not_come_to_are_no_difference(tmp_path: Pa
     found = compared(a, b)
 
     assert found.verdict == "same"
-    assert found.notes == ("B: all ranks ended after step 5 (killed, or still running)",)
+    assert found.notes == ("B: all ranks ended after step 5 (killed, still running, or recorder stopped)",)
 
 
 def test_an_exception_may_leave_the_last_step_unfinished(tmp_path: Path) -> None:
@@ -441,7 +459,9 @@ def test_a_torn_last_line_is_only_a_note(tmp_path: Path) -> None:
     found = compared(a, b)
 
     assert found.verdict == "same"
-    assert found.notes == ("B: rank 1 ended after step 5 (killed, or still running; its last line is torn)",)
+    assert found.notes == (
+        "B: rank 1 ended after step 5 (killed, still running, or recorder stopped; its last line is torn)",
+    )
 
 
 def test_a_damaged_trace_that_agrees_up_to_there_is_unknown(tmp_path: Path) -> None:
@@ -500,6 +520,19 @@ def test_without_recorded_parameters_the_names_in_the_environment_tell_models_ap
 
     with pytest.raises(TraceError, match="only in A: parameter 'b'; only in B: parameter 'z'"):
         pair(tmp_path, {"names": names}, other)
+
+
+@pytest.mark.parametrize("kind, is_told", [(KIND, True), ("float32 (9,)", False)])
+def test_a_compiled_model_against_an_eager_model_is_told_of_names_that_stay(
+    tmp_path: Path, kind: str, is_told: bool
+) -> None:
+    compiled = {**NAMES, "parameters": ("parameter '_orig_mod.a'", "parameter '_orig_mod.b'")}
+
+    with pytest.raises(TraceError) as caught:
+        pair(tmp_path, {"names": compiled, "kind": kind}, {})
+
+    assert ("use module.compile(), which keeps names" in str(caught.value)) == is_told
+    assert ("compare runs of one model" in str(caught.value)) != is_told
 
 
 def test_facts_that_differ_are_causes_likeliest_first(tmp_path: Path) -> None:
@@ -582,6 +615,43 @@ def test_what_differs_around_a_call_is_a_cause_with_its_step_and_rank(
     (cause,) = found.causes
     assert (cause.what, cause.sides) == (what, (("A", sides[0]), ("B", sides[1])))
     assert cause.where == f"first at step 3 on rank 1{detail}"
+
+
+def test_another_number_of_forward_passes_is_told_by_the_numbers(tmp_path: Path) -> None:
+    """The text was once ``forward pass 3 of 2: nothing in A``, as a micro-batch of another shape."""
+    found = pair(tmp_path, b=with_call(3, 1, forwards=3, inputs=(*INPUTS, ("int64 (16, 64)", WORD))))
+
+    (cause,) = found.causes
+    assert (cause.what, cause.sides) == ("forward passes", (("A", "2"), ("B", "3")))
+    assert cause.where == "first at step 3 on rank 1"
+    assert "The runs took another number of forward passes." in found.explanation
+    assert "equal data" not in found.explanation
+
+
+def test_other_data_before_a_further_forward_pass_have_their_place(tmp_path: Path) -> None:
+    inputs = (INPUTS[0], ("int64 (16, 64)", WORD), ("int64 (16, 64)", WORD))
+
+    found = pair(tmp_path, b=with_call(3, 1, forwards=3, inputs=inputs))
+
+    assert [(cause.what, cause.where) for cause in found.causes] == [
+        ("data", "first at step 3 on rank 1, forward pass 2"),
+        ("forward passes", "first at step 3 on rank 1"),
+    ]
+
+
+def test_a_plain_module_has_no_number_of_micro_batches_to_compare(tmp_path: Path) -> None:
+    """A call for a plain module takes part, and counts no micro-batch."""
+    found = pair(tmp_path, b=with_call(3, 1, micro_batches=0, forwards=0, inputs=()))
+
+    assert found.causes == ()
+    assert "another number" not in found.explanation
+    assert "Whether the data differ cannot be told: not all inputs were recorded." in found.explanation
+
+
+def test_a_rank_that_took_no_part_has_no_micro_batches(tmp_path: Path) -> None:
+    found = pair(tmp_path, b=with_call(3, 1, micro_batches=0, forwards=0, inputs=(), took_part=False))
+
+    assert ("micro-batches", (("A", "2"), ("B", "0"))) in [(cause.what, cause.sides) for cause in found.causes]
 
 
 def test_a_cause_has_the_first_step_on_any_rank(tmp_path: Path) -> None:

@@ -136,6 +136,21 @@ def test_equal_operations_are_one_sentence() -> None:
     ]
 
 
+def test_operations_in_another_order_are_rows_of_their_own() -> None:
+    a = [operation("relu", ["x"], ["r"], module="a"), operation("tanh", ["x"], ["t"], module="b"), *STEP]
+
+    found = found_in(a, [a[1], a[0], *STEP])
+
+    assert found.kind == "order"
+    assert [(row.numbers, row.name, row.result) for row in found.rows][:5] == [
+        ((1, None), "aten::relu", "in another order"),
+        ((2, None), "aten::tanh", "in another order"),
+        ((None, 1), "aten::tanh", "in another order"),
+        ((None, 2), "aten::relu", "in another order"),
+        ((3, 3), "aten::t", "agrees"),
+    ]
+
+
 @given(st.text(max_size=200), st.text(max_size=300))
 def test_the_text_keeps_to_the_page_whatever_the_names(module: str, settings: str) -> None:
     a = [operation("mul", ["x"], ["y"], module=module, settings=settings)]

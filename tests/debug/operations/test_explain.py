@@ -8,7 +8,7 @@ from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, place, summary
 from legacy_ddp.debug._operations.explain import Explanation, explain
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._operations.structure import first_structural_difference
+from legacy_ddp.debug._operations.structure import Structure
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
 STEP = model()
@@ -101,7 +101,11 @@ def test_other_data_and_other_weights() -> None:
     assert text == "forward of 0 (aten::mm): all operations before agree, input 1 of 2 differs"
     assert data.meaning.startswith("Unknown source: the input is no parameter, and no recorded operation of this step")
     assert other_text == "forward of 1 (aten::t): all operations before agree, '1.weight' differs"
-    assert weights.meaning == "The weight or buffer '1.weight' came into this step with other bits."
+    assert weights.meaning == (
+        "The weight or buffer '1.weight' came into this step with other bits, or was written inside of the step before "
+        "this operation, which no recorded operation did (NumPy, a second thread, an extension)."
+    )
+    assert weights.next_step.endswith("and look for code that writes to weights during a step")
 
 
 def test_an_input_from_compiled_code_is_not_called_data() -> None:
@@ -205,12 +209,12 @@ def test_an_operation_without_effect_is_told_as_such() -> None:
 
     _, told_about = told([*STEP[:2], extra, *STEP[2:]])
 
-    assert told_about.meaning.endswith("All operations of both sides have equal values.")
+    assert told_about.meaning.endswith("All operations that both sides ran have equal values.")
 
 
 def test_another_form_of_two_runs_and_of_two_ranks() -> None:
     other = changed(STEP, 4, settings="training=False")
-    between_ranks = first_structural_difference(STEP, other, lambda _: True)
+    between_ranks = Structure(STEP, other, lambda _: True).difference
 
     text, told_about = told(other)
 
@@ -228,7 +232,7 @@ def test_up_to_three_operations_of_one_side_alone_are_named() -> None:
     elsewhere = operation("relu", [], ["r"], module="act")
 
     assert told(extra[:2], [])[0] == "2 operations only in B: forward of drop (aten::empty_like, aten::bernoulli_)"
-    assert told([extra[0], elsewhere], [])[0] == "2 operations only in B, first forward of drop (aten::empty_like)"
+    assert told([extra[0], elsewhere], [])[0] == "2 operations only in B, the first: forward of drop (aten::empty_like)"
     assert told(extra, [])[0] == (
-        "4 operations only in B, first forward of drop (aten::empty_like, aten::bernoulli_, aten::div_)"
+        "4 operations only in B: forward of drop (aten::empty_like, aten::bernoulli_, aten::div_, ...)"
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -157,12 +158,43 @@ def test_a_wrong_extra_operation_is_named_between_runs_and_between_ranks(tmp_pat
     assert (runs.ranks, ranks.ranks) == ((1,), (1,))
 
 
+def test_gradients_scaled_after_backward_on_one_rank_are_the_likely_cause(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.scaled_gradients)))
+
+    assert _place(found) == ("sequence", "after backward", "", "aten::mul_.Tensor", (FAULTY_RANK,))
+    assert found.summary == "5 operations only in B: outside of modules, after the backward pass (aten::mul_.Tensor)"
+    assert found.meaning.endswith("and the likely cause of the tensors that differ.")
+
+
+def test_a_copy_of_a_weight_with_equal_bits_is_named_before_the_operations_of_the_backward_pass(tmp_path: Path) -> None:
+    found = _found(_between_runs(_runs(tmp_path, fault=faults.copied_weight)))
+
+    assert _place(found) == ("form", "forward", "last", "aten::addmm", (FAULTY_RANK,))
+    assert "'last.weight' in A, no parameter in B" in found.meaning
+
+
 def test_an_extra_operation_without_influence_is_shown_for_runs_that_are_the_same(tmp_path: Path) -> None:
     comparison = _between_runs(_runs(tmp_path, fault=faults.harmless_operation))
 
     found = _found(comparison)
     assert (comparison.verdict, found.kind, found.ranks) == ("same", "sequence", (FAULTY_RANK,))
-    assert found.meaning.endswith("All operations of both sides have equal values.")
+    assert found.meaning.endswith("All operations that both sides ran have equal values.")
+
+
+def _loss_with_log_on_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x).square().sum()
+    if dist.get_rank() == 0:
+        model.module.log = [loss.item(), x.mean().item()]
+    return loss
+
+
+def test_a_log_on_rank_0_is_no_difference_and_hides_no_fault_of_another_rank(tmp_path: Path) -> None:
+    folder = _runs(tmp_path, 3, others={"loss": _loss_with_log_on_first}, fault=faults.extra_operation)
+    equal, ranks = compare_ranks(open_run(folder / "a")), _found(_between_ranks(folder))
+
+    assert equal.operations is None
+    assert [note for note in equal.notes if "without influence" in note and "only on rank 0" in note]
+    assert (ranks.kind, ranks.module, ranks.name, ranks.ranks) == ("sequence", "first", "aten::mul_.Tensor", (1,))
 
 
 def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> None:
@@ -185,7 +217,7 @@ def test_a_sum_in_the_order_of_threads_is_not_deterministic(tmp_path: Path) -> N
 
 
 def test_without_recorded_operations_a_note_tells_how_to_record_them(tmp_path: Path) -> None:
-    comparison = _between_runs(_runs(tmp_path, others={"operations": range(0)}, fault=faults.flip_once))
+    comparison = _between_runs(_runs(tmp_path, others={"operations": ()}, fault=faults.flip_once))
 
     assert comparison.operations is None
     assert (

@@ -41,6 +41,7 @@ def step(round_number):
 thread = threading.Thread(target=beside)
 thread.start()
 try:
+    step(0)  # in torch 2.8 the first of all checkpoints imports modules that run operations
     first, grads = step(1)
     for round_number in range(60):
         again, others = step(round_number)

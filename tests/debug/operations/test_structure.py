@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._operations.structure import first_structural_difference
+from legacy_ddp.debug._operations.structure import Structure
 from tests.helpers.operations import changed, model, operation, value
 
 STEP = model()
 
 
 def compare(a: list[Operation], b: list[Operation]) -> Any:
-    return first_structural_difference(a, b, lambda name: name.endswith("weight"))
+    return Structure(a, b, lambda name: name.endswith("weight")).difference
 
 
 def dropout(path: str = "drop", **changes: Any) -> Operation:

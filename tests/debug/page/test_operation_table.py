@@ -73,6 +73,20 @@ def test_the_first_difference_has_a_mark_of_its_own() -> None:
     assert marked == [("▶", "8", "8", "forward", "2", "aten::mm", "inputs agree, output differs")]
 
 
+def test_rows_that_agree_are_not_said_to_follow_from_the_difference() -> None:
+    step = model()
+    extra = [*step[:2], operation("clone", ["h0(x)"], ["h0(x)"]), *step[2:]]
+    difference = first_difference(step, extra)
+    assert difference is not None
+    harmless = finding(41, (step, extra), difference, labels=("A", "B"), ranks=(1,), facts={}, judge=judge_values)
+
+    captions = ["".join(chart.captions) for of in (found(), harmless) for chart in operation_table(of)]
+
+    assert "After the first difference, operations with other inputs follow from a difference" in captions[0]
+    assert "After the first difference" not in captions[1]
+    assert captions[1].endswith("16 in A, 17 in B.")
+
+
 def test_without_a_difference_there_is_no_table() -> None:
     assert [*operation_table(None)] == []
 

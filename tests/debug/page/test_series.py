@@ -231,7 +231,10 @@ def test_a_rank_that_ended_early_leaves_a_gap_and_its_end_is_known(tmp_path: Pat
     (found,) = read_series([run]).calls
 
     assert np.isnan(found.waited).tolist() == [[False] * 3, [False, False, True]]
-    assert found.ends == ("no last line: killed, or still running", "last line torn: killed while it wrote")
+    assert found.ends == (
+        "no last line: killed, still running, or recorder stopped",
+        "last line torn: killed while it wrote",
+    )
 
 
 def test_a_damaged_file_differs_from_one_that_ended_in_order(tmp_path: Path) -> None:

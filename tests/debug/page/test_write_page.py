@@ -234,7 +234,7 @@ def test_many_values_of_a_fact_are_cut(tmp_path: Path) -> None:
 def test_the_end_of_every_trace_is_shown(tmp_path: Path) -> None:
     text = _read(_run(tmp_path / "a"), _run(tmp_path / "b", end=None)).text
 
-    assert "end of the trace closed no last line: killed, or still running runs differ" in text
+    assert "end of the trace closed no last line: killed, still running, or recorder stopped runs differ" in text
 
 
 def test_the_page_says_that_steps_share_columns(tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._trace.coverage import RunCoverage, span
+from legacy_ddp.debug._trace.coverage import RunCoverage, span, spans
 from legacy_ddp.debug._trace.run import open_run
-from tests.helpers.traces import environment, write_trace
+from tests.helpers.operations import operation
+from tests.helpers.traces import end_after, environment, write_trace
 
 
 def extent(label: str, *runs: Path) -> RunCoverage:
@@ -52,7 +53,7 @@ def test_how_files_end_is_distinguished(tmp_path: Path) -> None:
 
     assert extent("B", a, b).notes() == [
         "B: rank 0 ended after step 5 (left by KeyError)",
-        "B: rank 1 ended after step 5 (killed, or still running)",
+        "B: rank 1 ended after step 5 (killed, still running, or recorder stopped)",
     ]
 
 
@@ -65,3 +66,33 @@ def test_many_ways_of_ending_are_cut_and_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps, text", [((3, 3), "step 3"), ((0, 7), "steps 0-7")])
 def test_a_span_of_one_step_is_a_step(steps: tuple[int, int], text: str) -> None:
     assert span(steps) == text
+
+
+def of_steps(*steps: int) -> Any:
+    return lambda step, _: [operation("mul", ["a" * 16], ["b" * 16])] if step in steps else []
+
+
+def test_ranks_without_the_operations_of_other_ranks_are_named(tmp_path: Path) -> None:
+    whole, part, none = (
+        written(tmp_path / name, operations=of_steps(*steps))
+        for name, steps in (("whole", (1, 2, 5)), ("part", (2,)), ("none", ()))
+    )
+
+    assert extent("A", whole, whole).notes() == []
+    assert extent("A", whole, none, whole, part).notes() == [
+        "A: operations of steps 1-2, step 5 are missing on rank 1",
+        "A: operations of step 1, step 5 are missing on rank 3",
+    ]
+
+
+def test_a_rank_that_was_cut_lacks_the_operations_of_its_later_steps(tmp_path: Path) -> None:
+    whole, cut = (written(tmp_path / name, operations=of_steps(2, 3, 4)) for name in ("whole", "cut"))
+    end_after(cut / "rank-00000.jsonl", 2)
+
+    assert "operations of steps 3-4 are missing on rank 1" in extent("", whole, cut).notes()
+
+
+def test_steps_are_joined_to_spans_and_cut() -> None:
+    assert spans([3]) == "step 3"
+    assert spans([1, 2, 3, 7, 9, 10]) == "steps 1-3, step 7, steps 9-10"
+    assert spans(range(0, 40, 2)).endswith(", step 18, ... 10 more spans of steps")

@@ -13,6 +13,7 @@ from legacy_ddp.debug._trace.line_format import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.summary import NonFinite, Summary, Waiting, summarise
 from legacy_ddp.debug._trace.summary_text import format_bytes, lines
+from tests.helpers.operations import operation
 from tests.helpers.traces import call_facts, environment, without, write_trace
 
 
@@ -50,7 +51,7 @@ def test_ranks_that_ended_otherwise_are_distinguished(tmp_path: Path) -> None:
 
     assert found.ends == {
         "closed after step 5": [0, 2],
-        "killed, or still running; its last line is torn after step 5": [1],
+        "killed, still running, or recorder stopped; its last line is torn after step 5": [1],
     }
     assert "  end: ranks 0, 2: closed after step 5" in lines(found)
 
@@ -218,3 +219,14 @@ def test_metrics_and_logged_values_are_shown_with_their_first_and_last_value(tmp
         "  logged 'own', rank 2: -inf at step 4",
     ]
     json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_show_names_the_ranks_without_operations(tmp_path: Path) -> None:
+    recorded = [operation("mul", ["a" * 16], ["b" * 16])]
+
+    found = summary(tmp_path, operations=lambda step, rank: recorded if rank == 0 and step in (1, 2) else ())
+
+    shown = lines(found)
+    at = shown.index("  operations of forward and backward: steps 1-2 (1 a step and rank)")
+    assert shown[at + 1] == "  operations missing on rank 1: steps 1-2"
+    assert found.as_json()["missing_operations"] == (((1,), (1, 2)),)
