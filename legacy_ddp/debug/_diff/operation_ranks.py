@@ -41,10 +41,12 @@ class RankOperations:
         self._unused: dict[int, str] = {}  # of each rank, the first
         self._further: list[str] = []
         first = self._first_difference()
-        if first is not None:
-            groups = self._groups(first)
+        groups = self._groups(first) if first is not None else []
+        if first is not None and len(groups) > 1:
             self.finding = self._compare(first, *groups[:2])
             self._further = [self._further_difference(groups[:index], groups[index]) for index in range(2, len(groups))]
+        elif first is not None:  # agreement as far as data leave it is not transitive
+            self._further = [f"operations of step {first} differ between two ranks, and a third agrees with both"]
         self._agreeing = [step for step in micro_batches if first is None or step < first]
         compared = [step for step in micro_batches if first is None or step <= first]
         self._uneven = next((step for step in compared if len({*micro_batches[step]}) > 1), None)

@@ -9,6 +9,7 @@ import pytest
 
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.operation_ranks import RankOperations
 from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.run import Run, open_run
@@ -386,3 +387,12 @@ def test_runs_of_other_world_sizes_say_that_operations_were_not_compared(
 
     assert comparison.operations is None
     assert comparison.notes[0] == "world sizes 2 and 3: local gradients, inputs and operations were not compared"
+
+
+def test_a_rank_that_agrees_with_two_different_ranks_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankOperations, "_is_same", lambda *_: True)
+
+    comparison = between_ranks(tmp_path, lambda step, rank: sequence(rank, extra=rank == 1) if step == 2 else ())
+
+    assert comparison.operations is None
+    assert "operations of step 2 differ between two ranks, and a third agrees with both" in comparison.notes
