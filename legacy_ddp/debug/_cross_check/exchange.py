@@ -11,8 +11,6 @@ from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import PeerError
 from legacy_ddp._transport.call import Call
 
-_TAG = 0
-
 
 def gather_sizes(call: Call, own: torch.Tensor) -> list[int]:
     """The number of bytes of every rank's ``own``."""
@@ -27,12 +25,14 @@ def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor
         return own
     before, after = (rank - 1) % size, (rank + 1) % size
     received = torch.empty(sizes[before], dtype=torch.uint8, device="cpu")
-    group = call.groups.payload(received.device)
-    sent = call.start(group, lambda group: group.send([own], after, _TAG)) if sizes[rank] else None
-    if sizes[before]:
-        call.run(group, lambda group: group.recv([received], before, _TAG))
-    if sent is not None:
-        call.wait(group, sent)
+    received_lengths = [sizes[before] * (other == before) for other in range(size)]
+    sent_lengths = [sizes[rank] * (other == after) for other in range(size)]
+    options = call.options("AllToAll")
+    # No send and receive: gloo closes the connection if a wait for these ends by its timer, as it does in every poll.
+    call.run(
+        call.groups.payload(received.device),
+        lambda group: group.alltoall_base(received, own, received_lengths, sent_lengths, options),
+    )
     return received
 
 
