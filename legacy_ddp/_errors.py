@@ -290,13 +290,6 @@ class TraceError(LegacyDDPError):
     """
 
 
-def import_error(text: str) -> ImportError:
-    """An ImportError with the anchor of its section at its end, as all errors of the library."""
-    error = ImportError(text)
-    error.add_note("see docs/errors.md#importerror")
-    return error
-
-
 # Tracebacks, pickles and logs name the public module. The heading of a section is the name of its class.
 for _item in tuple(globals().values()):
     if isinstance(_item, type) and issubclass(_item, LegacyDDPError):

@@ -16,6 +16,7 @@ ROOMS = (
     "_error_text",
     "_errors",
     "_argument_errors",
+    "_import_error",
     "_torch",
     "_frames",
     "_traceback",

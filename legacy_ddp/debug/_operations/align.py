@@ -19,9 +19,9 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
 
     Operations are aligned by stage, module and name. The first pair with different values decides: with equal inputs
     and different outputs the operation is the culprit; a different input came in with the data or the weights, from
-    operations of one sequence alone, or by a write that is no operation. Without different values
-    the difference is the first of: an operation that takes a different parameter with equal bits; operations of a
-    single sequence with influence; operations of a single sequence; different settings, layout or generator.
+    operations of one sequence alone, or by a write that is no operation. Without different values the difference is the
+    first of: an operation that takes a different parameter with equal bits; operations of a single sequence with
+    influence; operations of a single sequence; different settings, layout or generator.
 
     Time and memory are linear in the number of operations.
     """
