@@ -17,6 +17,7 @@ ROOMS = (
     "_errors",
     "_argument_errors",
     "_import_error",
+    "_fork",
     "_torch",
     "_frames",
     "_traceback",

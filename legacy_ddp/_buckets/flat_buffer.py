@@ -193,7 +193,7 @@ class FlatBuffer:
 
     def _is_wanted(self, views: SlotViews) -> bool:
         """Whether the memory is of the wanted kind: a segment or ordinary memory."""
-        return (views.segment is not None) == self._policy.is_for(self.bucket)
+        return self._policy.fits(self.bucket, views.segment)
 
     def _change_memory(self) -> None:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.

@@ -1,99 +1,151 @@
-"""Private memory in forked children, in place of the segments of the parent.
+"""Shared memory that forked children do not inherit, and private memory in its place.
 
-A forked process, for instance of a DataLoader, inherits the shared mappings. Without this module its writes to a
-gradient would change the gradient of its parent. In the child every segment of the parent is mapped again at its
-address as private memory (mmap(2) with MAP_PRIVATE and MAP_FIXED). The child sees the values of the parent, and later
-changes by the parent only in pages that the child has not written to.
+A forked process, for instance of a DataLoader, inherits shared mappings. Without this module its writes to a gradient
+would change the gradient of its parent. So the kernel leaves every mapping out of children (MADV_DONTFORK of
+madvise(2)), from before any tensor refers to the memory: whatever fails, a child has no access to the memory of its
+parent. A function in the child then maps private memory at the same addresses. The child sees the values of the
+parent, and later changes by the parent only in pages that the child has not written to.
 """
 
 import ctypes
+import errno
 import mmap
 import os
-import re
 import weakref
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-NAME_PREFIX = "legacy_ddp-"  # of every segment; the number of the owning process follows
+import torch
 
-_MAP_FIXED = 0x10
-_COPIED_BYTES = 16 * 2**20  # a multiple of every page size
+from legacy_ddp._fork import run_in_children
+
+_MAP_FIXED, _MAP_FIXED_NOREPLACE = 0x10, 0x100000  # as in the headers of Linux
+_READ_WRITE, _NO_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE, 0
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_MAPPING = re.compile(rf"([0-9a-f]+)-([0-9a-f]+) rw-s .*/memfd:{NAME_PREFIX}(\d+)")
-_owners: "weakref.WeakValueDictionary[int, _Owner]" = weakref.WeakValueDictionary()
-_process = 0  # the process that made the segments in _owners
-_reserve = -1  # an open descriptor, closed to read a file at the limit of open files
+_NO_FILE = -1
+# Far below the addresses that the kernel chooses. In a child the addresses are free until private memory is mapped
+# there, and before that other hooks of the fork may allocate memory.
+_FIRST_ADDRESS, _LAST_ADDRESS = 2**44, 2**46
+
+_mappings: "dict[int, Mapping]" = {}  # every shared mapping of this process, by address
+_next_address = _FIRST_ADDRESS
 
 
-class _Owner(Protocol):
-    descriptor: int
+class Mapping:
+    """A shared mapping of an open file, in the table as long as it exists and is shared.
+
+    ``descriptor``: of the file, for the private memory of children. ``_NO_FILE`` for the memory of another rank, which
+    nothing in a child reads: a child has memory without access there.
+    """
+
+    def __init__(self, address: int, size_bytes: int, descriptor: int) -> None:
+        self.address = address
+        self.size_bytes = size_bytes
+        self.descriptor = descriptor
+
+    def make_private(self) -> None:
+        """Map the same pages as private memory, also for children: no other process uses them any more.
+
+        Raises:
+            OSError: a limit of the kernel. Children then have no access to this memory.
+        """
+        descriptor, self.descriptor = self.descriptor, _NO_FILE
+        if _mappings.get(self.address) is self:  # some tensor still refers to the memory
+            self._map_private(_MAP_FIXED, descriptor)
+            del _mappings[self.address]
+
+    def replace_in_child(self) -> None:
+        """Map private memory at the addresses, which the kernel left free in this child.
+
+        Raises:
+            OSError: a limit of the kernel or of this process.
+        """
+        if self.descriptor == _NO_FILE:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+            _map_at(self.address, self.size_bytes, _NO_ACCESS, flags, _NO_FILE)
+        else:
+            self._map_private(_MAP_FIXED_NOREPLACE, self.descriptor)
+
+    def _map_private(self, flag: int, descriptor: int) -> None:
+        _map_at(self.address, self.size_bytes, _READ_WRITE, mmap.MAP_PRIVATE | flag, descriptor)
+
+    def unmap(self) -> None:
+        """The last tensor in this memory is gone."""
+        _mappings.pop(self.address, None)
+        _libc().munmap(self.address, self.size_bytes)
 
 
-def keep_private_in_children(address: int, owner: _Owner) -> None:
-    """Make the mapping at ``address`` private in every child forked from now on."""
-    global _process
-    _process, _owners[address] = os.getpid(), owner
+def map_shared(descriptor: int, *, is_own: bool) -> tuple[torch.Tensor, Mapping]:
+    """The whole memory of a sealed file, uint8. Mapped as long as a tensor refers to it.
+
+    ``is_own``: of this rank, whose children see its values.
+
+    Raises:
+        OSError: the memory cannot be mapped.
+    """
+    size_bytes = os.fstat(descriptor).st_size
+    address = _map(_new_address(size_bytes), size_bytes, _READ_WRITE, mmap.MAP_SHARED, descriptor)
+    mapping = Mapping(address, size_bytes, descriptor if is_own else _NO_FILE)
+    buffer = (ctypes.c_ubyte * size_bytes).from_address(address)
+    weakref.finalize(buffer, mapping.unmap).atexit = False  # the end of the process unmaps
+    if _libc().madvise(address, size_bytes, mmap.MADV_DONTFORK):
+        raise _error("madvise", size_bytes)
+    _mappings[address] = mapping
     _register()
+    return torch.frombuffer(buffer, dtype=torch.uint8), mapping
+
+
+def _new_address(size_bytes: int) -> int:
+    """A hint for the kernel, which takes another address if this one is not free."""
+    global _next_address
+    pages = -(-size_bytes // mmap.PAGESIZE)
+    address = _next_address if _next_address < _LAST_ADDRESS else _FIRST_ADDRESS
+    _next_address = address + pages * mmap.PAGESIZE
+    return address
 
 
 @cache
 def _register() -> None:
-    global _reserve
-    _reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    os.register_at_fork(after_in_child=_make_private)
+    run_in_children(_replace_all)
 
 
-def _make_private() -> None:
-    for start, size_bytes, process in _mappings():
-        owner = _owners.get(start)
-        if process != _process:  # of another rank: nothing in a child refers to it, and it shall not keep it alive
-            _map_private(start, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        elif owner is not None:
-            _map_private(start, size_bytes, mmap.MAP_PRIVATE, owner.descriptor)
-        else:  # only a gradient kept by the user refers to this memory: its descriptor is closed
-            _copy_private(start, size_bytes)
-
-
-def _mappings() -> Iterator[tuple[int, int, int]]:
-    """Address, size and owning process of every segment mapped in this process."""
-    for line in _read_maps().splitlines():
-        if found := _MAPPING.match(line):
-            start, stop = int(found[1], 16), int(found[2], 16)
-            yield start, stop - start, int(found[3])
-
-
-def _read_maps() -> str:
-    global _reserve
-    path = Path("/proc/self/maps")
+def _replace_all() -> None:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # the limit of open files
-        os.close(_reserve)
-        text = path.read_text(encoding="utf-8", errors="replace")
-        _reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        return text
+        for mapping in _mappings.values():
+            mapping.replace_in_child()
+    except OSError as error:
+        raise OSError(
+            f"its copy of the gradients of the parent could not be mapped: got {error}, expected private memory; raise "
+            'the limit, fork before the first all_reduce(), or pass transport="gloo"'
+        ) from error
+    _mappings.clear()  # private mappings are inherited by children of this process
 
 
-def _copy_private(address: int, size_bytes: int) -> None:
-    """Replace the mapping by a private copy. In pieces: the copy exists twice, and string_at() ends at 2 GiB."""
-    for place in range(address, address + size_bytes, _COPIED_BYTES):
-        size = min(_COPIED_BYTES, address + size_bytes - place)
-        content = ctypes.string_at(place, size)
-        _map_private(place, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        ctypes.memmove(place, content, size)
+def _map_at(address: int, size_bytes: int, protection: int, flags: int, descriptor: int) -> None:
+    found = _map(address, size_bytes, protection, flags, descriptor)
+    if found != address:  # Linux before 4.17 takes MAP_FIXED_NOREPLACE for a hint
+        _libc().munmap(found, size_bytes)
+        raise OSError(errno.EEXIST, "other memory is mapped there")
 
 
-def _map_private(address: int, size_bytes: int, flags: int, descriptor: int) -> None:
-    found = _libc_mmap()(address, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, descriptor, 0)
+def _map(address: int, size_bytes: int, protection: int, flags: int, descriptor: int) -> int:
+    found = _libc().mmap(address, size_bytes, protection, flags, descriptor, 0)
     if found == _MAP_FAILED:
-        raise OSError(ctypes.get_errno(), "mmap of private memory in a forked child failed")
+        raise _error("mmap", size_bytes)
+    return int(found)
+
+
+def _error(function: str, size_bytes: int) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{function} of {size_bytes} bytes: {os.strerror(number)}")
 
 
 @cache
-def _libc_mmap() -> Any:
-    function = ctypes.CDLL(None, use_errno=True).mmap
-    function.restype = ctypes.c_void_p
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-    return function
+def _libc() -> Any:
+    """Functions in C that keep the GIL: no other thread forks between a change of a mapping and of the table."""
+    library = ctypes.PyDLL(None, use_errno=True)
+    library.mmap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+    library.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return library

@@ -1,13 +1,14 @@
 """Memory of flat tensors that other processes of the host can map: anonymous files in memory (memfd_create(2)).
 
 A segment is sealed against shrinking and growing before any mapping. A mapping keeps no descriptor open, and lives as
-long as any tensor refers to it. In a forked child the memory becomes private: see :mod:`private_fork`.
+long as any tensor refers to it. In a forked child the memory is private: see :mod:`private_fork`.
 """
 
 import ctypes
 import fcntl
 import os
 import weakref
+from contextlib import ExitStack
 from functools import cache
 from itertools import count
 from typing import Any
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 
 from legacy_ddp._buckets.layout import Bucket
-from legacy_ddp._buckets.private_fork import NAME_PREFIX, keep_private_in_children
+from legacy_ddp._buckets.private_fork import Mapping, map_shared
 from legacy_ddp._error_text import error_text
 
 # As in the headers of Linux: a Python that was built with an old C library lacks the names, and memfd_create().
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
 _F_ADD_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1, 2, 4
+_NAME_PREFIX = "legacy_ddp-"  # of every segment; the number of the owning process follows
 _RESERVED_BYTES = 4 * 2**20
 _serials = count(1)
 
@@ -28,19 +30,28 @@ _serials = count(1)
 class Segment:
     """Shared memory of ``size_bytes``. ``serial``: number in this process, from 1.
 
+    Without the segment, its memory is private: only gradients kept by the user refer to it.
+
     Raises:
         OSError: no memory, or a limit of the process, of the container or of the kernel.
-        RuntimeError: the memory cannot be mapped.
     """
 
     def __init__(self, size_bytes: int) -> None:
         self.serial = next(_serials)
-        self.descriptor = _new_file(f"{NAME_PREFIX}{os.getpid()}")
-        weakref.finalize(self, os.close, self.descriptor)
-        _reserve(self.descriptor, size_bytes)
-        fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
-        self.memory = map_segment(self.descriptor)
-        keep_private_in_children(self.memory.data_ptr(), self)
+        self._process = os.getpid()
+        self.descriptor = _new_file(f"{_NAME_PREFIX}{self._process}")
+        with ExitStack() as failed:
+            failed.callback(os.close, self.descriptor)
+            _reserve(self.descriptor, size_bytes)
+            fcntl.fcntl(self.descriptor, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+            self.memory, mapping = map_shared(self.descriptor, is_own=True)
+            weakref.finalize(self, _end_sharing, mapping, self.descriptor).atexit = False
+            failed.pop_all()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks can use the memory: false in a forked child, whose memory is private."""
+        return self._process == os.getpid()
 
 
 class SegmentPolicy:
@@ -59,6 +70,10 @@ class SegmentPolicy:
         """Whether the memory of ``bucket`` shall be a segment."""
         return self.wanted and not self.problem and bucket.device.type == "cpu" and bucket.numel > 0
 
+    def fits(self, bucket: Bucket, segment: Segment | None) -> bool:
+        """Whether memory with ``segment``, None for ordinary memory, is of the kind that ``bucket`` shall have."""
+        return (segment is not None and segment.is_shared) == self.is_for(bucket)
+
     def carries(self, bucket: Bucket) -> bool:
         """Whether the host transport carries ``bucket`` for certain. The first call decides after its header."""
         return self.required and self.is_for(bucket)
@@ -67,18 +82,25 @@ class SegmentPolicy:
         """A flat tensor for ``bucket``, and its segment if there is one. ``dtype``: in place of the bucket's dtype.
 
         Raises:
-            OSError, RuntimeError: as :class:`Segment`, if a segment is required.
+            OSError: as :class:`Segment`, if a segment is required.
         """
         dtype = dtype or bucket.dtype
         if self.is_for(bucket):
             try:
                 segment = Segment(bucket.numel * dtype.itemsize)
                 return segment.memory.view(dtype), segment
-            except (OSError, RuntimeError) as error:
+            except OSError as error:
                 if self.required:
                     raise
                 self.problem = f"no shared memory ({error_text(error)})"
         return torch.empty(bucket.numel, dtype=dtype, device=bucket.device), None
+
+
+def _end_sharing(mapping: Mapping, descriptor: int) -> None:
+    try:
+        mapping.make_private()
+    finally:
+        os.close(descriptor)
 
 
 def _new_file(name: str) -> int:
@@ -113,10 +135,9 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
 
 
 def map_segment(descriptor: int) -> torch.Tensor:
-    """The whole memory behind the open descriptor of a segment, uint8. The descriptor may be closed afterwards.
+    """The whole memory behind the descriptor of another rank's segment, uint8. The descriptor may be closed afterwards.
 
     Raises:
-        RuntimeError: the memory cannot be mapped.
+        OSError: the memory cannot be mapped.
     """
-    size_bytes = os.fstat(descriptor).st_size  # sealed
-    return torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=size_bytes, dtype=torch.uint8)
+    return map_shared(descriptor, is_own=False)[0]

@@ -5,11 +5,12 @@ A started collective cannot be cancelled. When the collective ends, a thread of 
 """
 
 import atexit
-import os
 import threading
 import time
 from collections.abc import Iterable
 from functools import cache
+
+from legacy_ddp._fork import run_in_children
 
 # A Future reports its end before that thread has released the last callback.
 _RELEASE_SECONDS = 0.1
@@ -28,7 +29,7 @@ def wait_before_exit(ends: Iterable[threading.Event], seconds: float) -> None:
 @cache
 def _wait_at_exit() -> None:
     atexit.register(_wait)
-    os.register_at_fork(after_in_child=_pending.clear)  # the collectives are the parent's
+    run_in_children(_pending.clear)  # the collectives are the parent's
 
 
 def _wait() -> None:

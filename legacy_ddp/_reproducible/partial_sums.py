@@ -87,7 +87,7 @@ class PartialSums:
 
     def _memory_of_total(self) -> torch.Tensor:
         """Kept apart from the other sums: the other ranks have mapped this segment."""
-        if self._total is None or (self._segment is not None) != self._policy.is_for(self._bucket):
+        if self._total is None or not self._policy.fits(self._bucket, self._segment):
             self._total, self._segment = self._policy.allocate(self._bucket, self.dtype)
         return self._total
 

@@ -24,6 +24,7 @@ from legacy_ddp._checks import Checks
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._fork import run_in_children
 from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog
 
@@ -214,7 +215,7 @@ def _await_members(store: internals.Store, generation: int, rank: int, size: int
 
 @cache
 def _close_at_exit() -> None:
-    os.register_at_fork(after_in_child=_after_fork)
+    run_in_children(_after_fork)
     atexit.register(_close_all)
     if multiprocessing.parent_process() is not None:  # such a process ends without atexit
         multiprocessing.util.Finalize(None, _close_all, exitpriority=0)

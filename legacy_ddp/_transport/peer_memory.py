@@ -94,7 +94,7 @@ class PeerMemory:
                     raise OSError("the limit of open files is reached (ulimit -n)")
                 for index, descriptor in zip(unknown[other], descriptors, strict=True):
                     found[other, index] = map_segment(descriptor)
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             problem = error_text(error)
         finally:
             for descriptor in (descriptor for descriptors in received.values() for descriptor in descriptors):

@@ -9,6 +9,7 @@ from functools import cache
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_line
+from legacy_ddp._fork import run_in_children
 from legacy_ddp._watchdog.background import BackgroundTasks
 from legacy_ddp._watchdog.client import Message, Outcome, decode_endpoint, request
 from legacy_ddp._watchdog.exchange import ReportExchange
@@ -152,7 +153,7 @@ class Watchdog:
 
 @cache
 def _register_after_fork() -> None:
-    os.register_at_fork(after_in_child=_after_fork)
+    run_in_children(_after_fork)
 
 
 def _after_fork() -> None:

@@ -1,16 +1,16 @@
-"""Segments: anonymous files in memory, and their private copies in forked children."""
+"""Segments: anonymous files in memory, and what forked children have in their place."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-import pytest
 import torch
 
-from legacy_ddp._buckets import private_fork
 from legacy_ddp._buckets.segment import Segment
 from tests.helpers.paths import ROOT
 
@@ -37,13 +37,35 @@ def test_a_child_writes_to_a_copy() -> None:
     assert _written_by_a_child(segment.memory.fill_(7)) == ([7], [7])
 
 
-def test_a_kept_segment_of_several_pieces_is_copied_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its descriptor is closed. From 2 GiB on the copy failed, and the child wrote to the parent."""
-    monkeypatch.setattr(private_fork, "_COPIED_BYTES", PAGE)
+def test_a_kept_segment_is_private_also_in_the_parent() -> None:
+    """Its descriptor is closed. A copy in each child took time, and failed from 2 GiB on."""
+    before = len(os.listdir("/proc/self/fd"))
     memory = Segment(3 * PAGE + 5).memory
     memory[:PAGE], memory[PAGE:] = 5, 7
 
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert f"{memory.data_ptr():x}" not in re.findall("([0-9a-f]+)-[0-9a-f]+ rw-s", Path("/proc/self/maps").read_text())
     assert _written_by_a_child(memory) == ([5, 7], [5, 7])
+
+
+def test_a_segment_that_a_child_inherited_is_no_memory_to_share_there() -> None:
+    """Other ranks would have written to the gradients of its parent."""
+    segment = Segment(PAGE)
+    child = os.fork()
+    if child == 0:
+        os._exit(segment.is_shared)
+    assert segment.is_shared
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_memory_is_unmapped_with_its_last_tensor() -> None:
+    segment = Segment(PAGE)
+    part = segment.memory[5:]
+    address = segment.memory.data_ptr()
+    del segment
+    part.fill_(3)
+    del part
+    assert f"{address:x}-" not in Path("/proc/self/maps").read_text()
 
 
 def _open_one_more() -> int | None:

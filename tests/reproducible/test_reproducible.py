@@ -1,7 +1,6 @@
 """The order of sums with reproducible=True: one tree, for any split of a step's micro-batches over ranks."""
 
 import gc
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -329,7 +328,7 @@ def _flat_tensors(rank: int, each: int) -> int:
         take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
     tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
     found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}
-    found -= {start for start, _, process in private_fork._mappings() if process != os.getpid()}
+    found -= {address for address, mapping in private_fork._mappings.items() if mapping.descriptor < 0}
     return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
 
 
