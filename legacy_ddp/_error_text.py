@@ -3,12 +3,19 @@
 The text of a user's exception may be megabytes, may hold a file name that is no UTF-8, and its ``__str__`` may raise.
 """
 
+import errno
 import re
 
 from legacy_ddp._text import encodable
 
 # Characters. A rank quotes the text of every failed rank, and a watchdog's message may have 2**20 bytes.
 MAX_LINE, MAX_TEXT = 1_000, 8_000
+_NUMBER_AT_END = re.compile(r"\((\d{1,4})\)$")
+_LIMITS = {
+    errno.EMFILE: "the limit of open files of this process is reached; raise it with ulimit -n",
+    errno.ENFILE: "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
+    errno.ETOOMANYREFS: "too many open files of this user are on their way; raise the limit with ulimit -n",
+}
 _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
 
 
@@ -20,6 +27,16 @@ def error_text(error: BaseException) -> str:
 def error_line(error: BaseException) -> str:
     """Type and first line: ``ValueError: first line``; the type alone without a text. Never raises."""
     return _with_type(error, first_line(error))
+
+
+def system_error_text(error: OSError | RuntimeError) -> str:
+    """Why a system call failed, in a line: for one cause one text, whichever call met it. Never raises.
+
+    torch has a RuntimeError for a failed call, with the number of the error in brackets at the end.
+    """
+    at_end = _NUMBER_AT_END.search(first_line(error))
+    number = error.errno if isinstance(error, OSError) else at_end and int(at_end[1])
+    return _LIMITS.get(number or 0) or error_line(error)
 
 
 def first_line(error: BaseException) -> str:

@@ -17,7 +17,7 @@ import torch
 
 from legacy_ddp._buckets.layout import Bucket
 from legacy_ddp._buckets.private_fork import Mapping, map_shared
-from legacy_ddp._error_text import error_text
+from legacy_ddp._error_text import system_error_text
 
 # As in the headers of Linux: a Python that was built with an old C library lacks the names, and memfd_create().
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2
@@ -57,13 +57,13 @@ class Segment:
 class SegmentPolicy:
     """Whether the flat tensors of a set of parameters, and the sums of their micro-batches, lie in segments.
 
-    ``wanted``: from the next allocation on. ``required``: a failure is an error, and not ordinary memory. ``problem``:
-    the first failure, as text.
+    ``wanted``: from the next allocation on. ``chosen``: the host transport carried the call before. ``problem``: the
+    first failure, as text; all ranks learn of it after their headers.
     """
 
     def __init__(self) -> None:
         self.wanted = False
-        self.required = False
+        self.chosen = False
         self.problem = ""
 
     def is_for(self, bucket: Bucket) -> bool:
@@ -75,24 +75,19 @@ class SegmentPolicy:
         return (segment is not None and segment.is_shared) == self.is_for(bucket)
 
     def carries(self, bucket: Bucket) -> bool:
-        """Whether the host transport carries ``bucket`` for certain. The first call decides after its header."""
-        return self.required and self.is_for(bucket)
+        """Whether the host transport will carry ``bucket``, unless memory fails on another rank. The first call decides
+        after its header."""
+        return self.chosen and self.is_for(bucket)
 
     def allocate(self, bucket: Bucket, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, Segment | None]:
-        """A flat tensor for ``bucket``, and its segment if there is one. ``dtype``: in place of the bucket's dtype.
-
-        Raises:
-            OSError: as :class:`Segment`, if a segment is required.
-        """
+        """A flat tensor for ``bucket``, and its segment if there is one. ``dtype``: in place of the bucket's dtype."""
         dtype = dtype or bucket.dtype
         if self.is_for(bucket):
             try:
                 segment = Segment(bucket.numel * dtype.itemsize)
                 return segment.memory.view(dtype), segment
             except OSError as error:
-                if self.required:
-                    raise
-                self.problem = f"no shared memory ({error_text(error)})"
+                self.problem = no_memory_text(error)
         return torch.empty(bucket.numel, dtype=dtype, device=bucket.device), None
 
 
@@ -132,6 +127,11 @@ def _reserve(descriptor: int, size_bytes: int) -> None:
     """
     for start in range(0, size_bytes, _RESERVED_BYTES):
         os.posix_fallocate(descriptor, start, min(_RESERVED_BYTES, size_bytes - start))
+
+
+def no_memory_text(error: OSError) -> str:
+    """The reason for a rank without shared memory."""
+    return f"no shared memory ({system_error_text(error)})"
 
 
 def map_segment(descriptor: int) -> torch.Tensor:

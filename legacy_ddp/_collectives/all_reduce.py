@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
@@ -18,7 +19,7 @@ from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.arguments import Arguments, Metrics
 from legacy_ddp._collectives.metrics import sum_metrics
 from legacy_ddp._collectives.nonfinite import check_finite
-from legacy_ddp._collectives.pack import pack
+from legacy_ddp._collectives.pack import allocate_for_gloo, pack
 from legacy_ddp._collectives.reduce import Reduced, discard, reduce
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
@@ -27,6 +28,7 @@ from legacy_ddp._collectives.transport_choice import (
     HOST,
     choose_transport,
     ids_of,
+    leave_host,
     prepare_transport,
     require_host,
     segments_of,
@@ -90,7 +92,12 @@ def all_reduce(
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, warnings)
             metrics = sum_metrics(call, agreement, packed.metrics)
+            was_on_host = call.group_state.transport == HOST
             on_host = choose_transport(call, settings, plan, segments, planner.segments.problem)
+            if was_on_host and call.group_state.transport == GLOO:
+                gloo_memory = partial(allocate_for_gloo, call, leaves, plan, packed)
+                if text := leave_host(call, planner.segments, gloo_memory):
+                    warnings.add_everywhere(call, text)
             reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
             with call.phase("alias"):
                 plan.alias(reduced.kinds, reduced.sparse)

@@ -100,6 +100,17 @@ def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
             buffer.make_wire(has_peers=has_peers)
 
 
+def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed) -> None:
+    """The memory that packing left out while the host transport carried: copies for sending, or for receiving.
+
+    Raises:
+        RuntimeError: no memory.
+    """
+    _allocate(call, plan, has_wire=leaves is None)
+    if leaves is not None:
+        leaves.sums.reserve(packed.flats)
+
+
 def _flats(plan: Plan) -> list[torch.Tensor]:
     return [buffer.flat for buffer in plan.buffers]
 

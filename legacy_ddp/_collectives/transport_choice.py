@@ -1,14 +1,16 @@
 """The choice of the transport for the dense gradients on CPU: memory shared by the ranks of a host, or gloo.
 
-The first all_reduce of a wrapper on a group decides, equally on all ranks, and the choice stays.
+The first all_reduce of a wrapper on a group decides, equally on all ranks. The choice stays; only with
+``transport="auto"`` a later failure of shared memory changes it to gloo, once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.plan import Plan, Planner
-from legacy_ddp._buckets.segment import Segment
+from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._collectives.pack import Packed
+from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._reproducible.splits import why_no_nodes
@@ -29,7 +31,7 @@ def prepare_transport(state: GroupState, planner: Planner) -> None:
         log_transport(state.groups.rank, state.transport_text)
     segments = planner.segments
     segments.wanted = state.groups.star is not None and state.transport != GLOO
-    segments.required = state.transport == HOST
+    segments.chosen = state.transport == HOST
     segments.problem = ""  # of an earlier call, perhaps on another group
 
 
@@ -67,10 +69,11 @@ def host_buffers(plan: Plan) -> list[FlatBuffer]:
 def choose_transport(call: Call, settings: Settings, plan: Plan, own: Sequence[Segment | None], problem: str) -> bool:
     """Collective, after headers matched: whether the host transport carries this call. New segments are mapped.
 
-    ``own``: the segments of this rank. ``problem``: why this rank has no segments.
+    ``own``: the segments of this rank. ``problem``: why this rank has no segments. After calls with the host transport
+    a failure is for :func:`leave_host`.
 
     Raises:
-        TransportError: on all ranks: ``transport="host"`` is not possible, or a segment cannot be mapped any more.
+        TransportError: on all ranks: ``transport="host"`` is not possible, or not possible any more.
     """
     state, segments, buffers = call.group_state, call.peer_segments, host_buffers(plan)
     if state.transport == GLOO or segments is None or not buffers:
@@ -82,13 +85,47 @@ def choose_transport(call: Call, settings: Settings, plan: Plan, own: Sequence[S
         unknown = memory.unknown(segments)
         if any(unknown):
             reason = memory.map_new(call, segments, unknown, own)
-    if reason and HOST in (state.transport, settings.transport):
+    if reason and settings.transport == HOST:
         raise _impossible(call, reason)
-    if not state.transport:
+    if reason or not state.transport:
         state.transport, state.fallback = (GLOO, reason) if reason else (HOST, "")
         state.peer_memory = None if reason else memory
         log_transport(call.groups.rank, state.transport_text)
     return not reason
+
+
+def leave_host(call: Call, segments: SegmentPolicy, allocate: Callable[[], None]) -> str:
+    """Collective, in the call in which gloo has replaced the host transport: prepare gloo for the packed gradients.
+
+    ``allocate``: gives this rank the memory that gloo needs and the host transport does not.
+
+    Returns:
+        A warning, once per group; empty if another wrapper had one.
+
+    Raises:
+        TransportError: on all ranks: a rank lacks the memory. The next call tries gloo again.
+    """
+    segments.wanted = segments.chosen = False
+    problem = ""
+    try:
+        allocate()
+    except (OSError, RuntimeError, MemoryError) as error:
+        problem = error_line(error)
+    if problem := call.first_problem(problem):
+        raise TransportError(
+            f"{call}: no memory for gloo, after shared memory has failed ({call.group_state.fallback}): {problem}; "
+            "give the job more memory, or a model with fewer parameters to each rank",
+            call=call.number,
+            phase="agree",
+        )
+    if call.groups.is_fallback_told:
+        return ""
+    call.groups.is_fallback_told = True
+    return (
+        f"{call}: shared memory is not possible any more (warned once):\n{call.group_state.fallback}\n"
+        "gloo carries the gradients of this model from now on: slower, and with sums that may be rounded in another\n"
+        'order; mend the cause and start again, or pass transport="gloo"'
+    )
 
 
 def _is_on_host(buffer: FlatBuffer) -> bool:
@@ -112,15 +149,13 @@ def _first_problem(call: Call, segments: Sequence[SegmentIds], count: int, probl
         return f"{count} buckets, more than {MAX_BUCKETS}"
     if all(all(current.serials[:count]) for current in segments):
         return ""
-    texts = call.gather_objects(problem)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(texts) if text), "a rank has no shared memory yet")
+    return call.first_problem(problem) or "a rank has no shared memory yet"
 
 
 def _impossible(call: Call, reason: str) -> TransportError:
-    is_later = call.group_state.transport == HOST
-    step = "set LEGACY_DDP_TRANSPORT=gloo on all ranks" if is_later else 'pass transport="auto"'
+    any_more = " any more" if call.group_state.transport == HOST else ""
     return TransportError(
-        f'{call}: transport="host" is not possible{" any more" * is_later}: {reason}; mend the cause, or {step}',
+        f'{call}: transport="host" is not possible{any_more}: {reason}; mend the cause, or pass transport="auto"',
         call=call.number,
         phase="agree",
     )

@@ -57,18 +57,25 @@ class LeafSums:
             sums.total(buffer.flat if lies_flat else None)
             for sums, buffer in zip(self._sums, plan.buffers, strict=True)
         ]
-        self._reserve(flats, has_peers=has_peers)
+        if has_peers:
+            self.reserve(flats)
         return self.count + is_one_more, self._joined(kinds), flats
 
     def zeros(self, *, has_peers: bool) -> list[torch.Tensor]:
         """Zeros in place of the sum, for a rank that takes no part. The leaves stay until the call succeeds."""
         flats = [sums.zeros() for sums in self._sums]
-        self._reserve(flats, has_peers=has_peers)
+        if has_peers:
+            self.reserve(flats)
         return flats
 
     def segments(self, flats: Sequence[torch.Tensor]) -> list[Segment | None]:
         """The segments of ``flats``, the result of :meth:`total` or :meth:`zeros`; None for a buffer's flat tensor."""
         return [sums.segment_of(flat) for sums, flat in zip(self._sums, flats, strict=True)]
+
+    def reserve(self, flats: Sequence[torch.Tensor]) -> None:
+        """Allocate the receive buffers for ``flats``, the result of :meth:`total` or :meth:`zeros`, if needed."""
+        for sums, flat in zip(self._sums, flats, strict=True):
+            sums.reserve(flat)
 
     def recv_buffer(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """Receive buffer as large as ``flat``, the result of :meth:`total` for the buffer with this number.
@@ -95,7 +102,3 @@ class LeafSums:
 
     def _joined(self, kinds: Sequence[int]) -> list[int]:
         return [max(pair) for pair in zip(kinds, self._kinds, strict=True)] if self._kinds else list(kinds)
-
-    def _reserve(self, flats: Sequence[torch.Tensor], *, has_peers: bool) -> None:
-        for sums, flat in zip(self._sums, flats, strict=True) if has_peers else ():
-            sums.reserve(flat)

@@ -69,6 +69,17 @@ class Gatherer(Waiter):
         rows = self.gather(padded)
         return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
+    def first_problem(self, *problems: str) -> str:
+        """Collective: the first problem of any rank with the number of the rank; empty if no rank has one.
+
+        ``problems``: of this rank, texts or empty, as many on every rank. A problem in the first place of any rank goes
+        before all problems in the second place.
+        """
+        rows = self.gather_objects(problems)
+        return next(
+            (f"rank {rank}: {text}" for texts in zip(*rows, strict=True) for rank, text in enumerate(texts) if text), ""
+        )
+
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
         """Collective: element-wise maximum of a host tensor over the ranks, in place."""
         if self.groups.size > 1:

@@ -50,6 +50,7 @@ class Groups:
         self.endpoints_exchanged = False
         self.star: Star | None = None  # None: gloo alone, or no call yet
         self.star_problem = ""  # why there is no star
+        self.is_fallback_told = False  # the warning about shared memory that failed later
         self.hosts: Sequence[tuple[int, ...]] = ()  # with stars: the ranks of every host, ascending
         self.host_ranks: tuple[int, ...] = ()  # of this host
         self.between: Any = None  # with stars on several hosts: the group of the ranks of equal index on their hosts

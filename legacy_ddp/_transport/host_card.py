@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,9 +18,12 @@ _FACTS = {
 def own_card() -> dict[str, str]:
     """Facts about this process; equal facts mean one host.
 
-    ``boot``: boot id of the kernel. ``network``: inode of the network namespace, because abstract socket names belong
-    to it. ``user``: number of the effective user. ``problem``: empty, or the reason why a fact is not known.
+    ``boot``: boot id of the kernel. ``network``: inode of the network namespace; containers with networks of their own
+    usually share no files either. ``user``: number of the effective user. ``problem``: empty, or the reason why a fact
+    is not known.
     """
+    if sys.platform != "linux":
+        return {"problem": f"shared memory needs Linux, got sys.platform {sys.platform!r}"}
     try:
         return {
             "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
@@ -31,8 +35,8 @@ def own_card() -> dict[str, str]:
         return {"problem": str(error)}
 
 
-def new_name() -> str:
-    """A random name of 128 bits, which no other process can guess."""
+def new_token() -> str:
+    """A random number of 128 bits, as text."""
     return secrets.token_hex(16)
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from legacy_ddp._error_text import error_line
+from legacy_ddp._error_text import system_error_text
 from legacy_ddp._transport.gather import Gatherer
-from legacy_ddp._transport.host_card import find_hosts, new_name, own_card, why_gloo
+from legacy_ddp._transport.host_card import find_hosts, new_token, own_card, why_gloo
 from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.star_setup import StarListener, connect
 
@@ -13,8 +13,8 @@ from legacy_ddp._transport.star_setup import StarListener, connect
 class HostMeeting:
     """``card``: of this rank, for :meth:`meet` on every rank.
 
-    Every rank listens from the start: only the cards of all ranks tell which ranks are hubs, and a card has the name to
-    connect to.
+    Every rank listens from the start: only the cards of all ranks tell which ranks are hubs, and a card has the
+    directory to connect to.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -24,11 +24,11 @@ class HostMeeting:
         self._star: Star | None = None
         self._between: Any = None
         if not self.card["problem"]:
-            self.card |= {"name": new_name(), "token": new_name()}
             try:
-                self._listener = StarListener(self.card["name"], size)
+                self._listener = StarListener(size)
+                self.card |= {"directory": self._listener.directory, "token": new_token()}
             except OSError as error:
-                self.card["problem"] = error_line(error)
+                self.card["problem"] = _problem_text("on the host", error)
 
     def meet(self, call: Gatherer, cards: Sequence[Mapping[str, str]]) -> None:
         """Collective: give the group of ``call`` its star and its group between hosts, or the reason for gloo alone.
@@ -39,11 +39,10 @@ class HostMeeting:
         if not reason:
             hosts = find_hosts(cards)
             own = next(ranks for ranks in hosts if self._rank in ranks)
-            reason = _agreed(call, lambda: self._connect(own, cards[own[0]])) or _agreed(
-                call, lambda: self._accept(own)
-            )
+            reason = _agreed(call, "on the host", lambda: self._connect(own, cards[own[0]]))
+            reason = reason or _agreed(call, "on the host", lambda: self._accept(own))
             if not reason and len(hosts) > 1:
-                reason = _agreed(call, lambda: self._connect_hosts(call, hosts, own))
+                reason = _agreed(call, "between hosts", lambda: self._connect_hosts(call, hosts, own))
             if not reason:
                 groups.use_star(self._star, hosts, self._between)
                 self._star = None
@@ -58,7 +57,7 @@ class HostMeeting:
 
     def _connect(self, own: Sequence[int], card: Mapping[str, str]) -> None:
         if self._rank != own[0]:
-            self._star = connect(card["name"], card["token"], self._rank, own)
+            self._star = connect(card["directory"], card["token"], self._rank, own)
 
     def _accept(self, own: Sequence[int]) -> None:
         if self._rank == own[0] and self._listener is not None:
@@ -70,12 +69,15 @@ class HostMeeting:
         self._between = call.groups.connect(name, hosts.index(own), len(hosts))
 
 
-def _agreed(call: Gatherer, step: Callable[[], None]) -> str:
+def _agreed(call: Gatherer, place: str, step: Callable[[], None]) -> str:
     """Collective, after a step of this rank: the first problem of any rank, empty without a problem."""
     problem = ""
     try:
         step()
     except (OSError, RuntimeError) as error:
-        problem = error_line(error)
-    problems = call.gather_objects(problem)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), "")
+        problem = _problem_text(place, error)
+    return call.first_problem(problem)
+
+
+def _problem_text(place: str, error: OSError | RuntimeError) -> str:
+    return f"no connection {place} ({system_error_text(error)})"

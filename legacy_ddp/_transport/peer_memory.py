@@ -5,14 +5,12 @@ known segments therefore needs no exchange but its headers. With several hosts t
 all ranks decide alike whether any rank has a new segment.
 """
 
-import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
-from legacy_ddp._buckets.segment import Segment, map_segment
-from legacy_ddp._error_text import error_text
+from legacy_ddp._buckets.segment import Segment, map_segment, no_memory_text
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.host_row import SegmentIds
 
@@ -87,22 +85,21 @@ class PeerMemory:
         counts = list(map(len, unknown))
         received = call.over_star(lambda star, on_slice: star.share_descriptors(shared, counts, on_slice))
         found: dict[tuple[int, int], torch.Tensor] = {(rank, index): segment.memory for index, segment in new.items()}
-        problem = ""
+        problem: OSError | None = received.problem
+        missing = next((other for other, each in received.descriptors.items() if len(each) < counts[other]), None)
         try:
-            for other, descriptors in received.items():
-                if len(descriptors) < counts[other]:
-                    raise OSError("the limit of open files is reached (ulimit -n)")
-                for index, descriptor in zip(unknown[other], descriptors, strict=True):
+            for other, descriptors in received.descriptors.items():
+                for index, descriptor in zip(unknown[other], descriptors, strict=False):
                     found[other, index] = map_segment(descriptor)
         except OSError as error:
-            problem = error_text(error)
+            problem = problem or error
         finally:
-            for descriptor in (descriptor for descriptors in received.values() for descriptor in descriptors):
-                os.close(descriptor)
-        problems = call.gather_objects(problem)
-        for failed, text in enumerate(problems):
-            if text:
-                return f"rank {failed}: {text}"
+            received.close()
+        # Where a rank could not send, the others only know that something is missing.
+        symptom = "" if missing is None else f"no shared memory (descriptors of rank {missing} did not arrive)"
+        reason = call.first_problem("" if problem is None else no_memory_text(problem), symptom)
+        if reason:
+            return reason
         for other, indices in enumerate(unknown):
             for index in indices:
                 self._mapped[other][segments[other].serials[index]] = found.get((other, index))

@@ -6,12 +6,12 @@ SO_RCVTIMEO would begin again. The first byte of a message is its kind.
 """
 
 import array
-import errno
 import os
 import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 SLICE_SECONDS = 0.1
@@ -33,6 +33,23 @@ class StarLostError(Exception):
 
 class StarTimeoutError(Exception):
     """A rank gave up its wait."""
+
+
+@dataclass
+class Descriptors:
+    """Open descriptors of this rank, received by :meth:`Star.share_descriptors`, by the rank that sent them.
+
+    ``problem``: why descriptors are missing here or elsewhere, as far as this rank met the reason.
+    """
+
+    descriptors: dict[int, list[int]] = field(default_factory=dict)
+    problem: OSError | None = None
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for descriptor in (descriptor for each in self.descriptors.values() for descriptor in each):
+            os.close(descriptor)
+        self.descriptors = {}
 
 
 class Star:
@@ -80,27 +97,27 @@ class Star:
             self._await_message(rank, _BARRIER, 0, on_slice)
         self._send_to_all(_BARRIER, on_slice)
 
-    def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> dict[int, list[int]]:
-        """Duplicates of the open descriptors of the other ranks, by rank. The caller closes them.
+    def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> Descriptors:
+        """Duplicates of the open descriptors of the other ranks. The caller closes them.
 
         ``own``: of this rank. ``counts``: the number of descriptors by rank, known to all ranks. At the limit of open
-        files some descriptors are missing in the result; the messages arrive nevertheless.
+        files, and where the kernel refuses, some descriptors are missing in the result; the messages arrive
+        nevertheless.
 
         Raises:
             StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
-        found: dict[int, list[int]] = {}
+        found = Descriptors()
         try:
             if own:
-                self._forward(self.rank, own, on_slice)
+                self._forward(self.rank, own, found, on_slice)
             is_hub = self.rank == self._hub
             for rank in (rank for rank in self.ranks if counts[rank] and rank != self.rank):
-                found[rank] = self._receive_descriptors(rank if is_hub else self._hub, counts[rank], on_slice)
+                self._receive_descriptors(rank if is_hub else self._hub, rank, counts[rank], found, on_slice)
                 if is_hub:
-                    self._forward(rank, found[rank], on_slice)
+                    self._forward(rank, found.descriptors[rank], found, on_slice)
         except BaseException:
-            for descriptor in (descriptor for descriptors in found.values() for descriptor in descriptors):
-                os.close(descriptor)
+            found.close()
             raise
         return found
 
@@ -113,33 +130,40 @@ class Star:
         for connection in self._connections.values():
             connection.close()
 
-    def _forward(self, source: int, descriptors: Sequence[int], on_slice: OnSlice) -> None:
+    def _forward(self, source: int, descriptors: Sequence[int], found: Descriptors, on_slice: OnSlice) -> None:
         for rank in self._connections:
             if rank != source:
-                self._send(rank, _MEMORY, on_slice, descriptors)
+                problem = self._send(rank, _MEMORY, on_slice, descriptors)
+                found.problem = found.problem or problem
 
     def _send_to_all(self, message: bytes, on_slice: OnSlice) -> None:
         for rank in self._connections:
             self._send(rank, message, on_slice)
 
-    def _send(self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()) -> None:
-        """At the kernel's limit of descriptors under way the message goes without them."""
+    def _send(
+        self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()
+    ) -> OSError | None:
+        """Why the kernel refused the descriptors, None if it did not: then the message went without them."""
         connection = self._connections[rank]
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        problem = None
         while True:
             try:
-                connection.sendmsg([message], carried, socket.MSG_NOSIGNAL)
+                if carried:
+                    connection.sendmsg([message], carried, socket.MSG_NOSIGNAL)
+                else:
+                    connection.send(message, socket.MSG_NOSIGNAL)
             except BlockingIOError:  # many messages wait there
                 if not _is_ready(connection, select.POLLOUT):
                     self._after_slice(on_slice)
             except ConnectionError:  # closed at the other end, perhaps with a last message about a lost rank
                 self._content(rank, _waiting_message(connection), _NONE, 0)
             except OSError as error:
-                if not carried or error.errno != errno.ETOOMANYREFS:
+                if not carried:
                     raise
-                carried = []
+                problem, carried = error, []
             else:
-                return
+                return problem
 
     def _await_message(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
         """The content of the next message of ``rank``, of this kind and size."""
@@ -154,18 +178,23 @@ class Star:
                 message = _waiting_message(connection)
             return self._content(rank, message, kind, size)
 
-    def _receive_descriptors(self, rank: int, count: int, on_slice: OnSlice) -> list[int]:
+    def _receive_descriptors(
+        self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice
+    ) -> None:
+        """Add the next ``count`` descriptors, sent by ``source`` and forwarded by ``rank``, to ``found``."""
         connection = self._connections[rank]
-        while True:
-            if not _is_ready(connection, select.POLLIN):
-                self._after_slice(on_slice)
-                continue
-            try:
-                message, descriptors = _receive_with_descriptors(connection, count)
-            except OSError:
-                message, descriptors = _waiting_message(connection), []
-            self._content(rank, message, _MEMORY, 0)
-            return descriptors
+        while not _is_ready(connection, select.POLLIN):
+            self._after_slice(on_slice)
+        problem = None
+        try:
+            message, found.descriptors[source] = _receive_with_descriptors(connection, count)
+            if len(found.descriptors[source]) < count:
+                problem = _limit_of(connection)
+        except OSError as error:  # the message is still there
+            message, found.descriptors[source] = _waiting_message(connection), []
+            problem = error
+        found.problem = found.problem or problem
+        self._content(rank, message, _MEMORY, 0)
 
     def _content(self, rank: int, message: bytes, kind: bytes, size: int) -> bytes:
         if message[:1] == _LOST:
@@ -216,6 +245,15 @@ def _receive_with_descriptors(connection: socket.socket, count: int) -> tuple[by
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
     return message, list(descriptors)
+
+
+def _limit_of(connection: socket.socket) -> OSError | None:
+    """The error of a new descriptor in this process; None if the process can have one more."""
+    try:
+        os.close(os.dup(connection.fileno()))
+    except OSError as error:
+        return error
+    return None
 
 
 def _waiting_message(connection: socket.socket, flags: int = 0) -> bytes:

@@ -1,4 +1,7 @@
-"""The connections of a star: the hub listens under a random abstract name, the other ranks of the host connect.
+"""The connections of a star: the hub listens in a directory of its user, the other ranks of the host connect.
+
+The directory has mode 0700: processes of other users can neither connect nor fill the queue of connections. An abstract
+name would be in /proc/net/unix for every user of the host, and any of them could fill the queue.
 
 The caller lets all ranks agree after each step: connect, then accept. No step waits for another rank.
 """
@@ -7,30 +10,36 @@ import hmac
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from legacy_ddp._transport.star import Star
 
+_FILE = "hub"
 _HELLO_BYTES = 256
+# None: the directory for temporary files (TMPDIR). Where that is full, read-only or without sockets: in memory.
+_PLACES = (None, "/dev/shm")
 
 
 class StarListener:
     """The listening socket of a hub, before its connections.
 
-    ``name``: to be given to the other ranks. Whoever knows the name and ``token`` can connect. ``size``: the largest
-    number of connections that wait.
+    ``directory``: with the file of the socket, to be given to the other ranks; made here, and removed by
+    :meth:`close`. ``size``: the largest number of connections that wait.
 
     Raises:
         OSError: no such socket can be made.
     """
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, size: int) -> None:
+        self.directory = ""
         self._socket = _new_socket()
         try:
-            self._socket.bind(_address(name))
+            self._bind()
             self._socket.listen(size)
             self._socket.setblocking(False)
-        except OSError:
+        except BaseException:
             self.close()
             raise
 
@@ -60,22 +69,53 @@ class StarListener:
         return Star(hub, ranks, dict(sorted(connections.items())))
 
     def close(self) -> None:
-        """Stop listening; the connections stay."""
+        """Stop listening, and remove the directory; the connections stay."""
         self._socket.close()
+        self._remove_directory()
+
+    def _bind(self) -> None:
+        problem = None
+        for place in _PLACES:
+            try:
+                self.directory = tempfile.mkdtemp(prefix="legacy_ddp-socket-", dir=place)
+                with _address(self.directory) as address:
+                    self._socket.bind(address)
+            except OSError as error:
+                self._remove_directory()
+                problem = problem or error  # of the place that the user can choose
+            else:
+                return
+        if problem is not None:
+            raise problem
+
+    def _remove_directory(self) -> None:
+        if self.directory:
+            with suppress(OSError):  # without a socket, or removed already
+                os.unlink(os.path.join(self.directory, _FILE))
+            with suppress(OSError):
+                os.rmdir(self.directory)
+            self.directory = ""
 
 
-def connect(name: str, token: str, rank: int, ranks: Sequence[int]) -> Star:
-    """Connect this rank to the hub of ``ranks``, the first of them.
+def connect(directory: str, token: str, rank: int, ranks: Sequence[int]) -> Star:
+    """Connect this rank to the hub of ``ranks``, the first of them, which listens in ``directory``.
 
     Raises:
-        OSError: the connection is refused, or a process of another user listens.
+        OSError: the directory is not visible here, the connection is refused, or a process of another user listens.
     """
     connection = _new_socket()
     try:
         connection.setblocking(False)  # a full queue of the listener is an error, not a wait without a limit
-        connection.connect(_address(name))
+        try:
+            with _address(directory) as address:
+                connection.connect(address)
+        except FileNotFoundError:
+            raise OSError(
+                f"{directory} of rank {ranks[0]} is not visible here; containers of one network need a common directory "
+                "for temporary files (TMPDIR)"
+            ) from None
         if _peer_user(connection) != os.geteuid():
-            raise OSError(f"a process of another user listens under the name of rank {ranks[0]}")
+            raise OSError(f"a process of another user listens in the directory of rank {ranks[0]}")
         connection.send(f"{rank} {token}".encode("ascii"))
     except BaseException:
         connection.close()
@@ -87,18 +127,28 @@ def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
-def _address(name: str) -> str:
-    return f"\0legacy_ddp-{name}"
+@contextmanager
+def _address(directory: str) -> Iterator[str]:
+    """The address of the socket in ``directory``, inside the block: short, because an address has 108 bytes at most."""
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{_FILE}"
+    finally:
+        os.close(descriptor)
 
 
 def _read_hello(connection: socket.socket, token: str) -> int | None:
-    """The rank that has connected; None for a process outside the job."""
+    """The rank that has connected; None for a process outside the job.
+
+    Raises:
+        OSError: nothing can be read from any process.
+    """
     if _peer_user(connection) != os.geteuid():
         return None
     try:
         rank, given = connection.recv(_HELLO_BYTES, socket.MSG_DONTWAIT).decode("ascii").split()
         return int(rank) if hmac.compare_digest(given, token) else None
-    except (OSError, ValueError):
+    except (BlockingIOError, ConnectionError, ValueError):
         return None
 
 

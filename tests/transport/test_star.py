@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import socket
 import threading
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._transport.host_card import new_name
+from legacy_ddp._transport.host_card import new_token
 from legacy_ddp._transport.host_row import (
     MAX_SEGMENTS,
     SegmentIds,
@@ -25,7 +26,7 @@ from legacy_ddp._transport.host_row import (
     encode_host_row,
     encode_host_words,
 )
-from legacy_ddp._transport.star import Star, StarLostError, StarTimeoutError
+from legacy_ddp._transport.star import Descriptors, Star, StarLostError, StarTimeoutError
 from legacy_ddp._transport.star_setup import StarListener, connect
 
 T = TypeVar("T")
@@ -36,9 +37,9 @@ SERIALS = st.lists(st.integers(0, 2**32 - 1), max_size=MAX_SEGMENTS)
 @contextmanager
 def _stars(size: int, *, first: int = 0, step: int = 1) -> Iterator[list[Star]]:
     ranks = range(first, first + size * step, step)
-    name, token = new_name(), new_name()
-    listener = StarListener(name, size)
-    leaves = [connect(name, token, rank, ranks) for rank in ranks[1:]]
+    token = new_token()
+    listener = StarListener(size)
+    leaves = [connect(listener.directory, token, rank, ranks) for rank in ranks[1:]]
     stars = [listener.accept(ranks, token), *leaves]
     listener.close()
     try:
@@ -183,9 +184,8 @@ def test_descriptors_of_every_rank_reach_all_others(step: int) -> None:
 
     def share(star: Star) -> dict[int, list[bytes]]:
         received = star.share_descriptors(files[star.rank], counts, _ignore)
-        content = {rank: [os.pread(each, 10, 0) for each in found] for rank, found in received.items()}
-        for descriptor in (each for found in received.values() for each in found):
-            os.close(descriptor)
+        content = {rank: [os.pread(each, 10, 0) for each in found] for rank, found in received.descriptors.items()}
+        received.close()
         return content
 
     with _stars(3, step=step) as stars:
@@ -199,23 +199,22 @@ def test_descriptors_of_every_rank_reach_all_others(step: int) -> None:
 
 @pytest.mark.parametrize("hello", [b"", b"1 wrong", b"1", b"one right", b"7 right", b"0 right", b"\xff\xfe"])
 def test_a_stranger_is_not_taken_for_a_rank(hello: bytes) -> None:
-    name = new_name()
-    listener = StarListener(name, 2)
+    listener = StarListener(2)
     stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stranger.connect(f"\0legacy_ddp-{name}")
+    stranger.connect(f"{listener.directory}/hub")
     stranger.send(hello)
     with pytest.raises(OSError, match=r"no connection from ranks \[1\]"):
         listener.accept([0, 1], "right")
     stranger.close()
-    own = connect(name, "right", 1, [0, 1])
+    own = connect(listener.directory, "right", 1, [0, 1])
     listener.accept([0, 1], "right").close()
     own.close()
     listener.close()
 
 
-def test_nobody_listens_under_an_unknown_name() -> None:
-    with pytest.raises(ConnectionRefusedError):
-        connect(new_name(), "", 1, [0, 1])
+def test_a_directory_of_another_file_system_is_named_with_the_way_out() -> None:
+    with pytest.raises(OSError, match=r"^/none of rank 0 is not visible here; .* directory for temporary files \(TMPDIR\)$"):
+        connect("/none", "", 1, [0, 1])
 
 
 @given(st.lists(st.tuples(SERIALS, st.booleans(), WORDS), min_size=1, max_size=4))
@@ -252,11 +251,10 @@ def _read_after_a_slice(star: Star) -> None:
 
 
 def test_a_full_queue_of_the_listener_is_an_error_and_not_a_wait() -> None:
-    name = new_name()
-    listener = StarListener(name, 1)
+    listener = StarListener(1)
     waiting = []
     with pytest.raises(BlockingIOError):
-        waiting.extend(connect(name, "", 1, [0, 1]) for _ in range(10))
+        waiting.extend(connect(listener.directory, "", 1, [0, 1]) for _ in range(10))
     for star in waiting:
         star.close()
     listener.close()
@@ -266,9 +264,9 @@ def test_received_descriptors_are_closed_in_programs_that_the_process_starts() -
     file = os.memfd_create("test")
     with _stars(2) as stars:
         received = _on_all(stars, lambda star: star.share_descriptors([file] if star.rank else [], [0, 1], _ignore))
-    (descriptor,) = received[0][1]
+    (descriptor,) = received[0].descriptors[1]
     assert not os.get_inheritable(descriptor)
-    os.close(descriptor)
+    received[0].close()
     os.close(file)
 
 
@@ -309,20 +307,55 @@ def test_a_send_to_a_rank_that_does_not_read_can_be_given_up() -> None:
         send_many(hub)
 
 
-class _Crowded(socket.socket):
-    """At the limit of the kernel for descriptors that are sent and not received."""
+class _Refusing(socket.socket):
+    """A connection over which no descriptors pass: sending or receiving is refused with ``number``."""
 
-    def sendmsg(self, buffers: Any, ancillary: Any = (), *rest: Any) -> int:
-        if ancillary:
-            raise OSError(errno.ETOOMANYREFS, "Too many references")
-        return super().sendmsg(buffers, ancillary, *rest)
+    refused, number = "sendmsg", errno.ETOOMANYREFS
+
+    def sendmsg(self, *arguments: Any) -> int:
+        if self.refused == "sendmsg":
+            raise OSError(self.number, os.strerror(self.number))
+        return super().sendmsg(*arguments)
+
+    def recvmsg(self, *arguments: Any) -> Any:
+        if self.refused == "recvmsg":
+            raise OSError(self.number, os.strerror(self.number))
+        return super().recvmsg(*arguments)
 
 
-def test_descriptors_that_the_kernel_refuses_are_missing_and_the_message_arrives() -> None:
-    with _stars(2) as (hub, leaf):
-        hub._connections[1] = _Crowded(fileno=hub._connections[1].detach())
-        counts = [1, 0]
-        with open(os.devnull, "rb") as file:
-            own = {0: [file.fileno()], 1: []}
-            seen = _on_all([hub, leaf], lambda star: star.share_descriptors(own[star.rank], counts, _ignore))
-    assert seen == [{}, {0: []}]
+@pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.EPERM, errno.ENOBUFS])
+@pytest.mark.parametrize("refused", ["sendmsg", "recvmsg"])
+@pytest.mark.parametrize("where", [0, 1])
+def test_descriptors_that_the_kernel_refuses_are_missing_and_the_message_arrives(
+    refused: str, number: int, where: int
+) -> None:
+    """``where``: the rank with the refusal, which also knows the reason. EPERM of sendmsg ended the group."""
+    source = where if refused == "sendmsg" else 1 - where
+    with _stars(2) as stars, open(os.devnull, "rb") as file:
+        connection = _Refusing(fileno=stars[where]._connections[1 - where].detach())
+        connection.refused, connection.number = refused, number
+        connection.setblocking(False)
+        stars[where]._connections[1 - where] = connection
+        counts = [int(rank == source) for rank in range(2)]
+        own = {source: [file.fileno()], 1 - source: []}
+        seen = _on_all(stars, lambda star: star.share_descriptors(own[star.rank], counts, _ignore))
+        rows = _on_all(stars, lambda star: star.exchange(b"%d" % star.rank, _ignore))
+    assert [each.descriptors for each in seen] == [{} if rank == source else {source: []} for rank in range(2)]
+    assert [each.problem and each.problem.errno for each in seen] == [number if rank == where else None for rank in range(2)]
+    assert rows == [[b"0", b"1"]] * 2
+
+
+def test_at_the_limit_of_open_files_the_receiver_knows_the_reason() -> None:
+    with _stars(2) as stars, open(os.devnull, "rb") as file:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        stars[0]._forward(0, [file.fileno()], Descriptors(), _ignore)
+        os.close(lowest := os.dup(file.fileno()))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))  # no new descriptor; the open ones stay
+            seen = Descriptors()
+            stars[1]._receive_descriptors(0, 0, 1, seen, _ignore)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert seen.descriptors == {0: []}
+    assert seen.problem is not None
+    assert seen.problem.errno == errno.EMFILE
