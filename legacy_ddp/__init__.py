@@ -21,8 +21,11 @@ from legacy_ddp._errors import (
     TransportError,
     UnsynchronizedStepError,
 )
+from legacy_ddp._import_error import check_system
 from legacy_ddp._lazy import lazy_names
 from legacy_ddp._statistics import NoiseScale
+
+check_system()
 
 # These modules import torch. The command legacy-ddp imports this package, and needs torch for no trace.
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""The error of an import that this Python, this torch or a missing package does not allow."""
+"""The error of an import that this system, this Python, this torch or a missing package does not allow."""
+
+import sys
+from importlib import import_module
 
 
 def import_error(text: str) -> ImportError:
@@ -6,3 +9,19 @@ def import_error(text: str) -> ImportError:
     error = ImportError(text)
     error.add_note("see docs/errors.md#importerror")
     return error
+
+
+def check_system() -> None:
+    """Refuse a system that is neither Linux nor like it, such as Windows.
+
+    Raises:
+        ImportError: Python has no fcntl here.
+    """
+    try:
+        import_module("fcntl")
+    except ModuleNotFoundError:
+        raise import_error(
+            "legacy_ddp does not run on this system: got a Python without fcntl "
+            f"(sys.platform {sys.platform!r}), expected Linux, or macOS without shared memory; "
+            "on Windows use the Windows Subsystem for Linux"
+        ) from None
