@@ -181,7 +181,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             NonFiniteGradientError: a rank's gradient holds NaN or infinity; only with ``Checks(nonfinite="raise")``.
             EditedGradientError: clipped or unscaled before the call; only with ``Checks(edited="raise")``.
             CommHookError: a hook (:meth:`register_comm_hook`) returned no usable gradient.
-            TransportError: shared memory is not possible and was asked for, or is not possible any more.
+            TransportError: shared memory was asked for, and is not possible, or not any more.
             LostPeerError: a rank did not answer; the group is lost. In phases ``hook`` and ``payload`` (on the host
                 transport also in ``agree`` and ``metrics``) every ``.grad`` becomes None.
 

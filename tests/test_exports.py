@@ -34,7 +34,7 @@ from legacy_ddp import (
     debug,
 )
 
-_NOT_PUBLIC = ("typing", "legacy_ddp._lazy")
+_NOT_PUBLIC = ("typing", "legacy_ddp._lazy", "legacy_ddp._import_error")
 
 _ERRORS = [
     AgreedError,

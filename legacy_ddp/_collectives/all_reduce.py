@@ -28,7 +28,6 @@ from legacy_ddp._collectives.transport_choice import (
     HOST,
     choose_transport,
     ids_of,
-    leave_host,
     prepare_transport,
     require_host,
     segments_of,
@@ -92,12 +91,9 @@ def all_reduce(
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, warnings)
             metrics = sum_metrics(call, agreement, packed.metrics)
-            was_on_host = call.group_state.transport == HOST
-            on_host = choose_transport(call, settings, plan, segments, planner.segments.problem)
-            if was_on_host and call.group_state.transport == GLOO:
-                gloo_memory = partial(allocate_for_gloo, call, leaves, plan, packed)
-                if text := leave_host(call, planner.segments, gloo_memory):
-                    warnings.add_everywhere(call, text)
+            gloo_memory = partial(allocate_for_gloo, call, leaves, plan, packed)
+            on_host, warning = choose_transport(call, settings, plan, segments, planner.segments, gloo_memory)
+            warnings.add_everywhere(call, warning)
             reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
             with call.phase("alias"):
                 plan.alias(reduced.kinds, reduced.sparse)

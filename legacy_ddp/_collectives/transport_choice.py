@@ -66,20 +66,28 @@ def host_buffers(plan: Plan) -> list[FlatBuffer]:
     return [buffer for buffer in plan.buffers if _is_on_host(buffer)]
 
 
-def choose_transport(call: Call, settings: Settings, plan: Plan, own: Sequence[Segment | None], problem: str) -> bool:
-    """Collective, after headers matched: whether the host transport carries this call. New segments are mapped.
+def choose_transport(
+    call: Call,
+    settings: Settings,
+    plan: Plan,
+    own: Sequence[Segment | None],
+    policy: SegmentPolicy,
+    allocate_for_gloo: Callable[[], None],
+) -> tuple[bool, str]:
+    """Collective, after headers matched: whether the host transport carries this call, and a warning if it did before.
 
-    ``own``: the segments of this rank. ``problem``: why this rank has no segments. After calls with the host transport
-    a failure is for :func:`leave_host`.
+    New segments are mapped. ``own``: the segments of this rank. ``allocate_for_gloo``: gives this rank the memory that
+    gloo needs after the host transport. The warning is equal on all ranks, and empty without a reason to warn.
 
     Raises:
-        TransportError: on all ranks: ``transport="host"`` is not possible, or not possible any more.
+        TransportError: on all ranks: ``transport="host"`` is not possible, or not possible any more; or gloo has no
+            memory, and the next call tries again.
     """
     state, segments, buffers = call.group_state, call.peer_segments, host_buffers(plan)
     if state.transport == GLOO or segments is None or not buffers:
-        return False
+        return False, ""
     memory = state.peer_memory or PeerMemory(call.groups.size)
-    reason = _first_problem(call, segments, len(buffers), problem)
+    reason = _first_problem(call, segments, len(buffers), policy.problem)
     if not reason:
         memory.forget_unused(segments)
         unknown = memory.unknown(segments)
@@ -87,25 +95,17 @@ def choose_transport(call: Call, settings: Settings, plan: Plan, own: Sequence[S
             reason = memory.map_new(call, segments, unknown, own)
     if reason and settings.transport == HOST:
         raise _impossible(call, reason)
-    if reason or not state.transport:
+    was_on_host = state.transport == HOST
+    if reason or not was_on_host:
         state.transport, state.fallback = (GLOO, reason) if reason else (HOST, "")
         state.peer_memory = None if reason else memory
         log_transport(call.groups.rank, state.transport_text)
-    return not reason
+    return not reason, _leave_host(call, policy, allocate_for_gloo) if reason and was_on_host else ""
 
 
-def leave_host(call: Call, segments: SegmentPolicy, allocate: Callable[[], None]) -> str:
-    """Collective, in the call in which gloo has replaced the host transport: prepare gloo for the packed gradients.
-
-    ``allocate``: gives this rank the memory that gloo needs and the host transport does not.
-
-    Returns:
-        A warning, once per group; empty if another wrapper had one.
-
-    Raises:
-        TransportError: on all ranks: a rank lacks the memory. The next call tries gloo again.
-    """
-    segments.wanted = segments.chosen = False
+def _leave_host(call: Call, policy: SegmentPolicy, allocate: Callable[[], None]) -> str:
+    """Prepare gloo for gradients that were packed for the host transport. Returns a warning, once per group."""
+    policy.wanted = policy.chosen = False
     problem = ""
     try:
         allocate()

@@ -51,7 +51,9 @@ class Warnings:
                 self.pending.append(Pending(0, text))
 
     def add_everywhere(self, call: Call, text: str) -> None:
-        """Add a warning with the same text on every rank."""
+        """Add a warning with the same text on every rank, unless it is empty."""
+        if not text:
+            return
         self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
 
     def emit(self) -> None:

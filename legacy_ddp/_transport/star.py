@@ -140,9 +140,7 @@ class Star:
         for rank in self._connections:
             self._send(rank, message, on_slice)
 
-    def _send(
-        self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()
-    ) -> OSError | None:
+    def _send(self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()) -> OSError | None:
         """Why the kernel refused the descriptors, None if it did not: then the message went without them."""
         connection = self._connections[rank]
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
@@ -178,9 +176,7 @@ class Star:
                 message = _waiting_message(connection)
             return self._content(rank, message, kind, size)
 
-    def _receive_descriptors(
-        self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice
-    ) -> None:
+    def _receive_descriptors(self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice) -> None:
         """Add the next ``count`` descriptors, sent by ``source`` and forwarded by ``rank``, to ``found``."""
         connection = self._connections[rank]
         while not _is_ready(connection, select.POLLIN):

@@ -111,8 +111,8 @@ def connect(directory: str, token: str, rank: int, ranks: Sequence[int]) -> Star
                 connection.connect(address)
         except FileNotFoundError:
             raise OSError(
-                f"{directory} of rank {ranks[0]} is not visible here; containers of one network need a common directory "
-                "for temporary files (TMPDIR)"
+                f"{directory} of rank {ranks[0]} is not visible here; containers of one network need a common "
+                "directory for temporary files (TMPDIR)"
             ) from None
         if _peer_user(connection) != os.geteuid():
             raise OSError(f"a process of another user listens in the directory of rank {ranks[0]}")

@@ -49,7 +49,8 @@ def without_proc(function):
         return function(path, *arguments, **options)
     return call
 
-sys.addaudithook(lambda event, arguments: refuse(arguments[0]) if event in ("open", "os.listdir", "os.scandir") else None)
+events = ("open", "os.listdir", "os.scandir")
+sys.addaudithook(lambda event, arguments: refuse(arguments[0]) if event in events else None)
 os.stat, os.readlink = without_proc(os.stat), without_proc(os.readlink)
 """
 _TRAINING = """

@@ -163,9 +163,7 @@ def test_shared_memory_that_fails_later_is_gloo_on_all_ranks_with_one_warning(
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_shared_memory_that_was_asked_for_and_fails_later_is_one_text_for_one_cause(
-    transport: str, fault: str
-) -> None:
+def test_shared_memory_that_was_asked_for_and_fails_later_is_one_text_for_one_cause(transport: str, fault: str) -> None:
     """And the next call is right."""
     for said in run_ranks(_fails_later, 2, "host", fault, {}, fresh=True):
         for name, text in said["calls"]:

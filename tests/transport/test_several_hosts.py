@@ -177,7 +177,10 @@ def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
 
 @pytest.mark.parametrize(
     "fault, reason",
-    [("star", "rank 3: no connection on the host (OSError: no more sockets)"), ("between", "rank 3: no connection between hosts (RuntimeError: connectFullMesh failed)")],
+    [
+        ("star", "rank 3: no connection on the host (OSError: no more sockets)"),
+        ("between", "rank 3: no connection between hosts (RuntimeError: connectFullMesh failed)"),
+    ],
 )
 def test_where_a_rank_cannot_connect_all_hosts_use_gloo_alone(transport: str, fault: str, reason: str) -> None:
     assert run_ranks(_cannot_connect, 4, fault) == [("gloo", 2.5, f"transport: gloo ({reason})")] * 4

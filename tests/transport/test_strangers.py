@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -66,9 +67,10 @@ class _Flooder:
         self._process.communicate(timeout=30.0)
 
 
-def _beside_a_flooder(rank: int, group_count: int) -> tuple[list[tuple[str, float | None]], list[tuple[int, list[int]]]]:
+def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tuple[str, float | None]], list[Any]]:
     """Transport and mean in every group, and what the flooder got. It knows the address of every rank, and floods in
-    the worst moment: all ranks listen, and none has connected."""
+    the worst moment: all ranks listen, and none has connected. ``folder``: open to all users."""
+    tempfile.tempdir = folder
     flooder, got = _Flooder() if rank == 0 else None, []
     why_gloo, chosen = host_meeting.why_gloo, []
 
@@ -94,7 +96,9 @@ def _beside_a_flooder(rank: int, group_count: int) -> tuple[list[tuple[str, floa
 @as_root
 def test_a_process_of_another_user_that_floods_every_meeting_keeps_no_group_from_shared_memory(transport: str) -> None:
     """The queue of an abstract name was full then, and 15 of 15 groups used gloo."""
-    results = run_ranks(_beside_a_flooder, 2, 15, store="rank0")
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o777)
+        results = run_ranks(_beside_a_flooder, 2, 15, folder, store="rank0")
 
     assert [chosen for chosen, _ in results] == [[("host", 1.5)] * 15] * 2
     assert results[0][1] == [(0, [13, 13])] * 15  # EACCES
@@ -135,7 +139,7 @@ def test_where_no_socket_can_be_made_nothing_is_left(
     transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refused(socket.socket):
-        def bind(self, address: object) -> None:
+        def bind(self, _: object) -> None:
             raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -166,23 +170,33 @@ def test_a_meeting_that_is_interrupted_leaves_no_directory(transport: str, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def _in_containers(rank: int) -> tuple[str, float | None, str]:
-    """Rank 1 has other files than rank 0, and the same network."""
+def _in_containers(rank: int, common: str | None) -> tuple[str, float | None, str]:
+    """Rank 1 has other files than rank 0, and the same network. ``common``: a directory of both."""
     if rank == 1:
         libc = ctypes.CDLL(None, use_errno=True)
         assert libc.unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
         assert libc.mount(None, b"/", None, _MS_PRIVATE | _MS_REC, None) == 0, os.strerror(ctypes.get_errno())
         place = tempfile.gettempdir().encode()
         assert libc.mount(b"tmpfs", place, b"tmpfs", 0, None) == 0, os.strerror(ctypes.get_errno())
+    tempfile.tempdir = common or tempfile.tempdir
     model = wrap()
     mean = step(model, 1.0 + rank)
     (line,) = [text for text in repr(model).splitlines() if "transport:" in text]
     return model.all_reduce().transport, mean, line.strip()
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or reason_not_permitted() is not None, reason="mounts a file system")
+mounting = pytest.mark.skipif(os.geteuid() != 0 or reason_not_permitted() is not None, reason="mounts a file system")
+
+
+@mounting
+def test_containers_with_one_network_and_a_common_directory_for_temporary_files_share_memory(transport: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as common:
+        assert run_ranks(_in_containers, 2, common, store="rank0") == [("host", 1.5, "transport: host")] * 2
+
+
+@mounting
 def test_containers_with_one_network_and_other_files_use_gloo_and_say_why(transport: str) -> None:
-    results = run_ranks(_in_containers, 2, store="rank0")  # a file of a store would be hidden, too
+    results = run_ranks(_in_containers, 2, None, store="rank0")  # a file of a store would be hidden, too
 
     assert results == [results[0]] * 2
     transport, mean, line = results[0]
