@@ -7,7 +7,6 @@ the script, IPython) is left alone.
 
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,15 +16,13 @@ from typing import Any
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
-from legacy_ddp._errors import LegacyDDPError, LostPeerError
+from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._frames import INNER, LIBRARY
 
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
 _STYLES = ("short", "full")
 # Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
 _ELSEWHERE = "_legacy_ddp_shown_by"
-# A launcher ends all processes a tenth of a second after the first end; the rank with the traceback ends first.
-_HEAD_START_SECONDS = 1.0
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -69,12 +66,9 @@ class ShortDisplay:
         elif (place := vars(error).get(_ELSEWHERE)) and _next(error) is None:
             line = _line(error, place)
             self._previous(type(line), line, None)
-            time.sleep(_HEAD_START_SECONDS)
         else:
             with _shortened(error):
                 self._previous(kind, error, error.__traceback__)
-            if isinstance(error, LostPeerError):  # the lost rank ends first, and a launcher names that rank
-                time.sleep(_HEAD_START_SECONDS)
 
 
 def _line(error: BaseException, place: str) -> BaseException:

@@ -14,14 +14,14 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._checks import Checks
-from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError
+from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
 from legacy_ddp._traceback import shorten_display
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_meeting import HostMeeting
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.peer_memory import PeerMemory
-from legacy_ddp._watchdog import USER_CODE, process_activity
+from legacy_ddp._watchdog import USER_CODE, end_after, process_activity
 
 _FIRST_WARNED_CALL = 3
 
@@ -135,6 +135,20 @@ class Call(Gatherer):
         if error is not None:
             is_agreed = isinstance(error, AgreedError) or self._failed_alike
             shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.first)
+            self._end_in_order(error, is_agreed=is_agreed)
+
+    def _end_in_order(self, error: BaseException, *, is_agreed: bool) -> None:
+        """Let the process of the rank at fault end before this process, if ``error`` ends both: a launcher names the
+        rank that ends first. Of an agreed error without such a rank: the rank that shows the traceback."""
+        if is_loss := isinstance(error, LostPeerError):
+            ranks = () if isinstance(error, SyncTimeoutError) else error.ranks  # a silent rank does not end
+        elif is_agreed:
+            ranks = error.ranks[:1] if isinstance(error, PeerError) else (0,)
+        else:
+            return
+        if is_loss or self.groups.rank not in ranks:
+            watchdog = self.groups.watchdog
+            end_after(error, watchdog.processes(ranks) if watchdog is not None else (), is_loss=is_loss)
 
     def __str__(self) -> str:
         return self.name

@@ -26,7 +26,7 @@ from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._fork import run_in_children
 from legacy_ddp._transport.star import Star
-from legacy_ddp._watchdog import Watchdog
+from legacy_ddp._watchdog import Watchdog, await_turn
 
 _ARRIVALS = "arrivals"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
@@ -217,9 +217,9 @@ def _await_members(store: internals.Store, generation: int, rank: int, size: int
 @cache
 def _close_at_exit() -> None:
     run_in_children(_after_fork)
-    atexit.register(_close_all)
+    atexit.register(_close_all, shows_exit=False)
     if multiprocessing.parent_process() is not None:  # such a process ends without atexit
-        multiprocessing.util.Finalize(None, _close_all, exitpriority=0)
+        multiprocessing.util.Finalize(None, _close_all, kwargs={"shows_exit": True}, exitpriority=0)
 
 
 def _after_fork() -> None:
@@ -228,6 +228,8 @@ def _after_fork() -> None:
         groups.close_star()
 
 
-def _close_all() -> None:
+def _close_all(*, shows_exit: bool) -> None:
+    """At the end of the process. Until then the watchdogs answer other ranks."""
+    await_turn(shows_exit=shows_exit)
     for groups in list(_alive):
         groups.close()

@@ -1,9 +1,8 @@
 """The watchdog of a rank: position in calls, answers to other ranks, warnings, and notification of failures."""
 
 import os
-import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache
 
@@ -12,10 +11,12 @@ from legacy_ddp._error_text import error_line
 from legacy_ddp._fork import run_in_children
 from legacy_ddp._watchdog.background import BackgroundTasks
 from legacy_ddp._watchdog.client import Message, Outcome, decode_endpoint, request
+from legacy_ddp._watchdog.ending import ending_error, error_behind
 from legacy_ddp._watchdog.exchange import ReportExchange
 from legacy_ddp._watchdog.failure import Failure, decode_failure
 from legacy_ddp._watchdog.log_policy import WarningPolicy
 from legacy_ddp._watchdog.propagation import FailureRecord, broadcast_failure
+from legacy_ddp._watchdog.processes import Identity
 from legacy_ddp._watchdog.report import Report, decode_report
 from legacy_ddp._watchdog.report_file import ReportFile
 from legacy_ddp._watchdog.server import StatusServer
@@ -96,14 +97,18 @@ class Watchdog:
 
     def notify_failure(self, error: BaseException) -> None:
         """Notify the other ranks, at once, of an error that made this rank leave a call; this process may live on."""
-        reason = f"{name_ranks([self.rank])} left {self._status.call} with {error_line(error)}"
+        reason = f"{name_ranks([self.rank])} left {self._status.call} with {error_line(error_behind(error))}"
         failure = Failure(reason, ranks=(self.rank,))
         self._record.record_failure(failure)
         broadcast_failure(self._view, failure)
 
+    def processes(self, ranks: Iterable[int]) -> list[Identity]:
+        """The known processes of ``ranks``, without this process."""
+        return [peer.identity for peer in self._view.others(ranks)]
+
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        error = ending_error()
         how = f"with {error_line(error)}" if error else "normally; did it run out of data?"
         self._server.close(self._record.exit_reason() or f"left after {self._status.call} {how}")
         self._background.close()

@@ -267,6 +267,16 @@ def leaves(stage: Stage) -> None:
     sys.exit(3)
 
 
+def fails_in_a_child_of_spawn(stage: Stage) -> None:
+    """As ``torch.multiprocessing.spawn`` ends a child: it writes the error to a file, and exits."""
+    stage.await_waiting(stage.survivors)
+    stage.note_the_fault()
+    try:
+        raise ValueError("bad batch")
+    except ValueError:
+        sys.exit(1)
+
+
 def exits_hard(stage: Stage) -> None:
     stage.await_waiting(stage.survivors)
     stage.note_the_fault()

@@ -124,6 +124,12 @@ def test_a_rank_that_fails_sends_its_error(lose: Lose, victim: int, store: str) 
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
 
 
+def test_a_rank_that_fails_in_a_child_of_spawn_sends_its_error_and_not_its_exit_code(lose: Lose) -> None:
+    seen = lose(3, (1,), rank_faults.fails_in_a_child_of_spawn)
+    said = "missing rank 1 (left after all_reduce() call 2 with ValueError: bad batch"
+    _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
+
+
 @pytest.mark.parametrize(
     "world_size, victim, reproducible", [(2, 0, False), (3, 0, False), (3, 2, False), (2, 0, True), (3, 2, True)]
 )

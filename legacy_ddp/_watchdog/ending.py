@@ -1,0 +1,101 @@
+"""The end of a process after an error: the error behind the end, and the order in which the processes end.
+
+A launcher looks at its processes about ten times a second. It names the first process that has ended with an error,
+and the lowest rank if several have ended since its last look. A rank that learned of the fault of another rank
+therefore ends later than the process of that rank.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator
+
+from legacy_ddp._watchdog.processes import RUNNING, Identity, state_of
+
+# From the end of the awaited processes to the end of this process.
+_HEAD_START_SECONDS = 1.0
+# For a process that does not end: its rank may be in a debugger, or the script has caught the error.
+_LIMIT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.02
+_TURN = "_legacy_ddp_turn"
+
+
+class _Turn:
+    """The end of this process a second after the end of ``processes``.
+
+    Processes on other hosts cannot be seen. A process that launched this process is not awaited: it may wait, too.
+    """
+
+    def __init__(self, processes: Iterable[Identity]) -> None:
+        self._running = list(processes)
+        self._ended_at: float | None = None  # None: no process was known, or none was looked at
+        self._look()
+
+    def wait(self) -> None:
+        """Wait until this process may end."""
+        deadline = time.monotonic() + _LIMIT_SECONDS
+        while self._look() and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+        now = time.monotonic()
+        time.sleep(max(0.0, (self._ended_at or now) + _HEAD_START_SECONDS - now))
+
+    def _look(self) -> bool:
+        """Whether a process is still running."""
+        if self._running:
+            launcher = os.getppid()
+            states = [(process, state_of(process)) for process in self._running if process.pid != launcher]
+            self._running = [process for process, state in states if state == RUNNING]
+            self._ended_at = time.monotonic()
+        return bool(self._running)
+
+
+_last_loss: list[_Turn] = []  # one at most
+
+
+def end_after(error: BaseException, processes: Iterable[Identity], *, is_loss: bool) -> None:
+    """Let ``processes`` end before this process, if ``error``, or an error that came from it, ends this process.
+
+    ``is_loss``: the processes have ended or are about to end. Then they end first also if the reason for the end of
+    this process is not known: exit functions cannot see that a script ends by ``sys.exit()``.
+    """
+    vars(error)[_TURN] = turn = _Turn(processes)
+    if is_loss:
+        _last_loss[:] = [turn]
+
+
+def await_turn(*, shows_exit: bool) -> None:
+    """At the end of this process: wait for the processes that must end first.
+
+    ``shows_exit``: without an error of :func:`ending_error` the process ends normally.
+    """
+    error = ending_error()
+    turns = [vars(link)[_TURN] for link in _chain(error) if _TURN in vars(link)]
+    if error is None and not shows_exit:
+        turns = _last_loss
+    for turn in turns[:1]:
+        turn.wait()
+
+
+def ending_error() -> BaseException | None:
+    """The error that ends this process; None at a normal end, and after ``sys.exit()`` in a script."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if error is None else error_behind(error)
+
+
+def error_behind(error: BaseException) -> BaseException:
+    """The error that was turned into an exit code, as ``torch.multiprocessing`` does; another error itself."""
+    return next((link for link in _chain(error) if not _is_exit_code(link)), error)
+
+
+def _is_exit_code(error: BaseException) -> bool:
+    """Whether ``error`` tells nothing but that something failed."""
+    return isinstance(error, SystemExit) and isinstance(error.code, int) and error.code != 0
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """``error``, and every error from which it came, the latest first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

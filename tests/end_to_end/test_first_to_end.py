@@ -1,0 +1,82 @@
+"""Under torchrun: the rank at fault is the first to end, and torchrun names it as the root cause.
+
+Run as a script, this file is one rank: ``test_first_to_end.py FAULT HANDLING``.
+"""
+
+import atexit
+import os
+import re
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
+from tests.helpers.scripts import fork_script
+
+RANKS = 3
+# An end of a large process: workers of a loader to join, memory to free. torchrun looks ten times a second.
+SLOW_END_SECONDS = 3.0
+
+
+def _train(fault: str, handling: str) -> None:
+    rank = int(os.environ["RANK"])
+    first_to_end = 0 if fault == "disagrees" else 1
+    if handling != "killed" and rank == first_to_end:
+        atexit.register(threading.Event().wait, SLOW_END_SECONDS)  # registered first: runs last
+    dist.init_process_group("gloo")
+    model = LegacyDistributedDataParallel(torch.nn.Linear(3, 2))
+    try:
+        for step in range(4):
+            model(torch.ones(1, 3)).sum().backward()
+            if step == 3 and rank == 1:
+                _happen(fault, model)
+            model.all_reduce()
+    except LegacyDDPError as error:
+        if handling == "exits":
+            raise SystemExit(1) from error
+        if handling == "wrapped":
+            raise ValueError("training failed") from error
+        raise
+    finally:
+        if handling == "destroyed":
+            dist.destroy_process_group()
+
+
+def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
+    if fault == "raises":
+        raise KeyError("lost in user code")
+    if fault == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.all_reduce(sample_size=1 if fault == "disagrees" else -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault, handling, root",
+    [
+        ("raises", "", 1),
+        ("raises", "destroyed", 1),
+        ("raises", "exits", 1),
+        ("is killed", "exits", 1),
+        ("fails in the call", "", 1),
+        ("disagrees", "wrapped", 0),  # shows the traceback
+    ],
+)
+def test_torchrun_names_the_rank_at_fault_as_the_root_cause_however_slowly_it_ends(
+    fault: str, handling: str, root: int
+) -> None:
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
+    job = fork_script(*launch, __file__, fault, handling, forks_children=True)
+
+    assert job.returncode == 1
+    first = re.search(r"Root Cause.*?rank +: (\d+)", job.stderr, re.DOTALL)
+    assert first is not None, job.stderr
+    assert int(first[1]) == root, job.stderr
+
+
+if __name__ == "__main__":
+    _train(*sys.argv[1:])
