@@ -3,12 +3,17 @@
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
+from types import FrameType
 
 import torch
+
+from legacy_ddp._text import shorten
 
 LIBRARY = os.path.join(os.path.dirname(__file__), "")
 # Frames of these files between the script and the library, or between two frames of the library.
 INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
+_MAX_COLUMNS = 200  # compiled code may have any name
 
 
 def script_level() -> int:
@@ -16,9 +21,24 @@ def script_level() -> int:
 
     1, the line of the caller, in a thread without such a line.
     """
-    level, frame = 1, sys._getframe(1)
-    while frame.f_code.co_filename.startswith(INNER):
-        if frame.f_back is None:
-            return 1
-        level, frame = level + 1, frame.f_back
-    return level
+    frames = enumerate(_outward(sys._getframe(1)), start=1)
+    return next((level for level, frame in frames if not _is_inner(frame)), 1)
+
+
+def script_line() -> str:
+    """``train.py:12 in main``: the last line before torch and the library; empty in a thread without such a line."""
+    frame = next((frame for frame in _outward(sys._getframe(1)) if not _is_inner(frame)), None)
+    if frame is None:
+        return ""
+    code = frame.f_code
+    return shorten(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}", _MAX_COLUMNS)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_inner(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(INNER)

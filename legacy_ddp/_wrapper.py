@@ -119,7 +119,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
             )
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
-        self._synchronizer = Synchronizer(self._settings, self)
+        self._synchronizer = Synchronizer(self._settings, self, module_class=type(self.module).__name__)
         kind, plan = LegacyDistributedDataParallel, self._plan
         with self._synchronizer.planner.released_on_failure():
             with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
@@ -304,7 +304,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._synchronizer = Synchronizer(self._settings, self)
+        self._synchronizer = Synchronizer(self._settings, self, module_class=type(self.module).__name__)
         with suppress(ValueError):  # raised by the first collective; the plan counts backward passes until then
             self._plan()
 

@@ -4,20 +4,24 @@ Every rank reads the same rows and therefore finds the same error. Functions wit
 after a mismatch: the ranks exchange details.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
+from legacy_ddp._frames import script_line
 from legacy_ddp._reproducible.splits import format_splits, is_aligned
+from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.operation import Operation
 
+IGNORED = "it ignored (ignore=)"
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
 
 
 def find_mismatch(
-    call: Gatherer,
+    call: Call,
     rows: Sequence[Header],
     inventory: Mapping[str, str],
     uneven: str,
@@ -31,7 +35,7 @@ def find_mismatch(
     """
     return (
         find_failure(call, rows, "")
-        or _find_other_call(rows)
+        or _find_other_call(call, rows)
         or _find_other_layout(call, rows, inventory, layout_advice)
         or find_other_meaning(rows, uneven)
         or _find_other_metrics(call, rows, metrics)
@@ -54,36 +58,59 @@ def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> Agree
     return _error(PeerError, rows, text, failed)
 
 
-def _find_other_call(rows: Sequence[Header]) -> AgreedError | None:
+def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
+    """The error for different calls. Collective after a difference: the module and the line of every rank."""
     if len({(row.version, row.wrapper_id, row.operation, row.call, row.src) for row in rows}) == 1:
         return None
-    finding = compare_rows(
-        [
-            {
-                "header version": str(row.version),
-                "wrapper": f"number {row.wrapper_id} on this group",
-                "call": row.call_name,
-                "src": str(row.src),
-            }
-            for row in rows
-        ]
-    )
-    text = f"ranks met in different calls:\n{finding}\nlet every rank make the same calls in the same order"
-    return _error(DesyncError, rows, text, finding.ranks)
+    details = call.gather_objects({"module": call.module_class, "line": script_line()})
+    wrappers = _name_wrappers(rows, [of_rank["module"] for of_rank in details])
+    calls = [
+        {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.src)}
+        for row, wrapper in zip(rows, wrappers, strict=True)
+    ]
+    lines = [{"line": of_rank["line"] or "no line of a script"} for of_rank in details]
+    text = "\n".join(str(finding) for items in (calls, lines) if (finding := compare_rows(items)))
+    text = f"ranks met in different calls:\n{text}\nlet every rank make the same calls in the same order"
+    # A line is no evidence: a rank may make the same call from another line.
+    return _error(DesyncError, rows, text, compare_rows(calls).ranks)
+
+
+def _name_wrappers(rows: Sequence[Header], classes: Sequence[str]) -> list[str]:
+    """The wrapper of each rank: the class of its module if that is enough to tell the wrappers apart."""
+    distinct = {(row.wrapper_id, name) for row, name in zip(rows, classes, strict=True)}
+    holders = Counter(name for _, name in distinct)
+    return [
+        name if name and holders[name] == 1 else f"wrapper {row.wrapper_id}{name and f' ({name})'}"
+        for row, name in zip(rows, classes, strict=True)
+    ]
 
 
 def _find_other_layout(
-    call: Gatherer, rows: Sequence[Header], inventory: Mapping[str, str], advice: str
+    call: Call, rows: Sequence[Header], inventory: Mapping[str, str], advice: str
 ) -> AgreedError | None:
     if len({row.layout for row in rows}) == 1:
         return None
-    finding = compare_rows(call.gather_objects(dict(inventory)))
+    details = call.gather_objects({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
+    finding = compare_rows(_with_ignored([(of_rank["inventory"], of_rank["ignored"]) for of_rank in details]))
     text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
     error = _error(LayoutError, rows, text, finding.ranks)
     names = [item.name for item in finding.differences]
     if len(names) == 1 and names[0].startswith("parameter "):
         error.parameter = names[0].removeprefix("parameter ").strip("'")
     return error
+
+
+def _with_ignored(ranks: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> list[dict[str, str]]:
+    """The inventory of each rank, with the names in its ``ignore`` that another rank does not ignore.
+
+    A name that no other rank compares is no difference: a tensor of this rank alone is ignored for this reason.
+    """
+    compared = {name for inventory, _ in ranks for name in inventory}
+    rows = []
+    for inventory, ignored in ranks:
+        names = [f"{kind} {name!r}" for kind in ("parameter", "buffer") for name in ignored]
+        rows.append({**{name: IGNORED for name in names if name in compared}, **inventory})
+    return rows
 
 
 def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | None:

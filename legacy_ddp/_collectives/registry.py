@@ -38,13 +38,14 @@ _UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() 
 _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
 
 
-def _new() -> Synchronizer:
-    return Synchronizer(Settings(transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED)))
+def _new(module_class: str = "") -> Synchronizer:
+    settings = Settings(transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED))
+    return Synchronizer(settings, module_class=module_class)
 
 
 def _of_module(module: nn.Module) -> Synchronizer:
     if module not in _of_modules:
-        _of_modules[module] = _new()
+        _of_modules[module] = _new(type(module).__name__)
     return _of_modules[module]
 
 

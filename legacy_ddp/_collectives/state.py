@@ -33,8 +33,9 @@ from legacy_ddp._transport.operation import Operation
 class Synchronizer:
     """Plan, counters per process group, observers and warnings of a set of parameters."""
 
-    def __init__(self, settings: Settings, wrapper: nn.Module | None = None) -> None:
+    def __init__(self, settings: Settings, wrapper: nn.Module | None = None, *, module_class: str = "") -> None:
         self.settings = settings
+        self.module_class = module_class  # empty for parameters without a module
         self.planner = Planner(settings)
         self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
@@ -79,7 +80,7 @@ class Synchronizer:
         groups = groups_of(group, timeout)
         if group not in self._group_states:
             self._group_states[group] = GroupState(groups)
-        return Call(self._group_states[group], operation, timeout, self.settings.checks)
+        return Call(self._group_states[group], operation, timeout, self.settings, self.module_class)
 
     def transport_text(self, group: dist.ProcessGroup) -> str:
         """The transport of dense gradients on ``group``, for a reader; empty before the first call."""

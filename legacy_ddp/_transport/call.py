@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._checks import Checks
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
+from legacy_ddp._settings import Settings
 from legacy_ddp._traceback import shorten_display
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
@@ -65,6 +65,8 @@ class GroupState:
 class Call(Gatherer):
     """Context of a call, counted on success. A group has a single call at a time.
 
+    ``ignored``: the names in ``ignore``. ``module_class``: the class of the module, empty for parameters without one.
+
     After the first communication a call succeeds, ends in an error on all ranks, or leaves the group unusable.
 
     Raises:
@@ -72,11 +74,20 @@ class Call(Gatherer):
         LostPeerError: an earlier failure left the group unusable.
     """
 
-    def __init__(self, group_state: GroupState, operation: Operation, timeout: timedelta, checks: Checks) -> None:
+    def __init__(
+        self,
+        group_state: GroupState,
+        operation: Operation,
+        timeout: timedelta,
+        settings: Settings,
+        module_class: str,
+    ) -> None:
         super().__init__(group_state.groups, timeout)
         self.group_state = group_state
         self.operation = operation
-        self.checks = checks
+        self.checks = settings.checks
+        self.ignored = settings.ignore
+        self.module_class = module_class
         self.wrapper_id = 0
         self.seconds: dict[str, float] = {}
         self._failed_alike = False

@@ -173,6 +173,33 @@ def test_construction_names_what_one_rank_holds_differently(change: str, init_sy
     assert "".join(WORDS[change].split("ranks 0, 2 have nothing; ")) in text, text
 
 
+def _ignoring(rank: int) -> list[str]:
+    module = _net()
+    module.register_buffer("seen", torch.zeros(1))
+    own = ["0.bias", "seen"] if rank else []
+    if rank == 2:  # a parameter of this rank alone, which it rightly ignores
+        module.register_parameter("own", nn.Parameter(torch.zeros(1)))
+        own.append("own")
+    construction = _attempt(lambda: Model(module, ignore=own))
+    module = _net()
+    module.register_buffer("seen", torch.zeros(1))
+    broadcast = _attempt(Model(module, ignore=["seen"] if rank else [], init_sync=False).broadcast_buffers)
+    return [str(construction), str(broadcast)]
+
+
+def test_a_name_in_ignore_on_some_ranks_is_told_as_ignored() -> None:
+    results = run_ranks(_ignoring, 3)
+
+    assert results == results[:1] * 3
+    construction, broadcast = results[0]
+    held = "float32 (3,) on cpu#0, trainable, strides (1,)"
+    said = f"\n  parameter '0.bias': rank 0 has {held}; ranks 1-2 have it ignored (ignore=)\n"
+    assert said in construction
+    assert construction.count("ignored") == 1
+    assert "'own'" not in construction
+    assert "\n  buffer 'seen': rank 0 has float32 (1,) on cpu#0; ranks 1-2 have it ignored (ignore=)\n" in broadcast
+
+
 class _Ordered(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
