@@ -25,8 +25,11 @@ def error_text(error: BaseException) -> str:
 
 
 def error_line(error: BaseException) -> str:
-    """Type and first line: ``ValueError: first line``; the type alone without a text. Never raises."""
-    return _with_type(error, first_line(error))
+    """Type and first line: ``ValueError: first line``; the type alone without a text. Never raises.
+
+    Without the colon in front of further lines.
+    """
+    return _with_type(error, first_line(error).removesuffix(":"))
 
 
 def system_error_text(error: OSError | RuntimeError) -> str:

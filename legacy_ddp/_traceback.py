@@ -7,8 +7,9 @@ the script, IPython) is left alone.
 
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby, takewhile
 from types import TracebackType
@@ -16,13 +17,16 @@ from typing import Any
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._error_text import first_line
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._errors import LegacyDDPError, UnsynchronizedStepError
 from legacy_ddp._frames import INNER, LIBRARY
 
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
 _STYLES = ("short", "full")
 # Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
 _ELSEWHERE = "_legacy_ddp_shown_by"
+
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -38,7 +42,7 @@ def check_traceback_variable() -> None:
         raise ValueError(f"environment variable {TRACEBACK_VARIABLE}: got {style!r}, expected one of {_STYLES}")
 
 
-def shorten_display(error: BaseException, *, is_agreed: bool, rank: int, first: int) -> None:
+def shorten_display(error: BaseException, *, is_agreed: bool = False, rank: int = 0, first: int = 0) -> None:
     """Shorten the traceback of ``error``, if no code catches it and the process ends.
 
     ``is_agreed``: every rank of the group raises this error. Then rank 0 of the group, which is rank ``first`` of the
@@ -107,6 +111,8 @@ def _shortened(error: BaseException) -> Iterator[None]:
             is_cause = isinstance(error, LegacyDDPError) and isinstance(shown, TypeError | ValueError)
             if is_cause or _hides_frames(shown):
                 shown.__traceback__ = _outer_frames(trace)
+            if isinstance(shown, UnsynchronizedStepError):
+                shown.__traceback__ = _script_frames(trace) or shown.__traceback__
         yield
     finally:
         for shown, trace in whole:
@@ -127,9 +133,21 @@ def _outer_frames(trace: TracebackType | None) -> TracebackType | None:
         frames = list(run)
         of_library = [link for link in frames if _file(link).startswith(LIBRARY)]
         outer += of_library[:1] if is_inner and of_library else frames
+    return _linked(outer)
+
+
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the frames of installed packages: a step() is found by the line of the script.
+
+    No rank knows whether other ranks raise the same error, so every rank shows it.
+    """
+    return _linked([link for link in _links(trace) if not _file(link).startswith((*INNER, *_INSTALLED))])
+
+
+def _linked(links: Sequence[TracebackType]) -> TracebackType | None:
     trace = None
-    for frame in reversed(outer):
-        trace = TracebackType(trace, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    for link in reversed(links):
+        trace = TracebackType(trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
     return trace
 
 

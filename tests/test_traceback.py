@@ -189,6 +189,26 @@ def test_a_lost_rank_is_no_agreed_error_and_every_survivor_shows_a_traceback(tmp
         assert "legacy_ddp.PeerLostError: " in errors
 
 
+def test_a_step_without_the_call_shows_the_lines_of_the_script_alone_on_every_rank(tmp_path: Path) -> None:
+    script = """
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps step()
+        def train():
+            backward(model)
+            closure = (lambda: torch.zeros(1)) if rank == 1 else None
+            optimizer.step(closure)
+        train()
+    """
+    for errors in _run(tmp_path, script):  # no rank knows whether the others forgot the call, too
+        assert _tracebacks(errors) == 1
+        frames = re.findall(r"  File \".*?([^/]+)\", line \d+, in (.+)", errors)
+        assert frames[-2:] == [("train.py", "<module>"), ("train.py", "train")]
+        assert {file for file, _ in frames} == {"train.py", "script_process.py"}  # of the test: it starts the script
+        text = errors.partition("legacy_ddp.UnsynchronizedStepError: ")[2]
+        assert text.startswith("step() of SGD would use gradients that were not reduced since the last backward:\n")
+        assert all(len(line) <= 80 for line in text.splitlines()[1:])
+
+
 def test_ctrl_c_in_a_call_shows_the_line_of_the_script_and_one_line_of_the_library(tmp_path: Path) -> None:
     script = """
         from functools import partial

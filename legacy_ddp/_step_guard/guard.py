@@ -10,6 +10,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._errors import UnsynchronizedStepError
 from legacy_ddp._step_guard.backward_counter import is_any_counting
 from legacy_ddp._step_guard.backward_hook import BackwardHook
+from legacy_ddp._traceback import shorten_display
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -56,7 +57,9 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         if hook.policy.has_leaves or _is_nonzero(parameter.grad)
     ]
     if names:
-        raise UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])
+        error = UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])
+        shorten_display(error)
+        raise error
 
 
 def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, BackwardHook]]:
@@ -93,7 +96,9 @@ def _is_nonzero(grad: torch.Tensor | None) -> bool:
 def _text(optimizer: torch.optim.Optimizer, names: list[str]) -> str:
     count = f"{len(names)} parameters, first" if len(names) > 1 else "parameter"
     return (
-        f"step() of {type(optimizer).__name__} would use gradients that were not reduced since the last backward: "
-        f"{count} {names[0]!r}; call model.all_reduce() between backward() and step() (a step meant for this rank "
-        'alone belongs inside no_sync(); Checks(unsynchronized_step="allow") switches this check off)'
+        f"step() of {type(optimizer).__name__} would use gradients that were not reduced since the last backward:\n"
+        f"  {count} {names[0]!r}\n"
+        "call model.all_reduce() between backward() and step(); a step meant for this\n"
+        'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
+        "switches this check off"
     )

@@ -61,9 +61,11 @@ def test_the_error_names_the_optimizer_the_parameters_and_what_to_do() -> None:
         optimizer.step()
 
     assert str(caught.value) == (
-        "step() of SGD would use gradients that were not reduced since the last backward: 4 parameters, first "
-        "'0.weight'; call model.all_reduce() between backward() and step() (a step meant for this rank alone belongs "
-        'inside no_sync(); Checks(unsynchronized_step="allow") switches this check off)'
+        "step() of SGD would use gradients that were not reduced since the last backward:\n"
+        "  4 parameters, first '0.weight'\n"
+        "call model.all_reduce() between backward() and step(); a step meant for this\n"
+        'rank alone belongs inside no_sync(); Checks(unsynchronized_step="allow")\n'
+        "switches this check off"
     )
     error = caught.value
     assert (error.parameter, error.ranks, error.call, error.phase) == ("0.weight", (), None, None)
@@ -79,7 +81,7 @@ def test_one_parameter_that_backward_reached_after_the_call_is_enough() -> None:
     with refused(model, optimizer) as caught:
         optimizer.step()
 
-    assert "last backward: parameter '2.bias'; call" in str(caught.value)
+    assert "last backward:\n  parameter '2.bias'\ncall" in str(caught.value)
     assert caught.value.parameter == "2.bias"
     assert_steps(model, SGD([model.module[0].weight], lr=0.1))  # holds reduced ones only
 
