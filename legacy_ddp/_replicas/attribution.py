@@ -74,6 +74,10 @@ _WRITTEN = (
 _PARAMETERS_CHANGED = "parameters changed outside of a step"
 _STALE_PARAMETER = "its optimizer holds a tensor that is not in the model, in place of a parameter"
 STATE_CHANGED = "optimizer state changed outside of a step"
+_IN_STEP = "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state"
+_IN_EARLIER_STEP = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
+_NEXT_STEP = "the next step() will make the replicas differ"
+_IN_NEXT_STEP = f"parameters agree, the optimizer does not: {_NEXT_STEP}"
 
 
 def _format_steps(digests: StepDigests) -> str:
@@ -133,7 +137,7 @@ _RULES = (
         "step",
         lambda d: d.parameters_after_step,
         "the step() after {last}",
-        "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state",
+        _IN_STEP,
         lambda d: d.state_changed_before,
         STATE_CHANGED,
     ),
@@ -186,16 +190,25 @@ def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdi
     )
 
 
+def add_lost_state(verdict: Verdict, lost: str) -> Verdict:
+    """``verdict`` with ``lost`` optimizer state as the cause, where the cause is a step() with other state.
+
+    An earlier phase keeps its cause: other gradients, for example, lead to other state, too.
+    """
+    if not lost or verdict.cause not in (_IN_STEP, _IN_EARLIER_STEP, _IN_NEXT_STEP):
+        return verdict
+    return replace(verdict, cause=f"{lost}; {_NEXT_STEP}" if verdict.cause == _IN_NEXT_STEP else lost)
+
+
 def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Attribution) -> Verdict:
     """The verdict from the kinds of items that differ now, where the earlier phases are unknown."""
     parameters = "parameters" in differing
     if "gradients" in differing and not parameters:
         phase, cause = "gradients", "parameters agree, gradients do not: edited on some ranks, or never reduced"
     elif "optimizer" in differing and parameters:
-        phase = "step"
-        cause = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
+        phase, cause = "step", _IN_EARLIER_STEP
     elif "optimizer" in differing:
-        phase, cause = "step", "parameters agree, the optimizer does not: the next step() will make the replicas differ"
+        phase, cause = "step", _IN_NEXT_STEP
     elif parameters and "optimizer" in compared:
         phase = "unknown"
         cause = (

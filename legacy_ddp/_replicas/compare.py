@@ -15,11 +15,13 @@ from legacy_ddp._replicas.attribution import (
     Attribution,
     Verdict,
     add_evidence,
+    add_lost_state,
     attribute,
     attribute_digests,
     attribute_kinds,
 )
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
+from legacy_ddp._replicas.optimizer_entries import Kind, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
 from legacy_ddp._replicas.step_digests import StepDigests
@@ -83,11 +85,13 @@ def compare_items(
     sent once to all ranks, from the lowest rank of the largest group of equal ranks.
     """
     with call.phase("compare"):
-        rows, compared = _exchange_rows(call, items)
+        rows, compared, entry_counts = _exchange_rows(call, items)
         ranks = [rank for rank in range(len(rows)) if rank not in left_out]
         differences = _find_differences(rows, ranks)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
+        entries = group_entries((item.difference for item in differences if item.kind == "optimizer"), entry_counts)
+        verdict = add_lost_state(verdict, explain_loss(entries, entry_counts))
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}
         chosen = [
             item.name
@@ -95,7 +99,8 @@ def compare_items(
             if item.tensor is not None and _can_compare_elements(tensors[item.name], largest_bytes)
         ]
         differences = _add_elements(call, differences, {name: tensors[name] for name in chosen[:details]}, ranks)
-    return ReplicaReport(str(call), call.groups.size, compared, tuple(differences), verdict)
+    size = call.groups.size
+    return ReplicaReport(str(call), size, compared, tuple(differences), verdict, entry_counts=entry_counts)
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
@@ -104,8 +109,9 @@ def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
     return {kind: counts[kind] for kind in KINDS}
 
 
-def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], dict[str, int]]:
-    """Collective: the descriptions of each rank, at least where they differ, and the number of items of each kind.
+def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], dict[str, int], dict[Kind, int]]:
+    """Collective: the descriptions of each rank, at least where they differ; the number of items of each kind; and
+    the holders of each kind of optimizer entry, on any rank.
 
     Ranks with equal names exchange 8 bytes for each item first, and then only the descriptions that differ.
     """
@@ -115,11 +121,13 @@ def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], 
         rows = _gather_rows(call, items, descriptions)
         if not all(of_rank["optimizer"] for of_rank in rows):  # the optimizer is unknown before the first step
             rows = [{**of_rank, "optimizer": {}} for of_rank in rows]
-        return rows, {kind: len({name for of_rank in rows for name in of_rank[kind]}) for kind in KINDS}
+        found = {kind: {name for of_rank in rows for name in of_rank[kind]} for kind in KINDS}
+        return rows, {kind: len(of_kind) for kind, of_kind in found.items()}, count_holders(found["optimizer"])
     fingerprints = _gather_fingerprints(call, descriptions.values())
     differs = (fingerprints != fingerprints[0]).any(dim=0).tolist()
     differing = [item for item, is_differing in zip(items, differs, strict=True) if is_differing]
-    return _gather_rows(call, differing, descriptions), _count_kinds(items)
+    entry_counts = count_holders(item.name for item in items if item.kind == "optimizer")
+    return _gather_rows(call, differing, descriptions), _count_kinds(items), entry_counts
 
 
 def _gather_fingerprints(call: Call, values: Iterable[object]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from legacy_ddp._replicas.element_text import MANTISSA_BITS
+from legacy_ddp._replicas.element_text import MANTISSA_BITS, format_bits, format_value
 
 BLOCK = 2**20
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
@@ -74,6 +74,13 @@ def find_differences(own: Tensor, reference: Tensor) -> Pair:
     own_bits, reference_bits = _bits(own), _bits(reference)
     where = (own_bits != reference_bits).any(dim=1).nonzero().flatten()
     return Pair(own.shape, _part_dtype(own.dtype), own_bits, reference_bits, where)
+
+
+def format_element(tensor: Tensor) -> str:
+    """The text of a tensor with a single element; texts of equal dtype are equal only if the bits are."""
+    bits = _bits(tensor)[0].cpu()
+    text = format_value(bits, tensor.dtype)
+    return f"{text} ({format_bits(bits)})" if "nan" in text else text
 
 
 def _bits(tensor: Tensor) -> Tensor:

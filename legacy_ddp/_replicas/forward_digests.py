@@ -45,6 +45,10 @@ class ForwardDigests(StepObserver):
         """Discard the digest, after a broadcast of parameters."""
         self._taken = None
 
+    def begin_step(self, optimizer: torch.optim.Optimizer, **_: bool) -> None:
+        """Note whether the optimizer has state."""
+        self.optimizers.begin(optimizer)
+
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
         self.optimizers.add(optimizer)

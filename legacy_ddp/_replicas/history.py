@@ -137,6 +137,7 @@ class StepHistory(StepObserver):
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Digest parameters and gradients before a step. A closure computes the gradients later: nothing to digest."""
         self._count_optimizer(optimizer)
+        self.optimizers.begin(optimizer)
         self._state_history.begin_step(optimizer)
         # Includes the gradient of a frozen parameter: a call does not reduce the gradient, but a step uses it.
         grads = [parameter.grad for parameter in self._parameters_of(optimizer)]

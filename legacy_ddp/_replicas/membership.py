@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from legacy_ddp._buckets.inventory import Named, distinct
-from legacy_ddp._replicas.state import NONE, StateItem, format_type
+from legacy_ddp._replicas.state import MEMBERSHIP, NONE, StateItem, format_type
 
 MAX_NAMED = 3
 
@@ -26,7 +26,7 @@ def parameter_groups(
                 groups.setdefault(id(parameter), []).append(f"{index}{of}")
     named = distinct(module.named_parameters(remove_duplicate=False), ignore) if optimizers else []
     return [
-        StateItem("optimizer", f"parameter group of {item.name!r}", ", ".join(groups.get(id(item.tensor), [NONE])))
+        StateItem("optimizer", f"{MEMBERSHIP} of {item.name!r}", ", ".join(groups.get(id(item.tensor), [NONE])))
         for item in named
     ]
 

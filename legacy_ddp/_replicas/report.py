@@ -1,16 +1,15 @@
 """Report of a comparison of replicas, as an object and as text of 80 columns. Pure."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from legacy_ddp._compare import MAX_LINES, MISSING, Difference, name_ranks
+from legacy_ddp._compare import MAX_LINES, MAX_SIDES, MISSING, Difference, name_ranks
 from legacy_ddp._replicas.attribution import NOTHING, Verdict
 from legacy_ddp._replicas.element_compare import ElementDifference
+from legacy_ddp._replicas.optimizer_entries import Kind, group_entries, has_tensor, plain_numbers, tensor_type
 from legacy_ddp._text import wrap
 
-_TENSOR = re.compile(r"(\w+ \([\d, ]*\)(?: on \w+)?(?: sparse)?) [0-9a-f]{16}")  # a text of describe_items()
 _wrap = partial(wrap, break_words=False)  # a user may search for a long name
 MAX_RANKS = 2  # ranks with element differences in the text, for each tensor
 
@@ -20,9 +19,10 @@ class ReplicaDifference:
     """A tensor or setting that differs between ranks.
 
     ``kind``: ``parameters``, ``buffers``, ``gradients`` or ``optimizer``. ``name``: for example
-    ``parameter 'fc.weight'``. ``holders``: each value as text (of a tensor: dtype, shape and digest) and the ranks with
-    this value, the largest group of ranks first. ``elements``: for ranks outside the first group, the difference of
-    their tensor from the tensor of the first group; only for the first few tensors.
+    ``parameter 'fc.weight'``. ``holders``: each value as text and the ranks with this value, the largest group of ranks
+    first. The text of a tensor is dtype, shape and digest; of a tensor without dimensions in an optimizer, dtype, shape
+    and number. ``elements``: for ranks outside the first group, the difference of their tensor from the tensor of the
+    first group; only for the first few tensors.
 
     Example:
         >>> if rank == 1:
@@ -46,27 +46,31 @@ class ReplicaDifference:
     @property
     def tensor(self) -> str | None:
         """Dtype and shape of a tensor that differs only in its bits; otherwise None."""
-        kinds = {found and found[1] for value, _ in self.holders for found in [_TENSOR.fullmatch(value)]}
-        return kinds.pop() if len(kinds) == 1 else None
+        kinds = {tensor_type(value) for value, _ in self.holders}
+        return (kinds.pop() or None) if len(kinds) == 1 else None
 
     @property
     def is_setting(self) -> bool:
         """Whether the difference is in a setting that all ranks have."""
-        return not any(value == MISSING or _TENSOR.fullmatch(value) for value, _ in self.holders)
+        return not any(value == MISSING or has_tensor(value) for value, _ in self.holders)
 
     @property
     def suspects(self) -> tuple[int, ...]:
         """The ranks outside the strict majority; empty without a strict majority."""
-        return self._difference.suspects
+        return self.difference.suspects
 
     @property
     def sides(self) -> str:
         """``rank 1 against ranks 0, 2``."""
-        return self._difference.sides
+        return self.difference.sides
 
     def __str__(self) -> str:
         if self.tensor is None:
-            return "\n".join(_wrap(str(self._difference), "  "))
+            holders = plain_numbers(self.holders)
+            # The largest group and the smallest groups, of which a rank at fault is usually one.
+            shown = Difference(self.name, (holders[0], *holders[1:][-MAX_SIDES + 1 :]))
+            more = f"; {len(holders) - MAX_SIDES} more values" if len(holders) > MAX_SIDES else ""
+            return "\n".join(_wrap(f"{shown}{more}", "  "))
         lines = _wrap(f"{self.name}, {self.tensor}: {self.sides}", "  ")
         for rank, difference in sorted(self.elements.items())[:MAX_RANKS]:
             lines += [
@@ -78,7 +82,8 @@ class ReplicaDifference:
         return "\n".join(lines)
 
     @property
-    def _difference(self) -> Difference:
+    def difference(self) -> Difference:
+        """Name and holders alone."""
         return Difference(self.name, self.holders)
 
 
@@ -90,6 +95,11 @@ class ReplicaReport:
     tensors and settings of each kind. ``differences``: empty if replicas are identical. ``phase``, ``ranks``,
     ``minority``, ``implicated``, ``cause``: the attribution, empty where unknown. ``generators``: groups of ranks with
     equal random generators, which may differ. ``notes``: the items that were not compared, with the reason.
+    ``entry_counts``: the number of parameters, parameter groups or optimizers that have an optimizer entry, by the key
+    of the entry and the unit, after a difference.
+
+    The text has a line for each kind of optimizer entries that differs, then the other differences. Each part is cut
+    after 10 items; ``differences`` has all of them.
 
     Example:
         >>> check_replicas(model).identical
@@ -108,6 +118,7 @@ class ReplicaReport:
     verdict: Verdict = NOTHING
     generators: tuple[tuple[int, ...], ...] = ()
     notes: tuple[str, ...] = ()
+    entry_counts: Mapping[Kind, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {self._headline()}>"
@@ -148,9 +159,7 @@ class ReplicaReport:
             lines += _wrap(f"who: {self.verdict.who}", "  ")
             lines += _wrap(f"since: {self.verdict.since}", "  ")
             lines += _wrap(f"why: {self.cause}", "  ")
-            lines += [str(difference) for difference in self.differences[:MAX_LINES]]
-        if len(self.differences) > MAX_LINES:
-            lines.append(f"  ... {len(self.differences) - MAX_LINES} more")
+            lines += self._describe_differences()
         return "\n".join([*lines, *(line for note in self._notes() for line in _wrap(f"note: {note}", "  "))])
 
     def _headline(self) -> str:
@@ -162,12 +171,35 @@ class ReplicaReport:
         counts = ", ".join(f"{n} of {_count(self.compared[kind], kind)}" for kind, n in differing.items() if n)
         return f"{self.call}: replicas differ in {counts or 'the history since the last call'}"
 
+    def _describe_differences(self) -> list[str]:
+        """The optimizer entries first: two lines about them explain more than the values of a thousand weights."""
+        entries = {item.name: item for item in self.differences if item.kind == "optimizer"}
+        kinds = group_entries((item.difference for item in entries.values()), self.entry_counts)
+        single = {kind.differences[0].name for kind in kinds if len(kind.differences) == 1}
+        lines = [
+            line
+            for kind in kinds[:MAX_LINES]
+            for line in (
+                [str(entries[kind.differences[0].name])] if len(kind.differences) == 1 else _wrap(kind.line, "  ")
+            )
+        ]
+        lines += _count_more(len(kinds), "kinds of optimizer entries")
+        others = [
+            item for item in self.differences if item.name not in entries or (item.elements and item.name not in single)
+        ]
+        return [*lines, *map(str, others[:MAX_LINES]), *_count_more(len(others))]
+
     def _notes(self) -> list[str]:
         if not self.generators or self.size == 1:
             return list(self.notes)
         equal = [group for group in self.generators if len(group) > 1]
         where = f"are equal on {' and on '.join(map(name_ranks, equal))}" if equal else "differ on all ranks"
         return [*self.notes, f"random generators {where}; they need not agree"]
+
+
+def _count_more(number: int, what: str = "") -> list[str]:
+    """The line after the first ``MAX_LINES`` of so many things."""
+    return [f"  ... {number - MAX_LINES} more {what}".rstrip()] if number > MAX_LINES else []
 
 
 _ONE = {"parameters": "parameter", "buffers": "buffer", "gradients": "gradient", "optimizer": "optimizer entry"}

@@ -13,9 +13,14 @@ from torch import nn
 
 from legacy_ddp._buckets.inventory import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
+from legacy_ddp._replicas.element_pair import format_element
 
 Fact = tuple[str, torch.Tensor | str]
 NONE = "none"  # in place of a gradient
+# Optimizer entries that are neither state nor hyperparameters.
+MEMBERSHIP = "parameter group"
+WEIGHTS = "weights"
+EARLIER_STATE = "state before the last step"
 Kind = Literal["parameters", "buffers", "gradients", "optimizer"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -127,11 +132,15 @@ def digest_items(items: Sequence[StateItem]) -> int:
 
 
 def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
-    """The text of each item by name; of a tensor, its type and its digest."""
+    """The text of each item by name; of a tensor, its type and its digest; of a scalar in an optimizer, its number."""
     tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
-    digests = dict(zip(tensors, digest_each(list(tensors.values())), strict=True))
+    scalars = {index for index, tensor in tensors.items() if items[index].kind == "optimizer" and _is_scalar(tensor)}
+    contents = {index: format_element(tensors[index]) for index in scalars}
+    hashed = {index: tensor for index, tensor in tensors.items() if index not in scalars}
+    digests = zip(hashed, digest_each(hashed.values()), strict=True)
+    contents |= {index: f"{digest % 2**64:016x}" for index, digest in digests}
     return {
-        item.name: describe_value(item.value) + (f" {digests[index] % 2**64:016x}" if index in digests else "")
+        item.name: describe_value(item.value) + (f" {contents[index]}" if index in contents else "")
         for index, item in enumerate(items)
     }
 
@@ -167,7 +176,7 @@ def _states(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Itera
         for position, parameter in enumerate(group["params"]):
             name = repr(names.get(id(parameter), f"parameter {position} of group {index}"))
             if id(parameter) not in names:  # a copy in another precision, for instance
-                yield f"weights of {name}", parameter
+                yield f"{WEIGHTS} of {name}", parameter
             state = optimizer.state.get(parameter, {})
             for key in sorted(state, key=str) if isinstance(state, Mapping) else ():
                 yield from flatten(f"{key} of {name}", state[key])
@@ -192,6 +201,10 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
     if is_digestible(tensor):
         return tensor
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
+
+
+def _is_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 0 and tensor.layout is torch.strided
 
 
 def describe_value(value: torch.Tensor | str) -> str:

@@ -51,6 +51,17 @@ def _changed_beta(deviates: bool, rank: int) -> ReplicaReport:
     return check_replicas(model, torch.optim.Adam(model.parameters(), betas=(0.9, 0.98 if deviates else 0.99)))
 
 
+def _lost_state(deviates: bool, rank: int, name: str, steps: int) -> ReplicaReport:
+    """A rank has resumed without ``optimizer.load_state_dict()``, and made so many equal steps since."""
+    model = holding(a=torch.ones(2, 3), b=torch.ones(2))
+    optimizer = _stepped(model, _OPTIMIZERS[name])
+    if deviates:
+        optimizer = _OPTIMIZERS[name](model.parameters())
+    for _ in range(steps):
+        optimizer.step()
+    return check_replicas(model, optimizer)
+
+
 def _lbfgs(deviates: bool, rank: int) -> ReplicaReport:
     model = holding(it=torch.ones(2, 3))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -123,6 +134,30 @@ OPTIMIZERS = {
     "master weights": _master_weights,
     "left out": _left_out,
     "other groups": _in_another_group,
+}
+LOST = {
+    "before a step": partial(_lost_state, name="AdamW", steps=0),
+    "momentum before a step": partial(_lost_state, name="SGD", steps=0),
+    "after a step": partial(_lost_state, name="AdamW", steps=1),
+    "after many steps": partial(_lost_state, name="AdamW", steps=3),
+}
+_LOST_WORDS = {
+    "before a step": (
+        "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without optimizer.load_state_dict(); "
+        "the next step() will make the replicas differ",
+        "optimizer state: `step` is missing on rank 1, 2 on ranks 0, 2, in 2 of 2 parameters",
+        "optimizer state: `exp_avg` is missing on rank 1, in 2 of 2 parameters",
+    ),
+    "momentum before a step": (
+        "why: rank 1 has no optimizer state, unlike the others: perhaps resumed without optimizer.load_state_dict()",
+        "optimizer state: `momentum_buffer` is missing on rank 1, in 2 of 2 parameters",
+    ),
+    "after a step": (
+        "why: `step` is 1 on rank 1, 3 on ranks 0, 2: rank 1 lost optimizer state (perhaps resumed without",
+        "optimizer state: `step` is 1 on rank 1, 3 on ranks 0, 2, in 2 of 2 parameters",
+        "optimizer state: `exp_avg` differs in 2 of 2 parameters: rank 1 against ranks 0, 2",
+    ),
+    "after many steps": ("why: `step` is 3 on rank 1, 5 on ranks 0, 2: rank 1 left out steps, or loaded older",),
 }
 _NAMED = {
     "beta": ("1 in betas of parameter group 0",),
@@ -235,3 +270,11 @@ def test_of_three_ranks_evidence_against_two_leaves_open_who_is_at_fault(name: s
     seen = observations(f"{HERE}:CHANGES", 3, 0, 2)[name]
 
     assert (seen.ranks, seen.minority, seen.implicated) == ((), (1,), (0, 2)), seen.text
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_state_that_one_rank_lost_is_the_cause_and_not_cut_off(name: str) -> None:
+    seen = observations(f"{HERE}:LOST", 3, 1)[name]
+
+    assert seen.minority == (1,)
+    assert all(words in " ".join(seen.text.split()) for words in _LOST_WORDS[name]), seen.text

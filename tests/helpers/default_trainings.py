@@ -108,6 +108,11 @@ def load_optimizer(run: Run) -> None:
     run.optimizer.load_state_dict(state)
 
 
+def lose_optimizer_state(run: Run) -> None:
+    """A resume of this rank without ``optimizer.load_state_dict()``."""
+    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+
+
 def replace_parameter(run: Run) -> None:
     run.module[3].bias = nn.Parameter(run.module[3].bias.detach().clone())
 

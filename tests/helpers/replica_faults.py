@@ -26,6 +26,10 @@ def flip_momentum(scene: Scene) -> None:
     flip(scene.optimizer.state[scene.module[2].weight]["momentum_buffer"], (0, 3), 21)
 
 
+def lose_momentum(scene: Scene) -> None:
+    scene.optimizer.state.clear()
+
+
 def leave_out(scene: Scene, name: str = WEIGHT) -> None:
     (group,) = scene.optimizer.param_groups
     weight = scene.module.get_parameter(name)

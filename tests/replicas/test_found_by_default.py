@@ -45,7 +45,18 @@ FAULTS = {
     "another learning rate": _everywhere(
         trainings.change_rate, moment="reduced", words=("lr of parameter group 0", "0.0005", "0.001")
     ),
-    "optimizer state loaded": _everywhere(trainings.load_optimizer, moment="reduced", words=("exp_avg of '0.bias'",)),
+    "optimizer state loaded": _everywhere(
+        trainings.load_optimizer, moment="reduced", words=("`exp_avg` differs in 6 of 6 parameters: rank",)
+    ),
+    "optimizer state lost": _everywhere(
+        trainings.lose_optimizer_state,
+        moment="reduced",
+        words=(
+            "had no optimizer state before the last step(), unlike the others: perhaps resumed without",
+            "optimizer state: `step` is 1 on rank",
+            "`exp_avg` differs in 6 of 6 parameters: rank",
+        ),
+    ),
     "a parameter replaced": Fault(
         trainings.replace_parameter, frozenset({"3.bias"}), words=("parameter group of '3.bias'", "none")
     ),

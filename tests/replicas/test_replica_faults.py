@@ -113,6 +113,14 @@ FAULTS = {
         place=(0, 3),
         words=("momentum_buffer", "optimizer state changed outside of a step"),
     ),
+    "momentum is lost": _next_step(
+        action=replica_faults.lose_momentum,
+        has_evidence=True,
+        words=(
+            "had no optimizer state before the last step(), unlike the others: perhaps resumed without",
+            "`momentum_buffer` differs in 6 of 6 parameters",
+        ),
+    ),
     "an optimizer lacks a layer": _next_step(
         action=replica_faults.leave_out,
         parameter=WEIGHT,

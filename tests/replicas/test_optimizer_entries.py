@@ -1,0 +1,161 @@
+"""The lines of a report about optimizer entries, and lost state as a cause. Pure."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from legacy_ddp._compare import MISSING, Difference
+from legacy_ddp._replicas.attribution import Verdict
+from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
+from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
+from legacy_ddp._replicas.state import StateItem, describe_items
+
+Values = tuple[tuple[str, tuple[int, ...]], ...]
+TENSORS = (("float32 (2,) 00000000000000aa", (0, 2)), ("float32 (2,) 00000000000000bb", (1,)))
+NO_TENSOR = (("float32 (2,) 00000000000000aa", (0, 2)), (MISSING, (1,)))
+STEPS = (("float32 () 21.0", (0, 2)), ("float32 () 1.0", (1,)))
+PARAMETERS = ("'a'", "'b of \\'c\\''", '"d\'s"')
+
+
+def _every(key: str, values: Values, holders: Sequence[str] = PARAMETERS) -> list[Difference]:
+    return [Difference(f"{key} of {holder}", values) for holder in holders]
+
+
+@pytest.mark.parametrize(
+    "name, key, unit, holder",
+    [
+        ("exp_avg of 'fc.weight'", "exp_avg", "parameter", "'fc.weight'"),
+        ("optimizer 12: step of 'a of b'", "step", "parameter", "optimizer 12: 'a of b'"),
+        ("3 in old_dirs of 'a'", "old_dirs", "parameter", "'a'"),
+        ("1 in betas of parameter group 7", "betas", "parameter group", "parameter group 7"),
+        ("parameter group of 'a'", "parameter group", "parameter", "'a'"),
+        ("weights of 'parameter 0 of group 1'", "weights", "parameter", "'parameter 0 of group 1'"),
+        ("optimizer 3: state before the last step", "state before the last step", "optimizer", "optimizer 3: "),
+        ("a\nline of 'x'", "a\nline", "parameter", "'x'"),
+    ],
+)
+def test_an_entry_is_a_key_and_its_holder(name: str, key: str, unit: str, holder: str) -> None:
+    assert Entry.of(name) == ((key, unit), holder)
+
+
+@pytest.mark.parametrize(
+    "differences, line",
+    [
+        (_every("step", STEPS), "optimizer state: `step` is 1 on rank 1, 21 on ranks 0, 2, in 3 of 4 parameters"),
+        (_every("m", TENSORS), "optimizer state: `m` differs in 3 of 4 parameters: rank 1 against ranks 0, 2"),
+        (_every("exp_avg", NO_TENSOR), "optimizer state: `exp_avg` is missing on rank 1, in 3 of 4 parameters"),
+        (
+            _every("lr", (("0.1", (0,)), ("0.2", (1,))), ("parameter group 0", "parameter group 1")),
+            "optimizer: `lr` is 0.2 on rank 1, 0.1 on rank 0, in 2 of 4 parameter groups",
+        ),
+        (
+            [*_every("step", STEPS, ["'a'"]), *_every("step", (("float32 () 5.0", (0, 2)), STEPS[1]), ["'b'"])],
+            "optimizer state: `step` differs in 2 of 4 parameters: rank 1 against ranks 0, 2",
+        ),
+        (
+            [*_every("m", TENSORS, ["'a'"]), *_every("m", ((TENSORS[0][0], (0, 1)), (TENSORS[1][0], (2,))), ["'b'"])],
+            "optimizer state: `m` differs in 2 of 4 parameters: rank 1 against ranks 0, 2; rank 2 against ranks 0-1",
+        ),
+        (
+            _every("lr", tuple((str(rank), (rank,)) for rank in range(64)), ["parameter group 0", "parameter group 1"]),
+            "optimizer: `lr` is 63 on rank 63, 62 on rank 62, 61 on rank 61, 0 on rank 0, 60 more values, in 2 of 4 "
+            "parameter groups",
+        ),
+        (
+            _every("x", (("float64 () 1.0", (0,)), ("float32 () 1.0", (1,)))),
+            "optimizer state: `x` is float32 () 1 on rank 1, float64 () 1 on rank 0, in 3 of 4 parameters",
+        ),
+    ],
+)
+def test_a_kind_of_entries_is_one_line(differences: list[Difference], line: str) -> None:
+    (kind,) = group_entries(differences, {Entry.of(differences[0].name).kind: 4})
+
+    assert kind.line == line
+
+
+def test_short_values_come_before_tensors_and_hyperparameters_before_state() -> None:
+    differences = [
+        *_every("exp_avg", TENSORS),
+        *_every("exp_avg_sq", NO_TENSOR),
+        *_every("step", STEPS),
+        *_every("lr", (("0.1", (0,)), ("0.2", (1, 2))), ["parameter group 0"]),
+    ]
+
+    assert [kind.kind[0] for kind in group_entries(differences, {})] == ["lr", "step", "exp_avg_sq", "exp_avg"]
+
+
+def _loss(*differences: Difference, equal: Sequence[str] = ()) -> str:
+    totals = count_holders([*(item.name for item in differences), *equal])
+    return explain_loss(group_entries(differences, totals), totals)
+
+
+def test_ranks_without_any_state_have_lost_it() -> None:
+    missing = [*_every("exp_avg", NO_TENSOR), *_every("step", (STEPS[0], (MISSING, (1,))))]
+
+    assert _loss(*missing, equal=["lr of parameter group 0"]).startswith("rank 1 has no optimizer state, unlike the ot")
+    # A rank with a part of the state is not one that resumed without.
+    assert _loss(*missing, equal=["exp_avg of 'another'"]) == ""
+    assert _loss(*missing, equal=["sum of 'a'"]) == ""
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        (STEPS, "`step` is 1 on rank 1, 21 on ranks 0, 2: rank 1 lost optimizer state"),
+        ((("21", (0,)), ("1", (1, 2))), "`step` is 1 on ranks 1-2, 21 on rank 0: ranks 1-2 lost optimizer state"),
+        ((("21", (0, 2)), ("20", (1,))), "`step` is 20 on rank 1, 21 on ranks 0, 2: rank 1 left out steps"),
+        ((("1", (0, 2)), ("21", (1,))), "`step` is 21 on rank 1, 1 on ranks 0, 2: ranks 0, 2 lost optimizer state"),
+        ((("'a'", (0, 2)), ("'b'", (1,))), ""),
+        (TENSORS, ""),
+    ],
+)
+def test_a_lower_step_count_tells_who_lost_state(values: Values, words: str) -> None:
+    found = _loss(*_every("step", values))
+
+    assert found.startswith(words)
+    assert bool(found) == bool(words)
+    assert _loss(*_every("step", values), equal=["step of 'another'"]) == ""
+
+
+@given(
+    some.lists(some.sampled_from(["lr", "step", "exp_avg", "very_long_key_of_a_state" * 2]), min_size=1, unique=True),
+    some.integers(1, 300),
+    some.integers(1, 3),
+    some.integers(2, 40),
+    some.integers(2, 40),
+)
+def test_the_text_is_short_whatever_differs(keys: list[str], params: int, optimizers: int, ranks: int, n: int) -> None:
+    differences = []
+    for key in keys:
+        values = tuple((f"0.{rank % n}", (rank,)) for rank in range(ranks))
+        holders = [f"parameter group {i}" if key == "lr" else f"'block.{i}.weight'" for i in range(params)]
+        names = [f"optimizer {k}: {key} of {holder}" for k in range(optimizers) for holder in holders]
+        differences += [ReplicaDifference("optimizer", name, values) for name in names]
+    counts = count_holders(item.name for item in differences)
+    report = ReplicaReport("call 1", ranks, {}, tuple(differences), Verdict("step", "", "", ""), entry_counts=counts)
+    lines = str(report).splitlines()
+
+    assert all(len(line) <= 80 for line in lines)
+    assert len(lines) <= 4 + 4 * len(keys)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 21.0, 0.1, -math.inf, 1e-45, 3e38])
+def test_a_scalar_of_an_optimizer_is_shown_as_its_number(value: float) -> None:
+    (text,) = describe_items([StateItem("optimizer", "step of 'a'", torch.tensor(value))]).values()
+    *start, number = text.split()
+
+    assert start == ["float32", "()"]
+    assert torch.tensor(float(number)).view(torch.int32) == torch.tensor(value).view(torch.int32)
+
+
+def test_other_tensors_are_shown_as_digests_and_every_nan_has_its_own_text() -> None:
+    nans = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    items = [StateItem("optimizer", f"x of '{index}'", nan) for index, nan in enumerate(nans)]
+
+    assert list(describe_items(items).values()) == ["float32 () nan (0x7fc00000)", "float32 () nan (0x7fc00001)"]
+    for other in (StateItem("optimizer", "x", torch.ones(1)), StateItem("parameters", "x", torch.tensor(1.0))):
+        assert len(describe_items([other])["x"].split()[-1]) == 16
