@@ -53,6 +53,7 @@ napoleon_numpy_docstring = False
 nitpick_ignore = [
     ("py:class", "legacy_ddp._checks.LossScaler"),
     ("py:class", "legacy_ddp._replicas.attribution.Verdict"),
+    ("py:class", "legacy_ddp._wrapper.ModuleT_co"),
 ]
 # Names of other packages; their documentation is elsewhere, and an inventory would have to be downloaded.
 nitpick_ignore_regex = [("py:.*", r"(torch|nn|dist|lightning|collections|contextlib|os|pathlib|types|typing)\..*")]

@@ -48,13 +48,13 @@ class SyncRecord:
 
     ``call``: number of the call on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``.
     ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
-    sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients. ``skipped_ranks``: the
-    ranks that took no part. ``payload_bytes``: gradient bytes from this rank to collectives. ``transport``: the carrier
-    of dense gradients on CPU, ``host`` (memory shared by the ranks of a host; gloo between several hosts) or ``gloo``;
-    empty for a single rank. ``seconds``: wall time of this rank per phase (plan, pack, agree, payload, alias; with
-    ``checks="detail"`` also digest, with metrics metrics, with a communication hook hook, inside ``join()`` join, under
-    a recorder observe). ``rank``: number of this rank, and index of its row. ``metrics``: the sum of each metric over
-    the ranks, equal on every rank, sorted by name.
+    sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients, 0 if no rank took part.
+    ``skipped_ranks``: the ranks that took no part. ``payload_bytes``: gradient bytes from this rank to collectives.
+    ``transport``: the carrier of dense gradients on CPU, ``host`` (memory shared by the ranks of a host; gloo between
+    several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank per phase (plan, pack,
+    agree, payload, alias; with ``checks="detail"`` also digest, with metrics metrics, with a communication hook hook,
+    inside ``join()`` join, under a recorder observe). ``rank``: number of this rank, and index of its row. ``metrics``:
+    the sum of each metric over the ranks, equal on every rank, sorted by name.
 
     Example:
         >>> model(inputs).sum().backward()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, Never, SupportsIndex
+from typing import TYPE_CHECKING, Any, Generic, Never, SupportsIndex, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,23 @@ from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_unknown
 from legacy_ddp._watchdog import process_activity
 
+if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a default --strict refuses the bare class
+    from typing_extensions import TypeVar as DefaultedTypeVar
 
-class LegacyDistributedDataParallel(nn.Module, Joining):
+    ModuleT_co = DefaultedTypeVar("ModuleT_co", bound=nn.Module, covariant=True, default=nn.Module)
+else:
+    ModuleT_co = TypeVar("ModuleT_co", bound=nn.Module, covariant=True)
+
+
+class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     """Data parallelism with one explicit synchronisation: any number of ``backward()``, then :meth:`all_reduce`.
 
     Collective: construction. The ranks compare their parameters by name, then (``init_sync``) copy rank 0's values.
 
     Args:
-        module: the module to train, later ``.module``: state-dict keys begin with ``module.``, as under torch DDP.
+        module: the module to train, later ``.module``: state-dict keys begin with ``module.``, as under torch DDP. For
+            type checkers the wrapper is generic in its class: ``LegacyDistributedDataParallel[torch.nn.Linear]`` has a
+            ``.module`` of that class, and the bare name one of class ``torch.nn.Module``.
         world_size: only compared with the size of the group.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
             inside the group. Assignable between steps.
@@ -82,7 +91,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
     def __init__(
         self,
-        module: nn.Module,
+        module: ModuleT_co,
         world_size: int | None = None,
         process_group: dist.ProcessGroup | DeviceMesh | None = None,
         buffer_size: int = 2**28,
@@ -98,7 +107,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
         **unknown: Never,
     ) -> None:
         super().__init__()
-        self.module = module
+        self.module: ModuleT_co = module
         self._group = GroupHandle(process_group)
         problem = None
         try:
@@ -299,7 +308,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining):
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings. The first collective of the copy makes all state of the process again."""
-        own = {name: value for name, value in self.__dict__.items() if name != "_joining"}
+        # Wrapper[Class](...) leaves its types in __orig_class__, and some of them have no pickle.
+        own = {name: value for name, value in self.__dict__.items() if name not in ("_joining", "__orig_class__")}
         return {**own, "_synchronizer": None, "_settings": replace(self._settings, comm_hook=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

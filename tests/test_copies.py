@@ -4,7 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -105,6 +105,20 @@ def test_deepcopy_shares_a_group_of_its_own_and_pickle_says_that_it_lost_it() ->
     )
 
     assert run_ranks(_copy_with_own_group, 2) == [(True, lost, lost, 0.5)] * 2
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("how", _COPIES)
+def test_a_wrapper_made_with_its_type_parameter_is_copied_saved_and_compiled(how: str) -> None:
+    kind = TypeVar("kind", bound=nn.Module)  # of this function: no module has the name, so it has no pickle
+    model = LegacyDistributedDataParallel[kind](nn.Linear(2, 1))
+
+    copied = _COPIES[how](model)
+
+    assert type(model) is type(copied) is LegacyDistributedDataParallel
+    assert type(copied.module) is nn.Linear
+    inputs = torch.ones(1, 2)
+    assert torch.equal(torch.compile(copied, backend="eager")(inputs), model.module(inputs))
 
 
 @pytest.mark.usefixtures("alone")
