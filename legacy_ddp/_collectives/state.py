@@ -26,7 +26,7 @@ from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepCounter
 from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.groups import groups_of
+from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.operation import Operation
 
 
@@ -68,13 +68,14 @@ class Synchronizer:
         """The next call on ``group``. Collective in the first call of this process on ``group``.
 
         Raises:
-            LegacyDDPError: called inside an ``on_sync()`` callback of the same parameters.
+            LegacyDDPError: called inside an ``on_sync()`` callback of the same parameters, or in a forked child.
         """
         if self._is_notifying:
             raise LegacyDDPError(
                 f"{operation} was called inside an on_sync() callback of the same model, which would call it again; "
                 "call it after all_reduce() has returned"
             )
+        refuse_inherited(group, operation)
         seconds = self.settings.timeout_seconds
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         groups = groups_of(group, timeout)

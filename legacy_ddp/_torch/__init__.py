@@ -45,6 +45,7 @@ from legacy_ddp._torch.groups import (
     inner_excepthook,
     is_registered,
     operation_options,
+    registered_groups,
 )
 from legacy_ddp._torch.guards import TensorGuards
 from legacy_ddp._torch.hooks import (
@@ -121,6 +122,7 @@ __all__ = [
     "preserved_versions",
     "profiled",
     "ref_counts",
+    "registered_groups",
     "schema_of",
     "skip_tracing",
     "skip_tracing_below",

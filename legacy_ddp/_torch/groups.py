@@ -20,6 +20,11 @@ def is_registered(group: dist.ProcessGroup) -> bool:
     return group in c10d._world.pg_map
 
 
+def registered_groups() -> list[dist.ProcessGroup]:
+    """All groups that exist in torch, in this process."""
+    return list(c10d._world.pg_map)
+
+
 def group_store(group: dist.ProcessGroup) -> Store:
     """The key-value store of ``group``, under the prefix of the group."""
     return c10d._world.pg_map[group][1]

@@ -33,6 +33,8 @@ _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
+# In a forked child: the groups of torch that it inherited, each with the number of the process that it was forked from.
+_inherited: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
 
 class Groups:
@@ -165,10 +167,33 @@ class Groups:
             self.star.close()
             self.star = None
 
+    def after_fork(self) -> None:
+        """In a forked child: an end of a connection kept open there would hide the death of the parent.
+
+        The groups are left alone until the process ends: torch would wait for threads that only the parent has.
+        """
+        self.close_star()
+        self._end.detach()
+
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:
     for function in functions:
         function()
+
+
+def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
+    """Refuse a call in a forked child: it has the sockets of the group, but not the threads, and would wait for ever.
+
+    Raises:
+        LegacyDDPError: ``parent`` has several ranks, and was started before the fork of this process.
+    """
+    process = _inherited.get(parent)
+    if process is not None and parent.size() > 1:
+        raise LegacyDDPError(
+            f"{operation}: the process group belongs to process {process}, from which this process was forked: got the "
+            f"call in process {os.getpid()}, which has no connections to the other ranks, expected it in process "
+            f"{process}; make the call there, or fork before init_process_group()"
+        )
 
 
 def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
@@ -223,9 +248,9 @@ def _close_at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child: an end of a connection kept open there would hide the death of the parent."""
     for groups in list(_alive):
-        groups.close_star()
+        groups.after_fork()
+    _alive.clear()
 
 
 def _close_all(*, shows_exit: bool) -> None:
@@ -233,3 +258,13 @@ def _close_all(*, shows_exit: bool) -> None:
     await_turn(shows_exit=shows_exit)
     for groups in list(_alive):
         groups.close()
+
+
+def _note_inherited() -> None:
+    for group in internals.registered_groups():
+        _inherited.setdefault(group, os.getppid())
+
+
+# At the import: the first call of the library on a group may be the call of a child.
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_note_inherited)
