@@ -26,6 +26,7 @@ from legacy_ddp.debug import Recorder, digest
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers import logged_warnings
+from tests.helpers.processes import open_files
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, tanh_net, wrap
 
@@ -740,15 +741,6 @@ def test_a_folder_that_was_deleted_during_the_run_is_warned_of(tmp_path: Path, i
     assert told.endswith("(the file was deleted)")
 
 
-def _open_files() -> list[str]:
-    """Threads of the process may close theirs meanwhile."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            found.append(os.readlink(f"/proc/self/fd/{name}"))
-    return found
-
-
 def _fill_the_disk(rank: int, folder: Path, as_errors: bool) -> tuple[list[str], int]:
     model = wrap()
     optimizer = _start(model)
@@ -759,7 +751,7 @@ def _fill_the_disk(rank: int, folder: Path, as_errors: bool) -> tuple[list[str],
                 room = os.path.getsize(folder / "rank-00001.jsonl") + 2000
                 resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
             _take_steps(model, optimizer, [1.0] * 8)
-    assert not any(str(folder) in name for name in _open_files())
+    assert not any(str(folder) in name for name in open_files())
     assert {warning.filename for warning in said or []} <= {__file__}  # and not a file of the library or of torch
     return [str(warning.message) for warning in said or []] + logged_warnings.take(), digest(model.module.weight)
 

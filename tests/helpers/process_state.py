@@ -7,10 +7,8 @@ import resource
 import signal
 import sys
 import threading
-from contextlib import suppress
 from functools import cache
 from multiprocessing.util import _finalizer_registry
-from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -18,6 +16,7 @@ from torch._dynamo.utils import counters
 from torch.nn.modules import module as global_hooks
 
 from legacy_ddp._log import is_configured
+from tests.helpers.processes import children, open_files
 
 _LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC)
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
@@ -28,9 +27,7 @@ def process_state() -> dict[str, object]:
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "descriptors": _descriptors(),
-        "children": [
-            pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()
-        ],
+        "children": children(),
         "finalizers": _finalizers(),
         "environment": dict(os.environ),
         "folder": os.getcwd(),
@@ -47,14 +44,11 @@ def process_state() -> dict[str, object]:
 
 
 def _descriptors() -> list[str]:
-    """Targets of the open descriptors, without the one that lists them.
+    """Targets of the open descriptors, without the one that listed them.
 
     One report file is left out: SIGTERM leaves stacks in the newest, which stays open until there is a newer one.
     """
-    links = []
-    for entry in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{entry}"))
+    links = open_files()
     reports = [link for link in links if re.search(r"/legacy_ddp-[^/]*-rank\d+-", link)]
     return sorted(link for link in links if not link.endswith("/fd") and link not in reports[:1])
 

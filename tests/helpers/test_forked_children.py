@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import processes
 from tests.helpers.forked_children import _ENVIRON
 from tests.helpers.scripts import fork_script, fork_torchrun
 
@@ -266,22 +267,15 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert len(children) == 2  # the other one is the template
     (template,) = set(children) - {child}
     assert _is_gone(template)
-    assert not _has_ended(child)  # as any other process
+    assert processes.state(child) != "Z"  # as any other process
     os.kill(child, signal.SIGKILL)
 
 
 def _is_gone(pid: int) -> bool:
     give_up = time.monotonic() + 30
-    while not _has_ended(pid) and time.monotonic() < give_up:
+    while processes.state(pid) != "Z" and time.monotonic() < give_up:
         time.sleep(0.01)
-    return _has_ended(pid)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
+    return processes.state(pid) == "Z"
 
 
 RANK = """

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers import processes
 from tests.helpers.hosts import HostFailure, Hosts, JobFailure, reason_not_permitted
 from tests.helpers.namespaces import Host
 from tests.helpers.paths import ROOT
@@ -149,18 +150,6 @@ def _reach(source: Host, target: Host, seconds: float) -> str:
     return source.run(sys.executable, "-c", REACH, target.address, str(seconds)).strip()
 
 
-def _processes_with(mark: str) -> list[int]:
-    """Processes started with this in their environment; started by them, too."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:  # ended meanwhile, or somebody else's
-            continue
-    return found
-
-
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> str:
     """In the environment of every process that a test starts, and of no others."""
@@ -254,7 +243,7 @@ def test_a_hanging_host_is_named_and_its_processes_killed(tmp_path: Path, mark: 
         _await_ranks(tmp_path, 2)
         with pytest.raises(JobFailure, match=r"host-1 did not end within 2\.0 s") as caught:
             job.wait(2.0)
-        left = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in _processes_with(mark)]
+        left = list(processes.with_variable(mark).values())
 
     assert "host-1" in caught.value.names
     assert "rank 1 is here" in caught.value.results[1].text
@@ -313,14 +302,14 @@ def test_nothing_is_left_after_the_block(how: str, mark: str, tmp_path: Path, mo
     servers = []
     with contextlib.suppress(ZeroDivisionError), Hosts(2) as hosts:
         servers.append(_serve(hosts[0]))
-        inside = len(_processes_with(mark))
+        inside = len(processes.with_variable(mark))
         if how == "by an exception":
             _ = 1 / 0
     for server in servers:
         server.communicate()
 
     assert inside >= 8  # three holders with their launchers, and the server with its own
-    assert _processes_with(mark) == []
+    assert processes.with_variable(mark) == {}
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(HostFailure):
         hosts[0].run("true")
@@ -338,7 +327,7 @@ def test_nothing_runs_on_when_the_process_is_interrupted_or_killed(
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=heed_ctrl_c
     )
     _await_ranks(tmp_path, 2)
-    handles = [os.pidfd_open(pid) for pid in _processes_with(mark)]
+    handles = [os.pidfd_open(pid) for pid in processes.with_variable(mark)]
     owner.send_signal(how)
     owner.communicate(timeout=LIMIT_SECONDS / 2)  # its job would end by itself at the limit
 
@@ -348,7 +337,7 @@ def test_nothing_runs_on_when_the_process_is_interrupted_or_killed(
         ended.register(handle, select.POLLIN)
         assert ended.poll(LIMIT_SECONDS * 1000)
         os.close(handle)
-    assert _processes_with(mark) == []
+    assert processes.with_variable(mark) == {}
 
 
 @pytest.mark.parametrize("n", [1, 9])

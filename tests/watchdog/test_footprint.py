@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from legacy_ddp import Checks
 from tests.helpers.listening import Training, listen, own_threads, reports, run, run_silently, said
+from tests.helpers.processes import open_files
 from tests.helpers.ranks import RankFailure, run_ranks
 
 STACKS = "most recent call first"  # as faulthandler writes them
@@ -165,8 +166,7 @@ def test_stacks_are_left_in_another_group_s_report_after_the_newest_group_was_de
 
 def _sockets() -> tuple[int, int, int]:
     """Of this process: those that listen on every interface (gloo's do not), other TCP ones, others."""
-    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    own = {link[len("socket:[") : -1] for link in open_files() if link.startswith("socket:[")}
     listening, connected = 0, 0
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:

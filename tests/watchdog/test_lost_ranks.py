@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import rank_faults
+from tests.helpers import processes, rank_faults
 from tests.helpers.paths import ROOT
 from tests.helpers.rank_faults import Scene, Seen, Stage, do_when, entries, play
 from tests.helpers.ranks import run_ranks
@@ -254,7 +254,7 @@ def _goes_on_after_a_stop(rank: int, directory: Path, where: str) -> tuple[list[
 
 
 def _wake_when_stopped(pid: int) -> None:
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while processes.state(pid) not in "TZ":
         time.sleep(0.01)  # no event tells of the stop of a process that is no child
     time.sleep(1.0)  # being stopped for so long is the fault
     os.kill(pid, signal.SIGCONT)
