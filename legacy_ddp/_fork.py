@@ -55,7 +55,7 @@ def _run_all() -> None:
     try:
         for function in _functions:
             function()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - Python would print it, and the child would go on
         try:
             _write(f"legacy_ddp: process {os.getpid()}, forked from process {os.getppid()}, ends here: {error}")
         finally:

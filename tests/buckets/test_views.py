@@ -359,7 +359,7 @@ def test_call_under_inference_mode_leaves_ordinary_gradients() -> None:
 BIG = 1 << 20
 
 
-def _steady(rank: int) -> tuple[list[bool], int, int]:
+def _steady(rank: int) -> tuple[list[bool], int, bool]:
     net = nn.ParameterList([nn.Parameter(torch.zeros(BIG)), nn.Parameter(torch.zeros(3, 2).t())])
     wrapped = _wrap(net)
 
@@ -378,19 +378,17 @@ def _steady(rank: int) -> tuple[list[bool], int, int]:
     same = [step() == before for _ in range(3)]
     same.append(step(set_to_none=True) == before)
     in_place = largest_allocation(wrapped.all_reduce)
-    kept = [net[0].grad]
-    wrapped.zero_grad()
-    net[0].sum().backward()
-    fresh = largest_allocation(wrapped.all_reduce)
+    kept = net[0].grad
+    is_fresh = step() != before
     del kept
-    return same, in_place, fresh
+    return same, in_place, is_fresh
 
 
 def test_views_are_reused_call_after_call_without_a_new_flat_tensor() -> None:
-    for same, in_place, fresh in run_ranks(_steady, 2):
+    for same, in_place, is_fresh in run_ranks(_steady, 2):
         assert all(same)
         assert in_place < 4 * BIG / 100
-        assert fresh >= 4 * BIG  # that is how it looks when one is taken: somebody kept a gradient
+        assert is_fresh  # somebody kept a gradient
 
 
 def _saved_bytes(rank: int) -> list[int]:

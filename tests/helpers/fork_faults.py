@@ -101,12 +101,12 @@ def _ends_of_all() -> set[int]:
     return ends
 
 
-class Alarm(Exception):
+class AlarmError(Exception):
     pass
 
 
 def _raise_alarm(*_: object) -> None:
-    raise Alarm
+    raise AlarmError
 
 
 @fault
@@ -123,7 +123,7 @@ def interrupted_parent() -> None:
             while signal.getitimer(signal.ITIMER_REAL)[0]:
                 pass
             swallowed += 1
-        except Alarm:
+        except AlarmError:
             if os.getpid() != parent:
                 os._exit(ARRIVED)
     assert _ends_of_all() == {WROTE}
@@ -204,12 +204,12 @@ def fork_without_hooks() -> None:
 def limit_of_recursion() -> None:
     """The hooks cannot be called at some depths: such a child has no memory there."""
     segment = Segment(BYTES)
-    memory, ends = segment.memory.fill_(7), []
+    memory = segment.memory.fill_(7)
 
     def fork_at(depth: int) -> None:
         if depth:
-            return fork_at(depth - 1)
-        if os.fork() == 0:
+            fork_at(depth - 1)
+        elif os.fork() == 0:
             os._exit(_zero(memory))
 
     for depth in range(sys.getrecursionlimit() - 60, sys.getrecursionlimit()):
@@ -246,11 +246,10 @@ def every_kind_of_child() -> None:
     process.join()
     ends.append(process.exitcode)
     runs = subprocess.run([sys.executable, "-V"], preexec_fn=memory.zero_, stdout=subprocess.DEVNULL, check=False)
-    assert ends == [WROTE] * 3 and runs.returncode == 0
+    assert ends == [WROTE] * 3
+    assert runs.returncode == 0
     data = TensorDataset(torch.arange(4))
-    workers = DataLoader(
-        data, num_workers=2, worker_init_fn=lambda _: memory.zero_(), multiprocessing_context="fork"
-    )
+    workers = DataLoader(data, num_workers=2, worker_init_fn=lambda _: memory.zero_(), multiprocessing_context="fork")
     assert sum(1 for _ in workers) == 4
     _check_kept(memory, kept)
 

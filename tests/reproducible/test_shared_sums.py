@@ -222,11 +222,13 @@ def _forked(rank: int) -> tuple[int, int, list[float]]:
         return grad
 
     grad = step(1.0 + rank)
+    totals = model._synchronizer.leaves.sums.zeros(has_peers=True)
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         grad.zero_()
-        model._synchronizer.leaves.sums.zeros(has_peers=True)
+        for total in totals:
+            total.zero_()
         os.write(writing, str(_shared_mappings()).encode())
         os._exit(0)
     _, status = os.waitpid(child, 0)

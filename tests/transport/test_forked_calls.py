@@ -51,7 +51,7 @@ def _calls_in_children(rank: int) -> tuple[list[str], list[float]]:
         model.broadcast_parameters,
         model.broadcast_buffers,
         lambda: check_replicas(model),
-        lambda: cross_check(model, lambda batch: None, torch.ones(1)),
+        lambda: cross_check(model, print, torch.ones(1)),
     )
     model.all_reduce()
     return texts, net.weight.grad[0].tolist()
