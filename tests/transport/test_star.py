@@ -58,6 +58,9 @@ def _on_all(stars: list[Star], act: Callable[[Star], T]) -> list[T | str]:
         except StarLostError as error:
             star.close()
             return str(error)
+        except BaseException:
+            star.close()  # or the others would wait
+            raise
 
     with ThreadPoolExecutor(len(stars)) as threads:
         return list(threads.map(run, stars))

@@ -69,8 +69,9 @@ class _Flooder:
 
 def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tuple[str, float | None]], list[Any]]:
     """Transport and mean in every group, and what the flooder got. It knows the address of every rank, and floods in
-    the worst moment: all ranks listen, and none has connected. ``folder``: open to all users."""
+    the worst moment: all ranks listen, and none has connected. ``folder``: open to all users, as are new files."""
     tempfile.tempdir = folder
+    os.umask(0)
     flooder, got = _Flooder() if rank == 0 else None, []
     why_gloo, chosen = host_meeting.why_gloo, []
 
