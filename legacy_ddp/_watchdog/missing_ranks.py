@@ -8,6 +8,7 @@ from legacy_ddp._watchdog.client import Outcome
 from legacy_ddp._watchdog.processes import DEAD, RUNNING
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
+LEFT_NORMALLY = "normally; did it run out of data?"  # the end of an exit reason
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
 _PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "payload", "alias")
 
@@ -57,6 +58,11 @@ class Row:
     def left_after_loss(self) -> bool:
         """Whether the rank left because of the loss of a rank."""
         return self.note.startswith(LEFT_AFTER_LOSS)
+
+    @property
+    def left_normally(self) -> bool:
+        """Whether the rank left without an error, while other ranks made further calls."""
+        return self.note.endswith(LEFT_NORMALLY)
 
     @property
     def is_in_debugger(self) -> bool:

@@ -55,7 +55,7 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
     summary = _summary(rows, missing)
     head = f"{_farthest_position(rows)}: {failure.reason or f'ranks have waited for {waited_seconds:.1f} s'}; {summary}"
-    lines = [*_wrap(head), "", *_table(rows, missing), *_stacks(rows, missing)]
+    lines = [*_wrap(head), *_advice(rows, missing), "", *_table(rows, missing), *_stacks(rows, missing)]
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
         head=encodable(head),  # hosts and paths may have any name
@@ -130,6 +130,20 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     if len(groups) > MAX_PARTS:
         parts.append(f"... {len(groups) - MAX_PARTS} other kinds")
     return "missing " + "; ".join(parts)
+
+
+def _advice(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
+    """What to do about ranks that made fewer calls and left without an error."""
+    ranks = [rank for rank in missing if rows[rank].left_normally]
+    if not ranks:
+        return []
+    return _wrap(
+        f"{name_ranks(ranks)} made fewer calls. If a whole step was left out (continue before backward): pass "
+        'metrics={"step": step} in every all_reduce() and compare record.metrics["step"] with step * world size; they '
+        "differ from the first step on from which ranks are apart. If no step differs, there was a batch less: give "
+        "every rank as many batches (a sampler, drop_last=True), or use model.join()",
+        indent=0,
+    )
 
 
 def _reason(row: Row) -> str:

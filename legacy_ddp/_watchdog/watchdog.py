@@ -16,6 +16,7 @@ from legacy_ddp._watchdog.exchange import ReportExchange
 from legacy_ddp._watchdog.failure import Failure, decode_failure
 from legacy_ddp._watchdog.log_policy import WarningPolicy
 from legacy_ddp._watchdog.propagation import FailureRecord, broadcast_failure
+from legacy_ddp._watchdog.missing_ranks import LEFT_NORMALLY
 from legacy_ddp._watchdog.processes import Identity
 from legacy_ddp._watchdog.report import Report, decode_report
 from legacy_ddp._watchdog.report_file import ReportFile
@@ -109,7 +110,7 @@ class Watchdog:
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
         error = ending_error()
-        how = f"with {error_line(error)}" if error else "normally; did it run out of data?"
+        how = f"with {error_line(error)}" if error else LEFT_NORMALLY
         self._server.close(self._record.exit_reason() or f"left after {self._status.call} {how}")
         self._background.close()
         self.file.close()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import Endpoint, Outcome
 from legacy_ddp._watchdog.failure import Failure
-from legacy_ddp._watchdog.missing_ranks import LEFT_AFTER_LOSS, Row, missing_ranks
+from legacy_ddp._watchdog.missing_ranks import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
 from legacy_ddp._watchdog.processes import DEAD, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
 from legacy_ddp._watchdog.status import RankStatus, build_rows, own_status
@@ -84,6 +84,22 @@ def test_a_rank_that_does_not_answer_is_named_with_what_is_known_of_its_process(
     assert f"call 5, phase agree: no answer within 10 s; missing rank 1 ({words}" in _line(report)
     assert "on host node-b)" in _line(report)
     assert not report.is_progressing
+
+
+def test_the_report_on_a_rank_that_made_fewer_calls_says_how_to_find_the_step() -> None:
+    left = _is_lost(1, Outcome.ENDED, note=f"left after all_reduce() call 4 {LEFT_NORMALLY}")
+    report = compose([_waits(0), left, _waits(2)], Failure("rank 1 ended"))
+
+    assert report.text.split("\n\n")[0] == textwrap.dedent(
+        """\
+        all_reduce() call 5, phase agree: rank 1 ended; missing rank 1 (left after
+          all_reduce() call 4 normally; did it run out of data?, on host node-b)
+        rank 1 made fewer calls. If a whole step was left out (continue before
+        backward): pass metrics={"step": step} in every all_reduce() and compare
+        record.metrics["step"] with step * world size; they differ from the first step
+        on from which ranks are apart. If no step differs, there was a batch less: give
+        every rank as many batches (a sampler, drop_last=True), or use model.join()"""
+    )
 
 
 def test_a_rank_that_is_dead_is_not_called_running_while_its_process_ends() -> None:
