@@ -201,7 +201,7 @@ def test_a_step_without_the_call_shows_the_lines_of_the_script_alone_on_every_ra
     """
     for errors in _run(tmp_path, script):  # no rank knows whether the others forgot the call, too
         assert _tracebacks(errors) == 1
-        frames = re.findall(r"  File \".*?([^/]+)\", line \d+, in (.+)", errors)
+        frames = re.findall(r"  File \".*?([^/\"]+)\", line \d+, in (.+)", errors)
         assert frames[-2:] == [("train.py", "<module>"), ("train.py", "train")]
         assert {file for file, _ in frames} == {"train.py", "script_process.py"}  # of the test: it starts the script
         text = errors.partition("legacy_ddp.UnsynchronizedStepError: ")[2]

@@ -15,9 +15,9 @@ from legacy_ddp._watchdog.ending import ending_error, error_behind
 from legacy_ddp._watchdog.exchange import ReportExchange
 from legacy_ddp._watchdog.failure import Failure, decode_failure
 from legacy_ddp._watchdog.log_policy import WarningPolicy
-from legacy_ddp._watchdog.propagation import FailureRecord, broadcast_failure
 from legacy_ddp._watchdog.missing_ranks import LEFT_NORMALLY
 from legacy_ddp._watchdog.processes import Identity
+from legacy_ddp._watchdog.propagation import FailureRecord, broadcast_failure
 from legacy_ddp._watchdog.report import Report, decode_report
 from legacy_ddp._watchdog.report_file import ReportFile
 from legacy_ddp._watchdog.server import StatusServer

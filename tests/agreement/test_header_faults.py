@@ -348,7 +348,8 @@ def _other_wrapper(rank: int) -> list[Outcome]:
 def test_another_wrapper_on_one_rank_is_named_on_all_and_both_go_on() -> None:
     outcomes = run_ranks(_other_wrapper, 3)
     for model in range(2):
-        check_agreed([outcome[model] for outcome in outcomes], "DesyncError", (1,), "rank 1 has wrapper 2 (Sequential); ")
+        said = "rank 1 has wrapper 2 (Sequential); "
+        check_agreed([outcome[model] for outcome in outcomes], "DesyncError", (1,), said)
 
 
 class Generator(nn.Linear):
@@ -376,10 +377,11 @@ def test_wrappers_in_different_calls_are_named_by_the_classes_of_their_modules()
 
 def _steps_in_two_places(rank: int) -> Outcome:
     model = Model(small_net())
-    if rank == 2:
-        error = attempt(lambda: model.broadcast_buffers())
-    else:
-        error = attempt(lambda: model.all_reduce())
+    calls = (
+        lambda: model.all_reduce(),  # a line of its own
+        lambda: model.broadcast_buffers(),
+    )
+    error = attempt(calls[rank == 2])
     assert isinstance(error, LegacyDDPError)
     return Outcome(type(error).__name__, error.ranks, str(error), True, next_call_is_right(model, rank))
 
@@ -387,8 +389,9 @@ def _steps_in_two_places(rank: int) -> Outcome:
 def test_the_line_of_the_script_is_named_for_each_rank_of_different_calls() -> None:
     first = _steps_in_two_places.__code__.co_firstlineno
     file = "test_header_faults.py"
-    lines = f"line: rank 2 has {file}:{first + 3} in <lambda>; ranks 0-1 have {file}:{first + 5} in <lambda>"
+    lines = f"line: rank 2 has {file}:{first + 4} in <lambda>; ranks 0-1 have {file}:{first + 3} in <lambda>"
     check_agreed(run_ranks(_steps_in_two_places, 3), "DesyncError", (2,), f"\n  {lines}\n")
+
 
 def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
     model = Model(small_net())
