@@ -22,6 +22,8 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 current_node: Callable[[], Node | None] = torch._C._current_autograd_node
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _MODULE_CALL: Final[CodeType] = torch.nn.Module.__call__.__code__
+# Makes the first gradient, a one, before the pass of the engine.
+_BACKWARD_START: Final[CodeType] = torch.autograd.backward.__code__
 _BACKWARD_CALL: Final[CodeType] = _engine_run_backward.__code__
 _TORCH_FOLDER: Final[str] = os.path.join(os.path.dirname(torch.__file__), "")
 # The number of every node that accumulates into a leaf.
@@ -124,7 +126,8 @@ def caller_of_operation(names: Mapping[int, str], *, ignored: str) -> tuple[str 
 
     The module is the innermost module, None outside. A backward pass ends the search: inside of a backward pass only
     its own modules count, as in the second forward of a checkpoint. The file has the innermost code in the module,
-    outside of torch and of files with a path that begins with ``ignored``; empty without code of this kind.
+    outside of torch and of files with a path that begins with ``ignored``; empty without code of this kind. For the
+    first gradient of a backward pass it is a file of torch, whichever code begins the pass.
 
     Reads the stack of the thread: hooks on modules would make torch.compile split its graphs, and torch's
     ModuleTracker, which registers such hooks, knows the names of classes only.
@@ -137,7 +140,7 @@ def caller_of_operation(names: Mapping[int, str], *, ignored: str) -> tuple[str 
             name = names.get(id(frame.f_locals["self"]))
             if name is not None:
                 return name, file
-        elif not file and not code.co_filename.startswith(skipped):
+        elif not file and (code is _BACKWARD_START or not code.co_filename.startswith(skipped)):
             file = code.co_filename
         frame = frame.f_back
     return None, file

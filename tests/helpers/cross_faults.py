@@ -159,14 +159,14 @@ class _WrongGradient(torch.autograd.Function):
         return double(gradient) * 0.5
 
 
-class _BackwardDouble(nn.Module):
+class BackwardDouble(nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return _WrongGradient.apply(inputs)
 
 
 def _kernel_in_backward(guilty: bool, rank: int) -> CrossCheckReport:
     with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty else tensor * 2):
-        return check(Net(_BackwardDouble()), rank)
+        return check(Net(BackwardDouble()), rank)
 
 
 def _patched_function(guilty: bool, rank: int) -> CrossCheckReport:

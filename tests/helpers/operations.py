@@ -54,6 +54,11 @@ def model(data: str = "x", layers: int = 3) -> list[Operation]:
     return found
 
 
+def numbered(operations: Sequence[Operation]) -> list[Operation]:
+    """The sequence with the numbers of a trace."""
+    return [replace(item, number=number) for number, item in enumerate(operations, start=1)]
+
+
 def changed(operations: Sequence[Operation], position: int, **changes: Any) -> list[Operation]:
     """The sequence with other fields in one operation."""
     return [replace(item, **changes) if index == position else item for index, item in enumerate(operations)]

@@ -8,7 +8,8 @@ from legacy_ddp.debug._cross_check.place import Place
 from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.settings_text import describe_settings
 from legacy_ddp.debug._cross_check.verdict import RING, Verdict
-from legacy_ddp.debug._operations.describe import Labels, details, summary
+from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
+from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Explanation, Facts
 
 
@@ -89,6 +90,12 @@ def _agree(ranks: Sequence[int]) -> str:
 _THEMSELVES = {False: "itself", True: "themselves"}
 
 
+def _number(place: Place, found: OperationDifference, labels: Labels) -> str:
+    """``operation 94 of 120``."""
+    a, b = found.numbers
+    return f"{numbers((a, b), labels)}{f' of {place.last:,}' if a and a == b else ''}"
+
+
 def _labels(verdict: Verdict) -> Labels:
     odd, reference = verdict.odd, verdict.reference
     if odd is None or reference is None:
@@ -114,7 +121,7 @@ def _place(place: Place, verdict: Verdict, cause: Explanation) -> Iterator[str]:
             yield f"why: {cause.meaning}"
         return
     sides = f"; {labels[0]} (here) against {labels[1]} (there)" if place.elements else ""
-    yield f"where: {summary(found, labels)}, operation {found.start_a + 1:,} of {place.count:,}{sides}"
+    yield f"where: {summary(found, labels)}, {_number(place, found, labels)}{sides}"
     yield f"why: {cause.meaning}"
     yield from (text for text in details(found, labels) if not text.startswith(("input", "output")))  # digests
     if place.note:

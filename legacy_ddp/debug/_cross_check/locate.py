@@ -1,6 +1,7 @@
 """The first different operation of two runs of one batch, and the elements of its output. Collective."""
 
 import json
+from dataclasses import replace
 
 import torch
 
@@ -42,7 +43,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
     if odd.run == RING:
         return Place(found, None, place.count, "the elements are not known: the difference did not happen again")
     elements, note = _compare_elements(call, passes, trial, found, odd, reference)
-    return Place(found, elements, place.count, note, is_intermittent=note == _EQUAL)
+    return replace(place, elements=elements, note=note, is_intermittent=note == _EQUAL)
 
 
 def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) -> Place:
@@ -58,8 +59,9 @@ def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) 
     with failing_together(call, "the comparison of operations"):
         if rank == odd.rank:
             found = first_difference(own, other)
-    row = call.gather_objects([len(own), to_json(found) if found else None])[odd.rank]
-    return Place(difference_from(row[1]) if row[1] else None, count=row[0])
+    last = own[-1].number if own else 0
+    count, last, row = call.gather_objects([len(own), last, to_json(found) if found else None])[odd.rank]
+    return Place(difference_from(row) if row else None, count=count, last=last)
 
 
 def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int) -> list[Operation]:

@@ -36,4 +36,4 @@ def _sides(row: dict[str, Any]) -> dict[str, tuple[Operation, ...]]:
 
 
 def _writers(row: dict[str, Any]) -> dict[str, Operation | None]:
-    return {name: row[name] and operation_from(row[name]) for name in ("operation_a", "operation_b")}
+    return {name: row[name] and operation_from(row[name]) for name in ("operation_a", "operation_b", "operation_read")}

@@ -24,19 +24,23 @@ def finding(
     operations: tuple[Sequence[Operation], Sequence[Operation]],
     found: OperationDifference,
     *,
+    counts: tuple[int, int],
     labels: Labels,
     ranks: Sequence[int],
     facts: Facts,
     judge: Judge,
 ) -> OperationFinding:
-    """The record of a difference between the operations of both sides. ``facts``: see :func:`explain`."""
+    """The record of a difference between the operations of both sides.
+
+    ``operations``: those that were compared, of ``counts`` in the step. ``facts``: see :func:`explain`.
+    """
     explanation = explain(found, labels, facts)
     first = found.operation
     return OperationFinding(
         step=step,
         labels=labels,
         ranks=tuple(ranks),
-        counts=(len(operations[0]), len(operations[1])),
+        counts=counts,
         kind=found.kind,
         summary=summary(found, labels),
         meaning=explanation.meaning,
@@ -112,16 +116,17 @@ class _Table:
                 yield from self._single(b[block.start_b : block.end_b], 1)
 
     def _pair(self, i: int, j: int, *, is_first: bool = False) -> OperationRow:
-        return _row(self._a[i], (i + 1, j + 1), self._judge(self._a[i], self._b[j]), is_first=is_first)
+        a, b = self._a[i], self._b[j]
+        return _row(a, (a.number, b.number), self._judge(a, b), is_first=is_first)
 
     def _single(
         self, positions: Iterable[int], side: int, result: str = "", *, is_first: bool = False
     ) -> Iterator[OperationRow]:
-        operations = (self._a, self._b)[side]
         result = result or f"only {at(self._labels[side])}"
         for index in positions:
-            numbers = (index + 1, None) if side == 0 else (None, index + 1)
-            yield _row(operations[index], numbers, result, is_first=is_first)
+            operation = (self._a, self._b)[side][index]
+            numbers = (operation.number, None) if side == 0 else (None, operation.number)
+            yield _row(operation, numbers, result, is_first=is_first)
 
 
 def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:

@@ -121,6 +121,7 @@ class RankOperations:
             step,
             (compared.a, compared.b),
             compared.difference,
+            counts=(len(most.operations), len(fewer.operations)),
             labels=(name_ranks(most.ranks), name_ranks(fewer.ranks)),
             ranks=[rank for rank in everyone if rank not in most.ranks or not has_majority],
             facts=differing_facts(*(self._run.environments[group.ranks[0]] for group in (most, fewer))),

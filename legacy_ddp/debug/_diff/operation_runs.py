@@ -75,13 +75,15 @@ class RunOperations:
 
     def _compare(self, rank: int, pair: Pair, step: int) -> None:
         operations = with_after_backward(pair.a.operations(step)), with_after_backward(pair.b.operations(step))
-        self._counts.setdefault(step, (len(operations[0]), len(operations[1])))
+        counts = len(operations[0]), len(operations[1])
+        self._counts.setdefault(step, counts)
         facts = differing_facts(pair.a.environment, pair.b.environment)
         if found := first_difference(*operations):
             self._findings[step, rank] = finding(
                 step,
                 operations,
                 _with_tensors(found, pair, step),
+                counts=counts,
                 labels=_LABELS,
                 ranks=(rank,),
                 facts=facts,

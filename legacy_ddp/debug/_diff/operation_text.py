@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from legacy_ddp._compare import MAX_SIDES, name_ranks
 from legacy_ddp._text import wrap
 from legacy_ddp.debug._diff.result import OperationFinding
-from legacy_ddp.debug._operations.describe import at
+from legacy_ddp.debug._operations.describe import at, numbers
 
 
 def lines(found: OperationFinding) -> Iterator[str]:
@@ -34,8 +34,5 @@ def _counts(found: OperationFinding) -> str:
 
 def _number(found: OperationFinding) -> str:
     """The number of the first different operation in the step, on each side."""
-    first = next((row.numbers for row in found.rows if row.is_first), (None, None))
-    if len({*first}) == 1:
-        return f" (operation {first[0]:,})" if first[0] else ""
-    known = [f"operation {number:,} {at(label)}" for number, label in zip(first, found.labels, strict=True) if number]
-    return f" ({', '.join(known)})"
+    first = next((row.numbers for row in found.rows if row.is_first), None)
+    return f" ({numbers(first, found.labels)})" if first else ""

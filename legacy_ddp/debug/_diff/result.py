@@ -95,7 +95,7 @@ class MetricDifference:
 class OperationRow:
     """A row of the table of operations around the first difference.
 
-    ``numbers``: position in the two sequences, from 1, None for a sequence without it. ``result``: the comparison, in
+    ``numbers``: of the operation in the two steps, from 1, None for a step without it. ``result``: the comparison, in
     words. ``is_first``: the row belongs to the first difference.
     """
 
@@ -113,7 +113,7 @@ class OperationFinding:
 
     ``labels``: of the two sides, as in :class:`Side`. ``ranks``: for two runs the ranks with a difference; for one run
     the ranks outside the majority, or all ranks without a majority; empty without a difference. ``counts``: operations
-    of each side. ``kind``: ``output`` (inputs agree, an output differs), ``input``, ``sequence`` (operations of one
+    of the step, on each side. ``kind``: ``output`` (inputs agree, an output differs), ``input``, ``sequence`` (operations of one
     side alone), ``order`` (the same operations in another order), ``form`` (settings, layout and the like) or empty
     without a difference. ``stage``, ``module``, ``name``: of the first different operation; the stage is ``forward``,
     ``backward`` or, between two runs, ``after backward``. ``summary``: one phrase. ``details``: differing values.

@@ -32,6 +32,19 @@ def short(operation: Operation) -> str:
     return operation.name.removesuffix(".default")
 
 
+def numbered(number: int) -> str:
+    """``operation 94``, for the number of an :class:`Operation`."""
+    return f"operation {number:,}" if number else "an operation before the first forward pass"
+
+
+def numbers(pair: Sequence[int | None], labels: Labels) -> str:
+    """``operation 8``, or ``operation 8 in A, operation 9 in B``; None for a side without the operation."""
+    known = [(number, label) for number, label in zip(pair, labels, strict=True) if number is not None]
+    if len(known) == 2 and pair[0] == pair[1]:
+        return numbered(known[0][0])
+    return ", ".join(f"{numbered(number)} {at(label)}" for number, label in known)
+
+
 def module_of(operation: Operation) -> str:
     outside = "the code after backward()" if operation.stage == "after backward" else "the code outside of submodules"
     return operation.module or outside

@@ -29,8 +29,8 @@ class Origin:
     ``parameter``: name of the parameter or buffer that the input is, or empty. ``writer_a``,
     ``writer_b``: position of the last earlier operation with this output, in A and in B; None if no operation of the
     step wrote the input. ``reader``: position in A of the last earlier operation with the parameter's bits, or None.
-    ``operation_a``, ``operation_b``: the operations of the positions ``writer_a`` and ``writer_b``. ``is_argument``:
-    the bits of both sides are arguments of the model's forward passes, as far as recorded.
+    ``operation_a``, ``operation_b``, ``operation_read``: the operations of the positions ``writer_a``, ``writer_b`` and
+    ``reader``. ``is_argument``: the bits of both sides are arguments of the model's forward passes, as far as recorded.
     """
 
     parameter: str = ""
@@ -39,6 +39,7 @@ class Origin:
     reader: int | None = None
     operation_a: Operation | None = field(default=None, compare=False)
     operation_b: Operation | None = field(default=None, compare=False)
+    operation_read: Operation | None = field(default=None, compare=False)
     is_argument: bool = False
 
 
@@ -78,6 +79,12 @@ class OperationDifference:
     def operation(self) -> Operation:
         """The operation to name: of A, or of B if only B has operations here."""
         return (self.a or self.b)[0]
+
+    @property
+    def numbers(self) -> tuple[int | None, int | None]:
+        """The numbers of the operation to name, in A and in B; None for a side without it."""
+        a, b = (side[0].number if side else None for side in (self.a, self.b))
+        return (a, None if self.a else b) if self.kind in ("sequence", "order") else (a, b)
 
     @property
     def passed(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from legacy_ddp.debug._operations.describe import Labels, at, both, code_of, module_of, place
+from legacy_ddp.debug._operations.describe import Labels, at, both, code_of, module_of, numbered, place
 from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.operation import Operation
 
@@ -52,7 +52,7 @@ def _names(found: OperationDifference) -> list[str]:
 
 
 def _weight(found: OperationDifference) -> tuple[str, str]:
-    name, reader = found.origin.parameter, found.origin.reader
+    name, reader = found.origin.parameter, found.origin.operation_read
     if reader is None:
         return (
             f"The weight or buffer {name!r} came into this step with other bits, or was written inside of the step "
@@ -61,16 +61,16 @@ def _weight(found: OperationDifference) -> tuple[str, str]:
             "to weights during a step",
         )
     return (
-        f"The weight or buffer {name!r} agreed in operation {reader + 1}, and changed before operation "
-        f"{found.start_a + 1}, which no recorded operation did: a second thread, a stale pointer, or memory.",
+        f"The weight or buffer {name!r} agreed in {numbered(reader.number)}, and changed before {numbered(found.operation.number)}, "
+        "which no recorded operation did: a second thread, a stale pointer, or memory.",
         "look for threads and extensions that write to weights during a step",
     )
 
 
 def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]:
     origin = found.origin
-    writers = (origin.writer_a, origin.operation_a), (origin.writer_b, origin.operation_b)
-    known = [(label, _writer(*writer)) for label, writer in zip(labels, writers, strict=True) if writer[0] is not None]
+    writers = origin.operation_a, origin.operation_b
+    known = [(label, _writer(writer)) for label, writer in zip(labels, writers, strict=True) if writer]
     if origin.is_argument:
         return (
             "Other data: the differing input is an argument of the model's forward pass.",
@@ -94,9 +94,9 @@ def _other_tensor(found: OperationDifference, labels: Labels) -> tuple[str, str]
     )
 
 
-def _writer(position: int | None, operation: Operation | None) -> str:
+def _writer(operation: Operation) -> str:
     """``operation 6, forward of 1.act (aten::relu),``."""
-    return f"operation {(position or 0) + 1}{f', {place(operation)},' if operation else ''}"
+    return f"{numbered(operation.number)}, {place(operation)},"
 
 
 def _data(found: OperationDifference) -> tuple[str, str]:

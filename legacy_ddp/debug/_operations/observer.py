@@ -22,7 +22,10 @@ _Seen = tuple[str, str, int | None]
 
 @dataclass
 class _Record:
-    """The fields of an :class:`Operation`, with positions of digests in place of the digests."""
+    """The fields of an :class:`Operation`, with positions of digests in place of the digests.
+
+    ``is_inside``: in a forward pass of the model, or counted as a part of its micro-batch.
+    """
 
     name: str
     stage: Stage
@@ -32,6 +35,7 @@ class _Record:
     inputs: tuple[_Seen, ...]
     settings: str
     generator: int | None
+    is_inside: bool
     outputs: tuple[_Seen, ...] = ()
 
 
@@ -77,6 +81,7 @@ class Observer:
             inputs=tuple([self._see(tensor, is_read=signature.reads(name)) for name, tensor in tensors]),
             settings=", ".join([f"{name}={setting(value)}" for name, value in arguments if is_setting(value)]),
             generator=self._digests.add(_generator_state(arguments)) if signature.is_random else None,
+            is_inside=place.is_inside or self.micro_batch > 0,
         )
         return Running(signature, record, tuple([tensor for name, tensor in tensors if name in signature.written]))
 
@@ -104,7 +109,11 @@ class Observer:
     def operations(self) -> list[Operation]:
         """All operations so far."""
         digests = self._digests.digests()
-        return [_operation(record, digests) for record in self._records]
+        before = next((index for index, record in enumerate(self._records) if record.is_inside), 0)
+        return [
+            _operation(record, digests, number=max(0, index - before))
+            for index, record in enumerate(self._records, start=1)
+        ]
 
     def _see(self, tensor: torch.Tensor, *, is_read: bool) -> _Seen:
         kind, layout = self._descriptions.of(tensor)
@@ -137,7 +146,7 @@ def _generator_state(arguments: Iterable[tuple[str, Any]]) -> torch.Tensor:
     return torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
 
-def _operation(record: _Record, digests: list[str]) -> Operation:
+def _operation(record: _Record, digests: list[str], *, number: int) -> Operation:
     def value(seen: _Seen) -> Value:
         kind, layout, position = seen
         return Value(kind, layout, None if position is None else digests[position])
@@ -152,4 +161,5 @@ def _operation(record: _Record, digests: list[str]) -> Operation:
         tuple(map(value, record.outputs)),
         record.settings,
         "" if record.generator is None else digests[record.generator],
+        number,
     )

@@ -1,6 +1,6 @@
 """The record of an operation: its place in the model, its arguments, and the digests of its tensors. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Stage = Literal["forward", "backward", "after backward"]
@@ -34,6 +34,10 @@ class Operation:
     tensor. ``inputs``: tensors in the order of arguments, as they were before the operation. ``outputs``: returned
     tensors, and inputs that the operation changed. ``settings``: all other arguments as text. ``generator``: 16
     hexadecimal digits for the random generator's state before a random operation, otherwise empty.
+
+    ``number``: the place in the order of execution, in every text about operations. 1 is the first operation of the
+    step in a forward pass of the model, or the first of all if none is in a forward pass. 0 stands for all operations
+    before (the preparation of a batch), which a trace does not hold.
     """
 
     name: str
@@ -45,3 +49,4 @@ class Operation:
     outputs: tuple[Value, ...]
     settings: str
     generator: str
+    number: int = field(default=0, compare=False, repr=False)

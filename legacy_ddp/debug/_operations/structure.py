@@ -74,7 +74,8 @@ class Structure:
             return OperationDifference("form", i, j, (a,), (b,), has_effect=None)
         if weights := self._differing_weights(a, b):
             name = a.parameters[weights[0]]
-            origin = Origin(name, reader=last_reader(self.a, i, name))
+            reader = last_reader(self.a, i, name)
+            origin = Origin(name, reader=reader, operation_read=None if reader is None else self.a[reader])
             return OperationDifference("input", i, j, (a,), (b,), weights, origin)
         return None
 

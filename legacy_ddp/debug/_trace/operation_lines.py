@@ -25,7 +25,7 @@ def _as_stage(value: Any) -> Stage:
 
 @dataclass(frozen=True)
 class Declaration:
-    """An :class:`Operation` without digests and micro-batch.
+    """An :class:`Operation` without digests, micro-batch and number.
 
     ``parameters``: one for each input. ``inputs``, ``outputs``: kind and layout of tensors. ``digested``: for all of
     them in order, whether there is a digest. ``is_random``: whether there is a digest of the generator, after these.
@@ -58,7 +58,7 @@ class Declaration:
         """The number of digests of one such operation."""
         return sum(self.digested) + self.is_random
 
-    def with_digests(self, digests: Iterator[str], micro_batch: int) -> Operation:
+    def with_digests(self, digests: Iterator[str], micro_batch: int, number: int) -> Operation:
         """The operation with the next :attr:`count` of ``digests``."""
         found = [next(digests) if is_digested else None for is_digested in self.digested]
         values = [Value(*item, digest) for item, digest in zip((*self.inputs, *self.outputs), found, strict=True)]
@@ -72,6 +72,7 @@ class Declaration:
             outputs=tuple(values[len(self.inputs) :]),
             settings=self.settings,
             generator=next(digests) if self.is_random else "",
+            number=number,
         )
 
 
@@ -107,8 +108,8 @@ def sequence_to_json(step: int, micro_batch: int, numbers: Sequence[int], digest
     return {"line": "operations", "step": step, "micro_batch": micro_batch, "numbers": numbers, "digests": digests}
 
 
-def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration]) -> list[Operation]:
-    """The operations of one line.
+def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration], before: int = 0) -> list[Operation]:
+    """The operations of one line. ``before``: the number of operations of the step in earlier lines.
 
     Raises:
         TraceError: the line has contents that no recorder writes.
@@ -120,7 +121,7 @@ def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration
     if len(digests) != _DIGITS * sum(item.count for item in held) or not _DIGESTS.fullmatch(digests):
         raise TraceError(f"{validate.FOREIGN}: key 'digests' has not {_DIGITS} hexadecimal digits per tensor")
     words = _words(digests)
-    return [item.with_digests(words, micro_batch) for item in held]
+    return [item.with_digests(words, micro_batch, number) for number, item in enumerate(held, start=before + 1)]
 
 
 def _words(digests: str) -> Iterator[str]:

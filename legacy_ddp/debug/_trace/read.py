@@ -146,7 +146,7 @@ class RankTrace:
         found: list[Operation] = []
         for offset in self._operations.get(step, ()):
             values = self._decoded_at(step, offset)
-            found += self._parsed(sequence_from_json, values, self._declared)
+            found += self._parsed(sequence_from_json, values, self._declared, len(found))
         return tuple(found)
 
     def _row(self, step: int, column: str) -> int | None:

@@ -20,16 +20,17 @@ from legacy_ddp.debug._diff.result import Comparison, OperationFinding
 from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
-from tests.helpers.operations import model, operation, rewritten
+from tests.helpers.operations import model, numbered, operation, rewritten
 
 STEP = model()
 
 
 def found_in(a: Sequence[Operation], b: Sequence[Operation], **changes: Any) -> OperationFinding:
+    a, b = numbered(a), numbered(b)
     difference = first_difference(a, b)
     assert difference is not None
     given: dict[str, Any] = {"labels": ("A", "B"), "ranks": (1,), "facts": {}, "judge": judge_values}
-    return finding(41, (a, b), difference, **{**given, **changes})
+    return finding(41, (a, b), difference, counts=(len(a), len(b)), **{**given, **changes})
 
 
 def test_the_rows_around_a_culprit_are_compared_one_by_one() -> None:

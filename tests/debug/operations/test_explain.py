@@ -9,14 +9,14 @@ from legacy_ddp.debug._operations.describe import details, place, summary
 from legacy_ddp.debug._operations.explain import Explanation, explain
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._operations.structure import Structure
-from tests.helpers.operations import changed, model, operation, rewritten, value
+from tests.helpers.operations import changed, model, numbered, operation, rewritten, value
 
 STEP = model()
 SIDES = ("A", "B")
 
 
 def told(b: list[Operation], a: list[Operation] = STEP, facts: Any = None) -> tuple[str, Explanation]:
-    found = first_difference(a, b)
+    found = first_difference(numbered(a), numbered(b))
     assert found is not None
     return summary(found, SIDES), explain(found, SIDES, facts)
 

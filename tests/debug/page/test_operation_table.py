@@ -10,11 +10,12 @@ from selenium import webdriver
 from legacy_ddp.debug._diff.operation_finding import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._page.operation_table import operation_table
 from legacy_ddp.debug._page.render import render
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
-from tests.helpers.operations import changed, model, operation, rewritten
+from tests.helpers.operations import changed, model, numbered, operation, rewritten
 from tests.helpers.traces import write_trace
 
 needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
@@ -51,9 +52,17 @@ def found(module: str = "2", position: int = 7) -> OperationFinding:
     """A wrong product in a module."""
     step = changed(model(), position, module=module)
     other = rewritten(step, position, step[position].outputs[0].digest or "", "wrong")
-    difference = first_difference(step, other)
+    return between(step, other)
+
+
+def between(a: list[Operation], b: list[Operation], ranks: tuple[int, ...] = (1,)) -> OperationFinding:
+    sides = numbered(a), numbered(b)
+    difference = first_difference(*sides)
     assert difference is not None
-    return finding(41, (step, other), difference, labels=("A", "B"), ranks=(1,), facts={}, judge=judge_values)
+    counts = len(a), len(b)
+    return finding(
+        41, sides, difference, counts=counts, labels=("A", "B"), ranks=ranks, facts={}, judge=judge_values
+    )
 
 
 def page(folder: Path, operations: OperationFinding | None) -> Path:
@@ -75,10 +84,7 @@ def test_the_first_difference_has_a_mark_of_its_own() -> None:
 
 def test_rows_that_agree_are_not_said_to_follow_from_the_difference() -> None:
     step = model()
-    extra = [*step[:2], operation("clone", ["h0(x)"], ["h0(x)"]), *step[2:]]
-    difference = first_difference(step, extra)
-    assert difference is not None
-    harmless = finding(41, (step, extra), difference, labels=("A", "B"), ranks=(1,), facts={}, judge=judge_values)
+    harmless = between(step, [*step[:2], operation("clone", ["h0(x)"], ["h0(x)"]), *step[2:]])
 
     captions = ["".join(chart.captions) for of in (found(), harmless) for chart in operation_table(of)]
 
@@ -93,10 +99,7 @@ def test_without_a_difference_there_is_no_table() -> None:
 
 def test_the_table_stays_small(tmp_path: Path) -> None:
     extra = [operation("mul", [f"e{i}"], [f"e{i + 1}"], module=LONG) for i in range(20_000)]
-    difference = first_difference(model(), [*model()[:4], *extra, *model()[4:]])
-    assert difference is not None
-    sides = model(), [*model()[:4], *extra, *model()[4:]]
-    many = finding(41, sides, difference, labels=("A", "B"), ranks=(), facts={}, judge=judge_values)
+    many = between(model(), [*model()[:4], *extra, *model()[4:]], ranks=())
 
     (chart,) = operation_table(many)
 
