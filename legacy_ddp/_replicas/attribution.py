@@ -216,7 +216,7 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
             "hyperparameters that differed for a while"
         )
     elif parameters:
-        phase, cause = "unknown", "parameters differ; pass optimizer= to distinguish a step() from a write"
+        phase, cause = "unknown", "parameters differ; check_replicas(model, optimizer) tells a step() from a write"
     elif "buffers" in differing:
         phase, cause = "buffers", _BUFFERS
     else:

@@ -345,7 +345,7 @@ _ALL = ("parameters", "buffers", "gradients", "optimizer")
         (["optimizer", "buffers"], _ALL, "step", "will make"),
         (["parameters"], _ALL, "unknown", "written outside"),
         (["parameters", "gradients", "buffers"], _ALL, "unknown", "written outside"),
-        (["parameters"], ("parameters", "buffers"), "unknown", "pass optimizer="),
+        (["parameters"], ("parameters", "buffers"), "unknown", "check_replicas(model, optimizer)"),
         (["buffers"], _ALL, "buffers", "broadcast_buffers()"),
     ],
 )
