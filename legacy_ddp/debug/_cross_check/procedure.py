@@ -1,16 +1,16 @@
 """A cross-check from the first run to the report. Collective."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from legacy_ddp._compare import compare_rows
 from legacy_ddp._transport.call import Call
 from legacy_ddp.debug._cross_check.explain import report_of
 from legacy_ddp.debug._cross_check.locate import locate
 from legacy_ddp.debug._cross_check.passes import Passes
 from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.ring import run_ring
+from legacy_ddp.debug._cross_check.settings import RankSettings, differing_settings
 from legacy_ddp.debug._cross_check.trial import try_batch
 from legacy_ddp.debug._cross_check.verdict import choose_batch, differing_batches
 
@@ -19,7 +19,7 @@ def compare_runs(
     call: Call,
     passes: Passes,
     data: torch.Tensor,
-    settings: Callable[[], Mapping[str, str]],
+    settings: Callable[[], RankSettings],
     *,
     with_operations: bool,
 ) -> CrossCheckReport:
@@ -38,5 +38,5 @@ def compare_runs(
     trial = try_batch(call, passes, ring, choose_batch(batches, size), data)
     place = locate(call, passes, trial)
     with call.phase("compare"):
-        finding = compare_rows(call.gather_objects(dict(settings())))
-    return report_of(str(call), size, compared, trial.batch, trial.verdict, trial.differing, place, finding.differences)
+        differences = differing_settings([RankSettings(*row) for row in call.gather_objects(settings())])
+    return report_of(str(call), size, compared, trial.batch, trial.verdict, trial.differing, place, differences)

@@ -294,13 +294,21 @@ def _raises(rank: int) -> tuple[Any, ...]:
     if rank == 1:
         net.drop.eval()
     model = LegacyDistributedDataParallel(net)
-    report = cross_check(model, loss_of, batch_of(rank))
+    seed = 100 + rank
+
+    def with_the_rank(model: nn.Module, batch: Any) -> torch.Tensor:
+        if rank < 0:
+            torch.manual_seed(seed)
+        return loss_of(model, batch)
+
+    report = cross_check(model, with_the_rank, batch_of(rank))
     with pytest.raises(ReplicaDivergenceError) as caught:
-        cross_check(model, loss_of, batch_of(rank), raises=True)
+        cross_check(model, with_the_rank, batch_of(rank), raises=True)
     error = caught.value
     assert str(error.report) == str(error)
     return (
         report.verdict,
+        report.settings,
         error.ranks,
         error.call,
         error.phase,
@@ -309,7 +317,11 @@ def _raises(rank: int) -> tuple[Any, ...]:
 
 
 def test_a_difference_is_an_error_if_asked_for() -> None:
-    assert run_ranks(_raises, 3) == [("differs", (1,), 2, "run", True)] * 3
+    settings = (
+        "module 'drop': ranks 0, 2 have training; rank 1 has eval",
+        "run variable 'seed': rank 0 has 100; rank 1 has 101; rank 2 has 102",  # and not the rank's own number
+    )
+    assert run_ranks(_raises, 3) == [("differs", settings, (1,), 2, "run", True)] * 3
 
 
 def _every(rank: int) -> list[bool]:
