@@ -92,7 +92,8 @@ class SyncRecord:
     def identical_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Groups of two or more ranks with local gradients of equal norm, to the last bit.
 
-        Gradients of different data almost never have equal norms. Zero and non-finite norms do not count.
+        Gradients of different data almost never have equal norms, unless no data reach them. Zero and non-finite norms
+        do not count.
         """
         return equal_ranks([comparable_norm(row.local_norm, row.finite) for row in self.rows])
 

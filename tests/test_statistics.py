@@ -254,9 +254,10 @@ def _train(schedule: Sequence[Sequence[int]], dropout: float, checks: Checks, ra
 
 def _text(call: int, ranks: str) -> str:
     return (
-        f"all_reduce() call {call}: {ranks} hold identical local gradients for 10 calls (norms equal to the last bit; "
-        "warned once):\nthey probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
-        "see legacy_ddp.Checks(same_data=...)"
+        f"all_reduce() call {call}: norms of local gradients are equal on {ranks}, to the last bit, for 10 calls "
+        "(warned once):\neither these ranks read the same data (same sampler seed, no DistributedSampler, ...),\n"
+        "or their gradients do not depend on the data (dead ReLUs, a loss term of the weights alone, ...);\n"
+        "only norms were compared: look at a batch of each of these ranks; see legacy_ddp.Checks(same_data=...)"
     )
 
 
@@ -267,7 +268,7 @@ def _text(call: int, ranks: str) -> str:
         ([(0, 0, 0)] * CALLS, 10, "ranks 0-2"),
         ([(0, 1, 1)] * CALLS, 10, "ranks 1-2"),
         ([(0, 1, 0)] * CALLS, 10, "ranks 0, 2"),
-        ([(0, 1, 0, 1)] * CALLS, 10, "ranks 0, 2 hold identical local gradients, and ranks 1, 3"),
+        ([(0, 1, 0, 1)] * CALLS, 10, "ranks 0, 2 and on ranks 1, 3"),
         # the second pair is identical from call 5 on, the first one too short
         ([(0, 0, 1, 2)] * 4 + [(0, 0, 1, 1)] * 4 + [(0, 3, 1, 1)] * 17, 14, "ranks 2-3"),
         ([(0, 1)] * 7 + [(0, 0)] * 10, 17, "ranks 0-1"),
@@ -280,6 +281,31 @@ def test_ranks_on_the_same_data_are_warned_of_once_after_ten_calls_and_by_rank_0
 
     assert first == [(call, __file__, _text(call, ranks))]
     assert others == [[]] * len(others)
+
+
+def _dead_critic(rank: int) -> list[str]:
+    """A critic that no data reach, with a term for its weights, on other data on each rank; the texts of warnings."""
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    nn.init.constant_(net[0].bias, -1e3)
+    model = LegacyDistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(CALLS):
+            optimizer.zero_grad()
+            penalty = sum(parameter.square().sum() for parameter in model.parameters())
+            (model(torch.randn(8, 4, generator=generator)).mean() + penalty).backward()
+            model.all_reduce()
+            optimizer.step()
+    return [str(warning.message) for warning in caught]
+
+
+def test_ranks_with_gradients_that_do_not_depend_on_the_data_are_told_this_cause_too() -> None:
+    (text,), others = run_ranks(_dead_critic, 2)
+
+    assert text == _text(10, "ranks 0-1")
+    assert others == []
 
 
 def _reduced_twice(rank: int) -> list[str]:
@@ -360,7 +386,7 @@ def _two_warnings(as_errors: bool, rank: int) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("as_errors", [False, True])
 def test_two_warnings_that_meet_both_come_out(as_errors: bool) -> None:
-    texts = ["ranks bring uneven work", "ranks 0-1 hold identical local gradients for 10 calls"]
+    texts = ["ranks bring uneven work", "norms of local gradients are equal on ranks 0-1, to the last bit, for 10 calls"]
 
     assert run_ranks(partial(_two_warnings, as_errors), 3) == [[(10, text) for text in texts], [], []]
 

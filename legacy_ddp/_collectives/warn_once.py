@@ -88,7 +88,11 @@ def _describe_merged_micro_batches(call: Call, agreement: Agreement) -> str:
 
 
 class _SameData:
-    """Check for ranks with the same data: equal norms of local gradients, call after call."""
+    """Check for ranks with the same data: equal norms of local gradients, call after call.
+
+    Gradients that do not depend on the data have equal norms, too. Data themselves are not compared: a digest of the
+    inputs would cost every forward.
+    """
 
     def __init__(self) -> None:
         # By process group; only while norms are equal, so that an ordinary call costs one set.
@@ -110,9 +114,11 @@ class _SameData:
         groups = self._streaks.setdefault(call.groups, SameDataDetector()).add(norms)
         if not groups:
             return ""
-        who = ", and ".join(f"{name_ranks(ranks)} hold identical local gradients" for ranks in groups)
+        who = " and ".join(f"on {name_ranks(ranks)}" for ranks in groups)
         return (
-            f"{call}: {who} for {SUSPICIOUS_CALLS} calls (norms equal to the last bit; warned once):\n"
-            "they probably read the same data (same sampler seed, no DistributedSampler, ...)\n"
-            "see legacy_ddp.Checks(same_data=...)"
+            f"{call}: norms of local gradients are equal {who}, to the last bit, for {SUSPICIOUS_CALLS} calls "
+            "(warned once):\n"
+            "either these ranks read the same data (same sampler seed, no DistributedSampler, ...),\n"
+            "or their gradients do not depend on the data (dead ReLUs, a loss term of the weights alone, ...);\n"
+            "only norms were compared: look at a batch of each of these ranks; see legacy_ddp.Checks(same_data=...)"
         )

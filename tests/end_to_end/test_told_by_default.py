@@ -34,7 +34,7 @@ FAULTS = {
     "wrong scaler order": Fault(("unscaled by a GradScaler", "'0.bias' among them", "unscale after all_reduce()")),
     "clip before the call": Fault(("clipped by norm", "'0.bias' among them", "clip and unscale after all_reduce()")),
     "skipped step": Fault(("different numbers of optimizer steps",)),
-    "same data": Fault(("identical local gradients", "the same data"), is_everywhere=False),
+    "same data": Fault(("norms of local gradients are equal", "the same data"), is_everywhere=False),
 }
 
 
