@@ -379,7 +379,7 @@ def _steady(rank: int) -> tuple[list[bool], int, bool]:
     same.append(step(set_to_none=True) == before)
     in_place = largest_allocation(wrapped.all_reduce)
     kept = net[0].grad
-    is_fresh = step(set_to_none=True) != before
+    is_fresh = step(set_to_none=True)[0] != before[0]
     del kept
     return same, in_place, is_fresh
 
