@@ -31,9 +31,6 @@ TIMEOUT_SECONDS = 2.0
 WHO = [pytest.param(0, "file", id="rank 0"), pytest.param(2, "file", id="rank 2")]
 WHO_OR_STORE = [*WHO, pytest.param(0, "rank0", id="rank 0 with the store")]
 
-# For all others to exit by themselves, once they know.
-EXIT_SECONDS = 15.0
-
 Lose = Callable[..., dict[int, Seen]]
 
 
@@ -282,7 +279,7 @@ dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 3), rank
 
 def train():
     checks = Checks(report_dir=folder + "/reports")
-    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=checks, timeout_seconds=30.0)
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1), checks=checks, timeout_seconds=600.0)
     for step in range(4):
         if (rank, step) == (1, 2):
             raise ValueError("bad batch")
@@ -302,10 +299,8 @@ def test_an_exception_that_ends_a_script_is_in_the_reports_of_the_others(tmp_pat
     script.write_text(SCRIPT + ENDINGS[ending])
     ranks = [_start_script(script, tmp_path, rank) for rank in range(3)]
     try:
-        ranks[1].wait(120.0)
-        ended = time.monotonic()
+        # Far less than the timeout of a call: the others end because they know, each after rank 1.
         said = [process.communicate(timeout=120.0)[1] for process in ranks]
-        assert time.monotonic() - ended < EXIT_SECONDS
     finally:
         for process in ranks:
             process.kill()
