@@ -1,15 +1,16 @@
 """Record of a call: SyncRecord, with a RankRow per rank, and the text of ``print(record)``."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from typing import Any
 
 import torch
 
 from legacy_ddp._agreement.header import Header, decode_rows
 from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
-from legacy_ddp._text import format_bytes, printable, table, wrap
+from legacy_ddp._text import format_bytes, plain, printable, table, wrap
 
 _MAX_ROWS = 16  # of a text; rows that stand out are shown before the rows of the first ranks
 
@@ -88,6 +89,22 @@ class SyncRecord:
             return ()
         return tuple(_row(rank, header) for rank, header in enumerate(decode_rows(self._headers)))
 
+    def as_dict(self) -> dict[str, object]:
+        """The public fields and ``rows``, by name, as numbers, texts, lists and dicts: ``json.dumps()`` takes them.
+
+        JSON has no NaN and no infinity: they are the texts ``nan``, ``inf`` and ``-inf``, from which ``float()`` makes
+        the numbers again.
+
+        Example:
+            >>> model(inputs).sum().backward()
+            >>> facts = model.all_reduce(metrics={"loss": float("nan")}).as_dict()
+            >>> facts["call"], facts["metrics"], len(facts["rows"])
+            (1, {'loss': 'nan'}, 3)
+        """
+        public = [part.name for part in fields(self) if not part.name.startswith("_")]
+        rows = [_as_json(asdict(row)) for row in self.rows]
+        return {**{name: _as_json(getattr(self, name)) for name in public}, "rows": rows}
+
     @property
     def identical_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Groups of two or more ranks with local gradients of equal norm, to the last bit.
@@ -142,6 +159,12 @@ class SyncRecord:
         # In a join() finished ranks may count as zeros: then the mean over the participants is larger.
         scale = self.divisor / len(rows) if self.sample_size is None else 1.0
         return estimate_noise(norms, [row.sample_size or 1 for row in rows], scale * float(reduced_norm))
+
+
+def _as_json(value: Any) -> object:
+    if isinstance(value, Mapping):
+        return {key: _as_json(item) for key, item in value.items()}
+    return list(value) if isinstance(value, tuple) else plain(value)
 
 
 def _row(rank: int, header: Header) -> RankRow:

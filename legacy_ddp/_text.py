@@ -1,5 +1,6 @@
-"""Layout of text on a page of 80 columns. Pure."""
+"""Layout of text on a page of 80 columns, and values as JSON has them. Pure."""
 
+import math
 import textwrap
 from collections.abc import Iterable
 
@@ -15,6 +16,11 @@ def printable(text: str) -> str:
 def encodable(text: str) -> str:
     """The text with escapes for lone surrogates, which UTF-8 cannot hold: from file names that are no UTF-8."""
     return text.encode(errors="backslashreplace").decode()
+
+
+def plain(value: float | str) -> float | str:
+    """The value as JSON has it: NaN and infinity as ``nan``, ``inf`` or ``-inf``."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def wrap(

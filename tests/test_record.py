@@ -1,5 +1,6 @@
 """Records of calls, and the warning about uneven work."""
 
+import json
 import re
 import warnings
 from functools import partial
@@ -139,6 +140,47 @@ def test_a_record_of_many_ranks_prints_the_first_ranks_and_the_ranks_to_look_at(
     assert more == "  ... 984 more ranks"
     assert max(map(len, text.splitlines())) <= 80
     assert "SyncRecord(call=20" in repr(_record_of([]))
+
+
+def _as_dicts(rank: int) -> list[dict[str, object]]:
+    model = wrap(checks=Checks(nonfinite="ignore"))
+    model.module.weight.grad = torch.tensor([[3.0, torch.nan if rank == 1 else 4.0]])
+    with model.no_sync():
+        nothing = model.all_reduce()
+    metrics = {"loss": 0.5, "worst": torch.inf, "none": torch.nan, "least": -torch.inf}
+    return [record.as_dict() for record in (nothing, model.all_reduce(sample_size=2 + rank, metrics=metrics))]
+
+
+def test_a_record_as_a_dict_is_valid_json_also_with_nan_and_infinity(transport: str) -> None:
+    for rank, (nothing, facts) in enumerate(run_ranks(_as_dicts, 2)):
+        assert json.loads(json.dumps([nothing, facts], allow_nan=False)) == [nothing, facts]
+        assert {key: nothing[key] for key in ("call", "synchronized", "rows")} == {
+            "call": 0,
+            "synchronized": False,
+            "rows": [],
+        }
+        seconds, rows = facts.pop("seconds"), facts.pop("rows")
+        assert facts == {
+            "call": 1,
+            "synchronized": True,
+            "skipped": False,
+            "sample_size": 5,
+            "divisor": 5,
+            "skipped_ranks": [],
+            "payload_bytes": 8,
+            "transport": transport,
+            "rank": rank,
+            "metrics": {"least": "-inf", "loss": 1.0, "none": "nan", "worst": "inf"},
+        }
+        assert isinstance(seconds, dict)
+        assert all(type(value) is float for value in seconds.values())
+        assert isinstance(rows, list)
+        assert all(type(row.pop("seconds_waited")) is float for row in rows)
+        same = {"micro_batches": 0, "took_part": True, "leaves": 0}
+        assert rows == [
+            {"rank": 0, "local_norm": 5.0, "finite": True, "sample_size": 2, **same},
+            {"rank": 1, "local_norm": "nan", "finite": False, "sample_size": 3, **same},
+        ]
 
 
 class _Mixed(nn.Module):

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import logging
 import re
 import sys
@@ -173,7 +174,8 @@ def test_the_profiler_shows_phases_and_buckets_by_name(transport: str, hooked: b
 # --- docs/logging.md --------------------------------------------------------------------------------------------------
 
 PAGE = (ROOT / "docs" / "logging.md").read_text(encoding="utf-8")
-TENSORBOARD, WANDB, RECORDER, *_, PROFILER = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+TENSORBOARD, WANDB, JSON_LINES, RECORDER, *_, PROFILER = BLOCKS
 
 
 class _Tracker:
@@ -212,6 +214,22 @@ def test_the_recipes_for_trackers_draw_every_rank_from_one() -> None:
     assert drawn == phases | {(f"{what}/rank {rank}", 10) for what in ("norm", "seconds waited") for rank in (0, 1)}
     assert {("norm/rank 1", 3), ("call", 1), ("seconds/agree", 10)} <= logged
     assert others == [[]]
+
+
+def _written(rank: int, folder: Path) -> list[tuple[object, int]]:
+    scope: dict[str, Any] = {"torch": torch, "model": wrap()}
+    exec(JSON_LINES.replace('"calls.jsonl"', repr(str(folder / f"{rank}.jsonl"))), scope)
+    for _ in range(2):
+        step(scope["model"], 1.0)
+    if "lines" not in scope:
+        return []
+    scope["lines"].close()
+    facts = [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
+    return [(record["call"], len(record["rows"])) for record in facts]
+
+
+def test_the_recipe_for_json_writes_a_line_per_call_on_one_rank(tmp_path: Path) -> None:
+    assert run_ranks(_written, 2, tmp_path) == [[(1, 2), (2, 2)], []]
 
 
 def _recorded(rank: int, folder: Path) -> float:

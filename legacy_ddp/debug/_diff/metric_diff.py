@@ -1,8 +1,8 @@
 """Metrics of two runs, call by call. They follow from the training: a difference is shown, and is no verdict. Pure."""
 
+from legacy_ddp._text import plain
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import MetricDifference
-from legacy_ddp.debug._trace.validate import plain
 
 
 def metric_differences(pair: Pair) -> tuple[MetricDifference, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from legacy_ddp._errors import TraceError
+from legacy_ddp._text import plain
 from legacy_ddp.debug._trace import validate
 from legacy_ddp.debug._trace.line_format import FORMAT, READABLE_VERSIONS, VERSION
 
@@ -158,7 +159,7 @@ class CallFacts:
     metrics: Annotated[Mapping[str, float], validate.mapping_of(validate.as_metric)] = field(default_factory=dict)
 
     def to_json(self, step: int) -> dict[str, Any]:
-        metrics = {name: validate.plain(value) for name, value in self.metrics.items()}
+        metrics = {name: plain(value) for name, value in self.metrics.items()}
         return {"line": "call", "step": step, **vars(self), "metrics": metrics}
 
     @staticmethod
@@ -168,7 +169,7 @@ class CallFacts:
 
 def log_to_json(step: int, values: Mapping[str, float | str]) -> dict[str, Any]:
     """A line of values that a rank logged after the call of a step."""
-    return {"line": "log", "step": step, "values": {name: validate.plain(value) for name, value in values.items()}}
+    return {"line": "log", "step": step, "values": {name: plain(value) for name, value in values.items()}}
 
 
 def logged_values(values: Mapping[str, Any]) -> dict[str, float | str]:

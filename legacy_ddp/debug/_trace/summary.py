@@ -9,11 +9,11 @@ from statistics import median
 from typing import Any
 
 from legacy_ddp._compare import compare_rows
+from legacy_ddp._text import plain
 from legacy_ddp.debug._trace.coverage import OperationCoverage, end_text
 from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.run import Run
-from legacy_ddp.debug._trace.validate import plain
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1

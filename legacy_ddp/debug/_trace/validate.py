@@ -141,20 +141,15 @@ def _entries(value: Any, *types: type) -> tuple[Any, ...]:
 
 
 def as_metric(value: Any) -> float:
-    """Inverse of :func:`plain` for a number."""
+    """Inverse of :func:`legacy_ddp._text.plain` for a number."""
     if isinstance(value, str) and value in NOT_FINITE:
         return float(value)
     return _as_number(value)
 
 
 def as_logged(value: Any) -> float | str:
-    """Inverse of :func:`plain`, also for a text; ``"nan"`` is NaN."""
+    """Inverse of :func:`legacy_ddp._text.plain`, also for a text; ``"nan"`` is NaN."""
     return value if isinstance(value, str) and value not in NOT_FINITE else as_metric(value)
-
-
-def plain(value: float | str) -> float | str:
-    """The value as JSON has it: NaN and infinity as ``nan``, ``inf`` or ``-inf``."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _as_number(value: Any) -> float:
