@@ -29,6 +29,8 @@ check_system()
 
 # These modules import torch. The command legacy-ddp imports this package, and needs torch for no trace.
 if TYPE_CHECKING:
+    from legacy_ddp import data as data  # attributes, and no part of __all__
+    from legacy_ddp import debug as debug
     from legacy_ddp._collectives.all_reduce import all_reduce_gradients
     from legacy_ddp._record import RankRow, SyncRecord
     from legacy_ddp._wrapper import LegacyDistributedDataParallel
@@ -41,6 +43,7 @@ else:
             "SyncRecord": "legacy_ddp._record",
             "all_reduce_gradients": "legacy_ddp._collectives.all_reduce",
         },
+        submodules=("data", "debug"),
     )
 
 __all__ = [
@@ -70,7 +73,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, "__version__", "data", "debug"])
 
 
 __version__ = "0.2.0"

@@ -33,8 +33,10 @@ from legacy_ddp import (
     UnsynchronizedStepError,
     debug,
 )
+from tests.helpers.scripts import run_script
 
-_NOT_PUBLIC = ("typing", "legacy_ddp._lazy", "legacy_ddp._import_error")
+_NOT_PUBLIC = ("typing", "legacy_ddp", "legacy_ddp._lazy", "legacy_ddp._import_error")
+_BESIDE = ("__version__", "data", "debug")  # in dir(), and not in __all__
 
 _ERRORS = [
     AgreedError,
@@ -61,10 +63,31 @@ def test_all_is_sorted_and_names_exactly_what_is_public(door: ModuleType) -> Non
     imported = _imported_names(door)
 
     assert list(door.__all__) == sorted(imported)
-    assert dir(door) == sorted(imported)
+    assert dir(door) == sorted([*imported, *(_BESIDE if door is legacy_ddp else ())])
     assert all(getattr(door, name) is getattr(import_module(module), name) for name, module in imported.items())
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         door.nothing  # noqa: B018
+
+
+_WITHOUT_AN_IMPORT = """
+import sys
+sys.modules["torch"] = None  # a second import fails
+import legacy_ddp
+assert not {"legacy_ddp.debug", "legacy_ddp.data"} & sys.modules.keys()
+print(legacy_ddp.__version__, legacy_ddp.debug.__name__, "torch" in dir(legacy_ddp.debug))
+del sys.modules["torch"]
+print(legacy_ddp.debug.check_replicas.__name__, legacy_ddp.data.GlobalBatchSampler.__name__)
+"""
+
+
+def test_debug_and_data_are_attributes_after_an_import_of_the_package_alone() -> None:
+    done = run_script("-c", _WITHOUT_AN_IMPORT)
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [
+        f"{legacy_ddp.__version__} legacy_ddp.debug False",
+        "check_replicas GlobalBatchSampler",
+    ]
 
 
 def _imported_names(door: ModuleType) -> dict[str, str]:

@@ -93,6 +93,7 @@ def _pyright(folder: Path) -> str:
 _MODULE = """
 import copy
 from typing import assert_type
+import legacy_ddp
 from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 
@@ -103,6 +104,7 @@ model = LegacyDistributedDataParallel(nn.Linear(2, 1))
 assert_type(model.module, nn.Linear)
 assert_type(copy.deepcopy(model).module, nn.Linear)
 bare(model)  # covariant
+assert_type(legacy_ddp.debug.check_replicas(model), legacy_ddp.debug.ReplicaReport)
 other: LegacyDistributedDataParallel[nn.Sequential] = LegacyDistributedDataParallel(nn.Sequential())
 assert_type(other.module, nn.Sequential)
 other = model
