@@ -1,18 +1,19 @@
-"""The end of a TypeError or ValueError about an argument: the anchor of its section in docs/errors.md."""
+"""The end of a TypeError or ValueError about an argument: the command that explains it."""
 
 import os
 import traceback
 from contextlib import ContextDecorator
 from types import TracebackType
 
-_NOTE = "see docs/errors.md#typeerror-and-valueerror"
+from legacy_ddp._error_text import how_to_explain
+
 _LIBRARY = os.path.join(os.path.dirname(__file__), "")
 
 
 class ArgumentErrors(ContextDecorator):
-    """Adds the anchor to a TypeError or ValueError raised by the library inside the block or the decorated function.
+    """Adds the command to a TypeError or ValueError raised by the library inside the block or the decorated function.
 
-    The section is about both classes, which are Python's own, and thus cannot bring the anchor themselves. Errors
+    The section is about both classes, which are Python's own, and thus cannot bring the command themselves. Errors
     raised by other code inside the block (a module, a hook) stay as they are.
     """
 
@@ -24,8 +25,9 @@ class ArgumentErrors(ContextDecorator):
     ) -> None:
         if not isinstance(error, TypeError | ValueError) or not _is_of_library(trace):
             return
-        if _NOTE not in getattr(error, "__notes__", ()):  # of an inner block
-            error.add_note(_NOTE)
+        note = how_to_explain("TypeError" if isinstance(error, TypeError) else "ValueError")
+        if note not in getattr(error, "__notes__", ()):  # of an inner block
+            error.add_note(note)
 
 
 def _is_of_library(trace: TracebackType | None) -> bool:

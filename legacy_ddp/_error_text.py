@@ -19,6 +19,11 @@ _LIMITS = {
 _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
 
 
+def how_to_explain(name: str) -> str:
+    """The last line of an error: the command that prints the section ``name`` of docs/errors.md."""
+    return f"meaning and next step: legacy-ddp explain {name}"
+
+
 def error_text(error: BaseException) -> str:
     """Type and text: ``ValueError: text``; the type alone without a text. Never raises."""
     return _cut(_with_type(error, _text_of(error)), MAX_TEXT)

@@ -22,6 +22,7 @@ LegacyDDPError(RuntimeError)
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from legacy_ddp._error_text import how_to_explain
 from legacy_ddp._text import encodable
 
 
@@ -30,7 +31,7 @@ class LegacyDDPError(RuntimeError):
 
     ``ranks``: the ranks at fault, counted inside the group; empty if they are not known. ``call``: number of the
     collective call on this wrapper, from 1. ``phase``: of the call. ``parameter``: the name of the parameter.
-    ``anchor``: of the section about this class in docs/errors.md, which a traceback shows below the text.
+    ``anchor``: of the section about this class in docs/errors.md. A traceback ends with the command that prints it.
 
     Example:
         >>> try:
@@ -43,6 +44,7 @@ class LegacyDDPError(RuntimeError):
     """
 
     anchor: ClassVar[str] = "legacyddperror"
+    _section: ClassVar[str] = "LegacyDDPError"
 
     def __init__(
         self,
@@ -58,7 +60,7 @@ class LegacyDDPError(RuntimeError):
         self.call = call
         self.phase = phase
         self.parameter = parameter
-        self.add_note(f"see docs/errors.md#{self.anchor}")
+        self.add_note(how_to_explain(self._section))
 
 
 class AgreedError(LegacyDDPError):
@@ -294,4 +296,4 @@ class TraceError(LegacyDDPError):
 for _item in tuple(globals().values()):
     if isinstance(_item, type) and issubclass(_item, LegacyDDPError):
         _item.__module__ = "legacy_ddp"
-        _item.anchor = _item.__name__.lower()
+        _item.anchor, _item._section = _item.__name__.lower(), _item.__name__

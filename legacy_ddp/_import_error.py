@@ -3,11 +3,13 @@
 import sys
 from importlib import import_module
 
+from legacy_ddp._error_text import how_to_explain
+
 
 def import_error(text: str) -> ImportError:
-    """An ImportError with the anchor of its section at its end, as all errors of the library."""
+    """An ImportError with the command that explains it at its end, as all errors of the library."""
     error = ImportError(text)
-    error.add_note("see docs/errors.md#importerror")
+    error.add_note(how_to_explain("ImportError"))
     return error
 
 

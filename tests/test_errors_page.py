@@ -48,12 +48,12 @@ def test_the_anchor_of_an_exception_is_that_of_its_section() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in legacy_ddp.__all__ if name.endswith("Error")])
-def test_a_traceback_ends_with_the_anchor_also_after_pickle(name: str) -> None:
+def test_a_traceback_ends_with_the_command_also_after_pickle(name: str) -> None:
     error = getattr(legacy_ddp, name)("wrong")
 
     for shown in (error, pickle.loads(pickle.dumps(error))):
         lines = traceback.format_exception_only(shown)
-        assert lines == [f"legacy_ddp.{name}: wrong\n", f"see docs/errors.md#{name.lower()}\n"]
+        assert lines == [f"legacy_ddp.{name}: wrong\n", f"meaning and next step: legacy-ddp explain {name}\n"]
         assert str(shown) == "wrong"
 
 

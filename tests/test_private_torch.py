@@ -58,7 +58,7 @@ def test_an_older_torch_is_refused_at_the_import() -> None:
         check_torch("2.7.1+cu126", PRIVATE_NAMES)
 
     assert str(caught.value) == "legacy_ddp needs torch >= 2.8, found 2.7.1+cu126; install a newer torch"
-    assert caught.value.__notes__ == ["see docs/errors.md#importerror"]
+    assert caught.value.__notes__ == ["meaning and next step: legacy-ddp explain ImportError"]
     assert str(caught.value) in (ROOT / "docs" / "errors.md").read_text()
 
 

@@ -68,7 +68,8 @@ def test_an_agreed_error_is_one_traceback_with_one_line_of_the_library_and_a_lin
     assert "torch/_" not in first
     # The whole text, with every line.
     assert f"{_DISAGREE}:\n  argument: rank 1 has an int sample_size; ranks 0, 2 have sample_size=None\n" in first
-    assert first.endswith("pass sample_size= on every rank or on none\nsee docs/errors.md#desyncerror\n")
+    end = "meaning and next step: legacy-ddp explain DesyncError"
+    assert first.endswith(f"pass sample_size= on every rank or on none\n{end}\n")
     assert [_is_pointer(errors, _DISAGREE) for errors in others] == [True, True]
     # The rank at fault shows its own line of the script.
     (line,) = [number for number, text in enumerate(_START.splitlines()) if "sample_size=1 if rank == 1" in text]
@@ -92,7 +93,7 @@ def test_the_variable_asks_for_all_tracebacks_with_all_frames(tmp_path: Path) ->
 
 def test_an_unknown_value_of_the_variable_is_an_error_of_the_first_wrapper(tmp_path: Path) -> None:
     text = "environment variable LEGACY_DDP_TRACEBACK: got 'loud', expected one of ('short', 'full')"
-    expected = f"ValueError: {text}\nsee docs/errors.md#typeerror-and-valueerror\n"
+    expected = f"ValueError: {text}\nmeaning and next step: legacy-ddp explain ValueError\n"
 
     for errors in _run(tmp_path, "", ranks=2, LEGACY_DDP_TRACEBACK="loud"):
         assert errors.endswith(expected)

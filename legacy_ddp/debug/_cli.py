@@ -17,6 +17,7 @@ from legacy_ddp.debug._diff import text
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
 from legacy_ddp.debug._diff.compare_runs import compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
+from legacy_ddp.debug._explain import find, list_lines, read_sections, section_lines
 from legacy_ddp.debug._progress import progress_bar
 from legacy_ddp.debug._trace import summary_text
 from legacy_ddp.debug._trace.run import Run, open_run
@@ -25,9 +26,13 @@ from legacy_ddp.debug._trace.summary import summarise
 _NAME = "legacy-ddp"
 _UNKNOWN = 2
 _INTERRUPTED = 130
-_EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given; 1 different;
-2 cannot tell (where the file of one rank ends before the others, say) or error; show and report: 0 when done.
+_DESCRIPTION = "Compare and read traces of training runs, and explain errors."
+_EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given;
+1 different; 2 cannot tell (where the file of one rank ends before the others,
+say) or error; show, report and explain: 0 when done.
 TRACE is the folder that a Recorder wrote, with one file of every rank."""
+_EXPLAIN_EPILOG = """NAME is the class of an error, or the title of a section; without NAME: all
+that can be explained. exit status: 0 when done; 2 for an unknown NAME."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,9 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        _NAME, description="Compare and read traces of training runs.", epilog=_EPILOG, formatter_class=raw
-    )
+    parser = argparse.ArgumentParser(_NAME, description=_DESCRIPTION, epilog=_EPILOG, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"{_NAME} {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     diff = commands.add_parser(
@@ -73,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="a page with curves", epilog=_EPILOG, formatter_class=raw)
     report.add_argument("traces", nargs="+", metavar="TRACE", type=_path, action=_OneOrTwo, help="one, or A and B")
     report.add_argument("-o", "--output", type=_path, default=Path("report.html"), help="default: report.html")
-    for command, run in ((diff, _diff), (show, _show), (report, _report)):
+    explain = commands.add_parser(
+        "explain", help="the meaning of an error or a warning", epilog=_EXPLAIN_EPILOG, formatter_class=raw
+    )
+    explain.add_argument("name", nargs="*", metavar="NAME", help="for example LayoutError")
+    for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain)):
         command.set_defaults(command=run)
     return parser
 
@@ -123,6 +130,17 @@ def _report(given: argparse.Namespace) -> int:
         write_page(runs, given.output, progress)
     print(f"wrote {given.output}", file=sys.stderr)
     return 0
+
+
+def _explain(given: argparse.Namespace) -> int:
+    sections, name = read_sections(), " ".join(given.name)
+    if not name:
+        return _print(list_lines(sections), 0)
+    found = find(name, sections)
+    if isinstance(found, list):
+        advice = f"did you mean {' or '.join(found)}? " if found else ""
+        return _fail(f"error: {name!r} is not known here: {advice}{_NAME} explain lists all names")
+    return _print(section_lines(found), 0)
 
 
 def _size(runs: Sequence[Run]) -> int:

@@ -4,6 +4,7 @@ import configparser
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -209,6 +210,22 @@ def test_wrong_arguments_exit_with_2_and_name_themselves(
     assert "error: " in capsys.readouterr().err
 
 
+def test_every_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = re.findall(r"^    (\w+) ", _help(capsys), re.MULTILINE)
+
+    assert commands == ["diff", "show", "report", "explain"]
+    for given in ([], *([command] for command in commands)):
+        assert max(map(len, _help(capsys, *given).splitlines())) <= 80, given
+
+
+def _help(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as caught:
+        main([*command, "--help"])
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -328,7 +345,14 @@ def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "arguments, status",
-    [(["--help"], 0), (["--version"], 0), (["show", "{0}"], 0), (["diff", "{0}", "{1}"], 1), (["diff"], 2)],
+    [
+        (["--help"], 0),
+        (["--version"], 0),
+        (["explain", "LayoutError"], 0),
+        (["show", "{0}"], 0),
+        (["diff", "{0}", "{1}"], 1),
+        (["diff"], 2),
+    ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_the_command_starts_without_torch(traces: tuple[Path, Path, Path], arguments: list[str], status: int) -> None:

@@ -66,7 +66,7 @@ def test_an_unusable_argument_of_the_wrapper_is_refused_before_any_rank_is_start
 ) -> None:
     with pytest.raises(kind, match=next(iter(given))) as caught:
         strategy(**given)
-    assert caught.value.__notes__ == ["see docs/errors.md#typeerror-and-valueerror"]
+    assert caught.value.__notes__ == [f"meaning and next step: legacy-ddp explain {kind.__name__}"]
 
 
 @BOTH
@@ -87,7 +87,7 @@ def test_without_lightning_the_core_works_and_the_strategies_name_the_package_to
     result = run_script("-c", program)
 
     assert result.returncode == 1
-    text, anchor = result.stderr.splitlines()[-2:]
+    text, end = result.stderr.splitlines()[-2:]
     assert text.startswith("ImportError: legacy_ddp.lightning needs the package lightning")
-    assert anchor == "see docs/errors.md#importerror"
+    assert end == "meaning and next step: legacy-ddp explain ImportError"
     assert "pip install 'legacy_ddp[lightning]'" in result.stderr
