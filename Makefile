@@ -12,6 +12,8 @@ ARGS ?=
 # Ranks of a test wait for each other much of the time: more than cores.
 WORKERS ?= 3
 BENCH ?=
+# Not empty: make package refuses metadata that lacks what a release needs.
+RELEASE ?=
 # The interpreters of make test-oldest and make test-newest.
 OLDEST_PYTHON ?= python3.11
 NEWEST_PYTHON ?= python3
@@ -113,8 +115,8 @@ soak: $(READY) ## run the tests with every repetition: twenty kills, not three
 	$(call needs,$(TEST_PACKAGES))
 	SOAK=1 $(PYTEST) $(ARGS)
 
-package: $(READY) ## build wheel and sdist into dist/, and try both, also with other torches
-	bash .ci/check-package $(PY)
+package: $(READY) ## build wheel and sdist into dist/, and try both, also with other torches; RELEASE=1
+	RELEASE=$(RELEASE) bash .ci/check-package $(PY)
 
 browser: ## install Debian's Chromium for the tests of the page
 	@$(foreach program,chromium chromedriver,command -v $(program) >/dev/null &&) exit 0; \
