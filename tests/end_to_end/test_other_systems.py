@@ -104,7 +104,7 @@ def test_a_system_without_fcntl_is_refused_by_name(module: str) -> None:
     assert run.stderr.rstrip().endswith(
         "ImportError: legacy_ddp does not run on this system: got a Python without fcntl (sys.platform 'linux'), "
         "expected Linux, or macOS without shared memory; on Windows use the Windows Subsystem for Linux\n"
-        "see docs/errors.md#importerror"
+        "meaning and next step: legacy-ddp explain ImportError"
     )
     check_system()
 
