@@ -104,8 +104,9 @@ class Checks:
             gradients of different directions, on CPU, with one norm or one greatest element in call after call; other
             edits are silent.
         local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): these
-            buffers are not compared. Without a name, too: running statistics of torch's normalisation layers, buffers
-            that are not saved, and buffers that differ and have changed on every rank since construction.
+            buffers are not compared. Without a name, too: buffers that are not saved, buffers that differ and have
+            changed on every rank since the first forward, and running statistics of torch's normalisation layers that
+            differ and have changed on a rank where the layer is in training. Statistics of frozen layers are compared.
         warn_after_seconds: seconds that a rank waits before it warns, naming the missing ranks and their activity. On a
             process group the value of the first wrapper counts, as for ``report_dir``.
         report_dir: the directory for the report file of every rank; None: the system's temporary directory.

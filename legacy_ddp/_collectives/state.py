@@ -100,8 +100,8 @@ class Synchronizer:
         if self.leaves is not None and self.policy.sync_enabled:
             self.leaves.drop_if_cleared()
         # A traced forward would record the operations of the digest.
-        if self.digests is not None and is_training and torch.is_grad_enabled() and not internals.is_tracing():
-            self.digests.begin_forward()
+        if self.digests is not None and torch.is_grad_enabled() and not internals.is_tracing():
+            self.digests.begin_forward(is_training=is_training)
         if self.observers.forward:
             self.observers.forward.notify(args, kwargs)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from legacy_ddp._compare import compare_rows, name_ranks
+from legacy_ddp._compare import Difference, compare_rows, name_ranks
 from legacy_ddp._replicas.step_digests import StepDigests
 
 
@@ -62,9 +62,10 @@ class _Rule:
     detail: tuple[str, Callable[[StepDigests], str]] = ("", lambda _: "")
 
 
-_BUFFERS = (
-    "only buffers differ, often statistics of each rank's own data (BatchNorm, an average). If that is meant, name them"
-    ' in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call broadcast_buffers()'
+_BUFFERS = "only buffers differ"
+_LOCAL_BUFFERS = (
+    'If that is meant, name them in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call '
+    "broadcast_buffers()"
 )
 
 _WRITTEN = (
@@ -198,6 +199,33 @@ def add_lost_state(verdict: Verdict, lost: str) -> Verdict:
     if not lost or verdict.cause not in (_IN_STEP, _IN_EARLIER_STEP, _IN_NEXT_STEP):
         return verdict
     return replace(verdict, cause=f"{lost}; {_NEXT_STEP}" if verdict.cause == _IN_NEXT_STEP else lost)
+
+
+def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> Verdict:
+    """``verdict`` with a cause read off the ranks that agree in ``buffers``, if nothing but buffers differs."""
+    if verdict.cause != _BUFFERS or not buffers:
+        return verdict
+    # Counters may be equal by chance, and are integers.
+    shared = [item for item in buffers if "float" in item.holders[0][0] and len(item.holders[0][1]) > 1]
+    if shared:
+        others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
+        reading = (
+            f"{_BUFFERS}, and {name_ranks(shared[0].holders[0][1])} agree in {shared[0].name}{others}: a write or a "
+            "checkpoint on some ranks, or memory that does not keep its bits. Statistics of each rank's own data would "
+            "differ on every rank. Call broadcast_buffers(src=...) from a good rank"
+        )
+    elif all(len(item.holders) == sum(len(ranks) for _, ranks in item.holders) > 2 for item in buffers):
+        reading = (
+            f"{_BUFFERS}, and every rank has its own: statistics of each rank's own data (BatchNorm, an average), or "
+            f"another start on every rank. {_LOCAL_BUFFERS}"
+        )
+    else:
+        reading = (
+            f"{_BUFFERS}, and counting ranks does not tell: statistics of each rank's own data (BatchNorm, an "
+            "average), or a write or a checkpoint on some ranks. For a write, call broadcast_buffers(src=...) from a "
+            f"good rank. Statistics: {_LOCAL_BUFFERS[0].lower()}{_LOCAL_BUFFERS[1:]}"
+        )
+    return replace(verdict, cause=reading)
 
 
 def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Attribution) -> Verdict:

@@ -17,8 +17,8 @@ class ReplicaDigests(Protocol):
 
     buffers: SharedBuffers
 
-    def begin_forward(self) -> None:
-        """A training forward of the wrapper begins."""
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward of the wrapper with gradients begins. ``is_training``: not in evaluation mode."""
 
     def digest_of(self, call: Call) -> int | None:
         """The digest for the header of ``call``; None if this call compares nothing."""
@@ -46,6 +46,8 @@ def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
         ReplicaDivergenceError: replicas differ, with ``"detail"`` or ``divergence="raise"``. Raised on every rank,
             before any gradient moves.
     """
+    # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
+    digests.buffers.has_run |= rows[call.groups.rank].micro_batches > 0
     left = {rank for rank, row in enumerate(rows) if row.flags & JOINED_BIT}  # ranks that make no more steps
     compared = [row for rank, row in enumerate(rows) if rank not in left]
     # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.

@@ -16,6 +16,7 @@ from legacy_ddp._replicas.attribution import (
     Verdict,
     add_evidence,
     add_lost_state,
+    add_reading_of_buffers,
     attribute,
     attribute_digests,
     attribute_kinds,
@@ -90,6 +91,8 @@ def compare_items(
         differences = _find_differences(rows, ranks)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
+        buffers = [item.difference for item in differences if item.kind == "buffers"]
+        verdict = add_reading_of_buffers(verdict, buffers)
         entries = group_entries((item.difference for item in differences if item.kind == "optimizer"), entry_counts)
         verdict = add_lost_state(verdict, explain_loss(entries, entry_counts))
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}

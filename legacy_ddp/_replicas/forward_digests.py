@@ -33,12 +33,12 @@ class ForwardDigests(StepObserver):
         self._next_call = 1
         self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, is_training: bool) -> None:
         """Take the digest for the next call, in the first training forward since the last call."""
-        self.buffers.has_run = True
-        if self._taken is None and self._is_due(self._next_call):
-            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
-            with suppress(Exception), torch.no_grad():
+        # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
+        with suppress(Exception), torch.no_grad():
+            self.buffers.begin_forward(self._module)
+            if is_training and self._taken is None and self._is_due(self._next_call):
                 self._taken = self._next_call, self._digest(self._next_call)
 
     def restart(self) -> None:

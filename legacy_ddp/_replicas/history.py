@@ -15,7 +15,7 @@ from legacy_ddp._replicas.compare import compare_items
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._replicas.membership import describe_membership
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.shared_buffers import SharedBuffers
+from legacy_ddp._replicas.shared_buffers import SharedBuffers, digests_agree
 from legacy_ddp._replicas.state_history import StateHistory
 from legacy_ddp._replicas.step_digests import StepDigests
 from legacy_ddp._replicas.stepped import SteppedOptimizers
@@ -49,16 +49,16 @@ class StepHistory(StepObserver):
         self._state_history = StateHistory()
         self._at_step = (0, 0)  # digests of parameters and gradients at the start of the open step
 
-    def begin_forward(self) -> None:
+    def begin_forward(self, *, is_training: bool) -> None:
         """Digest parameters in the first training forward since the last call.
 
         Later, a loop may hold other weights for a moment (sharpness-aware minimisation). A write between this forward
         and the step() is found at the step().
         """
-        self.buffers.has_run = True
-        if self._at_forward is None:
-            # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
-            with suppress(Exception), torch.no_grad():
+        # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
+        with suppress(Exception), torch.no_grad():
+            self.buffers.begin_forward(self._module)
+            if is_training and self._at_forward is None:
                 self._find_parameters()
                 self._at_forward = digest_all(self._parameters)
 
@@ -92,8 +92,7 @@ class StepHistory(StepObserver):
             return None
         if self.buffers.learn(call, self._module, left_out):
             self.digests.buffers = self._digest_buffers()
-            digests = call.gather(torch.tensor([self.digests.digest], device="cpu")).flatten().tolist()
-            if len({digest for rank, digest in enumerate(digests) if rank not in left_out}) <= 1:
+            if digests_agree(call, self.digests.digest, left_out):
                 return None
         report = compare_items(call, self.items(), self.snapshot, left_out=left_out)
         self.restart()  # the difference is reported; an unrepaired difference shows again in the next call

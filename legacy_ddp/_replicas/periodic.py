@@ -10,6 +10,7 @@ from legacy_ddp._replicas.compare import compare_items
 from legacy_ddp._replicas.forward_digests import ForwardDigests
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.rotation import with_evidence
+from legacy_ddp._replicas.shared_buffers import digests_agree
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._transport.call import Call
@@ -48,7 +49,11 @@ class PeriodicDigests(ForwardDigests):
             return None
         self._taken = None
         with call.phase("compare"):
-            self.buffers.learn(call, self._module, left_out)
+            if self.buffers.learn(call, self._module, left_out):
+                digest = state.digest_items(self._shared())
+                if digests_agree(call, digest, left_out):
+                    self._agreed[call.groups] = call.number
+                    return None
         report = compare_items(call, list(self._items()), None, left_out=left_out)
         # Optimizers may differ by design (sharded state); a digest may belong to a moment that has passed.
         if not any(item.kind in ("parameters", "buffers") for item in report.differences):

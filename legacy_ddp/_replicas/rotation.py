@@ -94,15 +94,20 @@ class RotatingDigests(ForwardDigests):
             return None
         with call.phase("compare"):
             has_new_statistics = self.buffers.learn(call, self._module, left_out)
-        if has_new_statistics:
-            self._find_parts()
+            if has_new_statistics:
+                self._find_parts()
+                if not self._find_differing(call, left_out)[0].any():
+                    memory.agreed.update(dict.fromkeys(range(len(self._parts)), call.number))
+                    return None
         report = compare_items(call, list(self._items()), None, largest_bytes=LARGE_BYTES_BY_DEFAULT, left_out=left_out)
         # Optimizers may differ by design (sharded state).
         if not any(item.kind in ("parameters", "buffers") for item in report.differences):
             memory.pause_end = 0 if has_new_statistics else call.number + MAX_PARTS
             return None
         memory.streak_end = call.number + MAX_PARTS
-        return with_evidence(call, report, self._last_agreed(call, memory, left_out))
+        differs, agreed = self._find_differing(call, left_out)
+        # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
+        return with_evidence(call, report, int((agreed.amin(dim=0) * differs).max()))
 
     def end_call(self, _: Call) -> None:
         """Begin with the time after a successful call."""
@@ -161,17 +166,16 @@ class RotatingDigests(ForwardDigests):
             for memory in self._memories.values():
                 memory.agreed.clear()
 
-    def _last_agreed(self, call: Call, memory: _GroupMemory, left_out: Collection[int]) -> int:
-        """Collective: the last call in which a part agreed that differs now; 0 without a call of this kind."""
+    def _find_differing(self, call: Call, left_out: Collection[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Collective: whether each part differs now, and the last call in which it agreed, by rank; 0 without one."""
+        agreed_in = self._memories[call.groups].agreed
         turns = range(len(self._parts))
         padding = [0] * (MAX_PARTS - len(turns))
         digests = [self._read(turn) or 0 for turn in turns]
-        agreed = [memory.agreed.get(turn, 0) for turn in turns]
+        agreed = [agreed_in.get(turn, 0) for turn in turns]
         rows = call.gather(torch.tensor([digests + padding, agreed + padding], dtype=torch.int64, device="cpu"))
         compared = rows[[rank for rank in range(len(rows)) if rank not in left_out]]
-        differs = (compared[:, 0] != compared[0, 0]).any(dim=0)
-        # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
-        return int((compared[:, 1].amin(dim=0) * differs).max())
+        return (compared[:, 0] != compared[0, 0]).any(dim=0), compared[:, 1]
 
 
 def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
@@ -16,19 +17,19 @@ from legacy_ddp._transport.call import Call
 class SharedBuffers:
     """Chooses the buffers to compare.
 
-    Left out: ``ignore``, ``Checks(local_buffers=)``, running statistics of torch's normalisation layers, buffers that
-    are not saved, and statistics found by :meth:`learn`.
+    Left out: ``ignore``, ``Checks(local_buffers=)``, buffers that are not saved, and statistics found by :meth:`learn`.
+    Running statistics of a frozen normalisation layer are compared, therefore: no rank has updated them.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._marks: dict[str, int] = {}
+        self._marks: dict[str, int] | None = None
         self._statistics: set[str] = set()
-        self.has_run = False  # a training forward of this rank has begun since the mark
+        self.has_run = False  # a forward or a backward of this rank has begun since the mark
 
     def named(self, module: nn.Module) -> list[Named]:
         """The buffers to compare, with all their names, sorted."""
-        left_out = {*self._settings.ignore, *self._statistics, *internals.local_buffer_names(module)}
+        left_out = {*self._settings.ignore, *self._statistics, *internals.unsaved_buffer_names(module)}
         return state.named_buffers(module, left_out, self._settings.checks.local_buffers)
 
     def items(self, module: nn.Module) -> list[state.StateItem]:
@@ -44,26 +45,43 @@ class SharedBuffers:
         self._marks = _digest(self.named(module))
         self.has_run = False
 
+    def begin_forward(self, module: nn.Module) -> None:
+        """A forward with gradients begins. The first forward marks again: a checkpoint may have been loaded since."""
+        is_first, self.has_run = not self.has_run, True
+        if is_first and self._marks is not None:
+            self._marks = _digest(self.named(module))
+
     def learn(self, call: Call, module: nn.Module, left_out: Collection[int]) -> bool:
-        """Collective: find statistics, which differ now and have changed on every rank since the mark.
+        """Collective: find statistics, which differ now and have changed since the mark: on every rank, or, if the
+        buffer belongs to a normalisation layer, on a rank where the layer is in training.
 
         A write to a buffer on some ranks leaves the bits of the mark on the other ranks. Returns whether there are new
         statistics; equal on all ranks that compare the same buffers.
         """
-        present = _digest(self.named(module))
+        present, marks = _digest(self.named(module)), self._marks or {}
+        updated = internals.updated_statistics_names(module)
+        changed = {name for name, bits in present.items() if marks.get(name) != bits}
         # A rank that had no data yet cannot tell.
-        own = {name: [not self.has_run or self._marks.get(name) != bits, bits] for name, bits in present.items()}
+        own = {
+            name: [not self.has_run or name in changed, name in changed & updated, bits]
+            for name, bits in present.items()
+        }
         rows: list[dict[str, Any]] = call.gather_objects(own)
         compared = [row for rank, row in enumerate(rows) if rank not in left_out]
-        unknown = [True, 0]  # a buffer that this rank left out before, or does not have
-        found = {
-            name
-            for name in set[str]().union(*compared)  # not of this rank alone: every rank finds the same names
-            if len({row.get(name, unknown)[1] for row in compared}) > 1
-            and all(row.get(name, unknown)[0] for row in compared)
-        }
+        unknown = [True, False, 0]  # a buffer that this rank left out before, or does not have
+        found = set()
+        for name in set[str]().union(*compared):  # not of this rank alone: every rank finds the same names
+            may_have_changed, is_updated, bits = zip(*(row.get(name, unknown) for row in compared), strict=True)
+            if len(set(bits)) > 1 and (all(may_have_changed) or any(is_updated)):
+                found.add(name)
         self._statistics |= found
         return bool(found)
+
+
+def digests_agree(call: Call, digest: int, left_out: Collection[int]) -> bool:
+    """Collective: whether ``digest`` is equal on all ranks but ``left_out``."""
+    digests = call.gather(torch.tensor([digest], device="cpu")).flatten().tolist()
+    return len({value for rank, value in enumerate(digests) if rank not in left_out}) <= 1
 
 
 def _digest(named: Collection[Named]) -> dict[str, int]:

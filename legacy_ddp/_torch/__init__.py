@@ -73,8 +73,9 @@ from legacy_ddp._torch.memory import (
 from legacy_ddp._torch.training import (
     calling_scaler,
     has_unscaled,
-    local_buffer_names,
     statistics_names,
+    unsaved_buffer_names,
+    updated_statistics_names,
     used_scaler,
 )
 
@@ -114,7 +115,6 @@ __all__ = [
     "is_registered",
     "is_tracing",
     "leaf_of",
-    "local_buffer_names",
     "next_node_number",
     "node_number",
     "operation_name",
@@ -132,7 +132,9 @@ __all__ = [
     "storage_use_count",
     "tags_of",
     "under_own_storage",
+    "unsaved_buffer_names",
     "unseen",
+    "updated_statistics_names",
     "used_scaler",
     "weak_storage",
     "without_accumulate_hooks",

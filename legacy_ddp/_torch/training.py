@@ -39,12 +39,23 @@ def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
     return states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
 
 
-def local_buffer_names(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers of normalisation layers, which are statistics, and of buffers that are not saved."""
-    found = statistics_names(module)
+def unsaved_buffer_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that are not saved."""
+    found: set[str] = set()
     for prefix, child in module.named_modules(remove_duplicate=False):
-        if not isinstance(child, _NormBase):
-            found.update(_full_names(prefix, child._non_persistent_buffers_set))
+        found.update(_full_names(prefix, child._non_persistent_buffers_set))
+    return found
+
+
+def updated_statistics_names(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that a forward pass would change: of normalisation layers in training that track statistics.
+
+    With ``momentum=0`` a layer only counts its batches.
+    """
+    found: set[str] = set()
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, _NormBase) and child.training and child.track_running_stats:
+            found.update(_full_names(prefix, ["num_batches_tracked"] if child.momentum == 0 else child._buffers))
     return found
 
 

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legacy_ddp._compare import Difference
 from legacy_ddp._replicas.attribution import (
     NOTHING,
     Attribution,
     add_evidence,
+    add_reading_of_buffers,
     attribute_digests,
     attribute_kinds,
     attribute_values,
@@ -346,7 +348,7 @@ _ALL = ("parameters", "buffers", "gradients", "optimizer")
         (["parameters"], _ALL, "unknown", "written outside"),
         (["parameters", "gradients", "buffers"], _ALL, "unknown", "written outside"),
         (["parameters"], ("parameters", "buffers"), "unknown", "check_replicas(model, optimizer)"),
-        (["buffers"], _ALL, "buffers", "broadcast_buffers()"),
+        (["buffers"], _ALL, "buffers", "only buffers differ"),
     ],
 )
 def test_the_verdict_follows_from_the_kinds_that_differ_now(
@@ -361,3 +363,40 @@ def test_the_verdict_follows_from_the_kinds_that_differ_now(
 
 def test_nothing_that_differs_is_no_verdict() -> None:
     assert attribute_kinds([], _ALL, _FOUND) == NOTHING
+
+
+_AGREE, _OWN, _UNDECIDED = "would differ on every rank", "every rank has its own", "counting ranks does not tell"
+
+
+@pytest.mark.parametrize(
+    "types_and_groups, reading, has_advice",
+    [
+        ([("float32", [(0, 2), (1,)])], _AGREE, False),
+        ([("bfloat16", [(0, 2), (1, 3)])], _AGREE, False),
+        ([("float32", [(0,), (1,), (2,)])], _OWN, True),
+        ([("float32", [(0,), (1,)])], _UNDECIDED, True),
+        # A counter may be equal on ranks with data of their own.
+        ([("int64", [(0, 2), (1,)])], _UNDECIDED, True),
+        ([("int64", [(0, 2), (1,)]), ("float32", [(0,), (1,), (2,)])], _UNDECIDED, True),
+        ([("float32", [(0,), (1,), (2,)]), ("float32", [(0, 2), (1,)])], _AGREE, False),
+    ],
+)
+def test_ranks_that_agree_in_a_buffer_rule_out_statistics_of_their_own(
+    types_and_groups: list[tuple[str, list[tuple[int, ...]]]], reading: str, has_advice: bool
+) -> None:
+    differences = [
+        Difference(f"buffer 'b{index}'", tuple((f"{dtype} (2,) {first:x}", (first, *rest)) for first, *rest in groups))
+        for index, (dtype, groups) in enumerate(types_and_groups)
+    ]
+    verdict = add_reading_of_buffers(attribute_kinds(["buffers"], _ALL, _FOUND), differences)
+
+    assert reading in verdict.cause
+    assert ("local_buffers=" in verdict.cause) == has_advice
+    assert "broadcast_buffers(" in verdict.cause
+
+
+def test_buffers_explain_nothing_where_parameters_differ() -> None:
+    verdict = attribute_kinds(["buffers", "parameters"], _ALL, _FOUND)
+    buffer = Difference("buffer 'b'", (("float32 (2,) 1", (0, 2)), ("float32 (2,) 2", (1,))))
+
+    assert add_reading_of_buffers(verdict, [buffer]) == verdict

@@ -150,7 +150,7 @@ FAULTS = {
     "a gradient is edited": _used(action=replica_faults.edit_gradient, parameter=WEIGHT, place=(0, 0)),
     "a bit of a gradient flips": _used(action=replica_faults.flip_gradient, parameter=WEIGHT, place=(3, 0)),
     "a buffer is poked": _buffer(
-        "stepped", 1, replica_faults.poke_buffer, 2, words=("buffer 'table'", "local_buffers", "broadcast_buffers")
+        "stepped", 1, replica_faults.poke_buffer, 2, words=("buffer 'table'", "broadcast_buffers")
     ),
 }
 SCENARIOS = {name: fault.scenario for name, fault in FAULTS.items()}
