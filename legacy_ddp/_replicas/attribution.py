@@ -252,9 +252,11 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
     return _verdict(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause, found)
 
 
-def attribute_values(values: Sequence[object], has_evidence: Sequence[bool] = (), evidence: str = "") -> Attribution:
-    """The ranks at fault, given the value of each rank; see :func:`attribute`."""
-    (difference,) = compare_rows([{"": repr(value)} for value in values]).differences
+def attribute_values(
+    values: Sequence[object], has_evidence: Sequence[bool] = (), evidence: str = "", ranks: Sequence[int] | None = None
+) -> Attribution:
+    """The ranks at fault, given the value of each rank, or of each of ``ranks``; see :func:`attribute`."""
+    (difference,) = compare_rows([{"": repr(value)} for value in values], ranks).differences
     count = f" ({len(difference.holders[0][1])} of {len(values)} ranks agree)" if difference.suspects else ""
     return attribute(f"{difference.sides}{count}", difference.suspects, has_evidence, evidence)
 

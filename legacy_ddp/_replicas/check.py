@@ -1,6 +1,6 @@
 """Comparison of replicas inside a call: the digest in the header, and the report if digests differ."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from legacy_ddp._agreement.header import JOINED_BIT, SIGNED_BIT, Header
@@ -23,8 +23,8 @@ class ReplicaDigests(Protocol):
     def digest_of(self, call: Call) -> int | None:
         """The digest for the header of ``call``; None if this call compares nothing."""
 
-    def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
-        """The report if replicas differ. ``is_equal``: whether the digests are. Collective after a difference."""
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
+        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
 
     def end_call(self, call: Call, /) -> None:
         """A call succeeded."""
@@ -49,11 +49,11 @@ def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
     # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
     digests.buffers.has_run |= rows[call.groups.rank].micro_batches > 0
     left = {rank for rank, row in enumerate(rows) if row.flags & JOINED_BIT}  # ranks that make no more steps
-    compared = [row for rank, row in enumerate(rows) if rank not in left]
+    compared = {rank: row.state for rank, row in enumerate(rows) if rank not in left}
     # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
     if not all(row.flags & SIGNED_BIT for row in rows):
         return ""
-    report = digests.compare(call, left, is_equal=len({row.state for row in compared}) <= 1)
+    report = digests.compare(call, left, compared)
     if report is None:
         return ""
     error = divergence_error(call, report)

@@ -20,6 +20,7 @@ from legacy_ddp._replicas.attribution import (
     attribute,
     attribute_digests,
     attribute_kinds,
+    attribute_values,
 )
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._replicas.optimizer_entries import Kind, count_holders, explain_loss, group_entries
@@ -78,17 +79,19 @@ def compare_items(
     details: int = DETAILS,
     largest_bytes: int = LARGE_BYTES,
     left_out: Collection[int] = (),
+    told: Collection[tuple[str, str]] = (),
 ) -> ReplicaReport:
     """The report after digests differ. Collective, on every rank: exchanges rows, and at most ``details`` tensors of at
     most ``largest_bytes``.
 
-    ``left_out``: ranks with replicas known to be old, which are not compared. A tensor that is compared by element is
+    ``left_out``: ranks with replicas known to be old, which are not compared. ``told``: names and sides of differences
+    that were reported before, which come last. A tensor that is compared by element is
     sent once to all ranks, from the lowest rank of the largest group of equal ranks.
     """
     with call.phase("compare"):
         rows, compared, entry_counts = _exchange_rows(call, items)
         ranks = [rank for rank in range(len(rows)) if rank not in left_out]
-        differences = _find_differences(rows, ranks)
+        differences = sorted(_find_differences(rows, ranks), key=lambda item: (item.name, item.sides) in told)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
         buffers = [item.difference for item in differences if item.kind == "buffers"]
@@ -104,6 +107,33 @@ def compare_items(
         differences = _add_elements(call, differences, {name: tensors[name] for name in chosen[:details]}, ranks)
     size = call.groups.size
     return ReplicaReport(str(call), size, compared, tuple(differences), verdict, entry_counts=entry_counts)
+
+
+def find_moved(call: Call, has_moved: bool) -> tuple[int, ...]:
+    """Collective: the ranks with ``has_moved``."""
+    flags = call.gather(torch.tensor([int(has_moved)], device="cpu")).flatten().tolist()
+    return tuple(rank for rank, flag in enumerate(flags) if flag)
+
+
+def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int, int]) -> ReplicaReport:
+    """``report`` of parameters that have changed on the ranks ``moved`` since their ``digests`` were taken.
+
+    The present elements say nothing about the difference. Without evidence, the digests tell the ranks.
+    """
+    if not moved:
+        return report
+    verdict = report.verdict
+    if not verdict.implicated:
+        found = attribute_values(list(digests.values()), ranks=list(digests))
+        verdict = replace(verdict, who=found.text, ranks=found.ranks, minority=found.minority)
+    note = (
+        f"the parameters have changed on {name_ranks(moved)} since the forward in which they were found to differ, for "
+        "example perturbed for a moment (m-SAM). The list is of this call, and its values are gone after it"
+    )
+    differences = tuple(
+        replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences
+    )
+    return replace(report, verdict=verdict, differences=differences, notes=(*report.notes, note))
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Digests of one rank at each phase since its last call."""
 
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from itertools import compress
 from typing import Any
@@ -11,11 +11,11 @@ from torch import nn
 
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._replicas import state
-from legacy_ddp._replicas.compare import compare_items
+from legacy_ddp._replicas.compare import add_moved, compare_items, find_moved
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._replicas.membership import describe_membership
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.shared_buffers import SharedBuffers, digests_agree
+from legacy_ddp._replicas.shared_buffers import SharedBuffers, gather_digests
 from legacy_ddp._replicas.state_history import StateHistory
 from legacy_ddp._replicas.step_digests import StepDigests
 from legacy_ddp._replicas.stepped import SteppedOptimizers
@@ -83,18 +83,18 @@ class StepHistory(StepObserver):
         self._is_changed = self._has_changed(self.digests.parameters)
         return self.digests.digest
 
-    def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
-        """The report if replicas differ. ``is_equal``: whether the digests of this call are equal on all ranks.
-
-        Collective after a difference.
-        """
-        if is_equal:
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
+        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
+        if len(set(digests.values())) <= 1:
             return None
         if self.buffers.learn(call, self._module, left_out):
             self.digests.buffers = self._digest_buffers()
-            if digests_agree(call, self.digests.digest, left_out):
+            digests = gather_digests(call, self.digests.digest, left_out)
+            if len(set(digests.values())) <= 1:
                 return None
+        moved = find_moved(call, digest_all(self._parameters) != self.digests.parameters)
         report = compare_items(call, self.items(), self.snapshot, left_out=left_out)
+        report = add_moved(report, moved, digests)
         self.restart()  # the difference is reported; an unrepaired difference shows again in the next call
         return report
 

@@ -43,10 +43,10 @@ def describe_membership(optimizers: Iterable[torch.optim.Optimizer], named: Sequ
     missing = [item for item in named if item.tensor.requires_grad and id(item.tensor) not in held]
     parts = [f"{len(known & held.keys())} of the model's {len(named)} parameters"]
     if missing:
-        parts.append(f"without {_list_some([repr(item.name) for item in missing])}")
+        parts.append(f"without {list_some([repr(item.name) for item in missing])}")
     if foreign:
         what = "a tensor that is" if len(foreign) == 1 else f"{len(foreign)} tensors that are"
-        parts.append(f"with {what} not in the model: {_list_some(foreign)}")
+        parts.append(f"with {what} not in the model: {list_some(foreign)}")
     return ", ".join(parts), any(format_type(item.tensor) in foreign for item in missing)
 
 
@@ -54,6 +54,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def _list_some(texts: Sequence[str]) -> str:
+def list_some(texts: Sequence[str]) -> str:
+    """The first texts, and the number of the others."""
     more = [f"and {len(texts) - MAX_NAMED} more"] if len(texts) > MAX_NAMED else []
     return " ".join([", ".join(texts[:MAX_NAMED]), *more])

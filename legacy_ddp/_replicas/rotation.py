@@ -1,18 +1,20 @@
 """Digests in turns: a part of the replica in every call, the whole replica in 16 calls. The check of level ``info``."""
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas.attribution import AT_START
-from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, compare_items
+from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, find_moved
 from legacy_ddp._replicas.forward_digests import ForwardDigests
+from legacy_ddp._replicas.membership import list_some
 from legacy_ddp._replicas.memory_checksum import add_memory, has_memory
 from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
 from legacy_ddp._replicas.report import ReplicaReport
@@ -25,36 +27,90 @@ _CAUSE = (
     "state, gradients changed after the call), or memory that does not keep its bits"
 )
 
+_KINDS = ("parameters", "buffers")
+MAX_WARNINGS = 5  # in a streak
+
 _Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]
 
 
 class _Place(NamedTuple):
     """A tensor of the replica, found through its owner: a new tensor of equal size may take its place."""
 
+    name: str
     owner: Mapping[str, torch.Tensor | None]
     key: str
     size_bytes: int
+
+
+_Sides = tuple[tuple[int, ...], ...]  # the ranks with equal digests together
+
+
+class _Differing(NamedTuple):
+    """The parts that differ now, and their sides. Equal on all ranks.
+
+    ``agreed``: for every part, the last call in which it agreed; 0 without one. ``part_count``: the number of parts.
+    """
+
+    sides: Sequence[tuple[int, _Sides]]
+    agreed: Sequence[int]
+    part_count: int
+
+
+@dataclass
+class _Streak:
+    """Calls after a warning, until 16 calls in a row agree.
+
+    ``told``: the name and the sides of each difference in a warning. ``seen``: a part, and its sides, of which a
+    comparison found nothing more to tell. ``next_look``: the call in which everything is compared again, at twice the
+    age each time: a new tensor in a part that differs already does not change the sides of the part.
+    """
+
+    start: int
+    end: int = 0
+    next_look: int = 0
+    part_count: int = MAX_PARTS
+    told: set[tuple[str, str]] = field(default_factory=set)
+    seen: set[tuple[int, _Sides]] = field(default_factory=set)
+    warnings: int = 0
+
+    def is_known(self, number: int, sides: _Sides) -> bool:
+        """Whether the difference in call ``number`` needs no comparison. Prolongs the streak."""
+        self.end = number + MAX_PARTS
+        is_seen = (number % self.part_count, sides) in self.seen
+        return self.warnings >= MAX_WARNINGS or (is_seen and number < self.next_look)
+
+    def look(
+        self, number: int, sides: _Sides, found: Sequence[tuple[str, str]], differing: _Differing
+    ) -> tuple[str, ...]:
+        """Note a comparison; the names of the things that differ, or differ on other ranks, for the first time.
+
+        ``found``: the name and the sides of each. Depends on nothing that is of this rank alone.
+        """
+        new = tuple(dict.fromkeys(item[0] for item in found if item not in self.told))
+        self.told |= set(found)
+        self.part_count = differing.part_count
+        self.seen |= {(number % self.part_count, sides), *differing.sides}
+        self.end = number + MAX_PARTS
+        self.next_look = self.start + 2 * max(number - self.start, MAX_PARTS // 2)
+        self.warnings += bool(new)
+        return new
 
 
 @dataclass
 class _GroupMemory:
     """Results on a process group; but for ``agreed`` equal on all ranks, because they decide about collectives.
 
-    ``agreed``: for each part the last call in which the digests were equal. ``streak_end``: the number of the call
-    until which differences belong to a reported streak. ``pause_end``: the same after a comparison without a result.
+    ``agreed``: for each part the last call in which the digests were equal. ``streak``: of the last warning, which may
+    have ended. ``pause_end``: the number of the call until which nothing is compared after a comparison without result.
     """
 
     agreed: dict[int, int] = field(default_factory=dict)
-    streak_end: int = 0
+    streak: _Streak | None = None
     pause_end: int = 0
 
-    def is_known(self, number: int) -> bool:
-        """Whether the difference in call ``number`` needs no comparison. In a streak it prolongs the streak."""
-        if number <= self.streak_end:
-            self.streak_end = number + MAX_PARTS
-            return True
-        # A pause is not prolonged: the digest was of a moment that has passed, and a real difference may follow.
-        return number <= self.pause_end
+    def open_streak(self, number: int) -> _Streak | None:
+        """The streak to which a difference in call ``number`` belongs."""
+        return self.streak if self.streak is not None and number <= self.streak.end else None
 
 
 class RotatingDigests(ForwardDigests):
@@ -67,6 +123,8 @@ class RotatingDigests(ForwardDigests):
         super().__init__(wrapper, settings, planner.counter.policy)
         self._planner = planner
         self._places: list[_Place] = []
+        self._parameter_count = 0  # of the places; the others are of buffers
+        self._of_parameters = 0  # the checksum of the parameters in the last digest
         self._parts: list[list[Piece]] = []
         self._layout: object = None  # of the parts
         self._found: list[_Tensors] = []  # the tensors of the modules, when they were divided
@@ -81,33 +139,50 @@ class RotatingDigests(ForwardDigests):
                 return taken[1]
             return self._digest(call.number)
 
-    def compare(self, call: Call, left_out: Collection[int], *, is_equal: bool) -> ReplicaReport | None:
-        """The report if replicas differ. ``is_equal``: whether the digests of this call are equal on all ranks.
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
+        """The report if replicas differ. ``digests``: of the compared ranks.
 
         Collective after a difference that is not known yet, and with ``divergence="raise"`` after every difference.
         """
-        memory = self._memories.setdefault(call.groups, _GroupMemory())
-        if is_equal:
+        memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), _sides_of(digests)
+        warns = self._settings.checks.divergence == "warn"
+        if len(sides) <= 1:
             memory.agreed[self._turn_of(call.number)] = call.number
             return None
-        if memory.is_known(call.number) and self._settings.checks.divergence == "warn":
+        streak = memory.open_streak(call.number)
+        # A pause is not prolonged: the digest was of a moment that has passed, and a real difference may follow.
+        is_known = call.number <= memory.pause_end or (streak and streak.is_known(call.number, sides))
+        if warns and is_known:
             return None
         with call.phase("compare"):
-            has_new_statistics = self.buffers.learn(call, self._module, left_out)
-            if has_new_statistics:
-                self._find_parts()
-                if not self._find_differing(call, left_out)[0].any():
-                    memory.agreed.update(dict.fromkeys(range(len(self._parts)), call.number))
-                    return None
-        report = compare_items(call, list(self._items()), None, largest_bytes=LARGE_BYTES_BY_DEFAULT, left_out=left_out)
+            if self.buffers.learn(call, self._module, left_out):
+                return None  # whatever else differs in this part differs again in the next rotation
+        moved = find_moved(call, self._have_parameters_moved(call.number))
+        streak = streak or _Streak(call.number)
+        report = compare_items(
+            call,
+            list(self._items()),
+            None,
+            largest_bytes=LARGE_BYTES_BY_DEFAULT,
+            left_out=left_out,
+            told=streak.told,
+        )
         # Optimizers may differ by design (sharded state).
-        if not any(item.kind in ("parameters", "buffers") for item in report.differences):
-            memory.pause_end = 0 if has_new_statistics else call.number + MAX_PARTS
+        if not any(item.kind in _KINDS for item in report.differences):
+            memory.pause_end = call.number + MAX_PARTS
             return None
-        memory.streak_end = call.number + MAX_PARTS
-        differs, agreed = self._find_differing(call, left_out)
-        # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
-        return with_evidence(call, report, int((agreed.amin(dim=0) * differs).max()))
+        memory.streak = streak
+        differing = self._find_differing(call, left_out)
+        found = [(item.name, item.sides) for item in report.differences if item.kind in _KINDS]
+        if moved:  # the present parameters are of another moment: nothing is known but that this part differed
+            turn = call.number % differing.part_count
+            differing = differing._replace(sides=[(turn, sides)])
+            found = [(f"part {turn + 1} of {differing.part_count} of the parameters and buffers", str(sides))]
+        new = streak.look(call.number, sides, found, differing)
+        if not new and warns:
+            return None
+        report = with_evidence(call, report, max((differing.agreed[turn] for turn, _ in differing.sides), default=0))
+        return add_moved(_with_news(report, streak, new), moved, digests)
 
     def end_call(self, _: Call) -> None:
         """Begin with the time after a successful call."""
@@ -137,13 +212,17 @@ class RotatingDigests(ForwardDigests):
 
     def _read(self, number: int) -> int | None:
         """The checksum of the part for call ``number``; None after a change of a size."""
-        checksum = 0
+        checksum = self._of_parameters = 0
         for index, start, stop in self._parts[self._turn_of(number)]:
-            owner, key, size_bytes = self._places[index]
+            name, owner, key, size_bytes = self._places[index]
+            if name in self.buffers.statistics:
+                continue
             tensor = owner.get(key)
             if tensor is None or tensor.nbytes != size_bytes:
                 return None
             checksum = add_memory(checksum, tensor, start, stop)
+            if index < self._parameter_count:
+                self._of_parameters = checksum
         return checksum
 
     def _find_parts(self) -> None:
@@ -151,31 +230,49 @@ class RotatingDigests(ForwardDigests):
         module, ignore = self._module, self._settings.ignore
         parameters = distinct(module.named_parameters(remove_duplicate=False), ignore)
         self.ids = frozenset(id(item.tensor) for item in parameters)
-        owners = _owners(module)
+        owners, statistics = _owners(module), internals.statistics_names(module)
+        # Also buffers found to be statistics, which are not read: without them the parts would be others.
+        buffers = sorted(self.buffers.saved(module), key=lambda item: item.name in statistics)
+        found = [item for item in (*parameters, *buffers) if has_memory(item.tensor)]
         self._places = [
             # A module may show tensors under names of its own choice, or tensors of no module.
-            _Place(*owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
-            for item in (*parameters, *self.buffers.named(module))
-            if has_memory(item.tensor)
+            _Place(item.name, *owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
+            for item in found
         ]
+        self._parameter_count = sum(has_memory(item.tensor) for item in parameters)
         self._layout = self._planner.layout
         # Tensors of no module cannot be looked for.
         self._found = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
-        before, self._parts = self._parts, divide([place.size_bytes for place in self._places])
+        before = self._parts
+        self._parts = divide([item.tensor.nbytes for item in found if item.name not in statistics])
+        # On top, so that no part consists of statistics alone, which are mostly not read.
+        for index, place in enumerate(self._places):
+            if place.name in statistics and place.size_bytes:
+                self._parts[index % len(self._parts)].append(Piece(index, 0, place.size_bytes))
         if self._parts != before:
             for memory in self._memories.values():
                 memory.agreed.clear()
 
-    def _find_differing(self, call: Call, left_out: Collection[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Collective: whether each part differs now, and the last call in which it agreed, by rank; 0 without one."""
+    def _have_parameters_moved(self, number: int) -> bool:
+        """Whether parameters in the part of call ``number`` have changed since the digest."""
+        before = self._of_parameters
+        return self._read(number) is not None and self._of_parameters != before
+
+    def _find_differing(self, call: Call, left_out: Collection[int]) -> _Differing:
+        """Collective: the parts that differ now."""
         agreed_in = self._memories[call.groups].agreed
         turns = range(len(self._parts))
-        padding = [0] * (MAX_PARTS - len(turns))
+        rest = [*[0] * (MAX_PARTS - len(turns)), len(turns)]
         digests = [self._read(turn) or 0 for turn in turns]
         agreed = [agreed_in.get(turn, 0) for turn in turns]
-        rows = call.gather(torch.tensor([digests + padding, agreed + padding], dtype=torch.int64, device="cpu"))
-        compared = rows[[rank for rank in range(len(rows)) if rank not in left_out]]
-        return (compared[:, 0] != compared[0, 0]).any(dim=0), compared[:, 1]
+        rows = call.gather(torch.tensor([digests + rest, agreed + rest], dtype=torch.int64, device="cpu"))
+        ranks = [rank for rank in range(len(rows)) if rank not in left_out]
+        compared = rows[ranks]
+        sides = [_sides_of(dict(zip(ranks, column, strict=True))) for column in compared[:, 0].T.tolist()]
+        # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
+        *agreed_in_all, part_count = compared[:, 1].amin(dim=0).tolist()
+        differing = [(turn, of_part) for turn, of_part in enumerate(sides[:-1]) if len(of_part) > 1]
+        return _Differing(differing, agreed_in_all, part_count)
 
 
 def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport:
@@ -187,6 +284,24 @@ def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport
     elif verdict.phase == "unknown":
         verdict = replace(verdict, cause=_CAUSE)
     return replace(report, verdict=verdict)
+
+
+def _with_news(report: ReplicaReport, streak: _Streak, new: Sequence[str]) -> ReplicaReport:
+    """``report`` with a note about the things that differ for the first time, in a later warning of a streak."""
+    if streak.warnings <= 1 or not new:
+        return report
+    note = f"new since the last warning, or on other ranks: {list_some(new)}"
+    if streak.warnings == MAX_WARNINGS:
+        note += f"; this is the last warning until {MAX_PARTS} calls in a row agree"
+    return replace(report, notes=(*report.notes, note))
+
+
+def _sides_of(digests: Mapping[int, int]) -> _Sides:
+    """The ranks with equal digests together."""
+    sides: dict[int, list[int]] = {}
+    for rank, digest in digests.items():
+        sides.setdefault(digest, []).append(rank)
+    return tuple(tuple(ranks) for ranks in sides.values())
 
 
 def _tensors_of(module: nn.Module) -> list[_Tensors]:

@@ -24,12 +24,16 @@ class SharedBuffers:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._marks: dict[str, int] | None = None
-        self._statistics: set[str] = set()
+        self.statistics: set[str] = set()
         self.has_run = False  # a forward or a backward of this rank has begun since the mark
 
     def named(self, module: nn.Module) -> list[Named]:
         """The buffers to compare, with all their names, sorted."""
-        left_out = {*self._settings.ignore, *self._statistics, *internals.unsaved_buffer_names(module)}
+        return [item for item in self.saved(module) if item.name not in self.statistics]
+
+    def saved(self, module: nn.Module) -> list[Named]:
+        """The buffers to compare, and those that :meth:`learn` has found to be statistics."""
+        left_out = {*self._settings.ignore, *internals.unsaved_buffer_names(module)}
         return state.named_buffers(module, left_out, self._settings.checks.local_buffers)
 
     def items(self, module: nn.Module) -> list[state.StateItem]:
@@ -74,14 +78,14 @@ class SharedBuffers:
             may_have_changed, is_updated, bits = zip(*(row.get(name, unknown) for row in compared), strict=True)
             if len(set(bits)) > 1 and (all(may_have_changed) or any(is_updated)):
                 found.add(name)
-        self._statistics |= found
+        self.statistics |= found
         return bool(found)
 
 
-def digests_agree(call: Call, digest: int, left_out: Collection[int]) -> bool:
-    """Collective: whether ``digest`` is equal on all ranks but ``left_out``."""
+def gather_digests(call: Call, digest: int, left_out: Collection[int]) -> dict[int, int]:
+    """Collective: the digest of every rank but ``left_out``."""
     digests = call.gather(torch.tensor([digest], device="cpu")).flatten().tolist()
-    return len({value for rank, value in enumerate(digests) if rank not in left_out}) <= 1
+    return {rank: value for rank, value in enumerate(digests) if rank not in left_out}
 
 
 def _digest(named: Collection[Named]) -> dict[str, int]:
