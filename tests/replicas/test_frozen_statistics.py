@@ -85,15 +85,19 @@ def _load_statistics_of_each_rank(module: nn.Module, rank: int, step: int) -> No
 
 @dataclass(frozen=True)
 class Case:
-    """``act``: what every rank does before its steps. ``layer``: the layer with statistics."""
+    """``act``: what every rank does before its steps. ``layer``: the layer with statistics. ``is_inside``: whether the
+    forward is of the module inside, which the wrapper does not see.
+    """
 
     act: Act
     layer: Callable[[], nn.Module] = field(default=lambda: nn.BatchNorm1d(4))
+    is_inside: bool = False
 
 
 FROZEN = {
     "evaluation mode": Case(_freeze),
     "the whole model in evaluation mode": Case(_freeze_all),
+    "a forward of the module inside": Case(_freeze, is_inside=True),
     "momentum 0": Case(_stop_momentum),
     "no tracking": Case(_stop_tracking),
     "SyncBatchNorm": Case(_freeze, lambda: nn.SyncBatchNorm(4)),
@@ -129,7 +133,7 @@ def _train(rank: int, case: Case, checks: Any, writer: int | None) -> Told:
     for step in range(1, STEPS + 1):
         with torch.no_grad():
             case.act(module, rank, step)
-        model(torch.randn(3, 4, 4)).square().mean().backward()
+        (module if case.is_inside else model)(torch.randn(3, 4, 4)).square().mean().backward()
         try:
             model.all_reduce()
         except ReplicaDivergenceError as error:

@@ -23,20 +23,20 @@ def _add_noise(run: Run, name: str) -> None:
 
 
 def _small_net() -> nn.Sequential:
+    """Two tensors in a single part."""
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 4))
+    return nn.Sequential(nn.Linear(64, 4))
 
 
 _noise = {
     name: partial(_add_noise, name=name) for name in ("0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias")
 }
-_small = partial(_add_noise, name="1.bias")
 PLANS: dict[str, Plan] = {
     "once": {(3, 1): _noise["3.weight"]},
     "another tensor": {(3, 1): _noise["3.weight"], (30, 1): _noise["0.weight"]},
     "another rank": {(3, 1): _noise["3.weight"], (30, 2): _noise["3.weight"]},
     "another kind": {(3, 1): _noise["3.weight"], (30, 1): trainings.poke_buffer},
-    "a tensor of the same part": {(3, 1): partial(_add_noise, name="1.weight"), (6, 1): _small},
+    "a tensor of the same part": {(3, 1): _noise["0.weight"], (6, 1): _noise["0.bias"]},
     "all tensors": {(3, 1): trainings.change_rate},
     "one after the other": {
         **{(3 + 18 * index, 1): action for index, action in enumerate(_noise.values())},
@@ -52,7 +52,7 @@ SECOND = {
     ),
     "another rank": (30, {"3.weight"}, "new since the last warning, or on other ranks: parameter '3.weight'"),
     "another kind": (30, {"table", "3.weight"}, "new since the last warning, or on other ranks: buffer 'table'"),
-    "a tensor of the same part": (6, {"1.weight", "1.bias"}, "on other ranks: parameter '1.bias'"),
+    "a tensor of the same part": (6, {"0.weight", "0.bias"}, "on other ranks: parameter '0.bias'"),
 }
 
 
