@@ -1,4 +1,4 @@
-"""Unsupported arguments of torch DDP, and the alternative to each. Pure."""
+"""Unsupported arguments and attributes of torch DDP, and the alternative to each. Pure."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -31,6 +31,43 @@ INSTEAD = {
     "static_graph": _ANY_GRAPH,
 }
 _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
+_REDUCER = "leave it out: there is no reducer with hooks in backward; the record of all_reduce() describes a call"
+# Of an instance of torch DDP. Not here: ``device`` and ``logger``, which are also names that scripts give to their own.
+ATTRIBUTES_INSTEAD = {
+    **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
+    "_ddp_sink_clone": _REDUCER,
+    "_delay_all_reduce_all_params": _LATER,
+    "_delay_all_reduce_params": _LATER,
+    "_use_python_reducer": _REDUCER,
+    "broadcast_bucket_size": "leave it out: broadcasts are cut by themselves",
+    "bucket_bytes_cap": _BUCKETS,
+    "bucket_bytes_cap_default": _BUCKETS,
+    "bucket_bytes_cap_list": _BUCKETS,
+    "buffer_hook": _BUFFERS,
+    "device_type": _DEVICE,
+    "gradient_as_bucket_view": "pass it to the constructor",
+    "is_multi_device_module": _DEVICE,
+    "modules_buffers": _BUFFERS,
+    "named_module_buffers": _BUFFERS,
+    "parameters_to_ignore": "pass the names as ignore= to the constructor",
+    "reducer": _REDUCER,
+    "require_backward_grad_sync": (
+        "leave out the all_reduce() of all micro-batches but the last, or put these micro-batches into no_sync()"
+    ),
+    "require_forward_param_sync": _BUFFERS,
+    "use_side_stream_for_tensor_copies": _DEVICE,
+}
+
+
+def refuse_attribute(target: type, name: str) -> None:
+    """Refuse an assignment to an attribute that torch DDP has and ``target`` has not: it would do nothing.
+
+    Raises:
+        AttributeError: with the words of a reading, and the alternative.
+    """
+    if name in ATTRIBUTES_INSTEAD and not hasattr(target, name):
+        missing = f"'{target.__name__}' object has no attribute '{name}'"
+        raise AttributeError(f"{missing}, unlike torch DDP; {ATTRIBUTES_INSTEAD[name]}", name=name)
 
 
 def refuse_unknown(

@@ -29,7 +29,7 @@ from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import CommHook, Settings, Transport, names_to_ignore, resolve_transport
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
-from legacy_ddp._unsupported import refuse_unknown
+from legacy_ddp._unsupported import refuse_attribute, refuse_unknown
 from legacy_ddp._watchdog import process_activity
 
 if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a default --strict refuses the bare class
@@ -305,6 +305,11 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """The part of ``print(model)`` about buckets, group, transport, checks and settings other than the defaults."""
         synchronizer = self._synchronizer
         return describe_wrapper(synchronizer.planner.layout, self._group, synchronizer.transport_text, self._settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As of every module. Settings of torch DDP that would do nothing here are an AttributeError."""
+        refuse_attribute(type(self), name)
+        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         """Module and settings. The first collective of the copy makes all state of the process again."""

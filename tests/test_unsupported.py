@@ -96,6 +96,39 @@ def test_a_member_of_torch_ddp_that_is_not_here_is_missing_and_does_not_do_nothi
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_setting_of_torch_ddp_cannot_be_assigned_without_effect() -> None:
+    module = nn.Linear(1, 1)
+    ddp, model = DistributedDataParallel(module), LegacyDistributedDataParallel(module)
+    of_torch = {name for name in vars(ddp) if not name.startswith("_")} - set(vars(nn.Module())) - set(vars(model))
+    # The last two are names that scripts give to attributes of their own.
+    public = of_torch - {"module", "process_group", "device", "logger"}
+
+    assert "require_backward_grad_sync" in public
+    for name in sorted(public | {"static_graph", "_use_python_reducer"}):
+        for said in (error_of(setattr, model, name, False), error_of(getattr, model, name)):
+            assert said is not None, name
+            assert said[0] == "AttributeError"
+            assert said[1].startswith(f"'LegacyDistributedDataParallel' object has no attribute '{name}'")
+        assert not hasattr(model, name)
+    with pytest.raises(AttributeError, match=r"leave out the all_reduce\(\) of all micro-batches but the last"):
+        model.require_backward_grad_sync = False
+
+
+class _WithItsOwn(LegacyDistributedDataParallel):
+    reducer = "of the subclass"
+
+
+@pytest.mark.usefixtures("alone")
+def test_attributes_of_scripts_and_of_subclasses_may_be_assigned() -> None:
+    model = _WithItsOwn(nn.Linear(1, 1))
+    model.reducer = "assigned"
+    model.device = "cpu"  # type: ignore[assignment]
+    model.epoch = 3  # type: ignore[assignment]
+
+    assert (model.reducer, model.device, model.epoch) == ("assigned", "cpu", 3)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("when", ["before wrapping", "after wrapping"])
 def test_an_optimizer_inside_backward_is_refused_before_it_steps(when: str) -> None:
     module = nn.Linear(2, 1)
