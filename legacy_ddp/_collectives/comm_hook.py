@@ -112,7 +112,7 @@ def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divi
     for buffer, _, result in results:
         as_real(buffer.flat).copy_(result)
         if divisor != call.groups.size:
-            buffer.flat.div_(divisor / call.groups.size)
+            as_real(buffer.flat).div_(divisor / call.groups.size)
     return sum(buffer.payload.nbytes for buffer, _, _ in results)
 
 

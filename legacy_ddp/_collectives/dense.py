@@ -107,11 +107,11 @@ def _start(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> Any:
 
 def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
     start, stop = run
-    flat = buffer.flat[start:stop]
+    flat = as_real(buffer.flat[start:stop])  # divided as complex numbers, inf + 0 j would become inf + nan j
     if call.groups.size == 1:
         after = float(divisor)
     else:
-        wire = buffer.payload[start:stop]
+        wire = as_real(buffer.payload[start:stop])
         _, after = split_divisor(divisor, call.groups.size, wire.dtype)
         if buffer.wire is not None:
             # The sum may need the wider range of the two dtypes, the quotient does not.

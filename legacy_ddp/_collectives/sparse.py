@@ -38,12 +38,13 @@ def _reduce(call: Call, grad: torch.Tensor, lengths: Sequence[int], divisor: int
     total = torch.sparse_coo_tensor(
         torch.cat([part[:, :length] for part, length in zip(all_indices, lengths, strict=True)], dim=1),
         torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(_sum_dtype(grad.dtype)),
-        grad.shape,
+        (*grad.shape, 2) if grad.is_complex() else grad.shape,
         check_invariants=False,
     ).coalesce()
+    mean = total.values() / divisor if divisor != 1 else total.values()
     reduced = torch.sparse_coo_tensor(
         total.indices(),
-        (total.values() / divisor if divisor != 1 else total.values()).to(grad.dtype),
+        torch.view_as_complex(mean) if grad.is_complex() else mean.to(grad.dtype),
         grad.shape,
         is_coalesced=True,
         check_invariants=False,
@@ -59,15 +60,16 @@ def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float16 else dtype
+    return torch.float32 if dtype == torch.float16 else dtype.to_real()
 
 
 def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Collective: the tensors of all ranks, of equal shape."""
-    if call.groups.size == 1:
-        return [tensor]
+    """Collective: the tensors of all ranks, of equal shape; complex numbers as pairs, which are added and divided
+    apart."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if call.groups.size == 1:
+        return [real]
     parts = [torch.empty_like(real) for _ in range(call.groups.size)]
     options = call.options("Allgather")
     call.run(group, lambda carrier: carrier.allgather([parts], [real.contiguous()], options))
-    return [torch.view_as_complex(part) for part in parts] if tensor.is_complex() else parts
+    return parts

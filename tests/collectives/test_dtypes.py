@@ -1,5 +1,6 @@
 """The mean of gradients of any dtype, shape and strides."""
 
+import math
 from functools import partial
 from itertools import product
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp._collectives.dense import split_divisor
@@ -23,6 +25,7 @@ from tests.helpers.cases import (
     sparse_of,
     vectors,
 )
+from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
 
 # Dtypes
@@ -226,3 +229,76 @@ def _tied(rank: int) -> tuple[list[float], int]:
 
 def test_tied_parameter_is_reduced_once() -> None:
     assert run_ranks(_tied, 2) == [([4.0] * 4, 4 * 4)] * 2
+
+
+_COMPLEX = torch.complex(torch.tensor([math.inf, 0.0, 3.0]), torch.tensor([0.0, -math.inf, 6.0]))
+_COMPLEX_PATHS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "gloo": {"transport": "gloo"},
+    "without views": {"gradient_as_bucket_view": False},
+    "reproducible": {"reproducible": True},
+    "reproducible over gloo": {"reproducible": True, "transport": "gloo"},
+    "hook": {},
+    "sparse": {},
+}
+
+
+def _complex_means(rank: int, hosts: str) -> dict[str, list[list[float]]]:
+    """The parts of every element; the last rank has the gradient, and the other ranks have zeros."""
+    found = {}
+    for name, arguments in _COMPLEX_PATHS.items():
+        with on_host(hosts[rank]):
+            model = LegacyDistributedDataParallel(
+                nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))]), checks="off", **arguments
+            )
+            if name == "hook":
+                model.register_comm_hook(None, allreduce_hook)
+            (parameter,) = model.parameters()
+            grad = _COMPLEX.clone() if rank == len(hosts) - 1 else torch.zeros_like(_COMPLEX)
+            if name == "sparse":
+                indices = torch.arange(3)[None]
+                grad = torch.sparse_coo_tensor(indices, grad, (3,), is_coalesced=True, check_invariants=True)
+            parameter.grad = grad
+            model.all_reduce(sample_size=3)
+        assert parameter.grad is not None
+        reduced = parameter.grad.values() if parameter.grad.is_sparse else parameter.grad
+        found[name] = torch.view_as_real(reduced).tolist()
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["a", "aa", "aabb"])
+def test_the_parts_of_a_complex_number_are_divided_apart(hosts: str) -> None:
+    """A division of a complex number by a complex number makes inf + nan j of inf + 0 j."""
+    ranks = len(hosts)
+
+    for found in run_ranks(partial(_complex_means, hosts=hosts), ranks):
+        for path in _COMPLEX_PATHS:
+            assert found[path] == [[math.inf, 0.0], [0.0, -math.inf], [1.0 / ranks, 2.0 / ranks]], path
+
+
+def _large_means(rank: int) -> list[float]:
+    found = []
+    for dtype, transport, reduce_dtype in _LARGE:
+        model = LegacyDistributedDataParallel(
+            nn.ParameterList([nn.Parameter(torch.zeros(1, dtype=dtype))]),
+            checks="off",
+            transport=transport,
+            reduce_dtype=reduce_dtype,
+        )
+        (parameter,) = model.parameters()
+        parameter.grad = torch.full((1,), 2.0**127, dtype=dtype)
+        model.all_reduce()
+        assert parameter.grad is not None
+        found.append(float(parameter.grad))
+    return found
+
+
+_LARGE: dict[tuple[torch.dtype, Any, torch.dtype | None], float] = {
+    **{(dtype, way, None): math.inf for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
+    **{(dtype, way, torch.float64): 2.0**127 for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
+}
+
+
+def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums() -> None:
+    """As docs/transport.md says: 2 * 2**127 is beyond the range of bf16 and of fp32, and their mean is not."""
+    assert run_ranks(_large_means, 2) == [list(_LARGE.values())] * 2
