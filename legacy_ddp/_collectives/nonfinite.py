@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
@@ -20,6 +19,7 @@ from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
+from legacy_ddp._step_guard.unscaled import used_scaler
 from legacy_ddp._text import TIE, wrap
 from legacy_ddp._transport.call import Call
 
@@ -65,7 +65,9 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
     if call.groups in warned:
         return
     with call.phase("agree"):
-        own = _inspect(call, plan, packed, scan=call.groups.rank in ranks)
+        search = not warnings.has_searched_scalers
+        own = _inspect(call, plan, packed, scan=call.groups.rank in ranks, search=search)
+        warnings.has_searched_scalers = True
         found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
     if all(_may_overflow(details.scale) for details in found):
         return
@@ -151,7 +153,7 @@ def _format_counts(nan: int, inf: int, numel: int) -> str:
     return f"{' and '.join(counts)} of {numel}".replace(" ", TIE)
 
 
-def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool) -> NonFinite:
+def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool, search: bool) -> NonFinite:
     """The details of this rank. A scaler that the loop did not pass is found by its use: a warning takes it for an
     excuse, an error names it as a next step."""
     try:
@@ -159,7 +161,7 @@ def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool) -> NonFinite
         passed = call.checks.grad_scaler
         if passed is not None:
             return replace(found, scale=_scale_of(passed))
-        used = internals.used_scaler()
+        used = used_scaler(search=search)
         if call.checks.nonfinite_policy == "raise":
             return replace(found, has_other_scaler=used is not None)
         return replace(found, scale=_scale_of(used))

@@ -25,6 +25,7 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepCounter
+from legacy_ddp._step_guard.unscaled import watch_scalers
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.operation import Operation
@@ -49,6 +50,8 @@ class Synchronizer:
             self.digests = RotatingDigests(wrapper, settings, self.planner)
         if settings.checks.guards_steps:
             guard_steps()
+        if settings.checks.nonfinite_policy != "ignore":
+            watch_scalers()
         self.steps = StepCounter(self.policy) if settings.checks.counts_steps and wrapper is not None else None
         # By the user's group: a wrapper that comes back to a group finds its counters there.
         self._group_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()

@@ -27,13 +27,15 @@ class Warnings:
 
     ``open``: the checks that have not warned yet. Each returns the text of a warning, or an empty text. A warning is
     given once per run and on rank 0, and its check goes. ``nonfinite_groups``: the process groups with a streak of
-    non-finite gradients, after the warning on every rank.
+    non-finite gradients, after the warning on every rank. ``has_searched_scalers``: all scalers of the process were
+    looked for, which is done once.
     """
 
     def __init__(self, settings: Settings) -> None:
         checks = settings.checks
         self.pending: list[Pending] = []
         self.nonfinite_groups: weakref.WeakSet[Groups] = weakref.WeakSet()
+        self.has_searched_scalers = False
         wanted: tuple[tuple[bool, Callable[[Call, Agreement], str]], ...] = (
             (checks.uneven == "warn", _describe_uneven_work),
             (checks.warns_of_same_data, _SameData().describe),

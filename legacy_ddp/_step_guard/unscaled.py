@@ -1,4 +1,4 @@
-"""GradScalers found by their steps: whether a scaler has unscaled the gradients of its optimizer."""
+"""GradScalers found by their steps: which are in use, and whether one has unscaled the gradients of its optimizer."""
 
 import weakref
 from functools import cache
@@ -13,6 +13,7 @@ from legacy_ddp import _torch as internals
 _scalers: "weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[torch.amp.GradScaler]]" = (
     weakref.WeakKeyDictionary()
 )
+_known: "weakref.WeakValueDictionary[int, torch.amp.GradScaler]" = weakref.WeakValueDictionary()  # by id: any class
 
 
 @cache
@@ -26,6 +27,18 @@ def _note_scaler(optimizer: torch.optim.Optimizer, _args: tuple[Any, ...], _kwar
     scaler = internals.calling_scaler()
     if scaler is not None:
         _scalers[optimizer] = weakref.ref(scaler)
+        _known[id(scaler)] = scaler
+
+
+def used_scaler(*, search: bool) -> torch.amp.GradScaler | None:
+    """The GradScaler that has scaled a loss; of several the one with the largest scale.
+
+    Of the scalers that have stepped an optimizer, or with ``search`` of all scalers in this process: an overflow may
+    come before the first step, and then the scaler skips it. A search finds scalers for all later calls, too.
+    """
+    if search:
+        _known.update({id(scaler): scaler for scaler in internals.all_scalers()})
+    return internals.largest_used_scaler(list(_known.values()))
 
 
 def unscaled_ids() -> set[int]:

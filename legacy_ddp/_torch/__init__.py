@@ -71,12 +71,13 @@ from legacy_ddp._torch.memory import (
     weak_storage,
 )
 from legacy_ddp._torch.training import (
+    all_scalers,
     calling_scaler,
     has_unscaled,
+    largest_used_scaler,
     statistics_names,
     unsaved_buffer_names,
     updated_statistics_names,
-    used_scaler,
 )
 
 __all__ = [
@@ -91,6 +92,7 @@ __all__ = [
     "WeakIdKeyDictionary",
     "accumulate_hooks",
     "add_accumulate_hook",
+    "all_scalers",
     "attach_hooks",
     "backend_name",
     "before_every_step",
@@ -114,6 +116,7 @@ __all__ = [
     "is_only_in_grad",
     "is_registered",
     "is_tracing",
+    "largest_used_scaler",
     "leaf_of",
     "next_node_number",
     "node_number",
@@ -135,7 +138,6 @@ __all__ = [
     "unsaved_buffer_names",
     "unseen",
     "updated_statistics_names",
-    "used_scaler",
     "weak_storage",
     "without_accumulate_hooks",
 ]

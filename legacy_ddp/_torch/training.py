@@ -10,12 +10,13 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.modules.batchnorm import _NormBase
 
 
-def used_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler in this process that has scaled a loss; of several the one with the largest scale.
+def all_scalers() -> list[torch.amp.GradScaler]:
+    """Every GradScaler in this process. Looks at all objects, which may take seconds: not for every step."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
 
-    Looks at all objects of the process: for rare moments alone.
-    """
-    scalers = [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+
+def largest_used_scaler(scalers: Iterable[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
+    """Of the scalers that have scaled a loss the one with the largest scale."""
     used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
     return max(used, key=torch.amp.GradScaler.get_scale, default=None)
 
