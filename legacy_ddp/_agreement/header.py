@@ -30,6 +30,7 @@ class Flag(IntFlag):
     VALUES: the norm was taken. FINITE: the norm is finite. REDUCED: a call of a different wrapper left the gradients.
     UNSCALED: a GradScaler has unscaled gradients before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was
     written to in place before the call, and the norm or the greatest element is the same in call after call.
+    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward.
     """
 
     FAILED = 1
@@ -45,11 +46,13 @@ class Flag(IntFlag):
     NORM_CLIPPED = 1024
     VALUE_CLIPPED = 2048
     REDUCED = 4096
+    UNCLEARED = 8192
 
 
 # As plain numbers, for the rows of every call: an IntFlag takes six times as long.
-FAILED_BIT, VALUES_BIT, FINITE_BIT, JOINED_BIT, COUNTED_BIT, SIGNED_BIT = (
-    flag.value for flag in (Flag.FAILED, Flag.VALUES, Flag.FINITE, Flag.JOINED, Flag.COUNTED, Flag.SIGNED)
+FAILED_BIT, VALUES_BIT, FINITE_BIT, JOINED_BIT, COUNTED_BIT, SIGNED_BIT, UNCLEARED_BIT = (
+    flag.value
+    for flag in (Flag.FAILED, Flag.VALUES, Flag.FINITE, Flag.JOINED, Flag.COUNTED, Flag.SIGNED, Flag.UNCLEARED)
 )
 
 

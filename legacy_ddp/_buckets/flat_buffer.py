@@ -8,6 +8,7 @@ transposed gradient), the call packs into a fresh flat tensor and leaves the old
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -36,8 +37,9 @@ class FlatBuffer:
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
         self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
         self._was_view = self._is_view  # the same when the call began: pack() may move all gradients
-        # Identity of the gradient that the last call left for each slot, where some of them are not views.
+        # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
+        self._result_versions: list[int] = []
 
     @property
     def views(self) -> SlotViews:
@@ -151,7 +153,18 @@ class FlatBuffer:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
         if self._result_identities:
             return internals.identity(grad) is self._result_identities[index]
-        return self._views is not None and grad is self._views[index]
+        return self._views is not None and self._views.has_result and grad is self._views[index]
+
+    def result_version(self, index: int) -> int:
+        """The version of the gradient left for the slot by the last call, at the end of the call."""
+        return self._result_versions[index] if self._result_versions else self.views.result_version(index)
+
+    def result_view(self, index: int) -> torch.Tensor | None:
+        """The view of the slot, if the last call has left it as the gradient."""
+        if self._views is None:
+            return None
+        view: torch.Tensor = self._views[index]
+        return view if self.is_last_result(index, view) else None
 
     @property
     def was_written(self) -> bool:
@@ -173,10 +186,11 @@ class FlatBuffer:
         if not self.as_views or not all(self._is_view) or kinds.count(DENSE) < len(kinds):
             self._assign(parameters, kinds)
         self.views.note_result()
-        self._result_identities = []
+        self._result_identities, self._result_versions = [], []
         if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
-            grads = (parameter.grad for parameter in parameters)
+            grads = [parameter.grad for parameter in parameters]
             self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
+            self._result_versions = [0 if grad is None else grad._version for grad in grads]
 
     def _assign(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         written: set[int] = set()
@@ -215,6 +229,28 @@ class FlatBuffer:
                 loose.append(grad)
         if loose:
             internals.foreach_copy(slots, loose)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotResult:
+    """The gradient that the last call has left for a slot of a buffer."""
+
+    buffer: FlatBuffer
+    index: int
+
+    def is_in(self, grad: torch.Tensor) -> bool:
+        """As :meth:`FlatBuffer.is_last_result`."""
+        return self.buffer.is_last_result(self.index, grad)
+
+    @property
+    def version(self) -> int:
+        """As :meth:`FlatBuffer.result_version`."""
+        return self.buffer.result_version(self.index)
+
+    @property
+    def view(self) -> torch.Tensor | None:
+        """As :meth:`FlatBuffer.result_view`."""
+        return self.buffer.result_view(self.index)
 
 
 def _inside(runs: Sequence[Run], offset: int) -> bool:

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 
 from legacy_ddp._buckets.backward_copy import BackwardCopy
 from legacy_ddp._buckets.columns import Columns
-from legacy_ddp._buckets.flat_buffer import FlatBuffer
+from legacy_ddp._buckets.flat_buffer import FlatBuffer, SlotResult
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
 from legacy_ddp._buckets.segment import SegmentPolicy
@@ -132,9 +132,7 @@ class Planner:
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]
         plan = Plan(layout, [tensors[index] for index in order], buffers)
-        last_results = [
-            partial(buffer.is_last_result, index) for buffer in buffers for index in range(len(buffer.bucket.slots))
-        ]
+        last_results = [SlotResult(buffer, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
         self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
         self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
         self._order, self._buffers = order, buffers

@@ -83,6 +83,15 @@ class SlotViews(Sequence[torch.Tensor]):
         self._result_versions = self._versions()
 
     @property
+    def has_result(self) -> bool:
+        """Whether :meth:`note_result` was called."""
+        return bool(self._result_versions)
+
+    def result_version(self, index: int) -> int:
+        """The version of a view at :meth:`note_result`."""
+        return self._result_versions[index]
+
+    @property
     def was_written(self) -> bool:
         """Whether a view was written to since :meth:`note_result`."""
         return self._result_versions != self._versions()

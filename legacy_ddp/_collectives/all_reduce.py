@@ -99,7 +99,7 @@ def all_reduce(
                 plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:
             leaves.end_step()
-        planner.counter.reset()
+        planner.counter.reset(plan.parameters)
         if steps is not None:
             steps.begin(call.groups, plan.parameters)
         if digests is not None:

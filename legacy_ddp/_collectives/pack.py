@@ -76,8 +76,10 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
             header = _with_fingerprints(call, plan, header, kinds)
             return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats), metrics)
         header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
+        if header.participation == Participation.PLAIN and call.checks.level != "off":
+            header = _with_uncleared(header, counter, plan)
         if header.participation == Participation.SAMPLES:
-            _check_undivided(counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
+            _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
         kinds, flats = plan.kinds(grads), _flats(plan)
         if leaves is not None:
             count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
@@ -166,8 +168,8 @@ def _require_sample_size(header: Header) -> None:
         )
 
 
-def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
-    """Refuse gradients divided by an earlier call and not reached by a backward since."""
+def _check_undivided(call: Call, counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -> None:
+    """Refuse gradients divided by an earlier call, with or without a backward added since."""
     if is_repeat and not any(buffer.was_written for buffer in plan.buffers):
         raise GradientError(
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
@@ -183,6 +185,16 @@ def _check_undivided(counter: BackwardCounter, plan: Plan, *, is_repeat: bool) -
                 "that you write yourself: assign a new tensor)",
                 parameter=name,
             )
+    if added := counter.added_to_results(plan.parameters):
+        name = plan.layout.slots[added[0]].name
+        raise GradientError(
+            f"grad of {name!r} holds the result of an earlier call, and a backward was added to it ({len(added)} of "
+            f"{len(plan.parameters)} parameters): sample_size would divide that result again in {call}; expected a "
+            "gradient made by backward since the last call; call model.zero_grad() between step() and the next "
+            "backward(), or, to add up micro-batches, make one call per step: put the earlier micro-batches, with "
+            "their calls, into no_sync()",
+            parameter=name,
+        )
 
 
 def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tensor | None]) -> int:
@@ -200,6 +212,11 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     ):
         flags |= Flag.REPEAT
     return flags
+
+
+def _with_uncleared(header: Header, counter: BackwardCounter, plan: Plan) -> Header:
+    is_uncleared = counter.added_to_used_results(plan.parameters)
+    return header._replace(flags=header.flags | Flag.UNCLEARED) if is_uncleared else header
 
 
 def _with_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:

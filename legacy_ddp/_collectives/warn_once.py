@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._agreement.header import Flag
+from legacy_ddp._agreement.header import UNCLEARED_BIT, Flag
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import warn
 from legacy_ddp._settings import Settings
@@ -39,6 +39,7 @@ class Warnings:
         wanted: tuple[tuple[bool, Callable[[Call, Agreement], str]], ...] = (
             (checks.uneven == "warn", _describe_uneven_work),
             (checks.warns_of_same_data, _SameData().describe),
+            (checks.level != "off", _describe_uncleared),
             (settings.reproducible and checks.level != "off", _describe_merged_micro_batches),
         )
         self.open = [check for is_wanted, check in wanted if is_wanted]
@@ -73,6 +74,19 @@ def _describe_uneven_work(call: Call, agreement: Agreement) -> str:
     return (
         f"{call}: ranks bring uneven work (warned once):\n{finding}\n"
         "pass all_reduce(sample_size=...) if they should, or see legacy_ddp.Checks(uneven=...)"
+    )
+
+
+def _describe_uncleared(call: Call, agreement: Agreement) -> str:
+    """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing. Several
+    calls for one step are no sign, and gradients that were cleared in part are not, either."""
+    ranks = [rank for rank, row in enumerate(agreement.rows) if row.flags & UNCLEARED_BIT]
+    if not ranks:
+        return ""
+    return (
+        f"{call}: on {name_ranks(ranks)} backward added to gradients that a step had used already, in every\n"
+        "parameter that it reached (warned once): the steps now use the old gradients again;\n"
+        "call zero_grad() once per step, between step() and the next backward(), on every rank"
     )
 
 

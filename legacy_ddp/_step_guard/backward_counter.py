@@ -7,7 +7,7 @@ part of the model, and with ``create_graph=True``. The number is for warnings an
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import contains, is_
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_hook import BackwardHook, remove_hooks
 from legacy_ddp._step_guard.policy import StepPolicy
+from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
 
 
 class _Attached(NamedTuple):
@@ -27,6 +28,7 @@ class _Attached(NamedTuple):
 
 
 _counts: dict[int, list[int]] = {}  # of every counter that exists
+_sums: "weakref.WeakSet[ResultSums]" = weakref.WeakSet()  # of every counter that exists
 
 
 class BackwardCounter:
@@ -41,6 +43,7 @@ class BackwardCounter:
         self._identities: list[dict[str, Any]] = []
         self._hooks: list[BackwardHook] = []
         self._has_earlier_results = False  # a call with other parameters left some of the gradients
+        self._sums = ResultSums()  # known to all counters from attach() on
         weakref.finalize(self, remove_hooks, self._handles)
         _counts[id(self)] = self._counts
         weakref.finalize(self, _counts.pop, id(self), None)
@@ -60,11 +63,11 @@ class BackwardCounter:
         self,
         names: Sequence[str],
         parameters: Sequence[torch.Tensor],
-        last_results: Sequence[Callable[[torch.Tensor], bool]],
+        last_results: Sequence[LastResult],
     ) -> None:
         """Count on these parameters from now on, instead of the parameters before; common parameters keep their counts.
 
-        ``last_results``: for each parameter, whether a gradient is the object left by the last call.
+        ``last_results``: for each parameter, the gradient left by the last call.
         """
         before = self._hooks_on(parameters)
         counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
@@ -80,9 +83,16 @@ class BackwardCounter:
         self._has_earlier_results = any(result is not None for result in earlier_results)
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
+        self._sums = ResultSums(last_results, self._counts)
+        _sums.add(self._sums)
+        for index, found in enumerate(before):
+            if found is not None:
+                self._sums.take_over(index, found.hook.sums, found.hook.index)
         self._hooks = [
-            BackwardHook(name, index, self._counts, self._versions, self.policy, is_last_result, earlier_result)
-            for index, (name, is_last_result, earlier_result) in enumerate(
+            BackwardHook(
+                name, index, self._counts, self._versions, self.policy, last_result, self._sums, earlier_result
+            )
+            for index, (name, last_result, earlier_result) in enumerate(
                 zip(names, last_results, earlier_results, strict=True)
             )
         ]
@@ -106,6 +116,34 @@ class BackwardCounter:
             return False
         (hooks,) = internals.accumulate_hooks([parameters[index]])
         return _is_foreign_result(self._hooks[index], parameters[index], hooks)
+
+    def added_to_results(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Positions of the parameters with a gradient that is the result of a call plus a backward.
+
+        Empty where some gradients were cleared, and steps reached a part of the parameters: optimizers that take turns
+        clear their own gradients before they use them.
+        """
+        if not any(list(_sums)):
+            return []
+        reached = self.reached(parameters)
+        on_parameters = internals.accumulate_hooks(parameter for _, parameter in reached)
+        found = [
+            own.index
+            for (own, parameter), hooks in zip(reached, on_parameters, strict=True)
+            if _contains_result(own, parameter.grad, hooks)
+        ]
+        is_turn = len(found) < len(reached) and len({own.is_stepped for own, _ in reached}) > 1
+        return [] if is_turn else found
+
+    def added_to_used_results(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether :meth:`added_to_results` holds for every parameter reached by backward, and a step has used every
+        result. False if reading the gradients would wait for a device."""
+        if not self._sums or self._sums.may_wait():
+            return False
+        reached = self.reached(parameters)
+        if not all(own.is_stepped for own, _ in reached):
+            return False
+        return len(self.added_to_results(parameters)) == len(reached) > 0
 
     @property
     def micro_batches(self) -> int:
@@ -166,10 +204,15 @@ class BackwardCounter:
         for hook in self._hooks:
             hook.grad_version = -1 if keep_counts else sys.maxsize
             hook.is_consumed = False
+        self._sums.clear()
 
-    def reset(self) -> None:
-        """Set all counts to 0."""
+    def reset(self, parameters: Sequence[torch.Tensor] = ()) -> None:
+        """Set all counts to 0. ``parameters``: given after a call that has left results."""
+        if parameters and 0 in self._counts:  # the others were noted in their backward
+            for index in [index for index, count in enumerate(self._counts) if not count]:
+                self._versions[index] = parameters[index]._version
         self._counts[:] = [0] * len(self._counts)
+        self._sums.clear()
         self.policy.has_local_steps = False
         for hook in self._hooks if self._has_earlier_results else ():
             hook.earlier_result = None
@@ -191,6 +234,15 @@ class BackwardCounter:
 def is_any_counting() -> bool:
     """Whether any parameter with a hook was reached by backward since the last reset of its counter."""
     return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
+
+
+def _contains_result(own: BackwardHook, grad: torch.Tensor | None, hooks: Mapping[int, object]) -> bool:
+    """Whether ``grad`` is the result of a call, of any counter on the parameter, plus a backward, and nothing else has
+    written to it since."""
+    if grad is None or own.was_written(grad):
+        return False
+    identity = internals.identity(grad)
+    return any(hook.sums.contains(hook.index, identity) for hook in hooks.values() if type(hook) is BackwardHook)
 
 
 def _is_foreign_result(own: BackwardHook, parameter: torch.Tensor, hooks: Mapping[int, object]) -> bool:

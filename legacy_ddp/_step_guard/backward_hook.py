@@ -1,6 +1,6 @@
 """The hook on a parameter: counts how often backward reached the parameter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.policy import StepPolicy
+from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
 
 
 class PassiveHook:
@@ -23,12 +24,12 @@ class PassiveHook:
 class BackwardHook:
     """Counts in the lists of a counter, at ``index``. Refers to no counter and no parameter.
 
-    ``is_last_result``: whether a gradient is the object left by the last call. ``earlier_result``: the identity of the
-    gradient left by a call with other parameters, before the present parameters replaced them. Later writes to the
-    gradient, for example by clipping, do not matter: the call has divided the gradient all the same.
+    ``last_result``: the gradient left by the last call. ``sums``: of all hooks of the counter. ``earlier_result``: the
+    identity of the gradient left by a call with other parameters, before the present parameters replaced them. Later
+    writes to the gradient, for example by clipping, do not matter: the call has divided the gradient all the same.
     ``grad_version``: of the gradient, after its last backward. ``left_version``: the same, after the gradient moved to
     its slot, if it moved. ``is_consumed``: a local step has used the counted gradients; the next backward counts from
-    1.
+    1. ``is_stepped``: the parameter was written to between the last call and the first backward since.
     """
 
     name: str
@@ -36,16 +37,19 @@ class BackwardHook:
     counts: list[int]
     versions: list[int]
     policy: StepPolicy
-    is_last_result: Callable[[torch.Tensor], bool]
+    last_result: LastResult
+    sums: ResultSums
     earlier_result: dict[str, Any] | None = None
     grad_version: int = -1
     left_version: int = -1
     thread: int = 0
     is_consumed: bool = False
+    is_stepped: bool = False
 
     def __call__(self, parameter: torch.Tensor) -> None:
         index, counts, versions, grad = self.index, self.counts, self.versions, parameter.grad
-        if self.is_consumed:
+        was_consumed, is_continued, thread = self.is_consumed, True, 0
+        if was_consumed:
             counts[index], self.is_consumed = 0, False
         if grad is not None:
             try:
@@ -59,11 +63,19 @@ class BackwardHook:
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
             if is_new and parameter._version == versions[index]:
                 counts[index] = 0
+            is_continued = counts[index] > 0 and version == self.left_version + 1
             self.grad_version = self.left_version = version
             self.thread = thread
         count = counts[index]
         if not count:
+            self.is_stepped = parameter._version != versions[index]
             versions[index] = parameter._version
+        if not is_continued and thread:
+            # A gradient that is new has version 0, unless an operation has written to it: the quick look.
+            if version and not (count or was_consumed) and grad is not None and self.last_result.is_in(grad):
+                self.sums.note(index, grad, version)
+            elif self.sums:
+                self.sums.discard(index)
         counts[index] = count + 1
 
     def was_reduced(self, grad: torch.Tensor | None, *, excluding: "BackwardHook | None" = None) -> bool:
@@ -73,7 +85,9 @@ class BackwardHook:
         """
         if grad is None or self.counts[self.index]:
             return False
-        return internals.identity(grad) is self.earlier_result or (self is not excluding and self.is_last_result(grad))
+        return internals.identity(grad) is self.earlier_result or (
+            self is not excluding and self.last_result.is_in(grad)
+        )
 
     def was_written(self, grad: torch.Tensor | None) -> bool:
         """Whether the gradient was written to in place after its last backward. After a compiled backward unknown, so

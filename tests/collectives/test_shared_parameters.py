@@ -108,6 +108,8 @@ def test_calls_that_share_a_weight_succeed_where_nothing_is_divided_twice(form: 
         encoder.weight.grad = torch.ones(4, 3)  # assigned by hand: another gradient
         second(sample_size=2)
         assert encoder.weight.grad.unique().tolist() == [0.5]
+        encoder.zero_grad()
+        decoder.zero_grad(set_to_none=False)
         _backward(encoder, decoder, 0)
         second(sample_size=2)
         encoder.zero_grad(set_to_none=False)

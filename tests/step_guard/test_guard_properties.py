@@ -12,6 +12,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import LegacyDistributedDataParallel, UnsynchronizedStepError
+from tests.helpers import logged_warnings
 
 NAMES = ("left", "shared", "right")
 HOLDS = (("left", "shared"), ("shared", "right"))  # of two wrappers
@@ -144,3 +145,5 @@ def test_exactly_the_steps_on_unreduced_gradients_are_refused(operations: list[O
             for name, p in expected.items()
         }
         assert program.state() == values, operation
+    for text in logged_warnings.take():  # some programs step twice without zero_grad()
+        assert "backward added to gradients that a step had used already" in text

@@ -21,6 +21,7 @@ from legacy_ddp import (
     UnsynchronizedStepError,
     all_reduce_gradients,
 )
+from tests.helpers import logged_warnings
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.paths import ROOT
 
@@ -213,6 +214,8 @@ def test_two_wrappers_trained_against_each_other_are_not_refused(set_to_none: bo
         critic(generator(torch.ones(2, 3)).detach()).sum().backward()
         critic.all_reduce()
         optimizers[1].step()
+    assert not logged_warnings.take()
+    optimizers[0].zero_grad(set_to_none)
     backward(nn.Sequential(generator, critic))
     generator.all_reduce()
     with pytest.raises(UnsynchronizedStepError):
@@ -239,6 +242,8 @@ def test_one_call_is_enough_for_a_parameter_that_several_share(caller: Any) -> N
             optimizer.step()
         with models[1].no_sync():
             assert_steps(trunk, optimizer)
+        for model in models:
+            model.zero_grad()
 
 
 @pytest.mark.usefixtures("alone")

@@ -1,0 +1,138 @@
+"""Gradients that backward has added to the result of a call, without ``zero_grad()`` between.
+
+A call with ``sample_size`` would divide that result a second time. Nothing is read while every step begins without
+gradients: the sign is that backward finds the object that the last call has left. A result that was cleared in place is
+the same object, and its version tells nothing: clipping raises the version as clearing does, and ``.data.zero_()`` does
+not. So the first addition of a step takes the norms of all results that backward has not reached yet. For the result of
+that first addition the old values are lost. Its version decides, unless other results are zero under their old version.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from legacy_ddp import _torch as internals
+
+
+class LastResult(Protocol):
+    """The gradient that the last call has left for a slot."""
+
+    def is_in(self, grad: torch.Tensor) -> bool:
+        """Whether ``grad`` is that object. Writes to the object do not matter."""
+
+    @property
+    def version(self) -> int:
+        """Its version at the end of the call."""
+
+    @property
+    def view(self) -> torch.Tensor | None:
+        """The object, None if only the user has it."""
+
+
+class _Seen(NamedTuple):
+    """The norm of a result, not read yet, the version of the result then, and whether that is the call's version."""
+
+    norm: torch.Tensor
+    version: int
+    is_unwritten: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Addition:
+    """A gradient that was the result of the last call before the first backward since.
+
+    ``identity``: of the gradient. ``norm``: of the result before the addition, None if unknown. ``is_unwritten``:
+    nothing but this backward has raised the version of the result.
+    """
+
+    identity: dict[str, Any]
+    norm: torch.Tensor | None
+    is_unwritten: bool
+
+
+class _Look(NamedTuple):
+    """The results at the first addition of a step, by slot, and the thread that added."""
+
+    thread: int
+    seen: dict[int, _Seen]
+
+
+class ResultSums:
+    """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive."""
+
+    def __init__(self, results: Sequence[LastResult] = (), counts: Sequence[int] = ()) -> None:
+        self._results = results
+        self._counts = counts
+        self._additions: dict[int, _Addition] = {}
+        self._look: _Look | None = None  # None until the first addition
+
+    def __bool__(self) -> bool:
+        return bool(self._additions)
+
+    def note(self, index: int, grad: torch.Tensor, version: int) -> None:
+        """``grad``, now of ``version``, is the result in slot ``index`` after the first backward since the call."""
+        look = self._look
+        if look is None:
+            look = self._look = _Look(get_ident(), self._look_at_others(index))
+        seen = look.seen.get(index)
+        # Another thread may have added to its results while this look was taken.
+        is_known = seen is not None and version == seen.version + 1 and get_ident() == look.thread
+        self._additions[index] = _Addition(
+            internals.identity(grad),
+            seen.norm if seen is not None and is_known else None,
+            is_unwritten=version == self._results[index].version + 1,
+        )
+
+    def discard(self, index: int) -> None:
+        """Another gradient took the place of the result, or something other than backward wrote to it."""
+        self._additions.pop(index, None)
+
+    def clear(self) -> None:
+        """Forget all additions: after a call, or when all gradients were removed."""
+        self._additions.clear()
+        self._look = None
+
+    def take_over(self, index: int, other: "ResultSums", other_index: int) -> None:
+        """Note the addition of ``other``, whose parameter now has the slot ``index`` here."""
+        addition = other._additions.get(other_index)
+        if addition is not None and other.contains(other_index, addition.identity):
+            self._additions[index] = _Addition(addition.identity, None, is_unwritten=True)
+
+    def contains(self, index: int, identity: dict[str, Any]) -> bool:
+        """Whether the gradient in slot ``index``, with this identity, contains a result that was not cleared."""
+        addition = self._additions.get(index)
+        if addition is None or addition.identity is not identity:
+            return False
+        if addition.norm is not None:
+            return bool(addition.norm)
+        return addition.is_unwritten and not self._is_cleared_unseen()
+
+    def may_wait(self) -> bool:
+        """Whether reading the norms would wait for a device."""
+        return any(seen.norm.device.type != "cpu" for seen in self._others())
+
+    def _is_cleared_unseen(self) -> bool:
+        """Whether the script clears gradients without a new version."""
+        norms = [seen.norm for seen in self._others() if seen.is_unwritten]
+        return bool(norms) and not any(map(bool, norms))
+
+    def _others(self) -> Iterable[_Seen]:
+        return () if self._look is None else self._look.seen.values()
+
+    def _look_at_others(self, index: int) -> dict[int, _Seen]:
+        views = {
+            other: view
+            for other, (result, count) in enumerate(zip(self._results, self._counts, strict=True))
+            if not count and other != index and (view := result.view) is not None and view.numel()
+        }
+        if not views:
+            return {}
+        with torch.no_grad(), internals.unseen():
+            norms = internals.foreach_norm(list(views.values()))
+        return {
+            other: _Seen(norm, view._version, is_unwritten=view._version == self._results[other].version)
+            for (other, view), norm in zip(views.items(), norms, strict=True)
+        }

@@ -1,0 +1,439 @@
+"""Backward passes that add to the result of a call: zero_grad() is missing, for all gradients or for some."""
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
+from tests.helpers import logged_warnings
+from tests.helpers.ranks import run_ranks
+from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values
+
+Model = LegacyDistributedDataParallel
+Between = Callable[[Model], object]
+
+
+def _each(act: Callable[[nn.Parameter], object]) -> Between:
+    def on_all(model: Model) -> None:
+        for parameter in model.parameters():
+            act(parameter)
+
+    return on_all
+
+
+def _sgd(model: Model) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _clip(model: Model) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def _then(*acts: Between) -> Between:
+    def in_order(model: Model) -> None:
+        for act in acts:
+            act(model)
+
+    return in_order
+
+
+def _step(model: Model) -> None:
+    _sgd(model).step()
+
+
+def _zero_in_place(model: Model) -> None:
+    model.zero_grad(set_to_none=False)
+
+
+CLEARS: dict[str, Between] = {
+    "zero_grad()": Model.zero_grad,
+    "zero_grad(set_to_none=False)": _zero_in_place,
+    "zero_grad() of the optimizer": lambda model: _sgd(model).zero_grad(),
+    "in place, of the optimizer": lambda model: _sgd(model).zero_grad(set_to_none=False),
+    "None": _each(lambda parameter: setattr(parameter, "grad", None)),
+    "another tensor": _each(lambda parameter: setattr(parameter, "grad", torch.zeros_like(parameter))),
+    "zero_()": _each(lambda parameter: parameter.grad.zero_()),  # type: ignore[union-attr]
+    "detach_().zero_()": _each(lambda parameter: parameter.grad.detach_().zero_()),  # type: ignore[union-attr]
+    "data.zero_()": _each(lambda parameter: parameter.grad.data.zero_()),  # type: ignore[union-attr]
+    "_foreach_zero_": lambda model: torch._foreach_zero_([p.grad for p in model.parameters()]),
+    "times 0": _each(lambda parameter: parameter.grad.mul_(0)),  # type: ignore[union-attr]
+    "clip, step, zero_()": _then(_clip, _step, _zero_in_place),
+}
+FORGETS: dict[str, Between] = {
+    "nothing": lambda _: None,
+    "step": _step,
+    "clip": _clip,
+    "clip, step": _then(_clip, _step),
+    "one of two zeroed": lambda model: next(model.parameters()).grad.zero_(),  # type: ignore[union-attr]
+    "one of two None": lambda model: setattr(next(model.parameters()), "grad", None),
+    "step, one of two zeroed": _then(_step, lambda model: model.module.bias.grad.zero_()),  # type: ignore[operator, union-attr]
+    "assigned to itself": _each(lambda parameter: setattr(parameter, "grad", parameter.grad)),
+}
+
+
+def _hooked(**arguments: Any) -> Model:
+    model = Model(nn.Linear(2, 1), **arguments)
+    model.register_comm_hook(None, allreduce_hook)
+    return model
+
+
+WRAPPERS: dict[str, Callable[[], Model]] = {
+    "small": lambda: Model(nn.Linear(2, 1)),
+    "large": lambda: Model(nn.Linear(2**15, 2)),  # moves to its slot in backward
+    "without views": lambda: Model(nn.Linear(2, 1), gradient_as_bucket_view=False),
+    "gloo": lambda: Model(nn.Linear(2, 1), transport="gloo"),
+    "reproducible": lambda: Model(nn.Linear(2, 1), reproducible=True),
+    "hook": _hooked,
+}
+# Without views nothing tells a clipped result from a cleared result, and .data.zero_() from nothing.
+UNKNOWN = {("without views", act) for act in ("clip", "clip, step", "data.zero_()")}
+
+
+def _two_steps(rank: int, make: Callable[[], Model], between: Between) -> tuple[Said, bool, dict[str, float | None]]:
+    """The error of the second call, whether it left every gradient as it was, and the gradients of a mended step."""
+    model = make()
+    add_gradients(model, rank + 1.0)
+    model.all_reduce(sample_size=1)
+    between(model)
+    add_gradients(model, rank + 1.0)
+    before = gradient_values(model)
+    said = error_of(model.all_reduce, sample_size=1)
+    is_untouched = gradient_values(model) == before
+    if said is not None:
+        model.zero_grad()
+        add_gradients(model, rank + 1.0)
+        model.all_reduce(sample_size=1)
+    return said, is_untouched, gradient_values(model)
+
+
+def _table(rank: int, acts: str) -> dict[tuple[str, str], Any]:
+    table = {"clears": CLEARS, "forgets": FORGETS}[acts]
+    return {
+        (wrapper, act): _two_steps(rank, make, between)
+        for wrapper, make in WRAPPERS.items()
+        for act, between in table.items()
+        if (wrapper, act) not in UNKNOWN
+    }
+
+
+def test_a_result_with_a_backward_added_is_not_divided_again() -> None:
+    for found in run_ranks(_table, 2, "forgets"):
+        assert len(found) == len(WRAPPERS) * len(FORGETS) - 2
+        for case, (said, is_untouched, mended) in found.items():
+            assert said is not None, case
+            kind, text = said
+            assert kind == "GradientError", (case, said)
+            assert "holds the result of an earlier call, and a backward was added to it" in text
+            assert "sample_size would divide that result again in all_reduce() call 2" in text
+            assert "call model.zero_grad()" in text
+            assert "no_sync()" in text
+            assert is_untouched, case
+            assert set(mended.values()) == {1.5}, case
+
+
+def test_a_result_that_was_cleared_in_any_way_is_no_second_division() -> None:
+    for found in run_ranks(_table, 2, "clears"):
+        assert len(found) == len(WRAPPERS) * len(CLEARS) - 1
+        for case, (said, _, reduced) in found.items():
+            assert said is None, (case, said)
+            assert set(reduced.values()) == {1.5}, case
+
+
+def _one_rank_forgets(rank: int) -> tuple[Said, bool, dict[str, float | None]]:
+    return _two_steps(rank, WRAPPERS["small"], FORGETS["nothing"] if rank == 1 else CLEARS["zero_()"])
+
+
+def test_one_rank_that_forgets_zero_grad_is_named_on_all() -> None:
+    for said, is_untouched, mended in run_ranks(_one_rank_forgets, 2):
+        assert said is not None
+        assert said[0] == "PeerError"
+        assert "rank 1: GradientError: grad of 'bias' holds the result of an earlier call" in " ".join(said[1].split())
+        assert "rank 0: " not in said[1]
+        assert is_untouched
+        assert set(mended.values()) == {1.5}
+
+
+SIZES = {
+    "a mean is divided by items": ((None, 2), "GradientError", (2.5, 3.5)),
+    "a weighted mean is divided again": ((2, 2), "GradientError", (1.75, 2.75)),
+    "a mean is added to a mean": ((None, None), None, (3.0, 3.0)),
+    "a mean is added to a weighted mean": ((2, None), None, (2.25, 2.25)),
+}
+
+
+def _plain_and_weighted(rank: int) -> list[Any]:
+    seen = []
+    for sizes, _, _ in SIZES.values():
+        model = WRAPPERS["small"]()
+        for size in sizes:
+            add_gradients(model, rank + 1.0)
+            said = error_of(model.all_reduce, sample_size=size)
+        seen.append((None if said is None else said[0], set(gradient_values(model).values())))
+    return seen
+
+
+def test_a_plain_mean_keeps_what_the_last_call_left() -> None:
+    """The result of the first call is equal on both ranks, so that its plain mean is the result itself."""
+    for rank, seen in enumerate(run_ranks(_plain_and_weighted, 2)):
+        assert seen == [(error, {grads[rank]}) for _, error, grads in SIZES.values()]
+
+
+def _accumulates(model: Model) -> Said:
+    model.zero_grad()
+    for _ in range(2):
+        with model.no_sync():
+            add_gradients(model, 1.0)
+            model.all_reduce(sample_size=1)
+    add_gradients(model, 1.0)
+    return error_of(model.all_reduce, sample_size=3)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_micro_batches_in_no_sync_are_one_call(wrapper: str) -> None:
+    model = WRAPPERS[wrapper]()
+
+    assert [_accumulates(model) for _ in range(3)] == [None] * 3
+    assert set(gradient_values(model).values()) == {1.0}
+    with model.no_sync():  # after the last call, and without zero_grad()
+        said = error_of(add_gradients, model, 1.0)
+    said = said or error_of(model.all_reduce, sample_size=1)
+    assert said is not None
+    assert "zero_grad()" in said[1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_was_given_up_may_be_cleared_in_place_and_made_again() -> None:
+    model = WRAPPERS["small"]()
+    for _ in range(3):
+        add_gradients(model, 5.0)  # on the result of the last call: of a batch that is given up
+        model.zero_grad(set_to_none=False)
+        add_gradients(model, 3.0)
+        model.all_reduce(sample_size=3)
+        assert set(gradient_values(model).values()) == {1.0}
+
+
+@pytest.mark.usefixtures("alone")
+def test_gradients_written_by_hand_are_used_as_they_are() -> None:
+    model = WRAPPERS["small"]()
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=1)
+    add_gradients(model, 1.0)
+    for parameter in model.parameters():
+        parameter.grad.fill_(4.0)  # type: ignore[union-attr]
+    model.all_reduce(sample_size=2)
+    assert set(gradient_values(model).values()) == {2.0}
+
+    add_gradients(model, 1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 6.0)
+    model.all_reduce(sample_size=2)
+    assert set(gradient_values(model).values()) == {3.0}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_layer_without_an_optimizer_may_keep_what_nobody_uses() -> None:
+    """Only the head is trained and cleared; the gradients of the body are never used."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = Model(net)
+    optimizer = torch.optim.SGD(net[1].parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        add_gradients(model, 3.0)
+        model.all_reduce(sample_size=3)
+        assert set(net[1].weight.grad.flatten().tolist()) == {1.0}
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_optimizers_that_take_turns_on_one_wrapper_clear_their_own_gradients(*, set_to_none: bool) -> None:
+    """A generator's loss reaches the discriminator, whose own turn begins with zero_grad()."""
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    model = Model(net)
+    generator, critic = (torch.optim.SGD(part.parameters(), lr=0.1) for part in net)
+    for _ in range(3):
+        for optimizer, reached in ((critic, net[1]), (generator, net)):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            add_gradients(reached, 3.0)
+            model.all_reduce(sample_size=3)
+            used = optimizer.param_groups[0]["params"]
+            assert {value for parameter in used for value in parameter.grad.flatten().tolist()} == {1.0}
+            optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_result_of_a_wrapper_that_shares_the_weight_is_not_divided_again() -> None:
+    net = nn.Linear(2, 1)
+    first, second = Model(net), Model(nn.Sequential(net))
+    add_gradients(first, 2.0)
+    first.all_reduce(sample_size=2)
+    add_gradients(first, 2.0)
+
+    said = error_of(second.all_reduce, sample_size=2)
+
+    assert said is not None
+    assert "grad of '0.bias' holds the result of an earlier call" in said[1]
+    first.zero_grad()
+    add_gradients(first, 2.0)
+    second.all_reduce(sample_size=2)
+    assert set(gradient_values(first).values()) == {1.0}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("sparse", [False, True])
+def test_gradients_of_a_function_are_not_divided_again(*, sparse: bool) -> None:
+    table = nn.Embedding(3, 2, sparse=sparse)
+    call = partial(all_reduce_gradients, table, sample_size=2)
+    table(torch.tensor([1])).sum().backward()
+    call()
+    said = []
+    for clear in (False, True):
+        if clear:
+            table.zero_grad(set_to_none=False)
+        table(torch.tensor([1])).sum().backward()
+        said.append(error_of(call))
+
+    assert said[0] is not None
+    assert "grad of 'weight' holds the result of an earlier call" in said[0][1]
+    assert said[1] is None
+    assert table.weight.grad is not None
+    assert table.weight.grad.to_dense()[1].tolist() == [0.5, 0.5]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_layer_unfrozen_between_calls_hides_no_addition() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    net[0].bias.requires_grad_(False)
+    model = Model(net)
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=1)
+    net[0].bias.requires_grad_(True)
+    add_gradients(model, 1.0)
+
+    for _ in range(2):
+        said = error_of(model.all_reduce, sample_size=1)
+        assert said is not None
+        assert "holds the result of an earlier call" in said[1]
+    model.zero_grad()
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=1)
+
+
+@pytest.mark.usefixtures("alone")
+def test_local_steps_add_to_no_result() -> None:
+    model = WRAPPERS["large"]()
+    optimizer = _sgd(model)
+    for _ in range(3):
+        with model.no_sync():
+            add_gradients(model, 1.0)
+            optimizer.step()
+        model.zero_grad()
+        add_gradients(model, 2.0)
+        model.all_reduce(sample_size=2)
+        assert set(gradient_values(model).values()) == {1.0}
+        optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("clear", ["zero_grad()", "zero_grad(set_to_none=False)", "clip"])
+def test_a_compiled_model_and_a_scaler_change_nothing(clear: str) -> None:
+    model = Model(torch.compile(nn.Linear(2, 1), backend="eager"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, said = _sgd(model), []
+    for _ in range(3):
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        said.append(error_of(model.all_reduce, sample_size=1))
+        if said[-1]:
+            break
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        {**CLEARS, **FORGETS}[clear](model)
+
+    assert [found is not None for found in said] == ([False, True] if clear == "clip" else [False] * 3)
+
+
+@pytest.mark.usefixtures("alone")
+def test_nothing_is_read_while_gradients_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from legacy_ddp import _torch as internals
+
+    def read(*_: object) -> None:
+        raise AssertionError("gradients were read")
+
+    monkeypatch.setattr(internals, "foreach_norm", read)
+    for make in WRAPPERS.values():
+        model = make()
+        for _ in range(3):
+            model.zero_grad()
+            add_gradients(model, 1.0)
+            model.all_reduce(sample_size=1)
+    model = WRAPPERS["small"]()
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=1)
+    with pytest.raises(AssertionError, match="were read"):  # the function above is in use
+        add_gradients(model, 1.0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_wrapper_that_was_told_of_an_addition_is_freed() -> None:
+    model = WRAPPERS["large"]()
+    add_gradients(model, 1.0)
+    model.all_reduce(sample_size=1)
+    add_gradients(model, 1.0)
+    assert error_of(model.all_reduce, sample_size=1) is not None
+    weight = model.module.weight
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        gc.collect()
+        add_gradients_to = nn.Linear(1, 1)
+        add_gradients_to.weight = weight
+        add_gradients(add_gradients_to, 1.0)  # its hooks are gone
+        assert not weight._post_accumulate_grad_hooks
+    finally:
+        gc.enable()
+
+
+def _plain_loop(rank: int, *, forgets: tuple[int, ...], calls: int = 1, clear: str = "zero_grad()") -> list[str]:
+    """``calls``: for each step, on gradients that add up."""
+    logged_warnings.listen()
+    model = WRAPPERS["small"]()
+    optimizer = _sgd(model)
+    for _ in range(4):
+        for _ in range(calls):
+            model(torch.full((1, 2), rank + 1.0)).sum().backward()
+            model.all_reduce()
+        optimizer.step()
+        if rank not in forgets:
+            CLEARS[clear](model)
+    return logged_warnings.take()
+
+
+def _plain_loops(rank: int) -> list[list[str]]:
+    return [
+        _plain_loop(rank, forgets=(0, 1)),
+        _plain_loop(rank, forgets=(1,)),
+        *(_plain_loop(rank, forgets=(), calls=calls, clear=clear) for clear in CLEARS for calls in (1, 2)),
+    ]
+
+
+def test_gradients_that_a_step_used_and_nobody_cleared_are_told_once_on_rank_0() -> None:
+    (everywhere, on_one, *clean), (other, other_one, *clean_too) = run_ranks(_plain_loops, 2)
+
+    for told, who in ((everywhere, "ranks 0-1"), (on_one, "rank 1")):
+        assert len(told) == 1
+        assert told[0].startswith(f"all_reduce() call 2: on {who} backward added to gradients that a step had used")
+        assert "call zero_grad() once per step" in told[0]
+    assert not other
+    assert not other_one
+    assert not any(clean)
+    assert not any(clean_too)
