@@ -12,6 +12,7 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._collectives.edited import EditedGradients
+from legacy_ddp._collectives.evaluation_hint import EvaluationHint
 from legacy_ddp._collectives.observers import Observers, are_forwards_private
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
@@ -48,6 +49,9 @@ class Synchronizer:
             self.digests = kind(wrapper, settings, self.policy)
         elif settings.checks.rotates_digests and wrapper is not None:
             self.digests = RotatingDigests(wrapper, settings, self.planner)
+        self.evaluation_hint: EvaluationHint | None = None
+        if settings.checks.level != "off" and wrapper is not None:
+            self.evaluation_hint = EvaluationHint(wrapper, settings)
         if settings.checks.guards_steps:
             guard_steps()
         if settings.checks.nonfinite_policy != "ignore":
@@ -105,6 +109,9 @@ class Synchronizer:
         # A traced forward would record the operations of the digest.
         if self.digests is not None and torch.is_grad_enabled() and not internals.is_tracing():
             self.digests.begin_forward(is_training=is_training)
+        hint = self.evaluation_hint
+        if hint is not None and hint.awaits_training is is_training and hint.begin_awaited(self._group_states.values()):
+            self.evaluation_hint = None
         if self.observers.forward:
             self.observers.forward.notify(args, kwargs)
 
@@ -127,6 +134,8 @@ class Synchronizer:
         if self.digests is not None:
             with torch.no_grad():
                 self.digests.buffers.mark(module)
+        if self.evaluation_hint is not None:
+            self.evaluation_hint.restart()
 
     def forget_step(self) -> None:
         """Forget the counts and the micro-batches since the last call."""

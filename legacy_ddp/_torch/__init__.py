@@ -75,9 +75,11 @@ from legacy_ddp._torch.training import (
     calling_scaler,
     has_unscaled,
     largest_used_scaler,
+    running_statistics,
     statistics_names,
     unsaved_buffer_names,
     updated_statistics_names,
+    version_of,
 )
 
 __all__ = [
@@ -126,6 +128,7 @@ __all__ = [
     "profiled",
     "ref_counts",
     "registered_groups",
+    "running_statistics",
     "schema_of",
     "skip_tracing",
     "skip_tracing_below",
@@ -138,6 +141,7 @@ __all__ = [
     "unsaved_buffer_names",
     "unseen",
     "updated_statistics_names",
+    "version_of",
     "weak_storage",
     "without_accumulate_hooks",
 ]

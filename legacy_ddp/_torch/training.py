@@ -2,7 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -67,6 +67,24 @@ def statistics_names(module: torch.nn.Module) -> set[str]:
         if isinstance(child, _NormBase):
             found.update(_full_names(prefix, child._buffers))
     return found
+
+
+def running_statistics(module: torch.nn.Module) -> Iterator[tuple[str, str, dict[str, torch.Tensor]]]:
+    """Layers that update running statistics on the data of their rank: name, class, and buffers by full name.
+
+    Without layers of torch.nn.SyncBatchNorm, which have the statistics of all ranks, and layers with momentum 0.
+    """
+    for prefix, child in module.named_modules():
+        if not isinstance(child, _NormBase) or isinstance(child, torch.nn.SyncBatchNorm) or child.momentum == 0:
+            continue
+        buffers = {name: buffer for name, buffer in child._buffers.items() if buffer is not None}
+        if buffers:
+            yield prefix, type(child).__name__, dict(zip(_full_names(prefix, buffers), buffers.values(), strict=True))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of writes to a tensor; 0 for a tensor made in inference mode, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _full_names(prefix: str, names: Iterable[str]) -> list[str]:
