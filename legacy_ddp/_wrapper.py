@@ -225,7 +225,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     def broadcast_buffers(self, src: int = 0) -> None:
         """Collective: copy the buffers of rank ``src`` of the group to every rank, for instance before evaluation.
 
-        No other method synchronises buffers: BatchNorm statistics drift apart between two calls.
+        No other method synchronises buffers: BatchNorm statistics drift apart between two calls. A forward in eval mode
+        with such statistics is warned of, once and on rank 0.
 
         Raises: as :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """

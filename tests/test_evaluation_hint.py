@@ -160,7 +160,8 @@ def _all_cases(rank: int) -> dict[str, list[tuple[str, str]]]:
 
 def _text(kind: str) -> str:
     return (
-        f"evaluation after training: the running statistics of 1 layer, first '0' ({kind}), are of each rank's own data;\n"
+        f"evaluation after training: the running statistics of 1 layer, first '0' ({kind}), are of each rank's own "
+        "data;\n"
         "in eval mode ranks give different results, and so does a checkpoint of each rank (told once);\n"
         "call broadcast_buffers() on every rank before an evaluation and before a checkpoint"
     )

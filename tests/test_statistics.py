@@ -386,7 +386,8 @@ def _two_warnings(as_errors: bool, rank: int) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("as_errors", [False, True])
 def test_two_warnings_that_meet_both_come_out(as_errors: bool) -> None:
-    texts = ["ranks bring uneven work", "norms of local gradients are equal on ranks 0-1, to the last bit, for 10 calls"]
+    same = "norms of local gradients are equal on ranks 0-1, to the last bit, for 10 calls"
+    texts = ["ranks bring uneven work", same]
 
     assert run_ranks(partial(_two_warnings, as_errors), 3) == [[(10, text) for text in texts], [], []]
 

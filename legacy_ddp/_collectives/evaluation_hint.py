@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -56,9 +57,7 @@ class EvaluationHint:
 
     def _layers(self) -> dict[str, tuple[str, int]]:
         """Kind and version of each layer with statistics that count."""
-        wrapper = self._wrapper()
-        if wrapper is None:
-            return {}
+        wrapper: Any = self._wrapper()  # its forward runs
         return {
             layer: (kind, sum(map(internals.version_of, buffers.values())))
             for layer, kind, buffers in internals.running_statistics(wrapper.module)

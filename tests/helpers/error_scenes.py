@@ -154,6 +154,13 @@ def _same_data(rank: int) -> None:
         _step(model)
 
 
+def _statistics(rank: int) -> None:
+    model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2)))
+    model(torch.ones(3, 2) + rank).sum().backward()
+    model.all_reduce()
+    model.eval()(torch.ones(3, 2))
+
+
 def _merged(rank: int) -> None:
     model = _wrap(reproducible=True)
     with model.no_sync():
@@ -169,5 +176,6 @@ WARNINGS: dict[str, Callable[[int], None]] = {
     "Gradients were changed before the call": _edited_warned,
     "Uneven work": _uneven,
     "The same data": _same_data,
+    "Statistics of each rank": _statistics,
     "Merged micro-batches": _merged,
 }

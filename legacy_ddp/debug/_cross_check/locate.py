@@ -41,7 +41,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
     if found is None or found.kind != "output":
         return place
     if odd.run == RING:
-        return Place(found, None, place.count, "the elements are not known: the difference did not happen again")
+        return replace(place, note="the elements are not known: the difference did not happen again")
     elements, note = _compare_elements(call, passes, trial, found, odd, reference)
     return replace(place, elements=elements, note=note, is_intermittent=note == _EQUAL)
 

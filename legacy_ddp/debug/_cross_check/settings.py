@@ -54,8 +54,7 @@ def differing_settings(rows: Sequence[RankSettings]) -> tuple[Difference, ...]:
 def _is_own_number(name: str, rows: Sequence[RankSettings]) -> bool:
     """Whether the value is on all ranks the rank's number in one way of counting, as an int or as text."""
     return any(
-        all(row.values.get(name, "").strip("'") == str(row.numbers.get(way)) for row in rows)
-        for way in rows[0].numbers
+        all(row.values.get(name, "").strip("'") == str(row.numbers.get(way)) for row in rows) for way in rows[0].numbers
     )
 
 

@@ -181,7 +181,8 @@ def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, posi
     writers = _writer(a, i, left[position]), _writer(b, j, right[position])
     operations = [None if at is None else side[at] for side, at in zip((a, b), writers, strict=True)]
     reader = last_reader(a, i, name) if last_reader(b, j, name) is not None else None
-    return Origin(name, *writers, reader, *operations, None if reader is None else a[reader])
+    read = None if reader is None else a[reader]
+    return Origin(name, *writers, reader, operations[0], operations[1], read)
 
 
 def last_reader(operations: Sequence[Operation], before: int, name: str) -> int | None:

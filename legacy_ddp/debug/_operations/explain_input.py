@@ -61,8 +61,9 @@ def _weight(found: OperationDifference) -> tuple[str, str]:
             "to weights during a step",
         )
     return (
-        f"The weight or buffer {name!r} agreed in {numbered(reader.number)}, and changed before {numbered(found.operation.number)}, "
-        "which no recorded operation did: a second thread, a stale pointer, or memory.",
+        f"The weight or buffer {name!r} agreed in {numbered(reader.number)}, and changed before "
+        f"{numbered(found.operation.number)}, which no recorded operation did: a second thread, a stale pointer, or "
+        "memory.",
         "look for threads and extensions that write to weights during a step",
     )
 

@@ -34,9 +34,7 @@ def _differing(held: Sequence[object], numbers: Sequence[dict[str, int]] | None 
     return [item.name for item in differing_settings(rows)]
 
 
-@pytest.mark.parametrize(
-    "held", [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 0, 1], ["0", "1", "0", "1"], ["4", "5", "6", "7"]]
-)
+@pytest.mark.parametrize("held", [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 0, 1], ["0", "1", "0", "1"], ["4", "5", "6", "7"]])
 def test_the_rank_s_own_number_is_no_different_setting(held: list[object]) -> None:
     assert _differing(held) == []
 

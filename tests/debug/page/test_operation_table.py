@@ -60,9 +60,7 @@ def between(a: list[Operation], b: list[Operation], ranks: tuple[int, ...] = (1,
     difference = first_difference(*sides)
     assert difference is not None
     counts = len(a), len(b)
-    return finding(
-        41, sides, difference, counts=counts, labels=("A", "B"), ranks=ranks, facts={}, judge=judge_values
-    )
+    return finding(41, sides, difference, counts=counts, labels=("A", "B"), ranks=ranks, facts={}, judge=judge_values)
 
 
 def page(folder: Path, operations: OperationFinding | None) -> Path:
