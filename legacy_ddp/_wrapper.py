@@ -226,7 +226,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """Collective: copy the buffers of rank ``src`` of the group to every rank, for instance before evaluation.
 
         No other method synchronises buffers: BatchNorm statistics drift apart between two calls. A forward in eval mode
-        with such statistics is warned of, once and on rank 0.
+        with such statistics is warned of, once and on rank 1.
 
         Raises: as :meth:`all_reduce`; ValueError: ``src`` is not in the group.
         """

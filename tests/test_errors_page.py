@@ -5,6 +5,7 @@ import re
 import traceback
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 
 import pytest
 
@@ -89,6 +90,6 @@ def test_an_error_has_the_text_that_its_section_shows(section: str) -> None:
 
 @pytest.mark.parametrize("section", WARNINGS)
 def test_a_warning_has_the_text_that_its_section_shows(section: str) -> None:
-    (text,) = run_ranks(partial(_warnings, scene=WARNINGS[section]), 3)[0]
+    (text,) = {*chain.from_iterable(run_ranks(partial(_warnings, scene=WARNINGS[section]), 3))}
 
     _assert_shown(section, text)

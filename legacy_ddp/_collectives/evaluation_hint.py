@@ -14,8 +14,14 @@ from legacy_ddp._transport.call import GroupState
 from legacy_ddp._transport.operation import Operation
 
 
+_SPEAKER = 1  # the rank that warns
+
+
 class EvaluationHint:
-    """Given once, at the first forward in eval mode after training and a call, by rank 0.
+    """Given once, at the first forward in eval mode after training and a call, by rank 1.
+
+    Rank 0 may evaluate alone: it has the statistics that torch DDP would give to all ranks. If all ranks evaluate, rank
+    1 is among them.
 
     Nothing is communicated: statistics that a rank has updated on data of its own differ from those of the other ranks.
     Whether a rank has updated them is known from the version counters of the buffers. Layers with a buffer that is
@@ -51,8 +57,8 @@ class EvaluationHint:
         updated = {name: kind for name, (kind, version) in layers.items() if version > marks.get(name, version)}
         if group is None or not updated:
             return False
-        if group.rank == 0:
-            warn(0, _describe(updated))
+        if group.rank == _SPEAKER:
+            warn(_SPEAKER, _describe(updated))
         return True
 
     def _layers(self) -> dict[str, tuple[str, int]]:

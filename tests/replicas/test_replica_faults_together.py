@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from legacy_ddp import Checks
 from tests.helpers import replica_faults
 from tests.helpers.replica_scenes import (
     LOCAL_TABLE,
@@ -199,7 +200,11 @@ def _add_dropout(scene: Scene) -> None:
 
 FREEDOMS = {
     "draws random numbers": scenario(("backward", 2, _draw), ("stepped", 1, _draw)),
-    "evaluates": scenario(("forwarded", 2, _evaluate), ("stepped", 1, _evaluate)),
+    "evaluates": scenario(
+        ("forwarded", 2, _evaluate),
+        ("stepped", 1, _evaluate),
+        options={"checks": Checks("detail", nonfinite="ignore", local_buffers=("*.running_*",))},  # or rank 1 gives a hint
+    ),
     "trains another model": scenario(("reduced", 1, _train_another_model)),
     "has other data and statistics of its own": scenario(("wrapped", 0, replica_faults.other_data)),
     "pokes a buffer of its own": scenario(("stepped", 1, replica_faults.poke_buffer), options={"checks": LOCAL_TABLE}),
