@@ -13,7 +13,6 @@ from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import GroupState
 from legacy_ddp._transport.operation import Operation
 
-
 _SPEAKER = 1  # the rank that warns
 
 

@@ -203,7 +203,9 @@ FREEDOMS = {
     "evaluates": scenario(
         ("forwarded", 2, _evaluate),
         ("stepped", 1, _evaluate),
-        options={"checks": Checks("detail", nonfinite="ignore", local_buffers=("*.running_*",))},  # or rank 1 gives a hint
+        options={
+            "checks": Checks("detail", nonfinite="ignore", local_buffers=("*.running_*",))
+        },  # or rank 1 gives a hint
     ),
     "trains another model": scenario(("reduced", 1, _train_another_model)),
     "has other data and statistics of its own": scenario(("wrapped", 0, replica_faults.other_data)),
