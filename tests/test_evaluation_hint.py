@@ -108,6 +108,14 @@ def _frozen(model: Model) -> None:
         _evaluate(model)
 
 
+def _frozen_after_a_broadcast(model: Model) -> None:
+    _train(model)
+    model.broadcast_buffers()
+    model.module[0].eval()
+    _step(model)
+    _evaluate(model)
+
+
 def _before_the_first_call(model: Model) -> None:
     model(INPUTS)
     _evaluate(model)
@@ -141,6 +149,7 @@ SILENT: dict[str, tuple[Callable[[Model], None], Callable[[], Model]]] = {
     "no momentum": (_trained_and_evaluated, partial(_model, partial(nn.BatchNorm1d, momentum=0.0))),
     "no statistics": (_trained_and_evaluated, partial(_model, partial(nn.BatchNorm1d, track_running_stats=False))),
     "no layer": (_trained_and_evaluated, partial(_model, lambda _: nn.Dropout())),
+    "frozen after a broadcast": (_frozen_after_a_broadcast, _model),
     "before the first call": (_before_the_first_call, _model),
     "rank 0 alone": (_rank_0_alone, _model),
     "module alone": (_module_alone, _model),

@@ -203,9 +203,8 @@ FREEDOMS = {
     "evaluates": scenario(
         ("forwarded", 2, _evaluate),
         ("stepped", 1, _evaluate),
-        options={
-            "checks": Checks("detail", nonfinite="ignore", local_buffers=("*.running_*",))
-        },  # or rank 1 gives a hint
+        # Rank 1 gives a hint about statistics that are not declared.
+        options={"checks": Checks("detail", nonfinite="ignore", local_buffers=("*.running_*",))},
     ),
     "trains another model": scenario(("reduced", 1, _train_another_model)),
     "has other data and statistics of its own": scenario(("wrapped", 0, replica_faults.other_data)),
