@@ -233,8 +233,9 @@ def reading_seconds(size: int) -> float:
     seconds = []
     groups = Groups(dist.group.WORLD)  # never connected
     groups.endpoints_exchanged = True
+    settings = Settings(checks=Checks("off"))
     for _ in range(READINGS):
-        with _Imagined(GroupState(groups), Operation.ALL_REDUCE, timedelta(seconds=1), Checks("off")) as call:
+        with _Imagined(GroupState(groups), Operation.ALL_REDUCE, timedelta(seconds=1), settings, "") as call:
             call.size = size
             start = time.perf_counter()
             agreement = agree(call, Header(), {})

@@ -53,6 +53,7 @@ def test_steps_without_digests_take_none_and_steps_with_digests_take_one() -> No
 
     for step in range(1, 9):
         watch.is_on = step in (2, 5, 6)
+        optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         model.all_reduce()
         optimizer.step()

@@ -188,6 +188,7 @@ def _touches(rank: int, differs: bool) -> tuple[int, list[bool]]:
     model = LegacyDistributedDataParallel(_net(), checks="detail")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for _ in range(2):
+        optimizer.zero_grad()
         add_gradients(model, 1.0)
         model.all_reduce()
         optimizer.step()

@@ -201,6 +201,7 @@ def _in_detail(
     model = LegacyDistributedDataParallel(holding(it=torch.ones(2, 3, dtype=torch.bfloat16)), checks="detail")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for _ in range(2):
+        optimizer.zero_grad()
         add_gradients(model, 1.0)
         model.all_reduce()
         optimizer.step()

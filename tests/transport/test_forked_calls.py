@@ -85,7 +85,7 @@ def _ends_of_children(rank: int) -> list[int]:
     model.all_reduce()
     child = os.fork()
     if child == 0:
-        groups._close_all()  # registered with atexit
+        groups._close_all(shows_exit=False)  # registered with atexit
         os._exit(0)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
 

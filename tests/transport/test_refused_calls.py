@@ -10,10 +10,10 @@ from itertools import product
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from legacy_ddp import TransportError
+from legacy_ddp._buckets import private_fork
 from legacy_ddp._transport import star_setup
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
@@ -40,7 +40,7 @@ FUNCTIONS: dict[str, tuple[Any, str, str]] = {
     "memfd_create": (os, "memfd_create", "no shared memory"),
     "fallocate": (os, "posix_fallocate", "no shared memory"),
     "fcntl": (fcntl, "fcntl", "no shared memory"),
-    "mmap": (torch, "from_file", "no shared memory"),
+    "mmap": (private_fork, "_map", "no shared memory"),
 }
 ERRORS = ("EPERM", "EACCES", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSYS")
 PLACES = [(call, place) for call, (places, _) in METHODS.items() for place in places]
@@ -56,15 +56,13 @@ LIMITS = {
 }
 
 
-def _error(call: str, number: int) -> Exception:
-    if call == "mmap":  # as torch reports a failed call
-        return RuntimeError(f"unable to mmap 8 bytes from file </proc/self/fd/9>: {os.strerror(number)} ({number})")
+def _error(number: int) -> OSError:
     return OSError(number, os.strerror(number))
 
 
 def _reason(call: str, place: int, name: str) -> str:
     prefix = METHODS[call][1] if call in METHODS else FUNCTIONS[call][2]
-    error = _error(call, getattr(errno, name))
+    error = _error(getattr(errno, name))
     return f"rank {place}: {prefix} ({LIMITS.get(name) or f'{type(error).__name__}: {error}'})"
 
 
@@ -73,7 +71,7 @@ def _refused(call: str, number: int) -> Iterator[None]:
     """Refuse ``call`` on this rank, for sockets of the meeting only."""
 
     def refuse(*_: object, **__: object) -> Any:
-        raise _error(call, number)
+        raise _error(number)
 
     if call in FUNCTIONS:
         owner, name, _ = FUNCTIONS[call]
