@@ -32,6 +32,7 @@ Summary = dict[str, dict[str, Any]]
 class Variant:
     """One measured variant. ``run`` is timed, ``prepare`` runs before the barrier.
 
+    ``cpu_seconds``: processor time of all threads of this rank, which other load of the machine changes little.
     ``phases``: the seconds per phase of the timed runs that return a :class:`SyncRecord`.
     """
 
@@ -39,6 +40,7 @@ class Variant:
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
     seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
     phases: list[Mapping[str, float]] = field(default_factory=list)
 
 
@@ -85,7 +87,7 @@ def measure(
     """Collective: the variants of the last repeat, with the seconds of all repeats."""
     variants: list[Variant] = []
     for _ in range(arguments.repeats):
-        earlier = [(variant.seconds, variant.phases) for variant in variants]
+        earlier = [(variant.seconds, variant.cpu_seconds, variant.phases) for variant in variants]
         variants = []
         gc.collect()  # one building is in memory at a time; a hook may refer back to its wrapper
         variants = build()
@@ -94,9 +96,11 @@ def measure(
     return variants
 
 
-def _put_before(variants: list[Variant], earlier: Sequence[tuple[list[float], list[Mapping[str, float]]]]) -> None:
-    for variant, (seconds, phases) in zip(variants, earlier, strict=False):
-        variant.seconds[:0], variant.phases[:0] = seconds, phases
+def _put_before(
+    variants: list[Variant], earlier: Sequence[tuple[list[float], list[float], list[Mapping[str, float]]]]
+) -> None:
+    for variant, (seconds, cpu_seconds, phases) in zip(variants, earlier, strict=False):
+        variant.seconds[:0], variant.cpu_seconds[:0], variant.phases[:0] = seconds, cpu_seconds, phases
 
 
 def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.ProcessGroup | None) -> None:
@@ -105,18 +109,23 @@ def _time(variants: list[Variant], rounds: int, warm_up: int, group: dist.Proces
         for variant in variants[shift:] + variants[:shift]:
             variant.prepare()
             dist.barrier(group)
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             returned = variant.run()
-            elapsed = time.perf_counter() - start
+            elapsed, cpu_elapsed = time.perf_counter() - start, time.process_time() - cpu_start
             if round_number >= 0:
                 variant.seconds.append(elapsed)
+                variant.cpu_seconds.append(cpu_elapsed)
                 if isinstance(returned, SyncRecord):
                     variant.phases.append(returned.seconds)
 
 
 def round_ratios(variant: Variant, reference: Variant) -> list[float]:
     """One ratio of times per round, ascending."""
-    return sorted(own / other for own, other in zip(variant.seconds, reference.seconds, strict=True))
+    return _ratios(variant.seconds, reference.seconds)
+
+
+def _ratios(own_seconds: Sequence[float], other_seconds: Sequence[float]) -> list[float]:
+    return sorted(own / other for own, other in zip(own_seconds, other_seconds, strict=True))
 
 
 def summarize(variants: list[Variant]) -> Summary:
@@ -128,11 +137,19 @@ def summarize(variants: list[Variant]) -> Summary:
             "n": len(ratios),
             "median_ms": 1e3 * statistics.median(variant.seconds),
             "p90_ms": 1e3 * statistics.quantiles(variant.seconds, n=10)[-1],
+            **_cpu(variant, variants[0]),
             **({"phase_ms": _phase_medians_ms(variant.phases)} if variant.phases else {}),
             "median_ratio": statistics.median(ratios),
             "ratio_quartiles": statistics.quantiles(ratios, n=4)[::2],
         }
     return summary
+
+
+def _cpu(variant: Variant, reference: Variant) -> dict[str, float]:
+    if not variant.cpu_seconds:
+        return {}
+    ratios = _ratios(variant.cpu_seconds, reference.cpu_seconds)
+    return {"cpu_ms": 1e3 * statistics.median(variant.cpu_seconds), "cpu_ratio": statistics.median(ratios)}
 
 
 def _phase_medians_ms(phases: Sequence[Mapping[str, float]]) -> dict[str, float]:

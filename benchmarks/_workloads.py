@@ -1,4 +1,4 @@
-"""Workloads of the benchmarks: five models, their wrappers, one training step."""
+"""Workloads of the benchmarks: six models, their wrappers, one training step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -74,6 +74,11 @@ class TinyTensors(nn.Module):
         return torch.cat(list(self.tensors)) * factor
 
 
+def small_net() -> nn.Module:
+    """2,176 parameters in 16 tensors: a step is the work of Python and of waking up, and hardly any computation."""
+    return nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(16, 16), nn.Tanh())))
+
+
 def tokens(update_freq: int) -> Sequence[torch.Tensor]:
     """Micro-batches of a language model."""
     return list(torch.randint(VOCABULARY, (update_freq, BATCH, SEQUENCE)))
@@ -100,6 +105,7 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         "transformer": Workload(Transformer, tokens, predict_tokens),
         "resnet": Workload(small_resnet, lambda update_freq: list(torch.randn(update_freq, 4, 3, 16, 16)), mean_square),
+        "small": Workload(small_net, lambda update_freq: list(torch.randn(update_freq, 8, 16)), mean_square),
         "tiny": Workload(TinyTensors, lambda update_freq: list(torch.randn(update_freq, 1)), mean_square),
         "embedding": _embedding(sparse=False),
         "sparse embedding": _embedding(sparse=True),

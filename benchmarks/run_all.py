@@ -70,6 +70,7 @@ RUNS = {
         f"--models resnet tiny --update-freq 1 --set-to-none yes {_LITTLE}",
     ),
     "step_resnet_2": Run("bench_step.py", 2, "--models resnet --update-freq 1 --repeats 5 --rounds 12"),
+    "step_small_2": Run("bench_step.py", 2, "--models small --update-freq 1 --repeats 5 --rounds 60 --warm-up 5"),
     "step_4": Run(
         "bench_step.py", 4, "--models transformer --update-freq 1 4 --set-to-none yes --repeats 2 --rounds 6"
     ),

@@ -273,6 +273,7 @@ def test_what_makes_no_sense_for_a_model_is_left_out() -> None:
     assert left_out == {
         "transformer": set(),
         "resnet": set(),
+        "small": set(),
         "tiny": {"one collective per parameter"},
         "embedding": {"torch DDP, static graph", "local compute + bare all_reduce", "local compute alone"},
         "sparse embedding": {"torch DDP, bucket views", "local compute + bare all_reduce"},
@@ -289,6 +290,7 @@ def test_what_makes_no_sense_for_a_model_is_left_out() -> None:
         ("transformer", 1, 4, None, None, None),
         ("tiny", 1, 2, 1.00, None, None),
         ("resnet", 1, 2, 0.90, None, None),
+        ("small", 1, 2, None, None, None),
         ("embedding", 1, 2, 0.85, None, None),
         ("embedding", 1, 4, None, None, None),
         ("sparse embedding", 1, 2, None, None, None),
@@ -330,6 +332,15 @@ def test_phases_are_medians_in_ms_and_one_that_did_not_happen_took_no_time() -> 
 
     assert summary["ours"]["phase_ms"] == {"plan": 2.0, "pack": 0.0}
     assert "phase_ms" not in summary["bare"]
+
+
+def test_processor_time_is_compared_within_its_round_like_time() -> None:
+    reference = _measure.Variant("one", lambda: None, seconds=[1.0, 1.0, 1.0], cpu_seconds=[1.0, 2.0, 8.0])
+    variant = _measure.Variant("two", lambda: None, seconds=[1.0, 1.0, 1.0], cpu_seconds=[3.0, 8.0, 16.0])
+
+    row = _measure.summarize([reference, variant])["two"]
+
+    assert (row["cpu_ms"], row["cpu_ratio"]) == (8000.0, 3.0)
 
 
 def test_columns_stay_apart_however_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -388,7 +399,7 @@ def test_quick_is_short_for_options_and_what_else_is_given_counts() -> None:
 
     assert (quick.models, quick.update_freq, quick.set_to_none) == (["transformer"], [1, 4], ["yes"])
     assert (quick.rounds, changed.rounds) == (4, 5)
-    assert full.models == ["transformer", "resnet", "tiny", "embedding", "sparse embedding"]
+    assert full.models == ["transformer", "resnet", "small", "tiny", "embedding", "sparse embedding"]
     assert (full.update_freq, full.set_to_none, full.repeats * full.rounds) == ([1, 4, 16], ["yes", "no"], 40)
 
 
