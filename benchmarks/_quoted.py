@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from _quoted_figures import torch_ddp
 from _quoted_growth import GROWTH
 from _table import Column, Place, Table
 
@@ -132,6 +133,21 @@ def _other_steps() -> Table:
             for title, (model, file) in models.items()
         ],
         rows={label: {"variant": name} for label, name in _WAYS.items() if name in names},
+    )
+
+
+def _small_steps() -> Table:
+    names = {label: name for label, name in _WAYS.items() if name != "one collective per parameter"}
+    places = tuple((*place[:-1], "cpu_ratio") for place in _step_places("small", 1, ("yes", "no")))
+    times = tuple((*place[:-1], "cpu_ms") for place in places)
+    return Table(
+        file="step_small_2.json",
+        heading="processor time of a step, 16 small tensors",
+        columns=[
+            Column("against torch DDP", places, is_range=True),
+            Column("median in ms", times, "{:.1f}", is_range=True),
+        ],
+        rows={label: {"variant": name} for label, name in names.items()},
     )
 
 
@@ -346,6 +362,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "step": _steps(),
         "crowded": _crowded_steps(),
         "others": _other_steps(),
+        "small": _small_steps(),
         "wire": _wire(),
         "reproducible": _reproducible(),
         "hosts": _hosts(),
@@ -355,6 +372,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "replicas": _replicas(),
         "digests": _digests(),
         "operations": _operations(),
+        "torch DDP": torch_ddp(),
         **GROWTH,
     }
 )

@@ -1,10 +1,12 @@
-"""Tables of the figures quoted in the documentation, made from benchmarks/results/, so that no figure drifts.
+"""Tables and figures quoted in the documentation, made from benchmarks/results/, so that no figure drifts.
 
-    python benchmarks/tables.py            # print all tables
-    python benchmarks/tables.py --write    # write the tables between their markers in the pages
+    python benchmarks/tables.py            # print all tables and figures
+    python benchmarks/tables.py --write    # write them between their markers in the pages
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`. To add one, add it to TABLES in _quoted.py and put the
-markers into a page. After a new measurement: write, and check the prose around the tables.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure inside a sentence between
+`<!-- figure: NAME -->` and `<!-- end -->`, on one line that begins with something else: Markdown ends a paragraph at a
+line that begins with a comment. To add one, add it to TABLES in _quoted.py or to FIGURES in _quoted_figures.py and put
+the markers into a page. After a new measurement: write, and check the prose around the figures.
 """
 
 import argparse
@@ -17,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from _quoted import TABLES
+from _quoted_figures import FIGURES
 from _table import Column, Place, Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "benchmarks" / "README.md",)
+PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
+FIGURE = re.compile(r"(?P<begin>^[ \t]*)?(<!-- figure: (?P<name>.*?) -->)(?P<figure>.*?)(<!-- end -->)", re.MULTILINE)
 
 
 class TableError(Exception):
@@ -39,7 +43,8 @@ def main(given: Sequence[str] | None = None) -> None:
             changed = write(PAGES)
             print("\n".join(f"changed {page.relative_to(ROOT)}" for page in changed) or "no page changed")
         else:
-            print("\n".join(f"{name}\n\n{render(table)}" for name, table in TABLES.items()), end="")
+            print("\n".join(f"{name}\n\n{render(table)}" for name, table in TABLES.items()))
+            print("\n".join(f"{name}: {render_figure(figure)}" for name, figure in FIGURES.items()))
     except TableError as error:
         sys.exit(str(error))
 
@@ -58,11 +63,22 @@ def render(table: Table, folder: Path = RESULTS) -> str:
     return "".join(_line(cells) for cells in lines)
 
 
-def fill(text: str, tables: Mapping[str, Table], folder: Path = RESULTS) -> str:
-    """``text`` with every marked table replaced.
+def render_figure(figure: Column, folder: Path = RESULTS) -> str:
+    """The figure as it stands in a sentence.
 
     Raises:
-        TableError: as :func:`render`; or a marker names no table, or has no end.
+        TableError: a file or a number is missing.
+    """
+    return _cell(figure, {}, folder / figure.file)
+
+
+def fill(
+    text: str, tables: Mapping[str, Table], folder: Path = RESULTS, *, figures: Mapping[str, Column] = FIGURES
+) -> str:
+    """``text`` with every marked table and figure replaced.
+
+    Raises:
+        TableError: as :func:`render`; or a marker names nothing, has no end, or begins a line.
     """
 
     def replace(found: re.Match[str]) -> str:
@@ -73,7 +89,21 @@ def fill(text: str, tables: Mapping[str, Table], folder: Path = RESULTS) -> str:
     begun, ended = text.count("<!-- table: "), len(MARKED.findall(text))
     if begun != ended or any("<!-- table: " in found["table"] for found in MARKED.finditer(text)):
         raise TableError(f"{begun} tables begin, but not each has its own <!-- end -->")
-    return MARKED.sub(replace, text)
+    return _fill_figures(MARKED.sub(replace, text), figures, folder)
+
+
+def _fill_figures(text: str, figures: Mapping[str, Column], folder: Path) -> str:
+    def replace(found: re.Match[str]) -> str:
+        if found["name"] not in figures:
+            raise TableError(f"no figure is called {found['name']!r}, expected one of {', '.join(figures)}")
+        if found["begin"] is not None:
+            raise TableError(f"the marker of figure {found['name']!r} begins a line: it would end the paragraph")
+        return found[2] + render_figure(figures[found["name"]], folder) + found[5]
+
+    begun, ended = text.count("<!-- figure: "), len(FIGURE.findall(text))
+    if begun != ended or any("<!-- figure: " in found["figure"] for found in FIGURE.finditer(text)):
+        raise TableError(f"{begun} figures begin, but not each has its own <!-- end --> on its line")
+    return FIGURE.sub(replace, text)
 
 
 def write(pages: Sequence[Path], tables: Mapping[str, Table] = TABLES) -> list[Path]:
@@ -104,22 +134,36 @@ def _read(path: Path) -> Any:
 
 def _cell(column: Column, blanks: Mapping[str, str], path: Path) -> str:
     places = [tuple(part.format_map(blanks) for part in place) for place in column.places]
+    if column.is_text:
+        return column.form.format(*(_text(_read(path), ("results", *place), path) for place in places))
     numbers = [_number(_read(path), ("results", *place), path) for place in places]
     if not column.is_range:
         return column.form.format(*numbers)
     ends = [column.form.format(number) for number in (min(numbers), max(numbers))]
-    return " – ".join(dict.fromkeys(ends))  # noqa: RUF001
+    return column.between.join(dict.fromkeys(ends))
 
 
 def _number(value: Any, place: Place, path: Path) -> float:
+    value = _value(value, place, path, "number")
+    if not isinstance(value, int | float):
+        raise TableError(f"{path} has no number at {' / '.join(place)}: got {value!r}")
+    return value
+
+
+def _text(value: Any, place: Place, path: Path) -> str:
+    value = _value(value, place, path, "text")
+    if not isinstance(value, str):
+        raise TableError(f"{path} has no text at {' / '.join(place)}: got {value!r}")
+    return value.replace("|", "\\|")
+
+
+def _value(value: Any, place: Place, path: Path, kind: str) -> Any:
     for part in place:
         inside = dict(enumerate(value)) if isinstance(value, list) else value
         key = int(part) if isinstance(value, list) and part.isdigit() else part
         if not isinstance(inside, dict) or key not in inside:
-            raise TableError(f"{path} has no number at {' / '.join(place)}: {part!r} is not there")
+            raise TableError(f"{path} has no {kind} at {' / '.join(place)}: {part!r} is not there")
         value = inside[key]
-    if not isinstance(value, int | float):
-        raise TableError(f"{path} has no number at {' / '.join(place)}: got {value!r}")
     return value
 
 

@@ -20,7 +20,6 @@ KEPT = ROOT / "benchmarks" / "results" / "torch_ddp_faults.json"
 PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/comparison.md")}
 # Rows about tools that torch DDP does not come with: nothing to run.
 WITHOUT_OUTCOME = {
-    "mean weighted by tokens",
     "do two runs compute the same?",
     "do two runs compute the same, and if not, where do they part?",
     "measured values of a step",
