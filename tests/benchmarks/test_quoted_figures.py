@@ -35,7 +35,7 @@ NO_MEASUREMENT = {
         "takes log2(W) / 2 times the time of a ring (reasoned)",
         "which takes up to 17 times their memory",
         "stands at another line 0.3 s later",
-        "poll the maker every 0.05 s + 0.5 ms × W",
+        "poll the maker every 0.05 s + 0.5 ms",
         "without the token within 0.7 s is closed",
     ],
     "docs/restart.md": ["is repeated 20 times"],
