@@ -32,9 +32,10 @@ bucket views and without the bare all_reduce: sparse gradients are in no bucket,
 step.
 
 "phases" are the medians of record.seconds over the timed steps of ours. Seconds are from rank 0. The results file has
-the processor time of its steps, too (cpu_ms, cpu_ratio): of a small model it tells more than the time. Ranks communicate
-over the loopback, and every core computes: torch DDP overlaps less than with spare cores. Python collects garbage as in
-training, mostly in steps with many allocations: with 10,000 tensors possibly in every second step, so read p90, too.
+the processor time of its steps, too (cpu_ms, cpu_ratio): of a small model it tells more than the time. Ranks
+communicate over the loopback, and every core computes: torch DDP overlaps less than with spare cores. Python collects
+garbage as in training, mostly in steps with many allocations: with 10,000 tensors possibly in every second step, so
+read p90, too.
 
 Aims on 2 ranks, ours with checks off: transformer by torch DDP with bucket views, its faster form, <= 0.82, from
 update-freq 4 on <= 0.95; by torch DDP's default, small ResNet <= 0.90, 10,000 tiny tensors <= 1.00, embedding <= 0.85.
