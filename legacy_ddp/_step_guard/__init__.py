@@ -1,4 +1,4 @@
 """Counts of backward passes per parameter, and the refusal of optimizer steps without a call.
 
-Imported by the buckets, the collectives and the replicas. Imports errors only.
+Imported by the buckets, the reproducible sums, the replicas and the collectives. Imports torch's interfaces and errors.
 """

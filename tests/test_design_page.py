@@ -1,0 +1,85 @@
+"""The names of modules and classes in docs/design.md, and the imports told by the folders, against the code."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import legacy_ddp
+from tests.helpers.paths import ROOT
+from tests.test_rooms import FILES, ROOMS, _imported, _room
+
+PACKAGE = Path(legacy_ddp.__file__).parent
+DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+FOLDERS = [path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if (path / "__init__.py").exists()]
+IN_FOLDER = re.compile(rf"`((?:{'|'.join(folder for folder in FOLDERS if '/' not in folder)})/[\w/*]*)`")
+# A paragraph about a folder, up to an empty line or the next such paragraph.
+PARAGRAPH = re.compile(r"^\*\*`([\w/]+)/`\*\* holds (.*?)(?=^$|^\*\*`)", re.MULTILINE | re.DOTALL)
+
+
+def _exists(path: str) -> bool:
+    return bool(list(PACKAGE.glob(f"{path.rstrip('/')}.py"))) or (PACKAGE / path).is_dir()
+
+
+def test_every_module_named_with_its_folder_exists() -> None:
+    names = IN_FOLDER.findall(DESIGN)
+
+    assert len(names) >= 100
+    assert [name for name in names if not _exists(name)] == []
+
+
+def test_every_module_in_a_cell_of_modules_exists() -> None:
+    missing = []
+    for table in re.findall(r"(?:^\|.*\|\n)+", DESIGN, re.MULTILINE):
+        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+        for at in (at for at, title in enumerate(head) if title in ("module", "modules")):
+            for row in rows:
+                folder = ""  # a name without a folder is in the folder of the name before it, or in the root
+                for name in re.findall(r"`([\w/*]+)`", row[at]):
+                    if IN_FOLDER.fullmatch(f"`{name}`"):
+                        folder = name.rpartition("/")[0]
+                    if not _exists(name) and not _exists(f"{folder}/{name}"):
+                        missing.append(name)
+    assert missing == []
+
+
+@pytest.mark.parametrize("folder,text", PARAGRAPH.findall(DESIGN))
+def test_what_the_page_says_that_a_folder_holds_is_defined_there(folder: str, text: str) -> None:
+    files = sorted((PACKAGE / folder).rglob("*.py"))
+    defined = {path.stem for path in files}
+    for path in files:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        defined |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+    named = set(re.findall(r"`([A-Za-z_]+)`", text))
+
+    assert named - defined == set()
+
+
+def test_every_folder_has_a_paragraph() -> None:
+    told = set(re.findall(r"\*\*`([\w/]+)/`\*\*", DESIGN))
+
+    assert told == {room for room in ROOMS if (PACKAGE / room).is_dir()}
+
+
+# The words of the docstrings for a folder, where they are not its name.
+WORDS = {
+    "_agreement": "agreement",
+    "_buckets": "buckets|kinds of gradients",
+    "_collectives": "collectives|operations",
+    "_replicas": "replicas",
+    "_reproducible": "splits of micro-batches|reproducible sums",
+    "_step_guard": "step guard",
+    "_torch": "torch's interfaces",
+    "_transport": "transport",
+    "_watchdog": "watchdog",
+}
+
+
+@pytest.mark.parametrize("folder", [folder for folder in WORDS if folder not in ("_collectives", "_torch")])
+def test_the_imports_that_a_folder_tells_are_its_imports(folder: str) -> None:
+    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+    told = " ".join(text.split()).partition(" Imports ")[2]
+    imported = {_room(path) for own in FILES if _room(own) == folder for path in _imported(own)} - {folder}
+
+    assert {room for room, words in WORDS.items() if re.search(words, told)} == imported & set(WORDS)
