@@ -9,7 +9,7 @@ import torch
 
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.inventory import fingerprint
-from legacy_ddp._compare import compare_rows, name_ranks
+from legacy_ddp._compare import Difference, compare_rows, name_ranks
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
     Attribution,
@@ -94,9 +94,10 @@ def compare_items(
         differences = sorted(_find_differences(rows, ranks), key=lambda item: (item.name, item.sides) in told)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
-        buffers = [item.difference for item in differences if item.kind == "buffers"]
+        plain = [(item.kind, Difference(item.name, item.holders)) for item in differences]
+        buffers = [difference for kind, difference in plain if kind == "buffers"]
         verdict = add_reading_of_buffers(verdict, buffers)
-        entries = group_entries((item.difference for item in differences if item.kind == "optimizer"), entry_counts)
+        entries = group_entries((difference for kind, difference in plain if kind == "optimizer"), entry_counts)
         verdict = add_lost_state(verdict, explain_loss(entries, entry_counts))
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}
         chosen = [

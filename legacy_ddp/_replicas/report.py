@@ -57,12 +57,12 @@ class ReplicaDifference:
     @property
     def suspects(self) -> tuple[int, ...]:
         """The ranks outside the strict majority; empty without a strict majority."""
-        return self.difference.suspects
+        return self._difference.suspects
 
     @property
     def sides(self) -> str:
         """``rank 1 against ranks 0, 2``."""
-        return self.difference.sides
+        return self._difference.sides
 
     def __str__(self) -> str:
         if self.tensor is None:
@@ -82,8 +82,7 @@ class ReplicaDifference:
         return "\n".join(lines)
 
     @property
-    def difference(self) -> Difference:
-        """Name and holders alone."""
+    def _difference(self) -> Difference:
         return Difference(self.name, self.holders)
 
 
@@ -174,7 +173,7 @@ class ReplicaReport:
     def _describe_differences(self) -> list[str]:
         """The optimizer entries first: two lines about them explain more than the values of a thousand weights."""
         entries = {item.name: item for item in self.differences if item.kind == "optimizer"}
-        kinds = group_entries((item.difference for item in entries.values()), self.entry_counts)
+        kinds = group_entries((Difference(item.name, item.holders) for item in entries.values()), self.entry_counts)
         single = {kind.differences[0].name for kind in kinds if len(kind.differences) == 1}
         lines = [
             line
