@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes, and
     ``program`` whose file starts whole programs.
 
-    Folders with long tests come first: a worker that begins a long file last keeps the others waiting.
+    Long tests come first: a worker that begins a long file last keeps the others waiting.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(_PROGRAM_FOLDERS))
+    items.sort(key=lambda item: not (item.path.name == "test_stress.py" or item.nodeid.startswith(_PROGRAM_FOLDERS)))
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
