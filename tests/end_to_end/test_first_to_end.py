@@ -25,12 +25,13 @@ SLOW_END_SECONDS = 3.0
 def _train(fault: str, handling: str) -> None:
     rank = int(os.environ["RANK"])
     first_to_end = 0 if fault == "disagrees" else 1
-    if handling != "killed" and rank == first_to_end:
+    if rank == first_to_end:
         atexit.register(threading.Event().wait, SLOW_END_SECONDS)  # registered first: runs last
     dist.init_process_group("gloo")
     model = LegacyDistributedDataParallel(torch.nn.Linear(3, 2))
     try:
         for step in range(4):
+            model.zero_grad()
             model(torch.ones(1, 3)).sum().backward()
             if step == 3 and rank == 1:
                 _happen(fault, model)
