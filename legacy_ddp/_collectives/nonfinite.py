@@ -154,8 +154,10 @@ def _format_counts(nan: int, inf: int, numel: int) -> str:
 
 
 def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool, search: bool) -> NonFinite:
-    """The details of this rank. A scaler that the loop did not pass is found by its use: a warning takes it for an
-    excuse, an error names it as a next step."""
+    """The details of this rank, with the GradScaler in use, also if the loop did not pass one to ``Checks``.
+
+    A scaler in use may skip the step: a warning takes this into account, and an error names ``Checks(grad_scaler=)``.
+    """
     try:
         found = _scan(plan, packed) if scan else NonFinite({})
         passed = call.checks.grad_scaler

@@ -91,7 +91,7 @@ _THEMSELVES = {False: "itself", True: "themselves"}
 
 
 def _number(place: Place, found: OperationDifference, labels: Labels) -> str:
-    """``operation 94 of 120``."""
+    """The number of the different operation, for example ``operation 94 of 120``."""
     a, b = found.numbers
     return f"{numbers((a, b), labels)}{f' of {place.last:,}' if a and a == b else ''}"
 
