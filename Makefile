@@ -138,8 +138,8 @@ docs: $(READY) ## build the documentation site; start at build/docs/index.html
 
 lint: $(READY) ## check style (ruff) and types (mypy)
 	$(call needs,torch ruff mypy bokeh)
-	$(PY) -m ruff check --config .ci/ruff.toml .
-	$(PY) -m ruff format --check --config .ci/ruff.toml .
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy legacy_ddp
 
 bench: $(READY) ## run the benchmarks briefly, a few minutes; BENCH="name name"
