@@ -5,8 +5,6 @@ import signal
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_scripts, run_script
 
@@ -268,7 +266,6 @@ def test_frames_of_user_code_below_the_library_stay(tmp_path: Path) -> None:
         assert "inside an on_sync() callback" in errors
 
 
-@pytest.mark.program
 def test_under_torchrun_with_record_there_is_one_traceback_and_its_error_file_is_whole(tmp_path: Path) -> None:
     body = """
         from torch.distributed.elastic.multiprocessing.errors import record
