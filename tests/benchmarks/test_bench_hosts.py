@@ -44,6 +44,7 @@ def _run_worker(rank: int, *given: str) -> None:
     worker.run(worker.parse_arguments(given))
 
 
+@pytest.mark.thorough
 def test_a_job_writes_the_link_and_all_variants_for_each_update_freq(tmp_path: Path) -> None:
     path = tmp_path / "worker.json"
 
@@ -232,6 +233,7 @@ def test_without_the_tools_it_says_which_are_missing() -> None:
     assert run.stderr == "ip, tc, unshare, nsenter, mount not found; install iproute2 and util-linux\n"
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 SCRIPT = ROOT / "benchmarks" / "bench_memory.py"
 
@@ -75,7 +76,7 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
     return used / (4 * WIDTH**2)
 
 
-@pytest.mark.parametrize("way", ["allocator", "rss"])
+@pytest.mark.parametrize("way", ["allocator", thorough("rss")])
 @pytest.mark.parametrize(
     "wrap,expected",
     [
@@ -110,6 +111,7 @@ def test_gradients_made_anew_lie_beside_the_buffer_only_where_they_are_not_taken
     assert _gradients("ours", "allocator", set_to_none=True) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.thorough
 def test_the_script_starts_its_ranks_and_writes_what_it_prints(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
 

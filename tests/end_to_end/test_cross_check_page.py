@@ -15,6 +15,7 @@ NUMBER = re.compile(r"-?\d+([.,]\d+)*(e-?\d+)?")
 BIT = re.compile(r"bit \d+ \((mantissa|exponent)\)|bit \d+")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_culprit_is_found() -> None:
     run = fork_ranks(3, SCRIPT, "--times", str(SEARCHES), "--seed", "0", cwd=ROOT)

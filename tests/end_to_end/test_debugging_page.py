@@ -33,6 +33,7 @@ def _without_numbers(lines: list[str]) -> list[str]:
     return [NUMBER.sub("#", line) for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_bit_is_found() -> None:
     run = _launch("hunt.py", "--times", str(HUNTS), "--seed", "0")

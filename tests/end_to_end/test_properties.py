@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -240,6 +241,7 @@ def _check_trainings(trainings: Sequence[Training], world_size: int) -> None:
 _PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, phases=_PHASES)
 @given(st.lists(_trainings(1), min_size=1, max_size=6))
 def test_one_rank_equals_the_single_process(trainings: list[Training]) -> None:
@@ -252,12 +254,14 @@ def test_two_ranks_equal_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 2)
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, phases=_PHASES)
 @given(st.lists(_trainings(3), min_size=1, max_size=6))
 def test_three_ranks_equal_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 3)
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, phases=_PHASES)
 @given(st.lists(_trainings(4), min_size=1, max_size=6))
 def test_four_ranks_equal_the_single_process(trainings: list[Training]) -> None:

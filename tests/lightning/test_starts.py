@@ -45,6 +45,7 @@ def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(tmp
     _assert_left(tmp_path, *(name.replace("=", "-") for name in names))
 
 
+@pytest.mark.thorough
 def test_ranks_that_slurm_has_started_find_each_other_and_leave_no_process_group(tmp_path: Path) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

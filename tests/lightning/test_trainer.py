@@ -165,6 +165,7 @@ def test_an_error_that_all_ranks_agree_on_reaches_each_of_them_and_leaves_the_jo
     assert left("counted")  # trained after it in the same processes
 
 
+@pytest.mark.thorough
 def test_the_example_learns_the_digits() -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 
