@@ -22,6 +22,7 @@ from tests.helpers.outcomes import (
     small_net,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 # Faults make uneven work, too; its warning has tests of its own.
 Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow", divergence="ignore"))
@@ -200,7 +201,7 @@ def _play(rank: int, fault: Fault, deviating: tuple[int, ...]) -> Outcome:
     return outcome_of(model, rank, action, partial(fault.mend, scene) if fault.mend and scene.deviates else bool)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (3, 1)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0), thorough(3, 1)])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_one_rank_does_alone_is_named_on_all(name: str, world_size: int, who: int) -> None:
     fault = _FAULTS[name]
@@ -209,13 +210,13 @@ def test_what_one_rank_does_alone_is_named_on_all(name: str, world_size: int, wh
     check_agreed(run_ranks(_play, world_size, fault, (who,)), fault.error, blamed, *words)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_all_ranks_do_is_how_they_train(name: str, world_size: int) -> None:
     check_silent(run_ranks(_play, world_size, _FAULTS[name], tuple(range(world_size))))
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(3, 2)])
 @pytest.mark.parametrize("name", _OWN_MISTAKES)
 def test_a_mistake_of_one_rank_is_the_same_error_on_all(name: str, world_size: int, who: int) -> None:
     lead_up, own, words = _OWN_MISTAKES[name]
@@ -277,7 +278,7 @@ _FREEDOMS = [
 ]
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("lead_up", _FREEDOMS)
 def test_what_a_rank_may_do_alone_is_silent(lead_up: Callable[[Scene], Action], world_size: int, who: int) -> None:
     check_silent(run_ranks(_play, world_size, Fault(lead_up, "", ()), (who,)))

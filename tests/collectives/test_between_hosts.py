@@ -15,6 +15,7 @@ from tests.helpers import tiers
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.summed_dtypes import every_dtype, wrong_sums
+from tests.helpers.tiers import thorough
 
 RANGE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # ascending
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
@@ -165,7 +166,7 @@ def _kept(rank: int, hosts: str, keeper: int) -> tuple[list[float], list[float]]
     return [grad.unique().item() for grad in kept], means
 
 
-@pytest.mark.parametrize("keeper", [0, 2])
+@pytest.mark.parametrize("keeper", [thorough(0), 2])
 def test_a_gradient_kept_on_one_rank_is_never_written_to_and_no_other_host_waits(transport: str, keeper: int) -> None:
     """Only one host has new segments in a call: all hosts decide alike whether they are exchanged."""
     expected = [1.5 + step for step in range(6)]

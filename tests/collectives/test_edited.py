@@ -15,6 +15,7 @@ from legacy_ddp._compare import name_ranks
 from tests.helpers import logged_warnings
 from tests.helpers.edited_loop import STEPS, Loop, Told, clip_norm, do_nothing, make_net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 HEADLINE = "gradients changed between backward and the call:"
 
@@ -60,7 +61,7 @@ def _edits(rank: int, name: str, who: tuple[int, ...], checks: Any = DIVERGES) -
     return Loop(rank, checks, learning_rate=1e-4).run(FAULTS[name].act if rank in who else do_nothing)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, (0, 1)), (2, (1,)), (3, (0,)), (4, (0, 1, 2, 3))])
+@pytest.mark.parametrize("world_size, who", [(2, (0, 1)), thorough(2, (1,)), (3, (0,)), thorough(4, (0, 1, 2, 3))])
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_edit_before_the_call_is_told_once_on_all(name: str, world_size: int, who: tuple[int, ...]) -> None:
     first, *others = run_ranks(_edits, world_size, name, who)

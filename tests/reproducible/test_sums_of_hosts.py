@@ -16,6 +16,7 @@ from tests.helpers.claimed_hosts import on_host
 from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, take, wrap_reproducible
+from tests.helpers.tiers import thorough
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -99,7 +100,7 @@ def _tiny(rank: int, hosts: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "aabbcc"])
+@pytest.mark.parametrize("hosts", ["aabb", thorough("aabbcc")])
 def test_parts_may_be_empty(transport: str, hosts: str) -> None:
     mean = (1 + len(hosts)) / 2
     expected = [mean, 0.0, 0.0, mean, 1.0, 1.0, mean, 2.0, 2.0]
