@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lightning_scenarios import LOADED, RANKS, by_fabric, by_trainer
+from tests.helpers.lightning_scenarios import LOADED, RANKS, by_fabric, by_trainer, needs_lightning
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import assert_same_bits, fork_script, fork_scripts
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
 
 STARTS = str(ROOT / "tests" / "helpers" / "lightning_starts.py")
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lightning_scenarios import by_trainer
+from tests.helpers.lightning_scenarios import by_trainer, needs_lightning
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, run_script
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
 
 
 @pytest.fixture(name="left", scope="module")
