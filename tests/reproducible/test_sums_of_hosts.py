@@ -46,8 +46,8 @@ def _differences(rank: int, hosts: str, buffer_size: int) -> tuple[str, list[int
     "hosts, buffer_size, text",
     [
         ("aabb", 2**28, "2 hosts of 2 ranks"),
-        ("aabbcc", 300, "3 hosts of 2 ranks"),
-        ("aaaabbbb", 2**28, "2 hosts of 4 ranks"),
+        thorough("aabbcc", 300, "3 hosts of 2 ranks"),
+        thorough("aaaabbbb", 2**28, "2 hosts of 4 ranks"),
         *tiers.choose([("aabbccdd", 2**28, "4 hosts of 2 ranks"), ("aaaabbbb", 99, "2 hosts of 4 ranks")], []),
     ],
 )
