@@ -38,7 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a regular expression for the names of mutants")
     parser.add_argument("--tests", default="", help="arguments of pytest, in place of the tests of each row")
-    parser.add_argument("--seconds", type=float, default=600.0, help="the time limit of a mutant")
+    parser.add_argument("--seconds", type=float, default=300.0, help="the time limit of a mutant")
     parser.add_argument("--list", action="store_true", help="find every snippet, and run nothing")
     arguments = parser.parse_args()
     chosen = [mutant for mutant in MUTANTS if re.search(arguments.only, mutant.name)]

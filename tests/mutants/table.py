@@ -56,13 +56,13 @@ AGREEMENT = (
         "a fact of all ranks is an error",
         "return ranks if len(ranks) < len(participants) else []",
         "return ranks",
-        f"{_HEADER} -k what_all_ranks_do",
+        f"{_HEADER} -k repeated_call_of_all",
     ),
     Mutant(
         "a change of weights alone is a skipped call",
         "if stepping and _describe_backwards(rows):",
         "if stepping:",
-        "tests/agreement/test_agreement.py -k renormalises",
+        f"{_HEADER} -k writes_its_weights",
     ),
     Mutant(
         "a rank that left join() has a number of steps",
