@@ -280,6 +280,16 @@ def _steps_another_model(scene: Scene) -> Action:
     return scene.model.all_reduce
 
 
+def _writes_its_weights(scene: Scene) -> Action:
+    backward(scene.model, 1.0)
+    if scene.deviates:
+        with torch.no_grad():
+            for parameter in scene.model.parameters():
+                parameter.mul_(1.0)
+    backward(scene.model, 1.0)
+    return scene.model.all_reduce
+
+
 _FREEDOMS = [
     _detaches_gradients_with_a_graph,
     _has_no_samples,
@@ -287,6 +297,7 @@ _FREEDOMS = [
     _evaluates,
     _steps_another_model,
     _brings_a_micro_batch_less,
+    _writes_its_weights,
 ]
 
 
@@ -339,6 +350,19 @@ def _skip_among(rank: int, sample_size: int | None) -> tuple[list[float], tuple[
 @pytest.mark.parametrize("sample_size, expected", [(None, 4.0), (2, 2.0)])
 def test_skip_goes_with_either_meaning(sample_size: int | None, expected: float) -> None:
     assert run_ranks(_skip_among, 3, sample_size) == [([expected], (1,))] * 3
+
+
+def _repeat_beside_a_skip(rank: int) -> tuple[list[float], tuple[int, ...]]:
+    model = Model(small_net())
+    for _ in range(2):
+        if model.module[1].bias.grad is None:
+            backward(model, 1.0)
+        record = model.all_reduce(skip=rank == 2)
+    return model.module[1].bias.grad.tolist(), record.skipped_ranks
+
+
+def test_a_repeated_call_of_all_ranks_that_take_part_is_no_extra_call() -> None:
+    assert run_ranks(_repeat_beside_a_skip, 3) == [([1.0, 1.0], (2,))] * 3
 
 
 # Several faults, several wrappers

@@ -1,0 +1,456 @@
+"""The table of mutants: faults that a change could make, and the tests that find each.
+
+A snippet stands once in the package, in any file: the table does not depend on the places of files.
+"""
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """``before`` becomes ``after``. ``killers``: arguments of pytest, split at spaces."""
+
+    name: str
+    before: str
+    after: str
+    killers: str
+
+
+_PRECEDENCE = "tests/agreement/test_precedence.py"
+_EXCHANGES = "tests/collectives/test_exchanges.py"
+_HEADER = "tests/agreement/test_header_faults.py"
+_LOST = "tests/watchdog/test_lost_ranks.py"
+_KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
+
+AGREEMENT = (
+    Mutant(
+        "names of metrics before the meaning of the call",
+        "        or find_other_meaning(rows, uneven)\n        or _find_other_metrics(call, rows, metrics)\n",
+        "        or _find_other_metrics(call, rows, metrics)\n        or find_other_meaning(rows, uneven)\n",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "layouts are not compared",
+        "    if len({row.layout for row in rows}) == 1:\n        return None",
+        "    if rows:\n        return None",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "different errors on all ranks are local errors",
+        "if len(failed) == len(rows) and len(set(texts)) == 1:",
+        "if len(failed) == len(rows):",
+        "tests/agreement tests/collectives/test_metrics.py -k host",
+    ),
+    Mutant(
+        "wrappers are not compared",
+        "(row.version, row.wrapper_id, row.operation, row.call, row.src)",
+        "(row.version, row.operation, row.call, row.src)",
+        f"{_HEADER} -k another_wrapper",
+    ),
+    Mutant(
+        "call numbers are not compared",
+        "(row.version, row.wrapper_id, row.operation, row.call, row.src)",
+        "(row.version, row.wrapper_id, row.operation, row.src)",
+        "tests/agreement tests/collectives/test_join.py -k host",
+    ),
+    Mutant(
+        "a fact of all ranks is an error",
+        "return ranks if len(ranks) < len(participants) else []",
+        "return ranks",
+        f"{_HEADER} -k repeated_call_of_all",
+    ),
+    Mutant(
+        "a change of weights alone is a skipped call",
+        "if stepping and _describe_backwards(rows):",
+        "if stepping:",
+        f"{_HEADER} -k writes_its_weights",
+    ),
+    Mutant(
+        "a rank that left join() has a number of steps",
+        "if not row.flags & Flag.JOINED]  # other ranks make no more steps",
+        "if row is not None]",
+        "tests/collectives/test_join.py -k host",
+    ),
+    Mutant(
+        "unknown numbers of steps are compared",
+        "not all(rows[rank].random for rank in ranks)",
+        "not any(rows[rank].random for rank in ranks)",
+        "tests/step_guard/test_step_counter.py tests/collectives/test_edited.py -k nothing_is or without_the_check",
+    ),
+    Mutant(
+        "numbers of steps are not part of equal work",
+        '("micro_batches", "flags", "leaves", "random")',
+        '("micro_batches", "flags", "leaves")',
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "a split that no tree has is accepted",
+        "if not finding and is_aligned(len(rows), most):",
+        "if not finding:",
+        "tests/reproducible/test_reproducible_faults.py -k power_of_two",
+    ),
+    Mutant(
+        "micro-batches of ranks that skip count",
+        "    ranks = _participants(rows)\n    if len({micro_batches[rank]",
+        "    ranks = list(range(len(rows)))\n    if len({micro_batches[rank]",
+        "tests/agreement/test_agreement.py -k skips",
+    ),
+    Mutant(
+        "two sets of metrics are equal",
+        "len({rows[rank].argument for rank in ranks}) == 1",
+        "len({rows[rank].argument for rank in ranks}) <= 2",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "a plain mean counts ranks that skip",
+        "return len(self.participants) + counted if self.participants else 0",
+        "return len(self.rows) if self.participants else 0",
+        f"{_HEADER} -k test_skip_goes",
+    ),
+    Mutant(
+        "sample sizes are not added",
+        "return sum(sizes) if sizes else None",
+        "return max(sizes) if sizes else None",
+        f"{_HEADER} tests/collectives/test_all_reduce.py -k test_skip_goes or all_reduce",
+    ),
+    Mutant(
+        "sample_size=0 takes part",
+        "self.participation == Participation.SAMPLES and self.sample_size > 0",
+        "self.participation == Participation.SAMPLES and self.sample_size >= 0",
+        "tests/collectives/test_all_reduce.py -k no_part or takes_part",
+    ),
+    Mutant(
+        "absent gradients decide the kind",
+        "lowest = torch.where(own == ABSENT, 0, 255 - own)",
+        "lowest = 255 - own",
+        "tests/collectives/test_sparse.py -k host",
+    ),
+    Mutant(
+        "ranks that failed alike still wait",
+        "self._peers_waiting, self._failed_alike = False, True",
+        "self._peers_waiting, self._failed_alike = True, True",
+        f"{_HEADER} -k the_same_mistake_on_every_rank",
+    ),
+)
+
+COLLECTIVES = (
+    Mutant(
+        "segments that other ranks write to are kept after a failure",
+        'if any(call.segments.serials) or call.phase_name in ("payload", "alias"):',
+        'if call.phase_name in ("payload", "alias"):',
+        _KILLED,
+    ),
+    Mutant(
+        "an agreed error drops the gradients",
+        "    except AgreedError:\n        raise\n    except BaseException:\n        if any(",
+        "    except BaseException:\n        if any(",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "non-finite values before replicas",
+        "if digests is not None and (text := check(call, digests, agreement.rows)):",
+        "check_finite(call, plan, packed, agreement, warnings)\n"
+        "            if digests is not None and (text := check(call, digests, agreement.rows)):",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "edited gradients are not checked",
+        "            edits.check(call, plan, agreement, warnings)\n",
+        "",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "only an error looks at non-finite values",
+        'if settings.checks.nonfinite_policy != "ignore":\n                check_finite',
+        'if settings.checks.nonfinite_policy == "raise":\n                check_finite',
+        _EXCHANGES,
+    ),
+    Mutant(
+        "a streak of non-finite gradients never ends",
+        "    if not ranks:\n        warned.discard(call.groups)\n        return",
+        "    if not ranks:\n        return",
+        "tests/collectives/test_nonfinite.py -k warnings_are_logged or told_by_default or stay_in_step",
+    ),
+    Mutant(
+        "every non-finite gradient of a streak is described",
+        "    if call.groups in warned:\n        return\n",
+        "",
+        _EXCHANGES,
+    ),
+    Mutant(
+        "a scale of 1 may overflow",
+        "scale is not None and 1 < scale < math.inf",
+        "scale is not None and 1 <= scale < math.inf",
+        "tests/collectives/test_nonfinite.py -k scaler_did_not_make or scales_nothing",
+    ),
+    Mutant(
+        "sums of metrics are rounded term by term",
+        "return math.fsum(values)",
+        "return sum(values)",
+        "tests/collectives/test_metrics.py -k small_terms or exact",
+    ),
+    Mutant(
+        "a rank that left join() does not learn the names of metrics",
+        "if any(row.flags & JOINED_BIT for row in agreement.rows):\n            names",
+        "if False:\n            names",
+        "tests/collectives/test_metrics.py -k has_left_join",
+    ),
+    Mutant(
+        "the part of a rank is misplaced behind the first run",
+        "place = start + (stop - start) * index // size",
+        "place = start + stop * index // size",
+        "tests/collectives/test_host_sum.py -k parts_of_all_ranks",
+    ),
+    Mutant(
+        "no barrier between zeros and the sum",
+        "        call.barrier()\n    return tuple(runs)",
+        "    return tuple(runs)",
+        _EXCHANGES,
+    ),
+    Mutant(
+        "any divisor is a product with its reciprocal",
+        "if mantissa == 0.5:",
+        "if mantissa >= 0.5:",
+        "tests/collectives/test_host_sum.py -k divided_by_any",
+    ),
+    Mutant(
+        "the narrower dtype holds the sum",
+        "elif torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
+        "elif torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
+        "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range",
+    ),
+    Mutant(
+        "fp16 is divided twice",
+        "return before, divisor / before",
+        "return before, float(divisor)",
+        "tests/collectives/test_dtypes.py -k fp16",
+    ),
+    Mutant(
+        "missing gradients are not zero",
+        "    buffer.zero(packed.kinds[share], runs=runs, flat=flat)\n",
+        "",
+        "tests/collectives/test_host_sum.py tests/collectives/test_sparse.py -k without_a_gradient or differ",
+    ),
+    Mutant(
+        "between hosts nothing is divided",
+        "divide(chunk, carried, after)",
+        "divide(chunk, carried, 1.0)",
+        "tests/collectives/test_between_hosts.py -k ranks_and_whole_hosts",
+    ),
+    Mutant(
+        "one rank without evidence hides edited gradients",
+        "if not self.is_open or not any(row.flags & _ANY for row in agreement.rows):",
+        "if not self.is_open or not all(row.flags & _ANY for row in agreement.rows):",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "rank 0 is the source of every broadcast",
+        "options.rootRank, options.rootTensor = src, 0\n    call.run(call.groups.payload(flat.device), "
+        "lambda group: group.broadcast([flat.view(",
+        "options.rootRank, options.rootTensor = 0, 0\n    call.run(call.groups.payload(flat.device), "
+        "lambda group: group.broadcast([flat.view(",
+        "tests/collectives/test_broadcast.py -k every_dtype",
+    ),
+    Mutant(
+        "a repeated call divides again",
+        "is_repeat=bool(header.flags & Flag.REPEAT)",
+        "is_repeat=False",
+        f"{_HEADER} -k the_same_mistake_on_every_rank",
+    ),
+    Mutant(
+        "steps are not counted from the end of a call",
+        "        if steps is not None:\n            steps.begin(call.groups, plan.parameters)\n",
+        "",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "micro-batches are not counted from the end of a call",
+        "        planner.counter.reset(plan.parameters)\n        if steps",
+        "        if steps",
+        _PRECEDENCE,
+    ),
+)
+
+TRANSPORT = (
+    Mutant(
+        "a message of another size is a row",
+        "if message[:1] != kind or len(message) != size + 1:",
+        "if message[:1] != kind:",
+        "tests/transport/test_star.py",
+    ),
+    Mutant(
+        "the sender of a notice is the lost rank",
+        "raise StarLostError(int(message[1:]))",
+        "raise StarLostError(rank)",
+        "tests/transport/test_star.py -k connection_closed",
+    ),
+    Mutant(
+        "the hub keeps the end of patience to itself",
+        "            self._tell(_LATE, rank)\n",
+        "",
+        "tests/transport/test_star.py -k gives_up",
+    ),
+    Mutant(
+        "a late rank is a lost rank",
+        'within {self.timeout.total_seconds():g} s", is_late=True)',
+        'within {self.timeout.total_seconds():g} s", is_late=False)',
+        f"{_LOST} -k a_stopped_rank_is_named_at_the_timeout",
+    ),
+    Mutant(
+        "a call has the number of the call before",
+        "self.number = self.group_state.calls[self.operation] + 1",
+        "self.number = self.group_state.calls[self.operation]",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "an agreed error makes the group unusable",
+        "if error is not None and self._peers_waiting and not isinstance(error, AgreedError):",
+        "if error is not None and self._peers_waiting:",
+        _EXCHANGES,
+    ),
+    Mutant(
+        "a refused call keeps the group busy",
+        "        except BaseException:\n            self.groups.busy.release()\n            raise\n        return self",
+        "        except BaseException:\n            raise\n        return self",
+        f"tests/transport {_LOST} -k lost_groups or last_of_two",
+    ),
+    Mutant(
+        "a problem of a lower rank comes before a problem of more weight",
+        "for texts in zip(*rows, strict=True) for rank, text in enumerate(texts) if text",
+        "for rank, texts in enumerate(rows) for text in texts if text",
+        "tests/transport/test_refused_calls.py tests/transport/test_choice.py",
+    ),
+    Mutant(
+        "no rank has a spare segment",
+        "return SegmentIds(tuple(serials), has_spare)",
+        "return SegmentIds(tuple(serials), False)",
+        "tests/transport/test_star.py -k a_row_arrives",
+    ),
+    Mutant(
+        "old segments stay mapped",
+        "(2 * used if current.has_spare else used)",
+        "4 * used",
+        "tests/collectives/test_host_sum.py -k pile_up",
+    ),
+    Mutant(
+        "a group made again on a store meets the old group",
+        "generation = (store.add(_ARRIVALS, 1) - 1) // self.size",
+        "generation = min(0, store.add(_ARRIVALS, 1))",
+        "tests/transport/test_process_groups.py -k destroyed_groups",
+    ),
+    Mutant(
+        "a shared memory that was asked for may be missing",
+        "    if reason and settings.transport == HOST:\n        raise _impossible(call, reason)\n",
+        "",
+        "tests/transport/test_choice.py -k asked_for",
+    ),
+)
+
+REPLICAS = (
+    Mutant(
+        "one rank with a digest is enough",
+        "if not all(row.flags & SIGNED_BIT for row in rows):",
+        "if not any(row.flags & SIGNED_BIT for row in rows):",
+        "tests/replicas/test_found_by_default.py -k off_on_a_rank",
+    ),
+    Mutant(
+        "a rank that left join() is compared",
+        "for rank, row in enumerate(rows) if rank not in left}",
+        "for rank, row in enumerate(rows)}",
+        "tests/collectives/test_join.py -k no_divergence",
+    ),
+    Mutant(
+        'divergence="raise" warns',
+        'if call.checks.compares_replicas or call.checks.divergence == "raise":',
+        "if call.checks.compares_replicas:",
+        _PRECEDENCE,
+    ),
+    Mutant(
+        "a streak looks again at the same age",
+        "self.next_look = self.start + 2 * max(",
+        "self.next_look = self.start + 9 * max(",
+        "tests/replicas/test_later_differences.py",
+    ),
+    Mutant(
+        "statistics are digested",
+        "            if name in self.buffers.statistics:\n                continue\n",
+        "",
+        "tests/replicas/test_found_by_default.py -k statistic",
+    ),
+    Mutant(
+        "a digest without the number of bytes",
+        "[totals[index] ^ size for index, size in enumerate(sizes)]",
+        "[totals[index] for index, size in enumerate(sizes)]",
+        "tests/replicas/test_digest.py -k definition",
+    ),
+    Mutant(
+        "buffers are not digested again",
+        "        self.digests.buffers = self._digest_buffers()\n        self._is_changed",
+        "        self._is_changed",
+        "tests/replicas/test_replica_faults.py",
+    ),
+    Mutant(
+        "a moved digest of parameters is not told",
+        "moved = find_moved(call, digest_all(self._parameters) != self.digests.parameters)",
+        "moved = find_moved(call, False)",
+        "tests/replicas/test_later_differences.py -k perturbation",
+    ),
+    Mutant(
+        "evidence against the majority does not matter",
+        "() if _contradict(self.minority, self.implicated) else self.minority or self.implicated",
+        "self.minority or self.implicated",
+        "tests/replicas/test_attribution.py tests/replicas/test_evidence.py",
+    ),
+)
+
+WATCHDOG = (
+    Mutant(
+        "the farthest rank is missing",
+        "if row.progress < farthest and not row.is_out_of_data]",
+        "if row.progress <= farthest and not row.is_out_of_data]",
+        "tests/watchdog/test_report.py",
+    ),
+    Mutant(
+        "several unknown ranks are missing",
+        "if known or len(unknown) == 1:",
+        "if known or unknown:",
+        "tests/watchdog/test_report.py",
+    ),
+    Mutant(
+        "a rank out of data is missing",
+        "return self.sample is not None and self.sample.phase == OUT_OF_DATA and not self.has_ended",
+        "return False",
+        "tests/collectives/test_join.py -k out_of_data",
+    ),
+    Mutant(
+        "a dead process is silent",
+        "return (Outcome.ENDED if state == DEAD else Outcome.SILENT), None",
+        "return Outcome.SILENT, None",
+        "tests/watchdog/test_server.py -k told_apart or given_to_another",
+    ),
+    Mutant(
+        "requests need no token",
+        "return hmac.compare_digest(token, self.endpoint.token.encode())",
+        "return True",
+        "tests/watchdog/test_server.py -k without_the_token",
+    ),
+    Mutant(
+        "a process that ended after its answer is alive",
+        "if states.get(rank) == DEAD:",
+        "if False:",
+        "tests/watchdog/test_report.py -k seen_dead",
+    ),
+    Mutant(
+        "a call that met no rank counts",
+        "        if not has_met:\n            self._status.serial -= 1\n",
+        "",
+        "tests/agreement/test_blame.py -k interrupted_before",
+    ),
+    Mutant(
+        "a second failure is not written down",
+        "if self.failure is not None and (self._missing or not logs):",
+        "if self.failure is not None:",
+        "tests/watchdog tests/agreement/test_blame.py",
+    ),
+)
+
+MUTANTS = (*AGREEMENT, *COLLECTIVES, *TRANSPORT, *REPLICAS, *WATCHDOG)
