@@ -31,6 +31,7 @@ def _said(world_size: int, checks: str) -> list[dict[str, list[str]]]:
     return run_ranks(_run_all, world_size, CHECKS[checks], timeout_seconds=count(3600, 240))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world_size, checks", [(2, "info"), thorough(3, "info"), (2, "detail"), thorough(2, "detail, every 5")]
 )

@@ -226,7 +226,7 @@ def _check_call(of_ranks: Sequence[Seen], step: Step) -> None:
 
 
 def _check_trainings(trainings: Sequence[Training], world_size: int) -> None:
-    results = run_ranks(partial(_train_all, trainings), world_size, fresh=True)
+    results = run_ranks(partial(_train_all, trainings), world_size)
     for training, *of_ranks in zip(trainings, *results, strict=True):
         for number, (step, *seen) in enumerate(zip(training.steps, *of_ranks, strict=True)):
             try:
@@ -248,6 +248,7 @@ def test_one_rank_equals_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, phases=_PHASES)
 @given(st.lists(_trainings(2), min_size=1, max_size=6))
 def test_two_ranks_equal_the_single_process(trainings: list[Training]) -> None:

@@ -62,6 +62,7 @@ def _train(rank: int, what: str, name: str, checks: str, forgotten: int) -> tupl
     return graphs, sum(counters["recompiles"].values()), refused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thorough_but(["AdamW"], _OPTIMIZERS))
 @pytest.mark.parametrize("what", [thorough("model"), thorough("optimizer"), "step", thorough("step with closure")])
 def test_the_guard_adds_no_graph_and_compiles_nothing_again(what: str, name: str) -> None:

@@ -81,6 +81,7 @@ def _check_all(seen: dict[int, Seen], kind: str, phase: str, within: float, *sai
 # A process that ends
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("victim, store", WHO_OR_STORE)
 def test_a_killed_rank_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
