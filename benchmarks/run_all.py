@@ -90,6 +90,7 @@ RUNS = {
         "--ranks-per-host 2 --rates 1 --update-freq 1 4 --repeats 2 --rounds 6 --warm-up 1",
         why_not=_no_hosts,
     ),
+    "warm_call": Run("bench_warm_call.py", 0, "", "--repeats 1 --rounds 2 --steps 5 --warm-up 5"),
     "scale_tensors": Run("bench_scale.py", 2, f"tensors {_MORE}", f"tensors --counts 100 1000 {_LITTLE}"),
     "scale_replan": Run(
         "bench_scale.py", 2, f"replan --counts 1000 16000 100000 {_MORE}", f"replan --counts 100 1000 {_LITTLE}"

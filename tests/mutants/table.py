@@ -137,7 +137,7 @@ COLLECTIVES = (
         "segments that other ranks write to are kept after a failure",
         'if any(call.segments.serials) or call.phase_name in ("payload", "alias"):',
         'if call.phase_name in ("payload", "alias"):',
-        _KILLED,
+        f"{_KILLED} tests/collectives/test_gradients_after_failures.py",
     ),
     Mutant(
         "an agreed error drops the gradients",
