@@ -91,6 +91,7 @@ def test_the_hunt_of_a_forgotten_call_names_the_rank_that_forgot_it() -> None:
         assert words in printed
 
 
+@pytest.mark.thorough
 def test_the_hunt_for_two_runs_prints_what_the_page_shows(tmp_path: Path) -> None:
     commands = re.findall(r"^    PYTHONPATH=\. torchrun .* examples/train_lm\.py (.*--record .*)$", PAGE, re.MULTILINE)
     assert len(commands) == 2
