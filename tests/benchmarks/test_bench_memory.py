@@ -80,14 +80,14 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
 @pytest.mark.parametrize(
     "wrap,expected",
     [
-        ("local compute alone", 1),
-        ("torch DDP", 2),
-        ("torch DDP, views", 1),
+        thorough("local compute alone", 1),
+        thorough("torch DDP", 2),
+        thorough("torch DDP, views", 1),
         ("ours", 1),
-        ("ours, gloo", 1),
-        ("ours, no views", 2),
+        thorough("ours, gloo", 1),
+        thorough("ours, no views", 2),
         ("keeps a copy", 2),
-        ("makes a copy", 2),
+        thorough("makes a copy", 2),
     ],
 )
 def test_every_copy_of_the_gradients_is_counted(wrap: str, way: str, expected: int) -> None:
@@ -105,6 +105,7 @@ def test_shared_memory_counts_where_it_is_held_and_at_the_greater_end_of_a_span(
     }
 
 
+@pytest.mark.thorough
 def test_gradients_made_anew_lie_beside_the_buffer_only_where_they_are_not_taken_over() -> None:
     # The model has one gradient. While that is taken over it is there twice; what is subtracted has it once, then, too.
     assert _gradients("torch DDP", "allocator", set_to_none=True) == pytest.approx(2, abs=0.01)

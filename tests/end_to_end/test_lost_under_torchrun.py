@@ -23,7 +23,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.rank_faults import WAITS, do_when
 from tests.helpers.scripts import fork_script
-from tests.helpers.tiers import count, thorough
+from tests.helpers.tiers import count
 
 RANKS = 3
 RUNS = count(20, 3)
@@ -132,7 +132,8 @@ def test_every_survivor_of_a_killed_rank_leaves_word(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", [thorough("torchrun alone"), "the whole group, as a terminal does"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("whom", ["torchrun alone", "the whole group, as a terminal does"])
 def test_ctrl_c_ends_the_job_in_seconds_and_leaves_no_process(tmp_path: Path, whom: str) -> None:
     job = _start(tmp_path, "hang")
     try:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.hosts import Hosts, reason_not_permitted
-from tests.helpers.tiers import thorough
 
 TIMEOUT_SECONDS = 6.0
 STEPS_BEFORE = 5
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
 ]
 
@@ -63,7 +63,7 @@ def _await(paths: list[Path], seconds: float = 90.0) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("vanishes", [thorough(1), 0])  # host 0 has the launcher's store
+@pytest.mark.parametrize("vanishes", [1, 0])  # host 0 has the launcher's store
 def test_the_report_names_the_host_that_vanished(vanishes: int, tmp_path: Path) -> None:
     with Hosts(2) as hosts:
         job = hosts.torchrun(__file__, str(tmp_path), nproc_per_node=2)

@@ -151,6 +151,7 @@ accelerator.end_training()
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.thorough
 def test_a_training_of_transformers_goes_on_from_its_checkpoint_to_the_same_bits(
     tmp_path: Path, sealed: dict[str, str]
 ) -> None:

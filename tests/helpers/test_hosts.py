@@ -213,6 +213,7 @@ def test_torchrun_joins_the_ranks_of_all_hosts(n: int, nproc_per_node: int, tmp_
     assert [(r.name, r.exit_code) for r in results] == [(name, 0) for name in hosts.names]
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_hosts_train_alike_and_one_job_follows_another(tmp_path: Path) -> None:
@@ -225,6 +226,7 @@ def test_hosts_train_alike_and_one_job_follows_another(tmp_path: Path) -> None:
             assert _read(tmp_path / attempt, 2) == [[[mean] * 3, 10.0 - 3 * mean]] * 2
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_a_failing_host_is_named_with_what_it_wrote(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ def _assert_left(folder: Path, *names: str) -> None:
         assert_same_bits(torch.load(folder / f"{name}.pt", weights_only=True), _expected(name.partition("-")[0]), name)
 
 
+@pytest.mark.thorough
 def test_a_trainer_under_torchrun_leaves_the_weights_of_a_trainer_that_starts_its_own_ranks() -> None:
     told = by_fabric("accumulating", "by_trainer")
     assert_same_bits(_weights(told("by_trainer")[0]), _expected("trainer"))
