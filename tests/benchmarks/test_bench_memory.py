@@ -86,7 +86,7 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
         ("ours", 1),
         thorough("ours, gloo", 1),
         thorough("ours, no views", 2),
-        ("keeps a copy", 2),
+        thorough("keeps a copy", 2),
         thorough("makes a copy", 2),
     ],
 )

@@ -33,7 +33,7 @@ def _said(world_size: int, checks: str) -> list[dict[str, list[str]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world_size, checks", [(2, "info"), thorough(3, "info"), (2, "detail"), thorough(2, "detail, every 5")]
+    "world_size, checks", [(2, "info"), thorough(3, "info"), thorough(2, "detail"), thorough(2, "detail, every 5")]
 )
 @pytest.mark.parametrize("name", LOOPS)
 def test_nothing_is_said_of_a_healthy_training(name: str, world_size: int, checks: str) -> None:

@@ -193,7 +193,8 @@ def test_the_network_of_this_machine_stays_as_it_is() -> None:
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("n, nproc_per_node", [(2, 1), thorough(3, 1), thorough(2, 2)])
+@pytest.mark.thorough
+@pytest.mark.parametrize("n, nproc_per_node", [(2, 1), (3, 1), (2, 2)])
 def test_torchrun_joins_the_ranks_of_all_hosts(n: int, nproc_per_node: int, tmp_path: Path) -> None:
     with Hosts(n) as hosts:
         job = hosts.torchrun(
