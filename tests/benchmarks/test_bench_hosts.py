@@ -17,7 +17,6 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import thorough
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -77,13 +76,14 @@ def _in_bf16(module: nn.Module) -> nn.Module:
     return LegacyDistributedDataParallel(module, reduce_dtype=torch.bfloat16, transport="gloo")  # memory rounds less
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name, wrap",
     [
         ("ours, off", _unsynchronized),
-        thorough("ours, off, reduce_dtype=bf16", _unsynchronized),
-        thorough("ours, off", _in_bf16),
-        thorough("local compute alone", LegacyDistributedDataParallel),
+        ("ours, off, reduce_dtype=bf16", _unsynchronized),
+        ("ours, off", _in_bf16),
+        ("local compute alone", LegacyDistributedDataParallel),
     ],
 )
 def test_a_variant_that_does_other_work_than_its_name_says_is_refused(name: str, wrap: Any) -> None:

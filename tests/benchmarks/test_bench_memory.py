@@ -16,7 +16,6 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import thorough
 
 SCRIPT = ROOT / "benchmarks" / "bench_memory.py"
 
@@ -76,18 +75,19 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
     return used / (4 * WIDTH**2)
 
 
-@pytest.mark.parametrize("way", ["allocator", thorough("rss")])
+@pytest.mark.thorough
+@pytest.mark.parametrize("way", ["allocator", "rss"])
 @pytest.mark.parametrize(
     "wrap,expected",
     [
-        thorough("local compute alone", 1),
-        thorough("torch DDP", 2),
-        thorough("torch DDP, views", 1),
+        ("local compute alone", 1),
+        ("torch DDP", 2),
+        ("torch DDP, views", 1),
         ("ours", 1),
-        thorough("ours, gloo", 1),
-        thorough("ours, no views", 2),
-        thorough("keeps a copy", 2),
-        thorough("makes a copy", 2),
+        ("ours, gloo", 1),
+        ("ours, no views", 2),
+        ("keeps a copy", 2),
+        ("makes a copy", 2),
     ],
 )
 def test_every_copy_of_the_gradients_is_counted(wrap: str, way: str, expected: int) -> None:

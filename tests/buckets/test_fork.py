@@ -17,7 +17,7 @@ TOLD = {
 @pytest.fixture(scope="module")
 def runs() -> dict[str, tuple[int, str]]:
     """Exit code and standard error of every program. All at the same time."""
-    names, count = list(fork_faults.FAULTS), str(tiers.count(2000, 150))
+    names, count = list(fork_faults.FAULTS), str(tiers.count(2000, 60))
     program = str(ROOT / "tests" / "helpers" / "fork_faults.py")
     done = fork_scripts([(program, name, count) for name in names], [{}] * len(names))
     return {name: (run.returncode, " ".join(run.stderr.split())) for name, run in zip(names, done, strict=True)}

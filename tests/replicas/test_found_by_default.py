@@ -77,7 +77,7 @@ def _warned(world_size: int, *faulty: int) -> list[dict[str, Warned]]:
     return run_ranks(_all_faults, world_size, faulty, timeout_seconds=240)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(4, 2)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0), thorough(4, 2)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int, who: int) -> None:
     fault, of_ranks = FAULTS[name], [of_rank[name] for of_rank in _warned(world_size, who)]
