@@ -417,6 +417,18 @@ def test_the_line_of_the_script_is_named_for_each_rank_of_different_calls() -> N
     check_agreed(run_ranks(_steps_in_two_places, 3), "DesyncError", (2,), f"\n  {lines}\n")
 
 
+def _passes_nonsense_of_its_own(rank: int) -> Outcome:
+    model = Model(small_net())
+    backward(model, 1.0)
+    return outcome_of(model, rank, partial(model.all_reduce, -1 - rank))
+
+
+def test_different_mistakes_on_all_ranks_are_one_error_that_lists_them() -> None:
+    mistake = "ValueError: sample_size is out of range: got -{}"
+    said = [f"rank {rank}: {mistake.format(rank + 1)}" for rank in range(2)]
+    check_agreed(run_ranks(_passes_nonsense_of_its_own, 2), "PeerError", (0, 1), *said)
+
+
 def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
     model = Model(small_net())
     backward(model, 1.0)

@@ -29,16 +29,16 @@ AGREEMENT = (
         _PRECEDENCE,
     ),
     Mutant(
-        "layouts are not compared",
-        "    if len({row.layout for row in rows}) == 1:\n        return None",
-        "    if rows:\n        return None",
+        "layouts after the meaning of the call",
+        "or _find_other_layout(call, rows, inventory, layout_advice)\n        or find_other_meaning(rows, uneven)\n",
+        "or find_other_meaning(rows, uneven)\n        or _find_other_layout(call, rows, inventory, layout_advice)\n",
         _PRECEDENCE,
     ),
     Mutant(
         "different errors on all ranks are local errors",
         "if len(failed) == len(rows) and len(set(texts)) == 1:",
         "if len(failed) == len(rows):",
-        "tests/agreement tests/collectives/test_metrics.py -k host",
+        f"{_HEADER} -k different_mistakes",
     ),
     Mutant(
         "wrappers are not compared",
@@ -47,10 +47,10 @@ AGREEMENT = (
         f"{_HEADER} -k another_wrapper",
     ),
     Mutant(
-        "call numbers are not compared",
+        "operations are not compared",
         "(row.version, row.wrapper_id, row.operation, row.call, row.src)",
-        "(row.version, row.wrapper_id, row.operation, row.src)",
-        "tests/agreement tests/collectives/test_join.py -k host",
+        "(row.version, row.wrapper_id, row.call, row.src)",
+        _PRECEDENCE,
     ),
     Mutant(
         "a fact of all ranks is an error",
