@@ -248,6 +248,14 @@ def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unr
             _read_after_a_slice(first)
 
 
+@pytest.mark.parametrize("row", [b"", b"ro", b"rows"])
+def test_a_row_of_another_length_is_no_row_and_its_rank_is_lost(row: bytes) -> None:
+    with _stars(2) as (hub, leaf):
+        leaf._send(0, b"R" + row, _ignore)
+        with pytest.raises(StarLostError, match="rank 1"):
+            hub.exchange(b"row", _ignore)
+
+
 def _read_after_a_slice(star: Star) -> None:
     star._after_slice(_ignore)
     star.exchange(b"row", _ignore)
