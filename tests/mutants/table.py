@@ -311,7 +311,7 @@ TRANSPORT = (
         "a refused call keeps the group busy",
         "        except BaseException:\n            self.groups.busy.release()\n            raise\n        return self",
         "        except BaseException:\n            raise\n        return self",
-        f"tests/transport {_LOST} -k lost_groups or last_of_two",
+        "tests/collectives/test_gradients_after_failures.py",
     ),
     Mutant(
         "a problem of a lower rank comes before a problem of more weight",
@@ -332,10 +332,10 @@ TRANSPORT = (
         "tests/collectives/test_host_sum.py -k pile_up",
     ),
     Mutant(
-        "a group made again on a store meets the old group",
-        "generation = (store.add(_ARRIVALS, 1) - 1) // self.size",
-        "generation = min(0, store.add(_ARRIVALS, 1))",
-        "tests/transport/test_process_groups.py -k destroyed_groups",
+        "the ranks that arrived are missing",
+        "if not store.check([key])]",
+        "if store.check([key])]",
+        "tests/transport/test_lost_groups.py -k never_constructs",
     ),
     Mutant(
         "a shared memory that was asked for may be missing",
