@@ -374,7 +374,7 @@ REPLICAS = (
         "statistics are digested",
         "            if name in self.buffers.statistics:\n                continue\n",
         "",
-        "tests/replicas/test_found_by_default.py -k statistic",
+        _EXCHANGES,
     ),
     Mutant(
         "a digest without the number of bytes",
@@ -449,7 +449,7 @@ WATCHDOG = (
         "a second failure is not written down",
         "if self.failure is not None and (self._missing or not logs):",
         "if self.failure is not None:",
-        "tests/watchdog tests/agreement/test_blame.py",
+        "tests/watchdog/test_status.py",
     ),
 )
 
