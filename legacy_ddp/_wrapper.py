@@ -310,7 +310,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         return describe_wrapper(synchronizer.planner.layout, self._group, synchronizer.transport_text, self._settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of every module. Settings of torch DDP that would do nothing here are an AttributeError."""
+        """As of every module. Assignments that would do nothing, to the arguments of the constructor but ``module`` and
+        ``process_group`` and to settings of torch DDP, are an AttributeError."""
         refuse_attribute(type(self), name)
         super().__setattr__(name, value)
 
