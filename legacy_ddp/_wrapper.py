@@ -170,7 +170,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         last bit (up to half of the fp32 elements at 5 to 7 ranks). A repeated call with ``sample_size`` would divide
         twice. It is an error if it shows: no backward since, and every gradient is still the view of the last call; or
         a backward was added to the result of the last call, because ``zero_grad()`` is missing. A plain call then adds
-        the mean of the new gradients to that result.
+        the mean of the new gradients to that result. A tensor assigned to ``.grad`` is never taken for a result.
 
         Args:
             sample_size: number of items in this rank's gradient sums; an int, or an integer of NumPy or torch.
@@ -310,7 +310,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         return describe_wrapper(synchronizer.planner.layout, self._group, synchronizer.transport_text, self._settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of every module. Settings of torch DDP that would do nothing here are an AttributeError."""
+        """As of every module. Assignments that would do nothing, to the arguments of the constructor but ``module`` and
+        ``process_group`` and to settings of torch DDP, are an AttributeError."""
         refuse_attribute(type(self), name)
         super().__setattr__(name, value)
 

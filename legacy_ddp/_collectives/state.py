@@ -23,6 +23,7 @@ from legacy_ddp._replicas.periodic import PeriodicDigests
 from legacy_ddp._replicas.rotation import RotatingDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
+from legacy_ddp._step_guard.backward_counter import watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepCounter
@@ -54,6 +55,8 @@ class Synchronizer:
             self.evaluation_hint = EvaluationHint(wrapper, settings)
         if settings.checks.guards_steps:
             guard_steps()
+        if settings.checks.level != "off":
+            watch_uses()
         if settings.checks.nonfinite_policy != "ignore":
             watch_scalers()
         self.steps = StepCounter(self.policy) if settings.checks.counts_steps and wrapper is not None else None
