@@ -170,10 +170,14 @@ class Groups:
     def after_fork(self) -> None:
         """In a forked child: an end of a connection kept open there would hide the death of the parent.
 
-        The groups are left alone until the process ends: torch would wait for threads that only the parent has.
+        The groups stay until the process ends: torch would wait for threads that only the parent has, or end with
+        SIGSEGV.
         """
         self.close_star()
         self._end.detach()
+        for group in (self.control, self._payload, self.between):
+            if group is not None:
+                internals.keep_for_ever(group)
 
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:
@@ -263,6 +267,7 @@ def _close_all(*, shows_exit: bool) -> None:
 def _note_inherited() -> None:
     for group in internals.registered_groups():
         _inherited.setdefault(group, os.getppid())
+        internals.keep_for_ever(group)
 
 
 # At the import: the first call of the library on a group may be the call of a child.
