@@ -25,7 +25,7 @@ from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerError, PeerLos
 from legacy_ddp._fork import run_in_children
 from legacy_ddp._transport.arrival import meet_members
 from legacy_ddp._transport.star import Star
-from legacy_ddp._watchdog import Watchdog, await_turn
+from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
@@ -232,6 +232,7 @@ def _after_fork() -> None:
     for groups in list(_alive):
         groups.after_fork()
     _alive.clear()
+    forget_turn()  # the order of ends is about the processes of the ranks
 
 
 def _close_all(*, shows_exit: bool) -> None:

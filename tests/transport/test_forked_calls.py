@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
 from legacy_ddp._transport import groups
+from legacy_ddp._watchdog import ending
 from legacy_ddp.debug import check_replicas, cross_check
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
@@ -101,6 +103,22 @@ def _ends_of_children(rank: int) -> list[int]:
 def test_a_forked_child_leaves_the_groups_of_its_parent_alone_at_its_end(transport: str) -> None:
     """It waited for threads that only the parent has, or ended with SIGSEGV."""
     assert run_ranks(_ends_of_children, 2) == [[0], [0]]
+
+
+def _waits_of_a_child(rank: int) -> tuple[int, int]:
+    """After an error of all ranks: how many waits are due at the end of this process, and of its child."""
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+    with pytest.raises(PeerError):
+        model.all_reduce(sample_size=-1 if rank == 0 else 1)
+    waits, child = len(ending._last_turn), os.fork()
+    if child == 0:
+        os._exit(len(ending._last_turn))
+    return waits, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_does_not_wait_for_the_end_of_other_ranks() -> None:
+    """It waited up to 11 s: it inherited the order of ends after the error."""
+    assert run_ranks(_waits_of_a_child, 2) == [(0, 0), (1, 0)]
 
 
 # Of the children of rank 0: whether the library has groups, what ends the child, and its exit code.
