@@ -6,11 +6,12 @@ after a mismatch: the ranks exchange details.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
-from legacy_ddp._frames import script_line
+from legacy_ddp._frames import script_lines
 from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.gather import Gatherer
@@ -62,17 +63,24 @@ def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
     """The error for different calls. Collective after a difference: the module and the line of every rank."""
     if len({(row.version, row.wrapper_id, row.operation, row.call, row.src) for row in rows}) == 1:
         return None
-    details = call.gather_objects({"module": call.module_class, "line": script_line()})
+    details = call.gather_objects({"module": call.module_class, "lines": script_lines()})
     wrappers = _name_wrappers(rows, [of_rank["module"] for of_rank in details])
     calls = [
         {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.src)}
         for row, wrapper in zip(rows, wrappers, strict=True)
     ]
-    lines = [{"line": of_rank["line"] or "no line of a script"} for of_rank in details]
-    text = "\n".join(str(finding) for items in (calls, lines) if (finding := compare_rows(items)))
+    findings = (compare_rows(calls), _find_other_line([of_rank["lines"] for of_rank in details]))
+    text = "\n".join(str(finding) for finding in findings if finding)
     text = f"ranks met in different calls:\n{text}\nlet every rank make the same calls in the same order"
     # A line is no evidence: a rank may make the same call from another line.
     return _error(DesyncError, rows, text, compare_rows(calls).ranks)
+
+
+def _find_other_line(stacks: Sequence[Sequence[str]]) -> Finding:
+    """The innermost lines that differ: ranks may make their calls in one helper function, from different lines."""
+    depths = zip_longest(*stacks, fillvalue="no line of a script")
+    different = next((lines for lines in depths if len({*lines}) > 1), ())
+    return compare_rows([{"line": line} for line in different])
 
 
 def _name_wrappers(rows: Sequence[Header], classes: Sequence[str]) -> list[str]:

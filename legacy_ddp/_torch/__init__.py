@@ -44,6 +44,7 @@ from legacy_ddp._torch.groups import (
     group_timeout,
     inner_excepthook,
     is_registered,
+    keep_for_ever,
     operation_options,
     registered_groups,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "is_only_in_grad",
     "is_registered",
     "is_tracing",
+    "keep_for_ever",
     "largest_used_scaler",
     "leaf_of",
     "next_node_number",

@@ -21,7 +21,7 @@ from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_meeting import HostMeeting
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.peer_memory import PeerMemory
-from legacy_ddp._watchdog import USER_CODE, end_after, process_activity
+from legacy_ddp._watchdog import USER_CODE, end_after, forget_turn, process_activity
 
 _FIRST_WARNED_CALL = 3
 
@@ -132,6 +132,7 @@ class Call(Gatherer):
 
     def _end_call(self, error: BaseException | None) -> None:
         if error is None:
+            forget_turn()
             self.group_state.calls[self.operation] = self.number
             if self.group_state.wrapper_id is None:
                 self.group_state.wrapper_id = self.groups.wrapper_count = self.wrapper_id
@@ -159,7 +160,7 @@ class Call(Gatherer):
             return
         if is_loss or self.groups.rank not in ranks:
             watchdog = self.groups.watchdog
-            end_after(error, watchdog.processes(ranks) if watchdog is not None else (), is_loss=is_loss)
+            end_after(error, watchdog.processes(ranks) if watchdog is not None else ())
 
     def __str__(self) -> str:
         return self.name

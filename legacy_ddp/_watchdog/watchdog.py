@@ -11,15 +11,15 @@ from legacy_ddp._error_text import error_line
 from legacy_ddp._fork import run_in_children
 from legacy_ddp._watchdog.background import BackgroundTasks
 from legacy_ddp._watchdog.client import Message, Outcome, decode_endpoint, request
-from legacy_ddp._watchdog.ending import ending_error, error_behind
+from legacy_ddp._watchdog.ending import end_text, error_behind
 from legacy_ddp._watchdog.exchange import ReportExchange
 from legacy_ddp._watchdog.failure import Failure, decode_failure
 from legacy_ddp._watchdog.log_policy import WarningPolicy
-from legacy_ddp._watchdog.missing_ranks import LEFT_NORMALLY
 from legacy_ddp._watchdog.processes import Identity
 from legacy_ddp._watchdog.propagation import FailureRecord, broadcast_failure
 from legacy_ddp._watchdog.report import Report, decode_report
 from legacy_ddp._watchdog.report_file import ReportFile
+from legacy_ddp._watchdog.script_end import watch_exit
 from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.status import GroupView, own_status
 
@@ -52,6 +52,7 @@ class Watchdog:
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
         _alive.add(self)
         _register_after_fork()
+        watch_exit()
 
     def endpoint(self) -> bytes:
         """The endpoint of this rank, encoded for :meth:`start` on every rank."""
@@ -109,9 +110,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
-        error = ending_error()
-        how = f"with {error_line(error)}" if error else LEFT_NORMALLY
-        self._server.close(self._record.exit_reason() or f"left after {self._status.call} {how}")
+        self._server.close(self._record.exit_reason() or f"left after {self._status.call} {end_text()}")
         self._background.close()
         self.file.close()
 
