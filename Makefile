@@ -10,7 +10,7 @@ TRACE ?=
 STEPS ?=
 ARGS ?=
 # Ranks of a test wait for each other much of the time: more than cores.
-WORKERS ?= 3
+WORKERS ?= 4
 BENCH ?=
 # Not empty: make package refuses metadata that lacks what a release needs.
 RELEASE ?=
@@ -21,6 +21,8 @@ NEWEST_PYTHON ?= python3
 # One thread per rank; torchrun would set the same and print a warning about it.
 OMP_NUM_THREADS ?= 1
 export OMP_NUM_THREADS
+# Bytecode is kept: without it each program of a test compiles the package, and each worker rewrites all tests.
+unexport PYTHONDONTWRITEBYTECODE
 # Scripts in examples/ import legacy_ddp from here, installed or not.
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
@@ -60,7 +62,7 @@ endef
 export CHECK
 
 .DEFAULT_GOAL := help
-.PHONY: help demo digits hunt culprit replay restart test test-programs test-fast test-oldest test-newest soak package browser picture docs lint bench bench-full clean
+.PHONY: help demo digits hunt culprit replay restart test test-all test-oldest test-newest soak package browser picture docs lint bench bench-full clean
 .DELETE_ON_ERROR:
 
 help: ## list what can be run
@@ -93,17 +95,13 @@ restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
 	$(call needs,torch)
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
-test: $(READY) ## run the tests of the library, WORKERS files at a time
+test: $(READY) ## test every behaviour once, five minutes; WORKERS files at a time
 	$(call needs,$(TEST_PACKAGES))
-	$(PYTEST) -m "not program" $(ARGS)
+	$(PYTEST) -m "not thorough" $(ARGS)
 
-test-programs: $(READY) ## run the tests of examples, benchmarks, pages and Lightning
+test-all: $(READY) ## run all tests, as CI does
 	$(call needs,$(TEST_PACKAGES))
-	$(PYTEST) -m program $(ARGS)
-
-test-fast: $(READY) ## run the tests that start no process, and a few of ranks
-	$(call needs,$(TEST_PACKAGES))
-	$(PYTEST) -m fast $(ARGS)
+	$(PYTEST) $(ARGS)
 
 test-oldest: .venv-oldest/.ready ## run the tests of the core with torch 2.8, several GB in an environment of its own
 	.venv-oldest/bin/python -m pytest $(PYTEST_OPTIONS) $(CORE_TESTS) $(ARGS)

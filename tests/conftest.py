@@ -22,46 +22,37 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-# Tests of programs: examples, benchmarks, pages and Lightning, and of the helpers that start them.
-_PROGRAM_FOLDERS = ("tests/end_to_end/", "tests/lightning/", "tests/benchmarks/", "tests/helpers/")
-
-
-def _helpers(*names: str) -> frozenset[str]:
-    return frozenset(f"tests.helpers.{name}" for name in names)
-
-
-_PROGRAM_STARTERS = _helpers("forked_children", "forked_scripts", "hosts", "namespaces", "scripts")
-_STARTERS = _PROGRAM_STARTERS | _helpers("browser", "rank_pool")
+# Helpers that start processes.
+_STARTERS = frozenset(
+    f"tests.helpers.{name}"
+    for name in ("browser", "forked_children", "forked_scripts", "hosts", "namespaces", "rank_pool", "scripts")
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes, and
-    ``program`` whose file starts whole programs.
+    """Skip tests marked ``gpu`` where there is no CUDA device; mark tests ``fast`` whose file starts no processes.
 
-    Long tests come first: a worker that begins a long file last keeps the others waiting.
+    Files with a test marked ``slow`` come first: a worker that begins a long file last keeps the others waiting.
     """
-    items.sort(key=lambda item: not (item.path.name == "test_stress.py" or item.nodeid.startswith(_PROGRAM_FOLDERS)))
+    long_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long_files)
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
-        if not isinstance(item, pytest.Function):
-            continue
-        if not _starts(item.module.__name__, _STARTERS):
+        if isinstance(item, pytest.Function) and not _starts_processes(item.module.__name__):
             item.add_marker(pytest.mark.fast)
-        elif item.nodeid.startswith(_PROGRAM_FOLDERS) and _starts(item.module.__name__, _PROGRAM_STARTERS):
-            item.add_marker(pytest.mark.program)
 
 
 @cache
-def _starts(name: str, starters: frozenset[str]) -> bool:
-    """Whether the module imports ``subprocess`` or one of the helpers ``starters``, itself or through other helpers."""
+def _starts_processes(name: str) -> bool:
+    """Whether the module imports ``subprocess`` or a helper that starts processes, itself or through other helpers."""
     module = sys.modules[name]
     values = list(vars(module).values())
     helpers = {
         value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") for value in values
     }
     others = {helper for helper in helpers - {name} if helper and helper.startswith("tests.helpers.")}
-    return subprocess in values or bool(others & starters) or any(_starts(other, starters) for other in others)
+    return subprocess in values or bool(others & _STARTERS) or any(map(_starts_processes, others))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -303,6 +303,7 @@ Checks(unsynchronized_step="warn")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_mypy_refuses_other_values(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy belongs to the extra lint")

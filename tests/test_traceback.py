@@ -5,10 +5,8 @@ import signal
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_scripts, run_script
+from tests.helpers.scripts import fork_script, fork_scripts
 
 _START = """
     import os, sys
@@ -268,7 +266,6 @@ def test_frames_of_user_code_below_the_library_stay(tmp_path: Path) -> None:
         assert "inside an on_sync() callback" in errors
 
 
-@pytest.mark.program
 def test_under_torchrun_with_record_there_is_one_traceback_and_its_error_file_is_whole(tmp_path: Path) -> None:
     body = """
         from torch.distributed.elastic.multiprocessing.errors import record
@@ -280,7 +277,8 @@ def test_under_torchrun_with_record_there_is_one_traceback_and_its_error_file_is
     start = _START.replace('init_method="file://" + os.path.abspath("store"), rank=rank, world_size=size', "")
     (tmp_path / "train.py").write_text(textwrap.dedent(start) + textwrap.dedent(body))
 
-    run = run_script("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "train.py", cwd=tmp_path)
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
+    run = fork_script(*launch, "train.py", cwd=tmp_path, forks_children=True)
 
     assert run.returncode == 1
     assert len(re.findall(r"(?m)^\[rank\d\]: Traceback", run.stderr)) == 1

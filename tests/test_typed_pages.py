@@ -121,6 +121,7 @@ def errors(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_type_checker_accepts_the_examples_of_the_pages(errors: list[str]) -> None:
     of_examples = [line for line in errors if "module.py:" not in line]
 
@@ -129,6 +130,7 @@ def test_a_type_checker_accepts_the_examples_of_the_pages(errors: list[str]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_type_checker_knows_the_class_of_the_module(errors: list[str]) -> None:
     wrong = re.findall(r"\bmodule\.py:(\d+)", "\n".join(errors))
 

@@ -17,7 +17,8 @@ from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.fast  # ranks for the inner loop
+# Ranks in the tests with other versions of torch, and gloo in make test.
+pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("transport")]
 
 # Faults make uneven work, too; its warning has tests of its own.
 Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow"))

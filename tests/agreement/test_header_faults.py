@@ -22,6 +22,8 @@ from tests.helpers.outcomes import (
     small_net,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once, run_cases
+from tests.helpers.tiers import thorough
 
 # Faults make uneven work, too; its warning has tests of its own.
 Model = partial(LegacyDistributedDataParallel, checks=Checks(uneven="allow", divergence="ignore"))
@@ -189,6 +191,12 @@ _OWN_MISTAKES = {
 }
 
 
+_TABLES = {
+    "faults": _FAULTS,
+    "mistakes": {name: Fault(lead_up, own, words) for name, (lead_up, own, words) in _OWN_MISTAKES.items()},
+}
+
+
 def _play(rank: int, fault: Fault, deviating: tuple[int, ...]) -> Outcome:
     net = small_net()
     net[0].bias.requires_grad_(False)
@@ -200,33 +208,38 @@ def _play(rank: int, fault: Fault, deviating: tuple[int, ...]) -> Outcome:
     return outcome_of(model, rank, action, partial(fault.mend, scene) if fault.mend and scene.deviates else bool)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (3, 1)])
+@once
+def _seen(table: str, world_size: int, *who: int) -> dict[str, list[Outcome]]:
+    """What ranks see of each fault of a table, in one job."""
+    return run_cases(_play, world_size, {name: (fault, who) for name, fault in _TABLES[table].items()})
+
+
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(3, 1)])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_one_rank_does_alone_is_named_on_all(name: str, world_size: int, who: int) -> None:
     fault = _FAULTS[name]
     blamed = () if fault.by_majority and world_size == 2 else (who,)
     words = [word.format(who) for word in fault.words]
-    check_agreed(run_ranks(_play, world_size, fault, (who,)), fault.error, blamed, *words)
+    check_agreed(_seen("faults", world_size, who)[name], fault.error, blamed, *words)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_all_ranks_do_is_how_they_train(name: str, world_size: int) -> None:
-    check_silent(run_ranks(_play, world_size, _FAULTS[name], tuple(range(world_size))))
+    check_silent(_seen("faults", world_size, *range(world_size))[name])
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(3, 2)])
 @pytest.mark.parametrize("name", _OWN_MISTAKES)
 def test_a_mistake_of_one_rank_is_the_same_error_on_all(name: str, world_size: int, who: int) -> None:
-    lead_up, own, words = _OWN_MISTAKES[name]
-    outcomes = run_ranks(_play, world_size, Fault(lead_up, "PeerError", words), (who,))
-    check_agreed(outcomes, "PeerError", (who,), f"rank {who}: {own}: ", *words)
+    _, own, words = _OWN_MISTAKES[name]
+    check_agreed(_seen("mistakes", world_size, who)[name], "PeerError", (who,), f"rank {who}: {own}: ", *words)
 
 
 @pytest.mark.parametrize("name", _OWN_MISTAKES)
 def test_the_same_mistake_on_every_rank_is_the_rank_s_own_error(name: str) -> None:
-    lead_up, own, words = _OWN_MISTAKES[name]
-    check_agreed(run_ranks(_play, 2, Fault(lead_up, own, words), (0, 1)), own, (), *words)
+    _, own, words = _OWN_MISTAKES[name]
+    check_agreed(_seen("mistakes", 2, 0, 1)[name], own, (), *words)
 
 
 # What a rank may do alone
@@ -288,7 +301,7 @@ _FREEDOMS = [
 ]
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("lead_up", _FREEDOMS)
 def test_what_a_rank_may_do_alone_is_silent(lead_up: Callable[[Scene], Action], world_size: int, who: int) -> None:
     check_silent(run_ranks(_play, world_size, Fault(lead_up, "", ()), (who,)))

@@ -24,6 +24,7 @@ def _run(rank: int, *given: str) -> None:
     bench_digest.run(bench_digest.parse_arguments(given))
 
 
+@pytest.mark.thorough
 def test_each_model_has_the_share_of_its_digests(tmp_path: Path) -> None:
     path = tmp_path / "digest.json"
 

@@ -17,6 +17,7 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -44,6 +45,7 @@ def _run_worker(rank: int, *given: str) -> None:
     worker.run(worker.parse_arguments(given))
 
 
+@pytest.mark.thorough
 def test_a_job_writes_the_link_and_all_variants_for_each_update_freq(tmp_path: Path) -> None:
     path = tmp_path / "worker.json"
 
@@ -79,9 +81,9 @@ def _in_bf16(module: nn.Module) -> nn.Module:
     "name, wrap",
     [
         ("ours, off", _unsynchronized),
-        ("ours, off, reduce_dtype=bf16", _unsynchronized),
-        ("ours, off", _in_bf16),
-        ("local compute alone", LegacyDistributedDataParallel),
+        thorough("ours, off, reduce_dtype=bf16", _unsynchronized),
+        thorough("ours, off", _in_bf16),
+        thorough("local compute alone", LegacyDistributedDataParallel),
     ],
 )
 def test_a_variant_that_does_other_work_than_its_name_says_is_refused(name: str, wrap: Any) -> None:
@@ -232,6 +234,7 @@ def test_without_the_tools_it_says_which_are_missing() -> None:
     assert run.stderr == "ip, tc, unshare, nsenter, mount not found; install iproute2 and util-linux\n"
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_two_hosts_are_measured_and_judged(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 SCRIPT = ROOT / "benchmarks" / "bench_memory.py"
 
@@ -75,18 +76,18 @@ def _gradients(wrap: str, way: str, *, set_to_none: bool = False) -> float:
     return used / (4 * WIDTH**2)
 
 
-@pytest.mark.parametrize("way", ["allocator", "rss"])
+@pytest.mark.parametrize("way", ["allocator", thorough("rss")])
 @pytest.mark.parametrize(
     "wrap,expected",
     [
-        ("local compute alone", 1),
-        ("torch DDP", 2),
-        ("torch DDP, views", 1),
+        thorough("local compute alone", 1),
+        thorough("torch DDP", 2),
+        thorough("torch DDP, views", 1),
         ("ours", 1),
-        ("ours, gloo", 1),
-        ("ours, no views", 2),
-        ("keeps a copy", 2),
-        ("makes a copy", 2),
+        thorough("ours, gloo", 1),
+        thorough("ours, no views", 2),
+        thorough("keeps a copy", 2),
+        thorough("makes a copy", 2),
     ],
 )
 def test_every_copy_of_the_gradients_is_counted(wrap: str, way: str, expected: int) -> None:
@@ -104,12 +105,14 @@ def test_shared_memory_counts_where_it_is_held_and_at_the_greater_end_of_a_span(
     }
 
 
+@pytest.mark.thorough
 def test_gradients_made_anew_lie_beside_the_buffer_only_where_they_are_not_taken_over() -> None:
     # The model has one gradient. While that is taken over it is there twice; what is subtracted has it once, then, too.
     assert _gradients("torch DDP", "allocator", set_to_none=True) == pytest.approx(2, abs=0.01)
     assert _gradients("ours", "allocator", set_to_none=True) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.thorough
 def test_the_script_starts_its_ranks_and_writes_what_it_prints(tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
 

@@ -5,6 +5,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 
@@ -16,6 +18,7 @@ def _run(rank: int, *given: str) -> None:
     bench_operations.run(bench_operations.parse_arguments(given))
 
 
+@pytest.mark.thorough
 def test_each_model_has_the_time_and_the_bytes_of_its_operations(tmp_path: Path) -> None:
     path = tmp_path / "operations.json"
 

@@ -60,6 +60,7 @@ def test_tensors_are_counted_in_calls_and_steps(tmp_path: Path) -> None:
             assert row["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
 
 
+@pytest.mark.thorough
 def test_replanning_is_measured_for_every_number_of_tensors(tmp_path: Path) -> None:
     path = tmp_path / "replan.json"
 
@@ -73,6 +74,7 @@ def test_replanning_is_measured_for_every_number_of_tensors(tmp_path: Path) -> N
         assert result["one parameter frozen or thawed"]["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
 
 
+@pytest.mark.thorough
 def test_bytes_go_up_to_the_largest_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "bytes.json"
 
@@ -85,6 +87,7 @@ def test_bytes_go_up_to_the_largest_asked_for(tmp_path: Path) -> None:
         assert list(result["phases_ms"]) == CALLS[1:]
 
 
+@pytest.mark.thorough
 def test_ranks_measures_every_power_of_two_and_reasons_up_to_1024(tmp_path: Path) -> None:
     path = tmp_path / "ranks.json"
 

@@ -16,6 +16,7 @@ worker = importlib.import_module("_warm_call_worker")
 SHORT = ("--repeats", "1", "--rounds", "1", "--steps", "2", "--warm-up", "2")
 
 
+@pytest.mark.thorough
 def test_both_checkouts_torch_ddp_and_local_compute_have_figures(tmp_path: Path) -> None:
     path = tmp_path / "warm_call.json"
 

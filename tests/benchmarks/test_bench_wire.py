@@ -23,6 +23,7 @@ def test_differences_are_taken_seed_by_seed() -> None:
     assert results["bfloat16"]["mean_bits"] == 2.875
 
 
+@pytest.mark.thorough
 def test_each_training_is_run_with_its_own_wire(tmp_path: Path) -> None:
     path = tmp_path / "wire.json"
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough_but
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -40,6 +41,7 @@ def test_step_writes_the_control_and_a_verdict_per_update_freq(tmp_path: Path) -
         assert result["verdict"] in ("met", "missed", "not decided")
 
 
+@pytest.mark.thorough
 def test_header_measures_every_power_of_two_up_to_the_ranks_there_are(tmp_path: Path) -> None:
     path = tmp_path / "header.json"
 
@@ -56,6 +58,7 @@ def _run_debug(rank: int, *given: str) -> None:
     bench_debug.run(bench_debug.parse_arguments(given))
 
 
+@pytest.mark.thorough
 def test_debug_tells_what_looking_after_replicas_adds_to_a_step(tmp_path: Path) -> None:
     path = tmp_path / "step.json"
 
@@ -75,6 +78,7 @@ def test_debug_tells_what_looking_after_replicas_adds_to_a_step(tmp_path: Path) 
             assert result["ratios"][f"{what} every 10 steps"] == pytest.approx(0.9 + each / 10)
 
 
+@pytest.mark.thorough
 def test_debug_tells_how_fast_a_digest_is(tmp_path: Path) -> None:
     path = tmp_path / "digest.json"
 
@@ -86,6 +90,7 @@ def test_debug_tells_how_fast_a_digest_is(tmp_path: Path) -> None:
         assert list(result) == ["copy", "digest"]
 
 
+@pytest.mark.thorough
 def test_trace_tells_seconds_and_memory_of_every_way_to_compare(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
 
@@ -113,7 +118,9 @@ def test_wrong_arguments_of_trace_are_named(given: list[str], said: str, capsys:
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
+@pytest.mark.parametrize(
+    "script", thorough_but(["bench_step.py"], sorted(path.name for path in BENCHMARKS.glob("bench_*.py")))
+)
 def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_package(script: str, tmp_path: Path) -> None:
     (tmp_path / "legacy_ddp.py").write_text("raise RuntimeError('the package of another checkout')")
     run = subprocess.run(

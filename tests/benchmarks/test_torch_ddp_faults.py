@@ -62,6 +62,7 @@ def test_situations_with_one_outcome_stand_together_in_a_cell() -> None:
     )
 
 
+@pytest.mark.thorough
 def test_a_run_tells_what_torch_ddp_does(tmp_path: Path) -> None:
     path = tmp_path / "faults.json"
 

@@ -23,6 +23,7 @@ def runs() -> dict[str, tuple[int, str]]:
     return {name: (run.returncode, " ".join(run.stderr.split())) for name, run in zip(names, done, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fork_faults.FAULTS)
 def test_no_child_writes_to_its_parent_and_no_interrupt_is_lost(runs: dict[str, tuple[int, str]], name: str) -> None:
     """``_make_private`` was interrupted, or raised: Python went on with the memory of the parent."""

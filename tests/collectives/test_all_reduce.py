@@ -43,12 +43,15 @@ from tests.helpers.cases import (
     wrap_module,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 from tests.helpers.torch_versions import needs_grad_dtype
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 # What a call means
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, thorough(2), 3, thorough(4)])
 def test_plain_call_leaves_the_mean_on_every_rank(world_size: int) -> None:
     grads = vectors(*([6.0 * (rank + 1), -2.0 * (rank + 1)] for rank in range(world_size)))
 
@@ -365,7 +368,7 @@ def _odd_values(rank: int) -> Grads:
     return [torch.randn(shape, generator=generator) for shape in ((3, 5), (), (7,), (2, 2))]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 def test_neither_buffer_size_nor_views_nor_checks_change_the_result(world_size: int) -> None:
     grads = [_odd_values(rank) for rank in range(world_size)]
     like = [torch.zeros_like(grad) for grad in grads[0] if grad is not None]

@@ -15,6 +15,7 @@ from tests.helpers import tiers
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.summed_dtypes import every_dtype, wrong_sums
+from tests.helpers.tiers import thorough
 
 RANGE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # ascending
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
@@ -56,7 +57,12 @@ def _sums(
 
 @pytest.mark.parametrize(
     "hosts, buffer_size",
-    [("aabb", 2**28), ("abab", 2**28), ("aabb", 10_000), *tiers.choose([("abbaba", 2**28), ("aaabbb", 999)], [])],
+    [
+        thorough("aabb", 2**28),
+        ("abab", 2**28),
+        ("aabb", 10_000),
+        *tiers.choose([("abbaba", 2**28), ("aaabbb", 999)], []),
+    ],
 )
 def test_every_dtype_and_size_is_summed_per_host_and_then_over_the_hosts(
     transport: str, hosts: str, buffer_size: int
@@ -64,7 +70,9 @@ def test_every_dtype_and_size_is_summed_per_host_and_then_over_the_hosts(
     assert run_ranks(_sums, len(hosts), hosts, buffer_size) == [({"host"}, [])] * len(hosts)
 
 
-@pytest.mark.parametrize("reduce_dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "reduce_dtype", [torch.float16, *map(thorough, [torch.bfloat16, torch.float32, torch.float64])]
+)
 def test_between_hosts_gradients_have_the_dtype_that_was_asked_for(transport: str, reduce_dtype: torch.dtype) -> None:
     assert run_ranks(_sums, 4, "abab", 2**28, reduce_dtype) == [({"host"}, [])] * 4
 
@@ -101,7 +109,12 @@ def _absent(rank: int, hosts: str, seed: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "hosts, seed",
-    [("aabb", 0), ("abba", 1), ("abbaab", 2), *tiers.choose([("abcabc", seed) for seed in range(5)], [("abccba", 3)])],
+    [
+        thorough("aabb", 0),
+        thorough("abba", 1),
+        ("abbaab", 2),
+        *(thorough(*case) for case in tiers.choose([("abcabc", seed) for seed in range(5)], [("abccba", 3)])),
+    ],
 )
 def test_slots_without_a_gradient_on_some_ranks_count_as_zeros_on_all_hosts(
     transport: str, hosts: str, seed: int
@@ -165,7 +178,7 @@ def _kept(rank: int, hosts: str, keeper: int) -> tuple[list[float], list[float]]
     return [grad.unique().item() for grad in kept], means
 
 
-@pytest.mark.parametrize("keeper", [0, 2])
+@pytest.mark.parametrize("keeper", [thorough(0), 2])
 def test_a_gradient_kept_on_one_rank_is_never_written_to_and_no_other_host_waits(transport: str, keeper: int) -> None:
     """Only one host has new segments in a call: all hosts decide alike whether they are exchanged."""
     expected = [1.5 + step for step in range(6)]

@@ -7,6 +7,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from legacy_ddp._collectives import pending
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
@@ -92,6 +94,7 @@ finally:
 """
 
 
+@pytest.mark.thorough
 def test_the_survivors_of_a_hook_that_raised_end_with_code_0(tmp_path: Path) -> None:
     size = 4  # among more than three, some are not connected with the rank that ends first
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

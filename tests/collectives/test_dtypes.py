@@ -27,6 +27,9 @@ from tests.helpers.cases import (
 )
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
+
+pytestmark = pytest.mark.usefixtures("transport")
 
 # Dtypes
 
@@ -266,7 +269,7 @@ def _complex_means(rank: int, hosts: str) -> dict[str, list[list[float]]]:
     return found
 
 
-@pytest.mark.parametrize("hosts", ["a", "aa", "aabb"])
+@pytest.mark.parametrize("hosts", ["a", thorough("aa"), "aabb"])
 def test_the_parts_of_a_complex_number_are_divided_apart(hosts: str) -> None:
     """A division of a complex number by a complex number makes inf + nan j of inf + 0 j."""
     ranks = len(hosts)

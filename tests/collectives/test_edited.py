@@ -15,6 +15,8 @@ from legacy_ddp._compare import name_ranks
 from tests.helpers import logged_warnings
 from tests.helpers.edited_loop import STEPS, Loop, Told, clip_norm, do_nothing, make_net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once, run_cases
+from tests.helpers.tiers import thorough
 
 HEADLINE = "gradients changed between backward and the call:"
 
@@ -60,10 +62,16 @@ def _edits(rank: int, name: str, who: tuple[int, ...], checks: Any = DIVERGES) -
     return Loop(rank, checks, learning_rate=1e-4).run(FAULTS[name].act if rank in who else do_nothing)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, (0, 1)), (2, (1,)), (3, (0,)), (4, (0, 1, 2, 3))])
+@once
+def _told(world_size: int, who: tuple[int, ...], checks: Any = DIVERGES) -> dict[str, list[Told]]:
+    """What each edit of ``who`` brings, in one job."""
+    return run_cases(_edits, world_size, {name: (name, who, checks) for name in FAULTS})
+
+
+@pytest.mark.parametrize("world_size, who", [(2, (0, 1)), thorough(2, (1,)), (3, (0,)), thorough(4, (0, 1, 2, 3))])
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_edit_before_the_call_is_told_once_on_all(name: str, world_size: int, who: tuple[int, ...]) -> None:
-    first, *others = run_ranks(_edits, world_size, name, who)
+    first, *others = _told(world_size, who)[name]
     fault = FAULTS[name]
 
     assert others == [first] * (world_size - 1)
@@ -80,14 +88,19 @@ def _edits_after(rank: int, name: str) -> Told:
     return Loop(rank).run(do_nothing, FAULTS[name].act)
 
 
+@once
+def _told_after() -> dict[str, list[Told]]:
+    return run_cases(_edits_after, 2, {name: (name,) for name in FAULTS})
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_same_edit_after_the_call_is_silent(name: str) -> None:
-    assert run_ranks(_edits_after, 2, name) == [[], []]
+    assert _told_after()[name] == [[], []]
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_edit_can_be_an_error_on_all_ranks(name: str) -> None:
-    first, *others = run_ranks(_edits, 3, name, (1,), Checks(edited="raise", divergence="ignore"))
+    first, *others = _told(3, (1,), Checks(edited="raise", divergence="ignore"))[name]
 
     assert others == [first] * 2
     ((call, text),) = first
@@ -98,7 +111,7 @@ def test_an_edit_can_be_an_error_on_all_ranks(name: str) -> None:
 @pytest.mark.parametrize("checks", ["off", Checks(edited="allow", divergence="ignore")])
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_edit_is_allowed_where_the_check_is_off(name: str, checks: Any) -> None:
-    assert run_ranks(_edits, 2, name, (0, 1), checks) == [[], []]
+    assert _told(2, (0, 1), checks)[name] == [[], []]
 
 
 def _steps_first(rank: int) -> str:

@@ -16,6 +16,7 @@ from legacy_ddp._collectives import host_sum
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.summed_dtypes import every_dtype, known_grad, wrong_sums
+from tests.helpers.tiers import thorough
 
 
 def _sum_in_rank_order(grads: Sequence[torch.Tensor], divisor: int) -> torch.Tensor:
@@ -35,7 +36,7 @@ def _sums(rank: int, world_size: int) -> tuple[set[str], list[str]]:
     return wrong_sums(model, rank, world_size, partial(_sum_in_rank_order, divisor=world_size), steps=2)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, *tiers.choose([5, 6, 7, 8], [5])])
+@pytest.mark.parametrize("world_size", [2, 3, thorough(4), *map(thorough, tiers.choose([5, 6, 7, 8], [5]))])
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_every_dtype_and_size_is_summed_in_rank_order_to_the_last_bit(transport: str, world_size: int) -> None:
     assert run_ranks(_sums, world_size, world_size) == [({"host"}, [])] * world_size
@@ -84,7 +85,7 @@ def _absent(rank: int, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
 def test_slots_without_a_gradient_on_some_ranks_count_as_zeros(transport: str, seed: int) -> None:
     """The zeros are written after the header: without a barrier another rank reads the values before."""
     assert run_ranks(_absent, 3, seed) == [[]] * 3

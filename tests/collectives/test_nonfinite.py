@@ -24,6 +24,7 @@ from tests.helpers import logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
+from tests.helpers.tiers import thorough
 
 NAN, INF = float("nan"), float("inf")
 HEADLINE = "non-finite gradients, found before they were exchanged:\n"
@@ -342,7 +343,7 @@ def _by_default(rank: int, checks: tuple[Any, ...]) -> list[str]:
     return logged_warnings.take()
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [thorough(2), 3, thorough(4)])
 def test_a_nan_on_one_rank_is_told_by_default_with_rank_and_parameter(world_size: int) -> None:
     first, *others = run_ranks(_by_default, world_size, ("info",) * world_size)
 

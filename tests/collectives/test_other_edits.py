@@ -226,5 +226,6 @@ def _compiled(rank: int) -> Told:
     return loop.run(_scale_by_a_constant)
 
 
+@pytest.mark.thorough
 def test_a_compiled_backward_is_silent() -> None:
     assert run_ranks(_compiled, 2, timeout_seconds=120) == [[], []]

@@ -23,6 +23,8 @@ from tests.helpers.cases import (
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_versions import needs_grad_dtype
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 
 

@@ -10,14 +10,14 @@ from torch import nn
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import fork_script
 from tests.helpers.torch_versions import without_gloo_lines
 
 STEPS = 35
 
 
 def test_backward_passes_of_two_and_four_threads_lose_nothing_and_keep_the_heap_whole() -> None:
-    done = run_script("-m", "tests.helpers.stress_threads", str(STEPS))
+    done = fork_script("-m", "tests.helpers.stress_threads", str(STEPS))
 
     assert (done.returncode, done.stderr) == (0, "")
     assert without_gloo_lines(done.stdout).splitlines() == [

@@ -10,6 +10,7 @@ from torch import nn
 
 from legacy_ddp.debug import ReplicaReport, check_replicas
 from tests.helpers.replica_observations import flip_lowest, holding, observations
+from tests.helpers.tiers import thorough
 
 EVERYONE = {2: (0, 1), 3: (0, 1, 2)}
 HERE = "tests.debug.test_check_replicas"
@@ -48,7 +49,7 @@ def _with_a_bit(deviates: bool, rank: int, name: str) -> ReplicaReport:
 BITS = {name: partial(_with_a_bit, name=name) for name in TENSORS}
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", TENSORS)
 def test_one_bit_is_found_at_its_place(name: str, world_size: int, who: int) -> None:
     seen = observations(f"{HERE}:BITS", world_size, who)[name]
@@ -61,7 +62,7 @@ def test_one_bit_is_found_at_its_place(name: str, world_size: int, who: int) -> 
     assert seen.ranks == ((who,) if world_size > 2 else ())
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", TENSORS)
 def test_the_same_bit_on_all_ranks_is_identical(name: str, world_size: int) -> None:
     seen = observations(f"{HERE}:BITS", world_size, *EVERYONE[world_size])[name]
@@ -267,7 +268,7 @@ FREEDOMS = {
 }
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", FREEDOMS)
 def test_what_a_rank_may_hold_alone_is_no_difference(name: str, world_size: int, who: int) -> None:
     seen = observations(f"{HERE}:FREEDOMS", world_size, who)[name]

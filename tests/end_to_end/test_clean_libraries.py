@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks
+from tests.helpers.tiers import thorough_but
 
 LOOPS = (
     "lightning",
@@ -17,7 +18,7 @@ LOOPS = (
 )
 
 
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("loop", thorough_but(["lightning, clipped, two micro-batches"], LOOPS))
 def test_nothing_is_said_of_a_healthy_training_by_a_library(loop: str, tmp_path: Path) -> None:
     library = loop.split(",")[0].split()[0]
     pytest.importorskip(library, reason=f"needs {library}")

@@ -8,7 +8,7 @@ import pytest
 from legacy_ddp import Checks, LegacyDDPError
 from tests.helpers import clean_edits, clean_loops, logged_warnings
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import count
+from tests.helpers.tiers import count, thorough
 
 LOOPS = {**clean_loops.LOOPS, **clean_edits.LOOPS}
 STEPS = count(math.ceil(10_000 / len(LOOPS)), 36)
@@ -31,7 +31,10 @@ def _said(world_size: int, checks: str) -> list[dict[str, list[str]]]:
     return run_ranks(_run_all, world_size, CHECKS[checks], timeout_seconds=count(3600, 240))
 
 
-@pytest.mark.parametrize("world_size, checks", [(2, "info"), (3, "info"), (2, "detail"), (2, "detail, every 5")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "world_size, checks", [(2, "info"), thorough(3, "info"), thorough(2, "detail"), thorough(2, "detail, every 5")]
+)
 @pytest.mark.parametrize("name", LOOPS)
 def test_nothing_is_said_of_a_healthy_training(name: str, world_size: int, checks: str) -> None:
     assert [of_rank[name] for of_rank in _said(world_size, checks)] == [[]] * world_size

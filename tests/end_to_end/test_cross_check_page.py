@@ -15,6 +15,7 @@ NUMBER = re.compile(r"-?\d+([.,]\d+)*(e-?\d+)?")
 BIT = re.compile(r"bit \d+ \((mantissa|exponent)\)|bit \d+")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_culprit_is_found() -> None:
     run = fork_ranks(3, SCRIPT, "--times", str(SEARCHES), "--seed", "0", cwd=ROOT)
@@ -33,6 +34,7 @@ def test_every_culprit_is_found() -> None:
     assert planted == [(rank, " ".join(where.split()), bit, place) for rank, where, place, bit in reported]
 
 
+@pytest.mark.thorough
 def test_a_search_prints_what_the_page_shows() -> None:
     run = fork_ranks(3, SCRIPT, "--seed", "4", cwd=ROOT)
     block = re.search(r"^    training on 3 ranks.*?^    found 1 of 1$", PAGE, re.MULTILINE | re.DOTALL)

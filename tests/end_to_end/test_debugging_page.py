@@ -33,6 +33,7 @@ def _without_numbers(lines: list[str]) -> list[str]:
     return [NUMBER.sub("#", line) for line in lines]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_bit_is_found() -> None:
     run = _launch("hunt.py", "--times", str(HUNTS), "--seed", "0")
@@ -90,6 +91,7 @@ def test_the_hunt_of_a_forgotten_call_names_the_rank_that_forgot_it() -> None:
         assert words in printed
 
 
+@pytest.mark.thorough
 def test_the_hunt_for_two_runs_prints_what_the_page_shows(tmp_path: Path) -> None:
     commands = re.findall(r"^    PYTHONPATH=\. torchrun .* examples/train_lm\.py (.*--record .*)$", PAGE, re.MULTILINE)
     assert len(commands) == 2

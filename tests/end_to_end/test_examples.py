@@ -35,6 +35,7 @@ from tests.helpers.scripts import (
     heed_ctrl_c,
     load,
 )
+from tests.helpers.tiers import thorough
 from tests.helpers.traces import write_trace
 
 STEPS = 4
@@ -56,7 +57,7 @@ def _checkpoints(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1-rank", "2-ranks"])
+@pytest.fixture(scope="module", params=[thorough(1), 2], ids=["1-rank", "2-ranks"])
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, Path, subprocess.CompletedProcess[str]]:
@@ -148,6 +149,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("undisturbed", [1], indirect=True, ids=["1-rank"])
 def test_a_checkpoint_killed_in_mid_write_leaves_the_one_before(undisturbed: Any, tmp_path: Path) -> None:
     _, original, _ = undisturbed
@@ -187,6 +189,7 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
     assert _checkpoint.load_checkpoint(tmp_path, {})["step"] == 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("undisturbed", [1], indirect=True, ids=["1-rank"])
 def test_train_lm_says_that_its_newest_checkpoint_is_damaged_and_ends_in_the_same_bits(
     undisturbed: Any, tmp_path: Path
@@ -305,7 +308,7 @@ def _replica_check(rank: int, guilty: int | None) -> tuple[int | str | None, str
     return 0, errors.getvalue()
 
 
-@pytest.mark.parametrize("guilty,sides", [(0, "rank 0 against ranks 1-2"), (2, "rank 2 against ranks 0-1")])
+@pytest.mark.parametrize("guilty,sides", [thorough(0, "rank 0 against ranks 1-2"), (2, "rank 2 against ranks 0-1")])
 def test_one_flipped_bit_ends_every_rank_and_rank_0_says_who_differs(guilty: int, sides: str) -> None:
     results = run_ranks(_replica_check, 3, guilty)
 
@@ -445,6 +448,7 @@ def test_train_digits_without_scikit_learn_names_the_command_that_installs_it(
     assert 'sklearn is not installed; run: pip install "legacy_ddp[demo]"' in capsys.readouterr().err
 
 
+@pytest.mark.thorough
 def test_train_digits_reaches_both_aims() -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 

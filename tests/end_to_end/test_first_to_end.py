@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.scripts import fork_script
+from tests.helpers.tiers import thorough
 
 RANKS = 3
 # An end of a large process: workers of a loader to join, memory to free. torchrun looks ten times a second.
@@ -64,8 +65,8 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
     "fault, handling, root",
     [
         ("raises", "", 1),
-        ("raises", "destroyed", 1),
-        ("raises", "exits", 1),
+        thorough("raises", "destroyed", 1),
+        thorough("raises", "exits", 1),
         ("is killed", "exits", 1),
         ("fails in the call", "", 1),
         ("fails in the call", "exits", 1),

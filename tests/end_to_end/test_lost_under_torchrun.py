@@ -132,6 +132,7 @@ def test_every_survivor_of_a_killed_rank_leaves_word(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("whom", ["torchrun alone", "the whole group, as a terminal does"])
 def test_ctrl_c_ends_the_job_in_seconds_and_leaves_no_process(tmp_path: Path, whom: str) -> None:
     job = _start(tmp_path, "hang")

@@ -32,6 +32,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.thorough
 def test_the_main_job_on_two_hosts_loses_a_rank_and_ends_in_the_bits_of_one_host(tmp_path: Path) -> None:
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     undisturbed = torchrun(2, "train_lm.py", *SHORT, "--save", str(alone))

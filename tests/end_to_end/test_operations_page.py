@@ -9,6 +9,8 @@ from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks, fork_script
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+# tests/debug has the same comparisons on smaller runs.
+pytestmark = pytest.mark.thorough
 NUMBER = re.compile(r"\b[0-9a-f]{16}\b")
 
 

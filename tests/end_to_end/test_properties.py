@@ -11,6 +11,7 @@ from functools import partial
 from itertools import chain, pairwise
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -225,7 +226,7 @@ def _check_call(of_ranks: Sequence[Seen], step: Step) -> None:
 
 
 def _check_trainings(trainings: Sequence[Training], world_size: int) -> None:
-    results = run_ranks(partial(_train_all, trainings), world_size, fresh=True)
+    results = run_ranks(partial(_train_all, trainings), world_size)
     for training, *of_ranks in zip(trainings, *results, strict=True):
         for number, (step, *seen) in enumerate(zip(training.steps, *of_ranks, strict=True)):
             try:
@@ -240,24 +241,28 @@ def _check_trainings(trainings: Sequence[Training], world_size: int) -> None:
 _PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, phases=_PHASES)
 @given(st.lists(_trainings(1), min_size=1, max_size=6))
 def test_one_rank_equals_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, phases=_PHASES)
 @given(st.lists(_trainings(2), min_size=1, max_size=6))
 def test_two_ranks_equal_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 2)
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, phases=_PHASES)
 @given(st.lists(_trainings(3), min_size=1, max_size=6))
 def test_three_ranks_equal_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 3)
 
 
+@pytest.mark.thorough
 @settings(max_examples=10, phases=_PHASES)
 @given(st.lists(_trainings(4), min_size=1, max_size=6))
 def test_four_ranks_equal_the_single_process(trainings: list[Training]) -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_ranks, fork_script, run_script
+from tests.helpers.scripts import fork_ranks, fork_script
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -18,7 +18,7 @@ def test_the_readme_s_example_runs_on_two_ranks_and_prints_what_the_page_shows(t
     count = "\nimport os\nopen(f'calls-{os.environ[\"RANK\"]}', 'w').write(str(record.call))\n"
     (tmp_path / "train.py").write_text(EXAMPLES[0] + count)
 
-    run = run_script(*TORCHRUN, "train.py", cwd=tmp_path)
+    run = fork_script(*TORCHRUN, "train.py", cwd=tmp_path, forks_children=True)
 
     assert run.returncode == 0, run.stderr
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["20", "20"]

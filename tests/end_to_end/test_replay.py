@@ -26,6 +26,7 @@ def test_the_page_s_loop_ends_in_the_same_weights_on_1_and_on_4_ranks(tmp_path: 
         assert_same_bits(load(tmp_path / "1-0"), load(tmp_path / f"4-{rank}"))
 
 
+@pytest.mark.thorough
 def test_replay_finds_equal_weights_and_then_the_mistake() -> None:
     result = fork_script(str(EXAMPLES / "replay.py"), "--steps", "3", "--micro-batches", "2", forks_children=True)
 
@@ -38,6 +39,7 @@ def test_replay_finds_equal_weights_and_then_the_mistake() -> None:
     assert max(map(len, result.stdout.splitlines())) <= 88
 
 
+@pytest.mark.thorough
 def test_replay_of_a_training_that_depends_on_the_ranks_fails(tmp_path: Path) -> None:
     """So that the test above can fail: dropout that follows from the rank."""
     for path in EXAMPLES.glob("*.py"):
@@ -69,6 +71,7 @@ def test_replay_refuses_what_it_cannot_do(arguments: tuple[str, ...], message: s
     assert message in result.stderr
 
 
+@pytest.mark.thorough
 def test_a_reproducible_training_resumes_to_the_same_bits_on_another_number_of_ranks(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     outputs = []

@@ -28,6 +28,7 @@ _lm_options = importlib.import_module("_lm_options")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="restart.py finds the ranks in /proc")
 
 
+@pytest.mark.thorough
 @linux
 @pytest.mark.slow
 def test_a_training_killed_at_random_moments_ends_in_the_bits_of_the_undisturbed_one(

@@ -14,6 +14,7 @@ KILL = """    if (step, rank, os.environ["TORCHELASTIC_RESTART_COUNT"]) == (12, 
 CALL = "    model.all_reduce()\n"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_loop_of_the_page_survives_a_kill(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "restart.md").read_text(encoding="utf-8")

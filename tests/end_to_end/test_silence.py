@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.helpers.listening import WARN_SECONDS, Training, own_threads, run, run_silently
+from tests.helpers.tiers import thorough
 
 # A wait just below a limit, with room for a busy machine. So long, because asking around takes a third of a second: a
 # limit taken for half as long would not show otherwise.
@@ -39,8 +40,8 @@ def _ordinary_steps(rank: int, folder: Path, warn_after_seconds: float) -> None:
         training.step()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("warn_after_seconds", [WARN_SECONDS, 60.0])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
+@pytest.mark.parametrize("warn_after_seconds", [WARN_SECONDS, thorough(60.0)])
 def test_ordinary_steps_are_silent(world_size: int, warn_after_seconds: float, tmp_path: Path) -> None:
     run_silently(_ordinary_steps, world_size, tmp_path, warn_after_seconds)
 
@@ -90,7 +91,7 @@ def _late_early_calls(rank: int, folder: Path, wrappers: int) -> list[float]:
     return []
 
 
-@pytest.mark.parametrize("wrappers", [1, 2])
+@pytest.mark.parametrize("wrappers", [thorough(1), 2])
 def test_nothing_is_said_of_a_wrapper_s_first_two_calls_however_long_they_take(wrappers: int, tmp_path: Path) -> None:
     run_silently(_late_early_calls, 2, tmp_path, wrappers)
 
@@ -149,7 +150,7 @@ def _works_alone(rank: int, folder: Path, who: int, what: str) -> list[float]:
     return training.waits
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 1)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 0), thorough(2, 1), (3, 1)])
 @pytest.mark.parametrize("what", _OTHER_WORK)
 def test_a_rank_that_does_something_else_gets_a_line_that_says_what_and_no_report(
     world_size: int, who: int, what: str, tmp_path: Path
@@ -186,7 +187,7 @@ def _leave_in_order(rank: int, folder: Path, order: tuple[int, ...]) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks at processes in /proc")
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2), thorough((2, 1, 0)), thorough((1, 0, 2))])
 def test_ranks_that_leave_one_after_the_other_are_not_missed(order: tuple[int, ...], tmp_path: Path) -> None:
     run_silently(_leave_in_order, 3, tmp_path, order)
 

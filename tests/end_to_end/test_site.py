@@ -18,6 +18,8 @@ sphinx_inventory = pytest.importorskip("sphinx.util.inventory", reason="sphinx i
 MODULES = ("legacy_ddp", "legacy_ddp.data", "legacy_ddp.debug", "legacy_ddp.lightning")
 # A page of prose and tables, a page of the reference, and a page with long lines of code.
 PAGES = ("index.html", "api/wrapper.html", "errors.html")
+# `make docs` builds the site, too.
+pytestmark = pytest.mark.thorough
 needs_browser = pytest.mark.skipif(reason_missing() is not None, reason=str(reason_missing()))
 SHOWN = """
 const article = document.querySelector("article") || document.querySelector("main")

@@ -18,6 +18,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._collectives import between_hosts
 from tests.helpers.hosts import Hosts, reason_not_permitted
+from tests.helpers.tiers import thorough
 
 VICTIM = 3
 SIZES = (5, 300_000, 64)
@@ -67,7 +68,7 @@ def _write(path: Path, facts: Any) -> None:
     path.with_suffix(".part").rename(path)
 
 
-@pytest.mark.parametrize("mode", [(), ("reproducible",)])
+@pytest.mark.parametrize("mode", [(), thorough(("reproducible",))])
 def test_sums_are_right_to_the_last_bit_and_a_rank_killed_on_one_host_is_named_on_both(
     tmp_path: Path, mode: tuple[str, ...]
 ) -> None:

@@ -15,6 +15,7 @@ from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel
 from legacy_ddp._compare import name_ranks
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 AT = 3  # the step of a fault that happens once
 WITHIN = 16
@@ -91,29 +92,29 @@ def _assert_told(fault: str, world_size: int, *faulty: int) -> None:
         assert found == [pair for pair in of_ranks[0] if pair in found]  # the same text in the same call
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [thorough(2), 3, thorough(4)])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name != "same data"])
 def test_a_fault_of_one_rank_is_told_within_16_calls(fault: str, world_size: int) -> None:
     _assert_told(fault, world_size, world_size - 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [thorough(2), 3, thorough(4)])
 @pytest.mark.parametrize("fault", ["wrong scaler order", "clip before the call", "same data"])
 def test_a_fault_of_all_ranks_is_told_within_16_calls(fault: str, world_size: int) -> None:
     _assert_told(fault, world_size, *range(world_size))
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, thorough(4)])
 def test_two_ranks_with_the_same_data_are_told_among_others(world_size: int) -> None:
     _assert_told("same data", world_size, 0, world_size - 1)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [thorough(2), 3, thorough(4)])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_same_loop_in_the_right_order_is_silent(fault: str, world_size: int) -> None:
     assert [of_rank[fault] for of_rank in _told(world_size)] == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [thorough(2), 3, thorough(4)])
 def test_a_step_that_all_ranks_skip_is_silent(world_size: int) -> None:
     assert [of_rank["skipped step"] for of_rank in _told(world_size, *range(world_size))] == [[]] * world_size

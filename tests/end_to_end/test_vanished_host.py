@@ -23,6 +23,7 @@ STEPS_BEFORE = 5
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.thorough,
     pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted())),
 ]
 

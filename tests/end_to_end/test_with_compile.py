@@ -50,6 +50,7 @@ def test_a_compiled_model_is_one_graph_and_ends_with_the_bits_of_torch_ddp(
             assert torch.equal(state[name], weight), name
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_inductor_compiles_ends_with_the_weights_of_torch_ddp(expected: list[dict[str, torch.Tensor]]) -> None:
     found = run_ranks(_train, 2, Side(ours=True), "outside", "inductor", timeout_seconds=240)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, example, fork_torchrun, run_script
+from tests.helpers.tiers import thorough
 
 PAGE = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
 ACCELERATE, IN_TOKENS, TRANSFORMERS = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -40,7 +41,7 @@ def _train_both(script: str, folder: Path, environment: dict[str, str], *argumen
     return result.stdout
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", thorough("bf16")])
 def test_accelerate_trains_to_the_bits_of_its_own_ddp(precision: str, tmp_path: Path, sealed: dict[str, str]) -> None:
     pytest.importorskip("accelerate", reason="the recipe is for accelerate")
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
@@ -53,6 +54,7 @@ def test_accelerate_trains_to_the_bits_of_its_own_ddp(precision: str, tmp_path: 
     assert float(accuracies[1]) > 0.5  # guessing is right once in ten
 
 
+@pytest.mark.thorough
 def test_transformers_trains_to_the_bits_of_its_own_ddp(tmp_path: Path, sealed: dict[str, str]) -> None:
     pytest.importorskip("transformers", reason="the recipe is for transformers")
 
@@ -118,6 +120,7 @@ accelerator.end_training()
     assert [(tmp_path / f"calls-{rank}").read_text() for rank in range(2)] == ["4", "4"]
 
 
+@pytest.mark.thorough
 def test_the_page_s_loop_weighted_by_tokens_is_that_of_one_process(tmp_path: Path, sealed: dict[str, str]) -> None:
     pytest.importorskip("accelerate", reason="the recipe is for accelerate")
     preparation = ACCELERATE[: ACCELERATE.index("for inputs")]
@@ -148,6 +151,7 @@ accelerator.end_training()
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.thorough
 def test_a_training_of_transformers_goes_on_from_its_checkpoint_to_the_same_bits(
     tmp_path: Path, sealed: dict[str, str]
 ) -> None:

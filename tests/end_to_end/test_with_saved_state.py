@@ -11,6 +11,7 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from tests.helpers.besides_ddp import Side, State, batches, loss_of, net, weights
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 STOP = 3  # the step after which a run is saved
 
@@ -57,7 +58,9 @@ def _load(rank: int, side: Side, folder: Path) -> State:
 OURS, DDP = Side(ours=True), Side(ours=False)
 
 
-@pytest.mark.parametrize("saved, loaded", [(OURS, OURS), (OURS, DDP), (DDP, OURS)], ids=["here", "to DDP", "from DDP"])
+@pytest.mark.parametrize(
+    "saved, loaded", [thorough(OURS, OURS), thorough(OURS, DDP), (DDP, OURS)], ids=["here", "to DDP", "from DDP"]
+)
 def test_a_distributed_checkpoint_of_the_module_goes_on_to_the_same_bits(
     saved: Side, loaded: Side, tmp_path: Path
 ) -> None:

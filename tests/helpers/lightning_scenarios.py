@@ -9,9 +9,11 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.helpers.paths import ROOT
@@ -20,6 +22,8 @@ from tests.helpers.scripts import fork_ranks, fork_script
 Result = dict[str, Any]
 Story = Callable[[str, Path], Result]
 RANKS = 2
+# Not pytest.importorskip(): importing Lightning costs seconds in each worker that collects tests.
+needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="needs the extra legacy_ddp[lightning]")
 LOADED = ("lightning.pytorch", "lightning.fabric")  # in processes whose start is not what is tested
 QUIET = {
     "logger": False,

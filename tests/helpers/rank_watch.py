@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+from tests.helpers import processes
 from tests.helpers.rank_pool import RankProcess
 from tests.helpers.rank_process import STACK_SIGNAL
 
@@ -66,12 +67,18 @@ def watch(
         elif stage == "run" and all(r.ended or r.returned is not None for r in awaited):
             patience = _EXIT_SECONDS if survivors_exit else _SETTLE_SECONDS
             stage, deadline = "exit", now + (patience if lost else timeout_seconds)
-        if now >= deadline:
+        if now >= deadline or (stage == "settle" and not failed and all(_is_stopped(r) for r in running)):
             return
         ends = [r.host.process.sentinel for r in running]
         wait([*ends, *(r.host.pipe for r in running if not r.host.pipe.closed)], deadline - now)
         for r in running:
             _listen(r, lost)
+
+
+def _is_stopped(r: Rank) -> bool:
+    """Whether the process cannot end: it gets no time until somebody continues it."""
+    pid = r.host.process.pid
+    return pid is not None and processes.state(pid) == "T"
 
 
 def _release(ranks: Iterable[Rank]) -> None:

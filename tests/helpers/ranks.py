@@ -8,21 +8,18 @@ import os
 import pickle
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.helpers import transports
-from tests.helpers.rank_pool import RankProcess, pool
+from tests.helpers.rank_pool import pool
 from tests.helpers.rank_process import Job
 from tests.helpers.rank_watch import Rank, RankFailure, blame_hung, note_exit, raise_faults, watch
 
 __all__ = ["RankFailure", "run_ranks"]
 
-# How long a process may take to end once it was told to.
-_END_SECONDS = 1.0
 # Set: says on stderr why processes are not kept.
 _EXPLAIN = "EXPLAIN_RANK_PROCESSES"
 
@@ -93,13 +90,6 @@ def _settle(ranks: list[Rank]) -> None:
         if os.environ.get(_EXPLAIN):
             print(f"rank {r.rank} is not kept: {r.changes}", file=sys.stderr)
         note_exit(r, r.host.end())
-    _reap([r.host for r in ranks if r not in kept and r not in changed])
-
-
-def _reap(processes: list[RankProcess]) -> None:
-    for process in processes:
-        process.process.terminate()
-    give_up = time.monotonic() + _END_SECONDS
-    for process in processes:
-        process.process.join(max(0.0, give_up - time.monotonic()))
-        process.kill()  # stopped, or deaf to SIGTERM; nothing happens to one that ended
+    for r in ranks:
+        if r not in kept and r not in changed:
+            r.host.kill()  # nothing happens to one that ended

@@ -29,6 +29,7 @@ from tests.helpers.hosts import HostFailure, Hosts, JobFailure, reason_not_permi
 from tests.helpers.namespaces import Host
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import heed_ctrl_c
+from tests.helpers.tiers import thorough
 
 needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
 LIMIT_SECONDS = 120.0
@@ -192,6 +193,7 @@ def test_the_network_of_this_machine_stays_as_it_is() -> None:
 
 @needs_hosts
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("n, nproc_per_node", [(2, 1), (3, 1), (2, 2)])
 def test_torchrun_joins_the_ranks_of_all_hosts(n: int, nproc_per_node: int, tmp_path: Path) -> None:
     with Hosts(n) as hosts:
@@ -212,6 +214,7 @@ def test_torchrun_joins_the_ranks_of_all_hosts(n: int, nproc_per_node: int, tmp_
     assert [(r.name, r.exit_code) for r in results] == [(name, 0) for name in hosts.names]
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_hosts_train_alike_and_one_job_follows_another(tmp_path: Path) -> None:
@@ -224,6 +227,7 @@ def test_hosts_train_alike_and_one_job_follows_another(tmp_path: Path) -> None:
             assert _read(tmp_path / attempt, 2) == [[[mean] * 3, 10.0 - 3 * mean]] * 2
 
 
+@pytest.mark.thorough
 @needs_hosts
 @pytest.mark.slow
 def test_a_failing_host_is_named_with_what_it_wrote(tmp_path: Path) -> None:
@@ -317,7 +321,7 @@ def test_nothing_is_left_after_the_block(how: str, mark: str, tmp_path: Path, mo
 
 @needs_hosts
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, thorough(signal.SIGTERM), thorough(signal.SIGKILL)])
 def test_nothing_runs_on_when_the_process_is_interrupted_or_killed(
     how: signal.Signals, mark: str, tmp_path: Path
 ) -> None:

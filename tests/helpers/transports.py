@@ -1,7 +1,9 @@
 """Tests of ranks on both transports: the memory of the host, and gloo.
 
-Tests of the folders and modules below that start ranks run once per transport. A test that needs to know takes
-``transport`` as an argument. All other tests run on the default transport, which is the memory of the host.
+Tests of the folders and modules below that start ranks run once per transport: on gloo with ``make test-all`` alone.
+A test whose behaviour depends on the transport takes ``transport`` as an argument, or is marked
+``usefixtures("transport")``, and ``make test`` runs it on both. All other tests run on the default transport, which is
+the memory of the host.
 """
 
 from collections.abc import Iterator
@@ -36,7 +38,8 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if asks or (is_chosen and "run_ranks" in vars(module)):
         if not asks:
             metafunc.fixturenames.append("transport")  # only for this check of pytest: see _transport_of_the_test()
-        metafunc.parametrize("transport", [HOST, GLOO], indirect=True)
+        gloo = GLOO if asks else pytest.param(GLOO, marks=pytest.mark.thorough)
+        metafunc.parametrize("transport", [HOST, gloo], indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -5,16 +5,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.lightning_scenarios import needs_lightning
 from tests.helpers.scripts import run_script
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
+BOTH = pytest.mark.parametrize("strategy", ["LegacyDDPStrategy", "LegacyDDPFabricStrategy"], indirect=True)
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
 
-from legacy_ddp.lightning import LegacyDDPFabricStrategy, LegacyDDPStrategy
+@pytest.fixture
+def strategy(request: pytest.FixtureRequest) -> type:
+    """The class of this name."""
+    from legacy_ddp import lightning
 
-BOTH = pytest.mark.parametrize("strategy", [LegacyDDPStrategy, LegacyDDPFabricStrategy])
+    return getattr(lightning, request.param)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +25,11 @@ BOTH = pytest.mark.parametrize("strategy", [LegacyDDPStrategy, LegacyDDPFabricSt
     [("legacy_ddp", "popen"), ("legacy_ddp_spawn", "spawn"), ("legacy_ddp_fork", "fork")],
 )
 def test_a_name_finds_the_strategy_in_both_registries(name: str, start_method: str) -> None:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from legacy_ddp.lightning import LegacyDDPFabricStrategy, LegacyDDPStrategy
+
     for registry, kind in ((StrategyRegistry, LegacyDDPStrategy), (STRATEGY_REGISTRY, LegacyDDPFabricStrategy)):
         strategy = registry.get(name)
 
@@ -75,6 +83,8 @@ def test_find_unused_parameters_is_taken_and_needs_nothing(strategy: type) -> No
 
 
 def test_a_state_of_a_communication_hook_without_the_hook_is_refused() -> None:
+    from legacy_ddp.lightning import LegacyDDPStrategy
+
     with pytest.raises(ValueError, match="ddp_comm_hook is missing"):
         LegacyDDPStrategy(ddp_comm_state=object())
 

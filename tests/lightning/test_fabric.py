@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.lightning_scenarios import by_fabric
+from tests.helpers.lightning_scenarios import by_fabric, needs_lightning
 from tests.helpers.scripts import assert_same_bits
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
 
 
 @pytest.fixture(name="left", scope="module")

@@ -9,11 +9,11 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from tests.helpers.lightning_scenarios import LOADED
+from tests.helpers.lightning_scenarios import LOADED, needs_lightning
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_script, fork_scripts
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
 
 FAULTS = str(ROOT / "tests" / "helpers" / "lightning_faults.py")
 JOBS = (("trainer", "raise"), ("trainer", "hang"), ("fabric", "hang"))

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lightning_scenarios import LOADED, RANKS, by_fabric, by_trainer
+from tests.helpers.lightning_scenarios import LOADED, RANKS, by_fabric, by_trainer, needs_lightning
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import assert_same_bits, fork_script, fork_scripts
+from tests.helpers.tiers import thorough
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
 
 STARTS = str(ROOT / "tests" / "helpers" / "lightning_starts.py")
 
@@ -32,19 +33,27 @@ def _assert_left(folder: Path, *names: str) -> None:
         assert_same_bits(torch.load(folder / f"{name}.pt", weights_only=True), _expected(name.partition("-")[0]), name)
 
 
+@pytest.mark.thorough
 def test_a_trainer_under_torchrun_leaves_the_weights_of_a_trainer_that_starts_its_own_ranks() -> None:
     told = by_fabric("accumulating", "by_trainer")
     assert_same_bits(_weights(told("by_trainer")[0]), _expected("trainer"))
 
 
-def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(tmp_path: Path) -> None:
-    names = ("trainer=legacy_ddp_fork", "fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn")
+@pytest.mark.parametrize(
+    "names",
+    [("trainer=legacy_ddp_fork",), thorough(("fabric=legacy_ddp_fork", "trainer=legacy_ddp_spawn"))],
+    ids=["fork", "fork and spawn"],
+)
+def test_forked_or_spawned_ranks_leave_their_weights_to_the_starting_process(
+    names: tuple[str, ...], tmp_path: Path
+) -> None:
     result = fork_script(STARTS, str(tmp_path), *names, preloaded=LOADED)
 
     assert result.returncode == 0, result.stderr
     _assert_left(tmp_path, *(name.replace("=", "-") for name in names))
 
 
+@pytest.mark.thorough
 def test_ranks_that_slurm_has_started_find_each_other_and_leave_no_process_group(tmp_path: Path) -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lightning_scenarios import by_trainer
+from tests.helpers.lightning_scenarios import by_trainer, needs_lightning
 from tests.helpers.scripts import EXAMPLES, assert_same_bits, run_script
 
-pytest.importorskip("lightning", reason="needs the extra legacy_ddp[lightning]")
+pytestmark = needs_lightning
 
 
 @pytest.fixture(name="left", scope="module")
@@ -165,6 +165,7 @@ def test_an_error_that_all_ranks_agree_on_reaches_each_of_them_and_leaves_the_jo
     assert left("counted")  # trained after it in the same processes
 
 
+@pytest.mark.thorough
 def test_the_example_learns_the_digits() -> None:
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 

@@ -2,7 +2,8 @@
 
     python tests/mutants/run.py                           # every mutant, with the tests of its row
     python tests/mutants/run.py --only "layout|streak"    # names that match a pattern
-    python tests/mutants/run.py --tests "-m chosen"       # a selection of tests for all mutants
+    python tests/mutants/run.py --tests "tests/agreement" # these tests for all mutants
+    python tests/mutants/run.py --marks "not thorough"    # of the tests of each row, those of make test
 
 A mutant is killed by a failed test, and survives if all tests pass. A run at the time limit proves nothing: a machine
 may be slow. The exit status is 0 if every mutant was killed.
@@ -38,6 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a regular expression for the names of mutants")
     parser.add_argument("--tests", default="", help="arguments of pytest, in place of the tests of each row")
+    parser.add_argument("--marks", default="", help="run the tests with these marks alone, for instance 'not thorough'")
     parser.add_argument("--seconds", type=float, default=300.0, help="the time limit of a mutant")
     parser.add_argument("--list", action="store_true", help="find every snippet, and run nothing")
     arguments = parser.parse_args()
@@ -49,7 +51,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder) / "tree"
         shutil.copytree(ROOT, copy, symlinks=True, ignore=_LEFT_OUT)
-        verdicts = [_run(mutant, copy, arguments.tests or mutant.killers, arguments.seconds) for mutant in chosen]
+        marks = ["-m", arguments.marks] if arguments.marks else []
+        verdicts = [
+            _run(mutant, copy, [*_split(arguments.tests or mutant.killers), *marks], arguments.seconds)
+            for mutant in chosen
+        ]
     counts = {verdict: verdicts.count(verdict) for verdict in dict.fromkeys(verdicts)}
     print(f"{len(chosen)} mutants:", ", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     return 0 if set(counts) <= {"killed"} else 1
@@ -69,15 +75,18 @@ def find(mutant: Mutant, root: Path) -> Path:
     return found[0]
 
 
-def _run(mutant: Mutant, copy: Path, tests: str, seconds: float) -> str:
+def _run(mutant: Mutant, copy: Path, tests: list[str], seconds: float) -> str:
     start = time.monotonic()
     with _planted(mutant, copy):
-        code, output = _pytest(copy, _split(tests), seconds)
+        code, output = _pytest(copy, tests, seconds)
     verdict = {_PASSED: "survived", _FAILED: "killed", None: "at the time limit", _NO_TESTS: "without a test"}.get(
         code, f"pytest exit code {code}"
     )
     by = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
-    print(f"{verdict:9} {time.monotonic() - start:4.0f} s  {mutant.name}  {by[0] if by else tests}", flush=True)
+    print(
+        f"{verdict:9} {time.monotonic() - start:4.0f} s  {mutant.name}  {by[0] if by else shlex.join(tests)}",
+        flush=True,
+    )
     return verdict
 
 

@@ -10,6 +10,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import Action, Run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 EVERY = Checks("detail", every=5)
 Ended = tuple[int, str, str]  # the call of the error, its type and its text
@@ -40,7 +41,7 @@ def _faulty(
     return run_ranks(_train, world_size, action, who, at, (checks,) * world_size, moment)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize(
     "action, names",
     [

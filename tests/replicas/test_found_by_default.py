@@ -13,6 +13,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Action, Run, Warned, train
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 STEP = 20  # of the fault: a whole rotation has passed before
 STEPS = STEP + PARTS + 4
@@ -76,7 +77,7 @@ def _warned(world_size: int, *faulty: int) -> list[dict[str, Warned]]:
     return run_ranks(_all_faults, world_size, faulty, timeout_seconds=240)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(4, 2)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int, who: int) -> None:
     fault, of_ranks = FAULTS[name], [of_rank[name] for of_rank in _warned(world_size, who)]
@@ -94,7 +95,7 @@ def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int
     assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_all_ranks_do_alike_is_silent(name: str, world_size: int) -> None:
     assert [of_rank[name] for of_rank in _warned(world_size, *range(world_size))] in (

@@ -15,6 +15,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceE
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import tanh_net
+from tests.helpers.tiers import thorough
 
 Model = partial(LegacyDistributedDataParallel, checks="detail")
 LOCAL_STATISTICS = Checks("detail", local_buffers=("*.running_*",))  # for check_replicas(), which compares every buffer
@@ -65,6 +66,7 @@ def _trains_long(rank: int, steps: int) -> tuple[int, int, float]:
     return skipped, looked, scaler.get_scale()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_thousand_steps_with_everything_that_varies_are_silent() -> None:
     first, second = run_ranks(_trains_long, 2, 1000, timeout_seconds=240)
@@ -319,7 +321,7 @@ def _all_ways(rank: int) -> dict[str, list[bool] | str]:
 _said: dict[int, list[dict[str, list[bool] | str]]] = {}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", WAYS)
 def test_a_healthy_way_to_train_is_silent(name: str, world_size: int) -> None:
     if world_size not in _said:

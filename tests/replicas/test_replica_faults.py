@@ -16,6 +16,7 @@ from tests.helpers.replica_scenes import (
     run_scenarios,
     scenario,
 )
+from tests.helpers.tiers import thorough
 
 WEIGHT = replica_faults.WEIGHT
 
@@ -161,7 +162,7 @@ def _outcomes(world_size: int, *faulty: int) -> SharedOutcomes[CallOutcome]:
     return run_scenarios(SCENARIOS, world_size, faulty)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 0), thorough(2, 1), thorough(3, 0), (3, 1), thorough(4, 2)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_happens_to_one_rank_alone_is_told_on_all(name: str, world_size: int, who: int) -> None:
     fault, outcome = FAULTS[name], _outcomes(world_size, who)[name]
@@ -177,7 +178,7 @@ def test_what_happens_to_one_rank_alone_is_told_on_all(name: str, world_size: in
     check_harmless(outcome)
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [0, thorough(1)])
 @pytest.mark.parametrize("name", FAULTS)
 def test_of_two_ranks_both_are_shown(name: str, who: int) -> None:
     outcome = _outcomes(2, who)[name]
@@ -195,7 +196,7 @@ def test_how_elements_differ_names_no_cause_that_the_phase_rules_out(name: str) 
     ]
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 0), (2, 1), (3, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 0), thorough(2, 1), thorough(3, 0), (3, 1), thorough(4, 2)])
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.place is not None])
 def test_one_element_is_found_with_its_bit(name: str, world_size: int, who: int) -> None:
     fault, outcome = FAULTS[name], _outcomes(world_size, who)[name]
@@ -208,7 +209,7 @@ def test_one_element_is_found_with_its_bit(name: str, world_size: int, who: int)
         assert (element.kind, element.bit) == ("one bit", fault.bit)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_happens_to_all_ranks_alike_is_silent(name: str, world_size: int) -> None:
     assert _outcomes(world_size, *range(world_size))[name] == CallOutcome(recovered=True)

@@ -20,6 +20,7 @@ from tests.helpers.replica_scenes import (
     scenario,
     training_net,
 )
+from tests.helpers.tiers import thorough
 
 # Several faults at once
 
@@ -58,7 +59,7 @@ def _outcomes_two(world_size: int, first: int, second: int) -> SharedOutcomes[Ca
     return run_scenarios(TWO, world_size, (first,), (second,))
 
 
-@pytest.mark.parametrize("world_size, first, second", [(3, 0, 2), (4, 3, 1)])
+@pytest.mark.parametrize("world_size, first, second", [(3, 0, 2), thorough(4, 3, 1)])
 @pytest.mark.parametrize(
     "name, phase, both",
     [
@@ -221,13 +222,13 @@ def _outcomes_free(world_size: int, *faulty: int) -> SharedOutcomes[CallOutcome]
     return run_scenarios(FREEDOMS, world_size, faulty)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("name", FREEDOMS)
 def test_what_a_rank_may_do_alone_is_silent(name: str, world_size: int, who: int) -> None:
     assert _outcomes_free(world_size, who)[name] == CallOutcome(recovered=True)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 def test_dropout_with_a_seed_per_rank_is_silent(world_size: int) -> None:
     everyone = tuple(range(world_size))
     assert run_scenarios({"": scenario(("built", 0, _add_dropout))}, world_size, everyone)[""] == CallOutcome(

@@ -18,6 +18,7 @@ from legacy_ddp._buckets import backward_copy, private_fork
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
+from tests.helpers.tiers import thorough
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 SHAPES = [(), (3,), (5, 2), (0,), (65,)]
@@ -111,7 +112,7 @@ def _train_all(trainings: Sequence[Training], rank: int, world_size: int) -> lis
 _PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # starting ranks takes longer than all the rest: no shrinking
 
 
-@pytest.mark.parametrize("world_size, examples", [(1, 25), (2, 20), (3, 12), (4, 10)])
+@pytest.mark.parametrize("world_size, examples", [thorough(1, 25), thorough(2, 20), (3, 12), thorough(4, 10)])
 def test_any_split_equals_the_tree_in_one_process_bit_for_bit(transport: str, world_size: int, examples: int) -> None:
     @settings(max_examples=examples, phases=_PHASES)
     @given(st.lists(_trainings(world_size), min_size=1, max_size=5))
@@ -137,7 +138,7 @@ def _take_one(window: Window, rank: int, world_size: int) -> Grads:
     return take(wrap_reproducible([torch.ones(1000)]), window, rank, world_size)
 
 
-@pytest.mark.parametrize("micro_batches, sizes", [(4, (1, 2, 4)), (6, (1, 3)), (12, (1, 3))])
+@pytest.mark.parametrize("micro_batches, sizes", [(4, (1, 2, 4)), thorough(6, (1, 3)), (12, (1, 3))])
 def test_splits_of_the_same_micro_batches_give_the_same_bits(
     transport: str, micro_batches: int, sizes: Sequence[int]
 ) -> None:

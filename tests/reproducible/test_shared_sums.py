@@ -19,6 +19,7 @@ from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, take, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
+from tests.helpers.tiers import thorough
 
 
 def _differences(rank: int, world_size: int, each: Sequence[int]) -> tuple[str, list[int]]:
@@ -33,7 +34,7 @@ def _differences(rank: int, world_size: int, each: Sequence[int]) -> tuple[str, 
     return line.strip(), wrong
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 5, *tiers.choose([6, 7, 8], [8])])
+@pytest.mark.parametrize("world_size", [thorough(2), 3, 4, *map(thorough, [5, *tiers.choose([6, 7, 8], [8])])])
 def test_any_number_of_ranks_gives_the_bits_of_one_process_on_either_transport(transport: str, world_size: int) -> None:
     """Micro-batches change from step to step, and with them the memory that a rank shares."""
     line = "transport: host" if transport == "host" else 'transport: gloo (transport="gloo")'

@@ -16,6 +16,7 @@ from tests.helpers.claimed_hosts import on_host
 from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, take, wrap_reproducible
+from tests.helpers.tiers import thorough
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -45,8 +46,8 @@ def _differences(rank: int, hosts: str, buffer_size: int) -> tuple[str, list[int
     "hosts, buffer_size, text",
     [
         ("aabb", 2**28, "2 hosts of 2 ranks"),
-        ("aabbcc", 300, "3 hosts of 2 ranks"),
-        ("aaaabbbb", 2**28, "2 hosts of 4 ranks"),
+        thorough("aabbcc", 300, "3 hosts of 2 ranks"),
+        thorough("aaaabbbb", 2**28, "2 hosts of 4 ranks"),
         *tiers.choose([("aabbccdd", 2**28, "4 hosts of 2 ranks"), ("aaaabbbb", 99, "2 hosts of 4 ranks")], []),
     ],
 )
@@ -80,7 +81,11 @@ def _random_steps(rank: int, hosts: str, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "hosts, seed", [("aabb", 0), *tiers.choose([("aabb", 2), ("aabbcc", 3), ("aaaabbbb", 4)], [("aabbcc", 1)])]
+    "hosts, seed",
+    [
+        ("aabb", 0),
+        *tiers.choose([("aabb", 2), ("aabbcc", 3), ("aaaabbbb", 4)], [thorough("aabbcc", 1)]),
+    ],
 )
 def test_random_steps_have_the_bits_of_one_process_and_of_gloo(transport: str, hosts: str, seed: int) -> None:
     assert run_ranks(_random_steps, len(hosts), hosts, seed) == [[]] * len(hosts)
@@ -99,7 +104,7 @@ def _tiny(rank: int, hosts: str) -> list[float]:
     return values
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "aabbcc"])
+@pytest.mark.parametrize("hosts", ["aabb", thorough("aabbcc")])
 def test_parts_may_be_empty(transport: str, hosts: str) -> None:
     mean = (1 + len(hosts)) / 2
     expected = [mean, 0.0, 0.0, mean, 1.0, 1.0, mean, 2.0, 2.0]

@@ -13,6 +13,7 @@ from legacy_ddp._step_guard.step_counter import StepCounter
 from tests.helpers.outcomes import Outcome, check_agreed, check_silent, outcome_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, tanh_net
+from tests.helpers.tiers import thorough
 
 Model = LegacyDistributedDataParallel
 Steps = Callable[[Model, SGD, int], object]
@@ -73,7 +74,7 @@ def _trains(rank: int, who: tuple[int, ...], steps: Steps, checks: str | Checks)
     return outcome_of(model, rank, model.all_reduce)
 
 
-@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), (4, 2)])
+@pytest.mark.parametrize("world_size, who", [(2, 1), (3, 0), thorough(4, 2)])
 @pytest.mark.parametrize("steps, number", [(_skips, 0), (_steps_twice, 2), (_drops_gradients, 0)])
 def test_ranks_with_different_numbers_of_steps_are_told(steps: Steps, number: int, world_size: int, who: int) -> None:
     outcomes = run_ranks(_trains, world_size, (who,), steps, Checks(divergence="ignore"))

@@ -20,6 +20,7 @@ from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._collectives import host_sum
 from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 NUMEL = 20 * 64
 CHUNK = 64
@@ -239,7 +240,7 @@ def _lost_without_checks(rank: int, victim: int) -> str | None:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, thorough(1), 2])
 def test_without_checks_the_lost_rank_is_named_and_not_the_hub(transport: str, victim: int) -> None:
     for text in filter(None, run_ranks(_lost_without_checks, 3, victim, lost=(victim,))):
         assert f"connection to rank {victim} lost" in text

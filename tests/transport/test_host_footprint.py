@@ -12,6 +12,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -69,7 +70,7 @@ def _memory(rank: int) -> Footprint:
     return footprint
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [thorough(2), 4])
 def test_the_ranks_together_hold_each_gradient_once_per_rank(transport: str, world_size: int) -> None:
     seen = run_ranks(_memory, world_size, fresh=True)
 

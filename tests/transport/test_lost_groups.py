@@ -22,6 +22,7 @@ from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
+from tests.helpers.tiers import thorough
 
 # Nothing is to take as long as the timeout, which is 30 s where no rank is silent.
 AT_ONCE_SECONDS = 5.0
@@ -178,7 +179,7 @@ os.kill(stopped, signal.SIGCONT)
 """
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 def test_a_rank_that_was_stopped_until_the_others_left_names_these_and_says_why_they_left(world_size: int) -> None:
     """Its report said that no rank is missing, above a table in which all others are dead."""
     results = run_ranks(_is_stopped_until_the_others_have_left, world_size, world_size, fresh=True)

@@ -21,6 +21,7 @@ from tests.helpers.claimed_hosts import on_host
 from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import error_of, step, wrap
+from tests.helpers.tiers import thorough
 
 Said = tuple[str, str] | None
 NUMEL = 2000
@@ -72,7 +73,7 @@ def _chosen(rank: int, hosts: str, reproducible: bool = False) -> tuple[str, flo
 FROM_FIRST_CALL = "transport: host (from the first call on)"
 
 
-@pytest.mark.parametrize("hosts, text", [("aabb", "2 hosts of 2 ranks"), ("abcabc", "3 hosts of 2 ranks")])
+@pytest.mark.parametrize("hosts, text", [thorough("aabb", "2 hosts of 2 ranks"), ("abcabc", "3 hosts of 2 ranks")])
 def test_hosts_of_equal_numbers_of_ranks_share_memory_and_say_so(transport: str, hosts: str, text: str) -> None:
     line = f"transport: host ({text}, gloo between them)"
     mean = (1 + len(hosts)) / 2

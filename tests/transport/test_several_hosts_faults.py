@@ -21,6 +21,7 @@ from tests.helpers.claimed_hosts import on_host
 from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 HOSTS, CONSECUTIVE = "abab", "aabb"
 NUMEL = 20 * 64
@@ -130,7 +131,7 @@ def test_a_rank_stopped_in_the_payload_is_named_on_both_hosts_after_the_timeout(
         assert (kind, ranks, phase, is_dropped) == ("SyncTimeoutError", (3,), "payload", True)
 
 
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("victim", [thorough(0), 3])
 def test_without_checks_all_ranks_of_both_hosts_get_an_error_and_drop_their_gradients(
     transport: str, victim: int
 ) -> None:
@@ -151,7 +152,7 @@ def _lost_between_calls(rank: int, victim: int, checks: str) -> tuple[str, tuple
     return type(caught.value).__name__, caught.value.ranks
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2, 3])
+@pytest.mark.parametrize("victim", [0, thorough(1), thorough(2), 3])
 def test_a_rank_killed_before_a_call_is_named_on_both_hosts(transport: str, victim: int) -> None:
     for kind, ranks in filter(None, run_ranks(_lost_between_calls, 4, victim, "info", lost=(victim,))):
         assert (kind, ranks) == ("PeerLostError", (victim,))

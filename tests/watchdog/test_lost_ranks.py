@@ -22,13 +22,15 @@ from tests.helpers import processes, rank_faults
 from tests.helpers.paths import ROOT
 from tests.helpers.rank_faults import Scene, Seen, Stage, do_when, entries, play
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import fork_scripts
+from tests.helpers.tiers import thorough, thorough_but
 
 # Promised: an error within timeout_seconds and this much more.
 SLACK_SECONDS = 5.0
 # What was measured for a process that ended is far less; the timeout is out of reach, so nobody can have waited for it.
 AT_ONCE_SECONDS = 5.0
 TIMEOUT_SECONDS = 2.0
-WHO = [pytest.param(0, "file", id="rank 0"), pytest.param(2, "file", id="rank 2")]
+WHO = [pytest.param(0, "file", id="rank 0", marks=pytest.mark.thorough), pytest.param(2, "file", id="rank 2")]
 WHO_OR_STORE = [*WHO, pytest.param(0, "rank0", id="rank 0 with the store")]
 
 Lose = Callable[..., dict[int, Seen]]
@@ -79,6 +81,8 @@ def _check_all(seen: dict[int, Seen], kind: str, phase: str, within: float, *sai
 # A process that ends
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("victim, store", WHO_OR_STORE)
 def test_a_killed_rank_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.killed, store)
@@ -127,8 +131,16 @@ def test_a_rank_that_fails_in_a_child_of_spawn_sends_its_error_and_not_its_exit_
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize(
-    "world_size, victim, reproducible", [(2, 0, False), (3, 0, False), (3, 2, False), (2, 0, True), (3, 2, True)]
+    "world_size, victim, reproducible",
+    [
+        thorough(2, 0, False),
+        (3, 0, False),
+        thorough(3, 2, False),
+        thorough(2, 0, True),
+        (3, 2, True),
+    ],
 )
 def test_death_in_the_payload_leaves_no_gradient_half_reduced(
     lose: Lose, world_size: int, victim: int, *, reproducible: bool
@@ -141,6 +153,7 @@ def test_death_in_the_payload_leaves_no_gradient_half_reduced(
 # A process that is silent
 
 
+@pytest.mark.usefixtures("transport")
 @pytest.mark.parametrize("victim, store", WHO_OR_STORE)
 def test_a_stopped_rank_is_named_at_the_timeout(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.stopped, store, timeout_seconds=TIMEOUT_SECONDS)
@@ -187,7 +200,9 @@ def test_a_killed_and_a_stopped_rank_are_both_named(lose: Lose) -> None:
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, *said)
 
 
-@pytest.mark.parametrize("function", ["append", "_make_report", "compose", "broadcast_failure"])
+@pytest.mark.parametrize(
+    "function", [thorough("append"), "_make_report", thorough("compose"), thorough("broadcast_failure")]
+)
 def test_the_others_still_get_a_report_when_the_reporting_rank_is_killed(lose: Lose, function: str) -> None:
     seen = lose(4, (0, 3), partial(rank_faults.killed_while_reporting, function=function))
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing ranks 0, 3 (its process has ended")
@@ -221,7 +236,7 @@ def test_a_collective_of_the_user_in_flight_neither_delays_the_report_nor_the_ex
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, "missing rank 1 (its process has ended")
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [thorough(0), 1])
 def test_a_killed_rank_is_named_at_once_though_its_forked_worker_holds_its_connections(lose: Lose, victim: int) -> None:
     seen = lose(
         3, (victim,), rank_faults.killed_with_a_worker, timeout_seconds=4.0
@@ -294,17 +309,14 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", thorough_but(["nothing done at the end"], ENDINGS))
 def test_an_exception_that_ends_a_script_is_in_the_reports_of_the_others(tmp_path: Path, ending: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT + ENDINGS[ending])
-    ranks = [_start_script(script, tmp_path, rank) for rank in range(3)]
-    try:
-        # Far less than the timeout of a call: the others end because they know, each after rank 1.
-        said = [process.communicate(timeout=120.0)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
+    # Far less than the timeout of a call: the others end because they know, each after rank 1.
+    commands = [(str(script), str(tmp_path), str(rank)) for rank in range(3)]
+    ranks = fork_scripts(commands, [{}] * 3, limit_seconds=120.0)
+    said = [rank.stderr for rank in ranks]
     assert "ValueError: bad batch" in said[1]
     for rank in (0, 2):
         assert "PeerLostError: all_reduce() call 3, phase agree" in said[rank]
@@ -312,7 +324,7 @@ def test_an_exception_that_ends_a_script_is_in_the_reports_of_the_others(tmp_pat
         words = " ".join(entries(file)[-1].split())
         assert "missing rank 1 (left after all_reduce() call 2 with ValueError: bad batch" in words
     if ending == "the group destroyed":  # otherwise torch's own threads may abort the process
-        assert [process.returncode for process in ranks] == [1, 1, 1]
+        assert [rank.returncode for rank in ranks] == [1, 1, 1]
 
 
 REQUEST_AT_EXIT = """
@@ -330,9 +342,3 @@ def test_a_rank_that_sends_requests_while_its_process_ends_leaves_no_traceback()
     ran = subprocess.run([sys.executable, "-c", REQUEST_AT_EXIT], env=environment, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "does not answer" in ran.stdout  # asked by the thread that ends the process: no other can be started
-
-
-def _start_script(script: Path, folder: Path, rank: int) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(folder), str(rank)]
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)

@@ -20,6 +20,7 @@ from tests.helpers.listening import Training
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import error_of, step, wrap
+from tests.helpers.tiers import thorough
 
 STACKS = "most recent call first"  # as faulthandler writes them
 
@@ -191,8 +192,8 @@ file.append("the end")
 @pytest.mark.parametrize(
     "story, output, in_own",
     [
-        ("faulthandler", "alive", True),
-        ("handler, then faulthandler", "alive", True),
+        thorough("faulthandler", "alive", True),
+        thorough("handler, then faulthandler", "alive", True),
         ("handler, then chained faulthandler", "handled alive", True),
         ("handler", "handled alive", False),
     ],

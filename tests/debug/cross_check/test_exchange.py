@@ -12,6 +12,7 @@ from legacy_ddp.debug._cross_check import ring
 from legacy_ddp.debug._cross_check.exchange import pass_on
 from tests.helpers.cross_faults import Net, batch_of, loss_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 _LATE_SECONDS = 0.6  # more than the time between two looks at an operation under way
 
@@ -26,6 +27,6 @@ def _check(rank: int, late: int, without: int) -> bool:
         return cross_check(Net(nn.Tanh()), loss_of, None if rank == without else batch_of(rank)).agrees
 
 
-@pytest.mark.parametrize("size, late, without", [(2, 0, 9), (2, 1, 0), (3, 1, 9), (3, 2, 1)])
+@pytest.mark.parametrize("size, late, without", [thorough(2, 0, 9), thorough(2, 1, 0), (3, 1, 9), (3, 2, 1)])
 def test_a_rank_late_for_the_exchange_of_batches_breaks_no_connection(size: int, late: int, without: int) -> None:
     assert run_ranks(_check, size, late, without) == [True] * size

@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers.cross_faults import FAULTS, SILENT, Seen, seen_by_all
 from tests.helpers.replica_scenes import SharedOutcomes
+from tests.helpers.tiers import thorough
 
 DOUBLE = "cross_faults::double"
 # Verdict, stage, module, operation, different elements and the bit: see each fault.
@@ -45,7 +46,7 @@ def _seen(world_size: int, *guilty: int) -> SharedOutcomes[Seen]:
     return seen_by_all([*EXPECTED], world_size, *guilty)
 
 
-@pytest.mark.parametrize("world_size, guilty", [(2, 1), (3, 1), (3, 0)])
+@pytest.mark.parametrize("world_size, guilty", [(2, 1), (3, 1), thorough(3, 0)])
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_fault_is_named_down_to_the_operation(name: str, world_size: int, guilty: int) -> None:
     seen = _seen(world_size, guilty)[name]
@@ -102,7 +103,7 @@ def test_atomic_additions_of_threads_are_named_where_this_machine_shows_them() -
         assert (seen.verdict, seen.operation) == ("nondeterministic", "aten::index_put_")
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 def test_without_a_fault_all_is_silent(world_size: int) -> None:
     seen = seen_by_all([*FAULTS, *SILENT], world_size)
 

@@ -3,6 +3,7 @@ clean."""
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +70,8 @@ def _many(rank: int) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.thorough
 def test_many_cross_checks_leave_the_state_and_a_clean_exit() -> None:
     first, second = run_ranks(_many, 2, fresh=True, timeout_seconds=240)
 

@@ -16,6 +16,7 @@ from legacy_ddp.debug._operations.capture import OperationCapture
 from tests.helpers.cases import bits_of
 from tests.helpers.cross_faults import Net, loss_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough_but
 
 
 class _Drawing(nn.Module):
@@ -119,7 +120,7 @@ def _compare(rank: int, name: str, faulty: bool) -> list[list[bool]]:
 
 
 @pytest.mark.parametrize("faulty", [False, True])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", thorough_but(["default", "reproducible"], SETTINGS))
 def test_a_training_with_cross_checks_has_the_bits_of_one_without(name: str, faulty: bool) -> None:
     for seen in run_ranks(_compare, 2, name, faulty, timeout_seconds=120):
         assert seen == [[True] * 6] * (1 if faulty else 7)

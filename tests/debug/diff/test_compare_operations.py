@@ -14,6 +14,7 @@ from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.operations import operation
+from tests.helpers.tiers import thorough
 from tests.helpers.traces import NAMES, call_facts, environment, write_trace
 
 GRADIENT = NAMES["local_gradients"][0]
@@ -281,7 +282,7 @@ def test_a_log_on_one_rank_is_a_note_and_no_difference(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("world_size", [3, 4])
+@pytest.mark.parametrize("world_size", [3, thorough(4)])
 def test_a_log_on_the_first_rank_does_not_hide_the_rank_with_a_fault(tmp_path: Path, world_size: int) -> None:
     def recorded(_: int, rank: int) -> list[Operation]:
         return logged(sequence(0)) if rank == 0 else sequence(rank, extra=rank == world_size - 1)

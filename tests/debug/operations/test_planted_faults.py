@@ -17,6 +17,7 @@ from legacy_ddp.debug._trace.run import open_run
 from tests.helpers import operation_faults as faults
 from tests.helpers.operation_faults import FAULTY_RANK, STEP
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import thorough
 
 
 def _train_both(rank: int, folder: Path, others: dict[str, Any], changes: dict[str, Any]) -> None:
@@ -86,7 +87,7 @@ def test_another_number_of_threads_is_another_kernel(tmp_path: Path) -> None:
     assert found.meaning == "Other kernel, or another order of its sums: threads 1 in A, 2 in B."
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [thorough(2), 3])
 def test_autocast_on_one_rank_is_named_between_runs_and_between_ranks(tmp_path: Path, world_size: int) -> None:
     folder = _runs(tmp_path, world_size, fault=faults.autocast)
     runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))

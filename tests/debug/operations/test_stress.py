@@ -1,5 +1,7 @@
 """Captured steps beside threads, copies, checkpoints and modes, for a while: equal operations, and a clean end."""
 
+import pytest
+
 from tests.helpers.scripts import run_script
 
 STRESS = """
@@ -56,6 +58,7 @@ torch.ones(1).add_(1)
 """
 
 
+@pytest.mark.thorough
 def test_sixty_captured_steps_are_equal_and_end_cleanly() -> None:
     ended = run_script("-c", STRESS)
 
