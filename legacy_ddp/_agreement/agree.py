@@ -6,13 +6,22 @@ call may succeed.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
+from functools import cached_property, reduce
+from operator import and_, or_
 
 import torch
 
-from legacy_ddp._agreement.header import COUNTED_BIT, FAILED_BIT, Flag, Header, Participation, decode_rows, encode_row
+from legacy_ddp._agreement.header import (
+    Flag,
+    Header,
+    Participation,
+    are_alike,
+    column,
+    decode_header,
+    encode_header,
+    flags_of,
+    is_equal,
+)
 from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, describe_uneven_work, find_failure, find_mismatch
 from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
@@ -21,42 +30,74 @@ from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call
 
-_COMPARED_FIELDS = ("version", "wrapper_id", "operation", "call", "layout", "argument", "participation")
-_WORK_FIELDS = ("micro_batches", "flags", "leaves", "random")
-_compared = itemgetter(*map(Header._fields.index, _COMPARED_FIELDS + _WORK_FIELDS))
 
-
-@dataclass(frozen=True)
 class Agreement:
-    """Matching headers of all ranks. ``headers``: int64, shape (size, HEADER_WORDS). ``rows``: decoded."""
+    """Matching headers of all ranks. ``packed``: the bytes of each header. ``own``: the header of this rank.
 
-    headers: torch.Tensor
-    rows: Sequence[Header]
+    Headers are decoded only if their bytes differ where most calls have equal bytes, or if somebody reads them.
+    """
+
+    def __init__(self, packed: Sequence[bytes], own: Header) -> None:
+        self.packed = packed
+        self.own = own
+        self._are_alike = are_alike(packed)
 
     @cached_property
+    def rows(self) -> Sequence[Header]:
+        """The headers of all ranks, decoded."""
+        return [decode_header(row) for row in self.packed]
+
+    @cached_property
+    def some_flags(self) -> int:
+        """The flags that any rank has."""
+        return self.own.flags if self._are_alike else reduce(or_, flags_of(self.packed))
+
+    @cached_property
+    def common_flags(self) -> int:
+        """The flags that all ranks have."""
+        return self.own.flags if self._are_alike else reduce(and_, flags_of(self.packed))
+
+    def ranks_with(self, flag: int) -> list[int]:
+        """The ranks with the flag."""
+        return [rank for rank, flags in enumerate(flags_of(self.packed)) if flags & flag]
+
+    @property
     def is_uniform(self) -> bool:
         """Whether all ranks do the same work, without a failure or a tree: then there is nothing else to compare."""
-        first = self.rows[0]
-        return len(set(map(_compared, self.rows))) == 1 and not first.leaves and not first.flags & FAILED_BIT
+        return self._are_alike and not self.own.leaves and not self.own.flags & Flag.FAILED
 
     @cached_property
     def has_same_mask(self) -> bool:
         """Whether every rank has gradients of the same kinds in the same slots."""
-        return len({row.mask for row in self.rows}) == 1
+        return is_equal(self.packed, "mask")
+
+    def is_equal(self, name: str) -> bool:
+        """Whether the fact ``name`` is equal on all ranks."""
+        return is_equal(self.packed, name)
+
+    def column(self, name: str) -> list[int]:
+        """The fact ``name`` of every rank."""
+        return column(self.packed, name)
 
     @cached_property
-    def participants(self) -> tuple[int, ...]:
+    def participants(self) -> Sequence[int]:
         """The ranks with counting gradients."""
-        return tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
+        if self._are_alike and self.own.participation == Participation.PLAIN:
+            return range(len(self.packed))
+        return tuple([rank for rank, row in enumerate(self.rows) if row.takes_part])
 
     @cached_property
     def skipped_ranks(self) -> tuple[int, ...]:
         """All other ranks."""
-        return tuple(sorted({*range(len(self.rows))} - {*self.participants}))
+        if len(self.participants) == len(self.packed):
+            return ()
+        return tuple(sorted({*range(len(self.packed))} - {*self.participants}))
 
     @cached_property
     def sample_size(self) -> int | None:
         """Sum of all sample sizes, None for a plain mean."""
+        if self._are_alike and self.own.participation == Participation.PLAIN:
+            return None
         sizes = [row.sample_size for row in self.rows if row.participation == Participation.SAMPLES]
         return sum(sizes) if sizes else None
 
@@ -65,7 +106,7 @@ class Agreement:
         """The divisor of the sum over the ranks; 0 without any participant."""
         if self.sample_size is not None:
             return self.sample_size
-        counted = sum([bool(row.flags & COUNTED_BIT) for row in self.rows])
+        counted = len(self.ranks_with(Flag.COUNTED)) if self.some_flags & Flag.COUNTED else 0
         return len(self.participants) + counted if self.participants else 0
 
     def uneven_work(self) -> Finding | None:
@@ -90,7 +131,7 @@ def announcing_failures(call: Call) -> Iterator[None]:
             error.call, error.phase = call.number, call.phase_name
         header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
-            rows = decode_rows(call.exchange_headers(encode_row(header)))
+            rows = [decode_header(row) for row in call.exchange_headers(encode_header(header))]
             problem = find_failure(call, rows, error_text(error))
         if problem is None:
             call.mark_finished()
@@ -110,7 +151,7 @@ def agree(
     """Exchange headers, and return them if they match.
 
     ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
-    of ``inventory``. ``metrics``: the names behind ``header.argument`` of an all_reduce. ``layout_advice``: the next
+    of ``inventory``. ``metrics``: the names behind ``header.metric_names``. ``layout_advice``: the next
     step in the text of a LayoutError.
 
     Raises:
@@ -120,10 +161,9 @@ def agree(
             different names of metrics.
         LayoutError: a different inventory.
     """
-    header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
+    header.wrapper_id, header.operation, header.call = call.wrapper_id, call.operation, call.number
     with call.phase("agree"):
-        headers = call.exchange_headers(encode_row(header))
-        agreement = Agreement(headers, decode_rows(headers))
+        agreement = Agreement(call.exchange_headers(encode_header(header)), header)
         if not agreement.is_uniform:
             problem = find_mismatch(call, agreement.rows, inventory, uneven, metrics, layout_advice=layout_advice)
             if problem is not None:

@@ -14,7 +14,6 @@ from legacy_ddp._frames import script_line
 from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.gather import Gatherer
-from legacy_ddp._transport.operation import Operation
 
 IGNORED = "it ignored (ignore=)"
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
@@ -60,12 +59,12 @@ def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> Agree
 
 def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
     """The error for different calls. Collective after a difference: the module and the line of every rank."""
-    if len({(row.version, row.wrapper_id, row.operation, row.call, row.src) for row in rows}) == 1:
+    if len({(row.version, row.wrapper_id, row.operation, row.call, row.source) for row in rows}) == 1:
         return None
     details = call.gather_objects({"module": call.module_class, "line": script_line()})
     wrappers = _name_wrappers(rows, [of_rank["module"] for of_rank in details])
     calls = [
-        {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.src)}
+        {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.source)}
         for row, wrapper in zip(rows, wrappers, strict=True)
     ]
     lines = [{"line": of_rank["line"] or "no line of a script"} for of_rank in details]
@@ -152,9 +151,9 @@ def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Fi
 def _find_other_steps(rows: Sequence[Header]) -> AgreedError | None:
     """The error for different numbers of optimizer steps since the last call, if every rank knows its number."""
     ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks make no more steps
-    if rows[0].operation != Operation.ALL_REDUCE or not all(rows[rank].random for rank in ranks):
+    if not all(rows[rank].flags & Flag.STEPS_KNOWN for rank in ranks):
         return None
-    finding = compare_rows([{"optimizer steps": str(rows[rank].random - 1)} for rank in ranks], ranks)
+    finding = compare_rows([{"optimizer steps": str(rows[rank].steps)} for rank in ranks], ranks)
     if not finding:
         return None
     advice = (
@@ -193,7 +192,7 @@ def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
 def _find_other_metrics(call: Gatherer, rows: Sequence[Header], names: Sequence[str]) -> AgreedError | None:
     """The error for metrics of different names. Collective after a difference."""
     ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks count as zeros
-    if rows[0].operation != Operation.ALL_REDUCE or len({rows[rank].argument for rank in ranks}) == 1:
+    if len({rows[rank].metric_names for rank in ranks}) <= 1:
         return None
     held = call.gather_objects(list(names))
     finding = compare_rows([{f"metric {name!r}": "a value" for name in held[rank]} for rank in ranks], ranks)
@@ -205,7 +204,7 @@ def _participants(rows: Sequence[Header]) -> list[int]:
     return [rank for rank, row in enumerate(rows) if row.takes_part]
 
 
-def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
+def _ranks_alone_with(flag: int, rows: Sequence[Header]) -> list[int]:
     """The participants with ``flag``; empty if all participants have the flag: then the loop works like this."""
     participants = _participants(rows)
     ranks = [rank for rank in participants if rows[rank].flags & flag]

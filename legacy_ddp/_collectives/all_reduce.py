@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
-from legacy_ddp._agreement.header import Flag
+from legacy_ddp._agreement.header import Flag, Header
 from legacy_ddp._buckets.columns import Columns
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.arguments import Arguments, Metrics
@@ -73,19 +73,20 @@ def all_reduce(
             if observers.local:
                 with call.phase("observe"):
                     observers.local.notify(dict(packed.grads(plan)))
-            header = packed.header._replace(flags=packed.header.flags | flags | _watched(settings))
-            header = edits.add_flags(header, planner.counter, plan, packed)
+            header = packed.header
+            header.flags |= flags | _watched(settings)
+            edits.add_flags(header, planner.counter, plan, packed)
             if steps is not None:
-                header = header._replace(random=steps.take(call.groups))
+                _add_steps(steps.take(call.groups), header)
             if digests is not None:
-                header = add_digest(call, digests, header)
+                add_digest(call, digests, header)
             segments = segments_of(plan, packed, planner.segments.problem)
             call.segments = ids_of(plan, segments)
         with _discarding_after(call, plan, leaves):
             uneven, names = settings.checks.uneven, tuple(packed.metrics)
             agreement = agree(call, header, plan.layout.inventory, uneven=uneven, metrics=names)
             require_host(call, settings)
-            if digests is not None and (text := check(call, digests, agreement.rows)):
+            if digests is not None and (text := check(call, digests, agreement)):
                 warnings.add_everywhere(call, text)
             edits.check(call, plan, agreement, warnings)
             if settings.checks.nonfinite_policy != "ignore":
@@ -124,6 +125,12 @@ def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator
         raise
 
 
+def _add_steps(count: int | None, header: Header) -> None:
+    if count is not None:
+        header.steps = count
+        header.flags |= Flag.STEPS_KNOWN
+
+
 def _watched(settings: Settings) -> int:
     """The flag of a rank that looks at non-finite gradients: a report needs all ranks."""
     return Flag.WATCHED if settings.checks.nonfinite_policy != "ignore" else 0
@@ -154,7 +161,7 @@ def _finish(
         rank=call.groups.rank,
         transport=HOST if on_host else GLOO if call.groups.size > 1 else "",
         metrics=metrics,
-        _headers=agreement.headers,
+        _headers=agreement.packed,
     )
     if LOGGER.isEnabledFor(logging.DEBUG):
         log_call(record.rank, str(call), record.payload_bytes, record.seconds)

@@ -6,8 +6,6 @@ call after call. While gradients are as backward left them, the cost is a look a
 Of edited gradients a sample is read; all gradients only after evidence in the sample.
 """
 
-from collections.abc import Sequence
-
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag, Header
 from legacy_ddp._buckets.plan import Plan
@@ -23,11 +21,10 @@ from legacy_ddp._step_guard.unscaled import unscaled_ids, watch_scalers
 from legacy_ddp._text import wrap
 from legacy_ddp._transport.call import Call
 
-# As plain numbers, for the rows of every call.
 _FINDINGS = {
-    Flag.UNSCALED.value: "unscaled by a GradScaler",
-    Flag.NORM_CLIPPED.value: "clipped by norm: the same norm in call after call",
-    Flag.VALUE_CLIPPED.value: "clipped by value: the same greatest element in call after call",
+    Flag.UNSCALED: "unscaled by a GradScaler",
+    Flag.NORM_CLIPPED: "clipped by norm: the same norm in call after call",
+    Flag.VALUE_CLIPPED: "clipped by value: the same greatest element in call after call",
 }
 _ANY = sum(_FINDINGS)
 _ADVICE = (
@@ -46,18 +43,16 @@ class EditedGradients:
         if self.is_open:
             watch_scalers()
 
-    def add_flags(self, header: Header, counter: BackwardCounter, plan: Plan, packed: Packed) -> Header:
-        """``header`` with the facts of this rank."""
+    def add_flags(self, header: Header, counter: BackwardCounter, plan: Plan, packed: Packed) -> None:
+        """Write the facts of this rank to the header."""
         if not (self.is_open and header.takes_part):
-            return header
-        flags = 0
+            return
         if (unscaled := unscaled_ids()) and any(id(each) in unscaled for _, each in counter.reached(plan.parameters)):
-            flags |= Flag.UNSCALED
+            header.flags |= Flag.UNSCALED
         norm = comparable_norm(header.local_norm, header.finite)
         if norm and counter.was_first_edited(plan.parameters):
             limits = self._values.limits(plan, packed, norm)
-            flags |= limits if limits and counter.were_all_edited(plan.parameters) else 0
-        return header._replace(flags=header.flags | flags) if flags else header
+            header.flags |= limits if limits and counter.were_all_edited(plan.parameters) else 0
 
     def check(self, call: Call, plan: Plan, agreement: Agreement, warnings: Warnings) -> None:
         """Add a warning on every rank for the first evidence in a header. Not collective.
@@ -65,9 +60,9 @@ class EditedGradients:
         Raises:
             EditedGradientError: the same with ``edited="raise"``. Raised on every rank, before any gradient moves.
         """
-        if not self.is_open or not any(row.flags & _ANY for row in agreement.rows):
+        if not self.is_open or not agreement.some_flags & _ANY:
             return
-        told = [(ranks, text) for flag, text in _FINDINGS.items() if (ranks := _ranks_with(flag, agreement.rows))]
+        told = [(ranks, text) for flag, text in _FINDINGS.items() if (ranks := agreement.ranks_with(flag))]
         self._values = EditedValues()  # a loop that goes on after an error begins anew
         names = [slot.name for slot in plan.layout.slots]
         lines = [f"{call}: gradients changed between backward and the call:"]
@@ -79,7 +74,3 @@ class EditedGradients:
             raise EditedGradientError("\n".join(lines), ranks=ranks, call=call.number, phase="agree")
         warnings.add_everywhere(call, "\n".join([*lines, "  (warned once)"]))
         self.is_open = False
-
-
-def _ranks_with(flag: int, rows: Sequence[Header]) -> Sequence[int]:
-    return [rank for rank, row in enumerate(rows) if row.flags & flag]

@@ -144,7 +144,7 @@ class Joining(Joinable):
 class _StandIn(JoinHook):
     """Actions of a rank after its end of data, while the other ranks still make calls."""
 
-    def __init__(self, wrapper: Joining, flags: Flag) -> None:
+    def __init__(self, wrapper: Joining, flags: int) -> None:
         self._wrapper = wrapper
         self._synchronizer = wrapper._synchronizer
         self._flags = flags

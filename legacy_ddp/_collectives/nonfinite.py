@@ -56,12 +56,13 @@ def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, w
         NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
     """
     warned = warnings.nonfinite_groups
-    if not agreement.participants or not all(row.flags & Flag.WATCHED for row in agreement.rows):
+    if not agreement.participants or not agreement.common_flags & Flag.WATCHED:
         return
-    ranks = [rank for rank in agreement.participants if agreement.rows[rank].finite is False]
-    if not ranks:
-        warned.discard(call.groups)
+    if not agreement.some_flags & Flag.NONFINITE:
+        if warned:
+            warned.discard(call.groups)
         return
+    ranks = agreement.ranks_with(Flag.NONFINITE)
     if call.groups in warned:
         return
     with call.phase("agree"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._agreement.header import UNCLEARED_BIT, Flag
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._log import warn
 from legacy_ddp._settings import Settings
@@ -80,9 +80,9 @@ def _describe_uneven_work(call: Call, agreement: Agreement) -> str:
 def _describe_uncleared(call: Call, agreement: Agreement) -> str:
     """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing. Several
     calls for one step are no sign, and gradients that were cleared in part are not, either."""
-    ranks = [rank for rank, row in enumerate(agreement.rows) if row.flags & UNCLEARED_BIT]
-    if not ranks:
+    if not agreement.some_flags & Flag.UNCLEARED:
         return ""
+    ranks = agreement.ranks_with(Flag.UNCLEARED)
     return (
         f"{call}: on {name_ranks(ranks)} backward added to gradients that a step had used already, in every\n"
         "parameter that it reached (warned once): the steps now use the old gradients again;\n"
@@ -116,18 +116,18 @@ class _SameData:
 
     def describe(self, call: Call, agreement: Agreement) -> str:
         """The warning after ``SUSPICIOUS_CALLS`` calls, else an empty text."""
-        rows = agreement.rows
-        if len({row.norm_bits for row in rows}) == len(rows):
+        norms = agreement.column("norm_bits")
+        if len(set(norms)) == len(norms):
             if self._streaks:
                 self._streaks.pop(call.groups, None)
             return ""
         # Without a backward pass since the last call (of this wrapper, or of a second wrapper of the parameters) the
         # gradients are the result of that call, equal on all ranks.
-        norms = [
+        comparable = [
             comparable_norm(row.local_norm, row.finite) if row.micro_batches and not row.flags & Flag.REDUCED else None
-            for row in rows
+            for row in agreement.rows
         ]
-        groups = self._streaks.setdefault(call.groups, SameDataDetector()).add(norms)
+        groups = self._streaks.setdefault(call.groups, SameDataDetector()).add(comparable)
         if not groups:
             return ""
         who = " and ".join(f"on {name_ranks(ranks)}" for ranks in groups)

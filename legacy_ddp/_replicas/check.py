@@ -1,9 +1,10 @@
 """Comparison of replicas inside a call: the digest in the header, and the report if digests differ."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from legacy_ddp._agreement.header import JOINED_BIT, SIGNED_BIT, Header
+from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import Flag, Header
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.shared_buffers import SharedBuffers
@@ -33,13 +34,15 @@ class ReplicaDigests(Protocol):
         """Discard digests, after a broadcast of parameters."""
 
 
-def add_digest(call: Call, digests: ReplicaDigests, header: Header) -> Header:
-    """``header`` with the digest of this rank, if this call compares replicas."""
+def add_digest(call: Call, digests: ReplicaDigests, header: Header) -> None:
+    """Write the digest of this rank to the header, if this call compares replicas."""
     digest = digests.digest_of(call)
-    return header if digest is None else header._replace(state=digest, flags=header.flags | SIGNED_BIT)
+    if digest is not None:
+        header.replica = digest
+        header.flags |= Flag.SIGNED
 
 
-def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
+def check(call: Call, digests: ReplicaDigests, agreement: Agreement) -> str:
     """The text of a warning on every rank, empty if replicas agree. Collective only if the digests differ.
 
     Raises:
@@ -47,12 +50,12 @@ def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
             before any gradient moves.
     """
     # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
-    digests.buffers.has_run |= rows[call.groups.rank].micro_batches > 0
-    left = {rank for rank, row in enumerate(rows) if row.flags & JOINED_BIT}  # ranks that make no more steps
-    compared = {rank: row.state for rank, row in enumerate(rows) if rank not in left}
+    digests.buffers.has_run |= agreement.own.micro_batches > 0
     # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
-    if not all(row.flags & SIGNED_BIT for row in rows):
+    if not agreement.common_flags & Flag.SIGNED:
         return ""
+    left = agreement.ranks_with(Flag.JOINED)  # ranks that make no more steps
+    compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
     report = digests.compare(call, left, compared)
     if report is None:
         return ""
