@@ -30,7 +30,7 @@ from legacy_ddp._settings import CommHook, Settings, Transport, names_to_ignore,
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_attribute, refuse_unknown
-from legacy_ddp._watchdog import process_activity
+from legacy_ddp._watchdog import FORWARD, process_activity
 
 if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a default --strict refuses the bare class
     from typing_extensions import TypeVar as DefaultedTypeVar
@@ -144,9 +144,12 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """Call the module. Never communicates, so evaluating on one rank is safe."""
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
-        with process_activity.forward():
+        before = process_activity.enter(FORWARD)
+        try:
             self._synchronizer.begin_forward(args, kwargs, is_training=self.training)
             return self.module(*args, **kwargs)
+        finally:  # perhaps inside of an outer forward
+            process_activity.enter(before.phase, before.call)
 
     def all_reduce(
         self, sample_size: SupportsIndex | None = None, *, skip: bool = False, metrics: Metrics = None
@@ -201,7 +204,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
         if not synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        parameters, group = partial(parameter_columns, self.module), self._group.resolve()
+        parameters, group = partial(synchronizer.planner.walk.columns, self.module), self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:
             record = all_reduce(synchronizer, parameters, group, arguments, notice=notice)

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from legacy_ddp._buckets.backward_copy import BackwardCopy
-from legacy_ddp._buckets.columns import Columns
+from legacy_ddp._buckets.columns import Columns, ParameterWalk
 from legacy_ddp._buckets.flat_buffer import FlatBuffer, SlotResult
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
@@ -87,6 +87,7 @@ class Planner:
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
         self._backward_copy = BackwardCopy()
         self.layout: Layout | None = None  # of the last plan
+        self.walk = ParameterWalk()
         self.segments = SegmentPolicy()
         self._buffers: list[FlatBuffer] = []
         self._order: list[int] = []  # for each slot: the position of its parameter among the named parameters

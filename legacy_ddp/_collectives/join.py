@@ -152,7 +152,7 @@ class _StandIn(JoinHook):
     def main_hook(self) -> None:
         """Collective: take part in the call of a rank with data, without gradients."""
         synchronizer, wrapper = self._synchronizer, self._wrapper
-        parameters = partial(parameter_columns, wrapper.module)
+        parameters = partial(synchronizer.planner.walk.columns, wrapper.module)
         part = Arguments(sample_size=0) if synchronizer.settings.reproducible else Arguments(skip=True)
         try:
             all_reduce(synchronizer, parameters, wrapper.join_process_group, part, flags=self._flags)

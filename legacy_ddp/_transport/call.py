@@ -3,8 +3,8 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -174,7 +174,7 @@ class Call(Gatherer):
         Raises:
             OSError: the report file or the socket cannot be opened.
         """
-        if watchdog := self.groups.open_watchdog(self.checks):
+        if not self.groups.endpoints_exchanged and (watchdog := self.groups.open_watchdog(self.checks)):
             watchdog.begin(self.name, warns=self._warns())
 
     def exchange_endpoints(self) -> None:
@@ -199,23 +199,15 @@ class Call(Gatherer):
         """Record that every rank failed with the same text: no rank waits any more."""
         self._peers_waiting, self._failed_alike = False, True
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> "Phase":
         """Time the block under ``name``, and show ``name`` in the reports of the watchdog."""
-        start = time.perf_counter()
-        self.phase_name = name
-        self.set_phase(name)
-        try:
-            with internals.profiled("legacy_ddp", self.operation.label, name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        return Phase(self, name)
 
     def set_phase(self, text: str) -> None:
         """Show ``text`` in the watchdog's reports as the present activity of this rank."""
         process_activity.enter(text, self.name)
         if self.groups.watchdog is not None:
-            self.groups.watchdog.enter(text, self.name)
+            self.groups.watchdog.activity.mark = process_activity.mark
 
     def profiled(self, what: object) -> AbstractContextManager[object]:
         """A range named ``what`` inside the phase, for torch's profiler."""
@@ -226,6 +218,32 @@ class Call(Gatherer):
         with self.phase("join"):
             if (work := notice()) is not None:
                 self.wait_until_deadline(work)
+
+
+class Phase:
+    """A phase of a call, for the block; also a range for torch's profiler, if a profiler is active."""
+
+    __slots__ = ("_call", "_name", "_range", "_start")
+
+    def __init__(self, call: Call, name: str) -> None:
+        self._call = call
+        self._name = name
+        self._range: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        call, name = self._call, self._name
+        self._start = time.perf_counter()
+        call.phase_name = name
+        call.set_phase(name)
+        if internals.is_profiling():
+            self._range = internals.profiler_range("legacy_ddp", call.operation.label, name)
+            self._range.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        seconds, name = self._call.seconds, self._name
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - self._start
 
 
 def check_can_communicate(call: Call) -> None:

@@ -167,7 +167,7 @@ def _interrupted(rank: int, function: str, reproducible: bool) -> tuple[str, boo
 @pytest.mark.parametrize(
     "function, reproducible",
     [
-        *product(["decode_host_words", "_pieces_of", "_start", "_poll", "_divide"], [False]),
+        *product(["decode_host_rows", "_pieces_of", "_start", "_poll", "_divide"], [False]),
         *product(["_pieces_of", "add_on_host", "reduce_own_shard", "give_out"], [True]),
     ],
 )
