@@ -48,8 +48,14 @@ def bits(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def same(before: list[torch.Tensor | None], after: list[torch.Tensor | None]) -> bool:
-    """Whether no gradient changed."""
-    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    """Whether no gradient changed, bit by bit: a NaN is equal to itself."""
+    return all(a is b if a is None or b is None else _same_bits(a, b) for a, b in zip(before, after, strict=True))
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return torch.equal(*(each.detach().contiguous().flatten().view(torch.uint8) for each in (first, second)))
 
 
 def next_call_is_right(model: LegacyDistributedDataParallel, rank: int) -> bool:
