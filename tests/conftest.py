@@ -14,7 +14,7 @@ from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
 from tests.helpers import logged_warnings, transports
-from tests.helpers.transports import transport  # noqa: F401 - a fixture
+from tests.helpers.transports import _transport_of_the_test, transport  # noqa: F401 - fixtures
 
 # No deadline: a shared machine makes any example slow once in a while.
 settings.register_profile("default", deadline=None)

@@ -35,8 +35,15 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     is_chosen = module.__name__.split(".")[1] in folders or module.__name__ in _USUAL_MODULES
     if asks or (is_chosen and "run_ranks" in vars(module)):
         if not asks:
-            metafunc.fixturenames.append("transport")
+            metafunc.fixturenames.append("transport")  # only for this check of pytest: see _transport_of_the_test()
         metafunc.parametrize("transport", [HOST, GLOO], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _transport_of_the_test(request: pytest.FixtureRequest) -> None:
+    """Set the transport of a test without the argument: pytest sets up no fixture that nothing asks for."""
+    if "transport" in getattr(getattr(request.node, "callspec", None), "params", {}):
+        request.getfixturevalue("transport")
 
 
 @pytest.fixture

@@ -300,3 +300,14 @@ def test_a_transport_that_was_asked_for_is_not_given_up_on_a_later_group(transpo
         assert said is not None
         assert said[0] == "TransportError"
         assert "they run on different hosts" in said[1]
+
+
+def _transport_of_a_call(_: int) -> str:
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1))
+    add_gradients(model, 1.0)
+    return model.all_reduce().transport
+
+
+def test_a_test_that_does_not_ask_for_its_transport_runs_on_it_all_the_same(request: pytest.FixtureRequest) -> None:
+    # tests/helpers/transports.py gives this test both transports, and its name ends with one of them.
+    assert run_ranks(_transport_of_a_call, 2) == [request.node.callspec.id] * 2
