@@ -211,11 +211,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         except BaseException:
             self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
             raise
-        if synchronizer.warnings.pending:
-            synchronizer.warnings.emit()
-        if synchronizer.observers.returned:
-            synchronizer.notify_returned(record)
-        return record
+        return synchronizer.end_call(record)
 
     def broadcast_parameters(self, src: int = 0) -> None:
         """Collective: copy the parameters (also frozen ones) of rank ``src`` of the group to every rank.

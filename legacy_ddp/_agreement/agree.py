@@ -22,10 +22,9 @@ from legacy_ddp._agreement.header import (
     flags_of,
     is_equal,
 )
-from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, describe_uneven_work, find_failure, find_mismatch
+from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, Mismatch, Precedence, find_failure, find_mismatch
 from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
-from legacy_ddp._compare import Finding
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call
@@ -109,10 +108,6 @@ class Agreement:
         counted = len(self.ranks_with(Flag.COUNTED)) if self.some_flags & Flag.COUNTED else 0
         return len(self.participants) + counted if self.participants else 0
 
-    def uneven_work(self) -> Finding | None:
-        """Different numbers of micro-batches, if the participants differ."""
-        return None if self.is_uniform else describe_uneven_work(self.rows)
-
 
 @contextmanager
 def announcing_failures(call: Call) -> Iterator[None]:
@@ -144,15 +139,15 @@ def agree(
     header: Header,
     inventory: Mapping[str, str],
     *,
-    uneven: str = "allow",
+    mismatches: Sequence[tuple[Precedence, Mismatch]] = (),
     metrics: Sequence[str] = (),
     layout_advice: str = LAYOUT_ADVICE,
 ) -> Agreement:
     """Exchange headers, and return them if they match.
 
     ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
-    of ``inventory``. ``metrics``: the names behind ``header.metric_names``. ``layout_advice``: the next
-    step in the text of a LayoutError.
+    of ``inventory``. ``mismatches``: of the checks. ``metrics``: the names behind ``header.metric_names``.
+    ``layout_advice``: the next step in the text of a LayoutError.
 
     Raises:
         PeerError: a rank failed before the exchange.
@@ -165,7 +160,7 @@ def agree(
     with call.phase("agree"):
         agreement = Agreement(call.exchange_headers(encode_header(header)), header)
         if not agreement.is_uniform:
-            problem = find_mismatch(call, agreement.rows, inventory, uneven, metrics, layout_advice=layout_advice)
+            problem = find_mismatch(call, agreement.rows, inventory, mismatches, metrics, layout_advice=layout_advice)
             if problem is not None:
                 raise problem
         call.exchange_endpoints()

@@ -159,8 +159,7 @@ class _StandIn(JoinHook):
         except BaseException:
             wrapper._joining = None
             raise
-        if synchronizer.warnings.pending:
-            synchronizer.warnings.emit()
+        synchronizer.warnings.emit()
         process_activity.enter(OUT_OF_DATA)
 
     def post_hook(self, is_last_joiner: bool) -> None:

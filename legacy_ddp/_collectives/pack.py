@@ -77,8 +77,6 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
             _add_fingerprints(call, plan, header, kinds)
             return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats), metrics)
         header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
-        if header.participation == Participation.PLAIN and call.checks.level != "off":
-            header.flags |= Flag.UNCLEARED if counter.added_to_used_results(plan.parameters) else 0
         if header.participation == Participation.SAMPLES:
             _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
         kinds, flats = plan.kinds(grads), _flats(plan)

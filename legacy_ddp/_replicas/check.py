@@ -1,16 +1,12 @@
-"""Comparison of replicas inside a call: the digest in the header, and the report if digests differ."""
+"""The digests of a rank for its calls, and the error for different replicas."""
 
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._agreement.header import Flag, Header
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.shared_buffers import SharedBuffers
 from legacy_ddp._transport.call import Call
-
-_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
 
 
 class ReplicaDigests(Protocol):
@@ -32,37 +28,6 @@ class ReplicaDigests(Protocol):
 
     def restart(self) -> None:
         """Discard digests, after a broadcast of parameters."""
-
-
-def add_digest(call: Call, digests: ReplicaDigests, header: Header) -> None:
-    """Write the digest of this rank to the header, if this call compares replicas."""
-    digest = digests.digest_of(call)
-    if digest is not None:
-        header.replica = digest
-        header.flags |= Flag.SIGNED
-
-
-def check(call: Call, digests: ReplicaDigests, agreement: Agreement) -> str:
-    """The text of a warning on every rank, empty if replicas agree. Collective only if the digests differ.
-
-    Raises:
-        ReplicaDivergenceError: replicas differ, with ``"detail"`` or ``divergence="raise"``. Raised on every rank,
-            before any gradient moves.
-    """
-    # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
-    digests.buffers.has_run |= agreement.own.micro_batches > 0
-    # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
-    if not agreement.common_flags & Flag.SIGNED:
-        return ""
-    left = agreement.ranks_with(Flag.JOINED)  # ranks that make no more steps
-    compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
-    report = digests.compare(call, left, compared)
-    if report is None:
-        return ""
-    error = divergence_error(call, report)
-    if call.checks.compares_replicas or call.checks.divergence == "raise":
-        raise error
-    return f"{error}\n  {_WARNED_ONCE}"
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:

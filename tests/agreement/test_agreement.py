@@ -72,7 +72,7 @@ _EVIDENCE = {
 @pytest.mark.parametrize("reading", _EVIDENCE)
 def test_evidence_against_two_of_three_ranks_outranks_the_count(reading: str) -> None:
     slipped, alone = (replace(header, operation=Operation.ALL_REDUCE) for header in _EVIDENCE[reading])
-    error = find_other_meaning([slipped, slipped, alone], "allow")
+    error = find_other_meaning([slipped, slipped, alone])
 
     assert error is not None
     assert error.ranks == (0, 1)
