@@ -12,10 +12,11 @@ from operator import and_, or_
 import torch
 
 from legacy_ddp._agreement.header import (
+    ALIKE,
+    PLACES,
     Flag,
     Header,
     Participation,
-    are_alike,
     column,
     decode_header,
     encode_header,
@@ -39,7 +40,7 @@ class Agreement:
     def __init__(self, packed: Sequence[bytes], own: Header) -> None:
         self.packed = packed
         self.own = own
-        self._are_alike = are_alike(packed)
+        self._are_alike = is_equal(packed, ALIKE)
 
     @cached_property
     def rows(self) -> Sequence[Header]:
@@ -68,11 +69,11 @@ class Agreement:
     @cached_property
     def has_same_mask(self) -> bool:
         """Whether every rank has gradients of the same kinds in the same slots."""
-        return is_equal(self.packed, "mask")
+        return is_equal(self.packed, PLACES["mask"])
 
     def is_equal(self, name: str) -> bool:
         """Whether the fact ``name`` is equal on all ranks."""
-        return is_equal(self.packed, name)
+        return is_equal(self.packed, PLACES[name])
 
     def column(self, name: str) -> list[int]:
         """The fact ``name`` of every rank."""

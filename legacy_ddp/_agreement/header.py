@@ -117,8 +117,9 @@ _ROW = struct.Struct("<BBBxI15q")
 HEADER_BYTES = _ROW.size  # fixed for ever: gloo aborts the process when ranks exchange rows of different size
 _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
-_PLACES = {name: slice(place, place + 8) for name, place in zip(_NAMES[4:], range(8, HEADER_BYTES, 8), strict=True)}
-_ALIKE = slice(0, _PLACES["sample_size"].start)  # the facts that are equal in most calls
+# Of each fact behind the flags in the row of a rank.
+PLACES = {name: slice(place, place + 8) for name, place in zip(_NAMES[4:], range(8, HEADER_BYTES, 8), strict=True)}
+ALIKE = slice(0, PLACES["sample_size"].start)  # all facts but sizes, norms, times and digests: equal in most calls
 _FLAGS = struct.Struct("<I")
 _WORD = struct.Struct("<q")
 _DOUBLE = struct.Struct("<d")
@@ -144,17 +145,8 @@ def decode_norm(bits: int) -> float:
     return float(_DOUBLE.unpack(_WORD.pack(bits))[0])
 
 
-def are_alike(rows: Sequence[bytes]) -> bool:
-    """Whether all ranks have the same facts, but for facts that differ by design: sizes, norms, times and digests."""
-    return _is_equal(rows, _ALIKE)
-
-
-def is_equal(rows: Sequence[bytes], name: str) -> bool:
-    """Whether the fact ``name``, behind the flags, is equal on all ranks."""
-    return _is_equal(rows, _PLACES[name])
-
-
-def _is_equal(rows: Sequence[bytes], place: slice) -> bool:
+def is_equal(rows: Sequence[bytes], place: slice) -> bool:
+    """Whether the facts at ``place`` (:data:`PLACES`, :data:`ALIKE`) are equal on all ranks."""
     first = rows[0][place]
     for row in rows:  # noqa: SIM110 - a generator would cost more than the comparison
         if row[place] != first:
@@ -164,7 +156,7 @@ def _is_equal(rows: Sequence[bytes], place: slice) -> bool:
 
 def column(rows: Sequence[bytes], name: str) -> list[int]:
     """The fact ``name``, behind the flags, of every rank."""
-    start = _PLACES[name].start
+    start = PLACES[name].start
     return [_WORD.unpack_from(row, start)[0] for row in rows]
 
 

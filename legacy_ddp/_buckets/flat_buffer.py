@@ -91,7 +91,8 @@ class FlatBuffer:
 
         No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
         """
-        if self._must_change_memory(self._is_view):
+        views = self.views
+        if views.has_external_refs(self._is_view) or not self._policy.fits(self.bucket, views.segment):
             self._change_memory()
         else:
             self._spare = None
@@ -147,7 +148,9 @@ class FlatBuffer:
     @property
     def will_change_memory(self) -> bool:
         """Whether :meth:`pack` would take another flat tensor. For use while no ``.grad`` is a view of a slot."""
-        return self._must_change_memory([False] * len(self.bucket.slots))
+        views = self.views
+        has_refs = views.has_external_refs([False] * len(self.bucket.slots))
+        return has_refs or not self._policy.fits(self.bucket, views.segment)
 
     def is_last_result(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
@@ -194,20 +197,13 @@ class FlatBuffer:
 
     def _assign(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         written: set[int] = set()
-        for view, parameter, kind, is_view in zip(self.views, parameters, kinds, self._is_view, strict=True):
+        for view, parameter, kind, is_view in zip(self.views.tensors, parameters, kinds, self._is_view, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self.as_views:
                 parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not is_view:
                 parameter.grad = view
-
-    def _must_change_memory(self, is_view: Sequence[bool]) -> bool:
-        return self.views.has_external_refs(is_view) or not self._is_wanted(self.views)
-
-    def _is_wanted(self, views: SlotViews) -> bool:
-        """Whether the memory is of the wanted kind: a segment or ordinary memory."""
-        return self._policy.fits(self.bucket, views.segment)
 
     def _change_memory(self) -> None:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
@@ -216,14 +212,14 @@ class FlatBuffer:
         to the spare takes half the time of writing to fresh memory.
         """
         free = self._spare
-        if free is None or not self._is_wanted(free) or not free.is_reusable():
+        if free is None or not self._policy.fits(self.bucket, free.segment) or not free.is_reusable():
             free = SlotViews(self.bucket, self._policy)
         self._views, self._spare, self._is_view = free, self._views, [False] * len(self._is_view)
 
     def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:
         slots: list[torch.Tensor] = []
         loose: list[torch.Tensor] = []
-        for view, grad, is_view in zip(self.views, grads, self._is_view, strict=True):
+        for view, grad, is_view in zip(self.views.tensors, grads, self._is_view, strict=True):
             if not is_view and grad is not None and grad.layout is torch.strided:
                 slots.append(view)
                 loose.append(grad)

@@ -86,6 +86,11 @@ class Layout:
         return tuple(slot for bucket in self.buckets for slot in bucket.slots)
 
     @cached_property
+    def is_on_cpu(self) -> bool:
+        """Whether all buckets are on the CPU."""
+        return all(bucket.device.type == "cpu" for bucket in self.buckets)
+
+    @cached_property
     def fingerprint(self) -> int:
         """64 bits, equal on two ranks with equal inventories."""
         return inventory_digest(self.inventory)

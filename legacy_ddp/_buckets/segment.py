@@ -72,7 +72,8 @@ class SegmentPolicy:
 
     def fits(self, bucket: Bucket, segment: Segment | None) -> bool:
         """Whether memory with ``segment``, None for ordinary memory, is of the kind that ``bucket`` shall have."""
-        return (segment is not None and segment.is_shared) == self.is_for(bucket)
+        is_shared = segment is not None and segment.is_shared
+        return is_shared == self.is_for(bucket)
 
     def carries(self, bucket: Bucket) -> bool:
         """Whether the host transport will carry ``bucket``, unless memory fails on another rank. The first call decides

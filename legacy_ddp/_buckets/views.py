@@ -6,7 +6,8 @@ flat tensor, so that its reference counts belong to a single slot. Object identi
 """
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter, is_
+from itertools import compress
+from operator import attrgetter, is_, le, not_
 from typing import Any
 
 import torch
@@ -58,14 +59,15 @@ class SlotViews(Sequence[torch.Tensor]):
     def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self) and self._guards.match(present)
+        return len(present) == len(self._views) and self._guards.match(present)
 
     def has_external_refs(self, is_view: Sequence[bool]) -> bool:
         """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
-        if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._replaced_storages)):
-            return True
-        self._replaced_storages = []
-        idle = [view for view, is_used in zip(self._views, is_view, strict=True) if not is_used]
+        if self._replaced_storages:
+            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._replaced_storages)):
+                return True
+            self._replaced_storages = []
+        idle = list(compress(self._views, map(not_, is_view)))
         return not self._has_expected_refs(idle, self._storages[:], self._handles)
 
     def is_reusable(self) -> bool:
@@ -96,6 +98,11 @@ class SlotViews(Sequence[torch.Tensor]):
         """Whether a view was written to since :meth:`note_result`."""
         return self._result_versions != self._versions()
 
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The views."""
+        return self._views
+
     def _versions(self) -> list[int]:
         return list(map(attrgetter("_version"), self._views))
 
@@ -103,7 +110,7 @@ class SlotViews(Sequence[torch.Tensor]):
         self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
     ) -> bool:
         now = internals.ref_counts(views, storages, handles)
-        return all(counts <= expected for counts, expected in zip(now, self._expected_refs, strict=True))
+        return all(map(le, now, self._expected_refs))
 
     def _make(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:

@@ -56,7 +56,8 @@ def all_reduce(
     collective of join() before the header.
     """
     planner, leaves, settings = synchronizer.planner, synchronizer.leaves, synchronizer.settings
-    synchronizer.observers.called.notify()
+    if synchronizer.observers.called:
+        synchronizer.observers.called.notify()
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
@@ -65,7 +66,7 @@ def all_reduce(
             with call.phase("plan"):
                 plan = planner.plan(parameters())
             packed = pack(call, planner.counter, leaves, plan, arguments)
-            step = LocalStep(call, plan, packed, planner.counter)
+            step = LocalStep(call, plan, packed, planner.counter, packed.header)
             _add_facts(synchronizer, step, flags)
             segments = segments_of(plan, packed, planner.segments.problem)
             call.segments = ids_of(plan, segments)
@@ -108,7 +109,7 @@ def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
     """Begin with the next step: every parameter has its new gradient."""
     if synchronizer.leaves is not None:
         synchronizer.leaves.end_step()
-    step.counter.reset(step.parameters)
+    step.counter.reset(step.plan.parameters)
     for check in synchronizer.checks.with_end:
         if check.is_on:
             check.end(step)

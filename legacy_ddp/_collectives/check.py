@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from legacy_ddp._agreement.agree import Agreement
@@ -28,22 +27,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class LocalStep:
-    """What this rank brings to a call. ``counter``: of its backward passes."""
+    """What this rank brings to a call. ``counter``: of backward passes. ``header``: the facts for the other ranks."""
 
     call: Call
     plan: Plan
     packed: Packed
     counter: BackwardCounter
-
-    @property
-    def header(self) -> Header:
-        """The facts for the other ranks."""
-        return self.packed.header
-
-    @property
-    def parameters(self) -> Sequence[torch.Tensor]:
-        """The parameter of each slot."""
-        return self.plan.parameters
+    header: Header
 
 
 class Check:

@@ -44,8 +44,9 @@ class EditedGradients(Check):
             return
         if (unscaled := unscaled_ids()) and any(id(each) in unscaled for _, each in counter.reached(plan.parameters)):
             header.flags |= Flag.UNSCALED
-        norm = comparable_norm(header.local_norm, header.finite)
-        if norm and counter.was_first_edited(plan.parameters):
+        if not counter.was_first_edited(plan.parameters):
+            return
+        if norm := comparable_norm(header.local_norm, header.finite):
             limits = self._values.limits(plan, step.packed, norm)
             header.flags |= limits if limits and counter.were_all_edited(plan.parameters) else 0
 

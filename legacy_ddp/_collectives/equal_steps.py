@@ -44,7 +44,7 @@ class EqualSteps(Check):
 
     def end(self, step: LocalStep) -> None:
         if self._counter is not None:
-            self._counter.begin(step.call.groups, step.parameters)
+            self._counter.begin(step.call.groups, step.plan.parameters)
 
     def forget(self) -> None:
         if self._counter is not None:

@@ -59,8 +59,8 @@ def read_numbers(owner: str, values: Mapping[str, object], expected: str = _NUMB
 
 
 def fingerprint_names(metrics: Mapping[str, float]) -> int:
-    """The fingerprint of the names of the metrics; 0 without metrics."""
-    return fingerprint(json.dumps([*metrics]).encode()) if metrics else 0
+    """The fingerprint of the names of the metrics."""
+    return fingerprint(json.dumps([*metrics]).encode())
 
 
 def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -69,7 +69,7 @@ def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) 
     Collective if a rank has metrics: 8 bytes a metric from every rank. A rank that has left a join() counts as zeros,
     and learns the names here.
     """
-    if not any(agreement.column("metric_names")):
+    if not metrics and (agreement.is_uniform or not any(agreement.column("metric_names"))):
         return {}
     with call.phase("metrics"):
         names: Sequence[str] = tuple(metrics)

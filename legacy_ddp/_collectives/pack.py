@@ -61,7 +61,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         check_can_communicate(call)
         metrics = read_metrics(arguments.metrics)
         header = _header_of(arguments.sample_size, arguments.skip)
-        header.metric_names = fingerprint_names(metrics)
+        header.metric_names = fingerprint_names(metrics) if metrics else 0
         if leaves is not None:
             _require_sample_size(header)
         if leaves is None:
@@ -222,7 +222,7 @@ def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
 
     ``may_wait``: also for devices other than the CPU, with a wait.
     """
-    if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
+    if not may_wait and not plan.layout.is_on_cpu:
         return
     norm, finite = norm_of(pieces_of(plan, packed))
     packed.header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
@@ -231,10 +231,13 @@ def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
 
 def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
     """The elements of all packed gradients, in as few tensors as possible, of one dimension for dense gradients."""
-    pieces = [grad.values() for grad in packed.sparse.values()]
+    pieces = [grad.values() for grad in packed.sparse.values()] if packed.sparse else []
     for (buffer, share), flat in zip(plan.slot_ranges, packed.flats, strict=True):
-        runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
-        pieces.extend(flat[start:stop] for start, stop in runs)
+        kinds = packed.kinds[share]
+        if kinds.count(DENSE) == len(kinds) and buffer.bucket.numel:
+            pieces.append(flat)
+        else:
+            pieces += [flat[start:stop] for start, stop in buffer.bucket.runs([kind == DENSE for kind in kinds])]
     return pieces
 
 
@@ -252,9 +255,14 @@ def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
 
 
 def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
-    norms = [_norm(piece, wide=wide) for piece in pieces]
-    read = [float(norm) for norm in norms if norm.device.type == "cpu"]
-    away = [norm for norm in norms if norm.device.type != "cpu"]
+    read: list[float] = []
+    away: list[torch.Tensor] = []
+    for piece in pieces:
+        norm = _norm(piece, wide=wide)
+        if norm.device.type == "cpu":
+            read.append(norm.item())
+        else:
+            away.append(norm)
     if away:  # one wait for the device, whatever the number of pieces
         read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
     return read

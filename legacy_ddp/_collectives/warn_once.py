@@ -125,7 +125,7 @@ class UnclearedGradients(Check):
 
     def facts(self, step: LocalStep) -> None:
         header = step.header
-        if header.participation == Participation.PLAIN and step.counter.added_to_used_results(step.parameters):
+        if header.participation == Participation.PLAIN and step.counter.added_to_used_results(step.plan.parameters):
             header.flags |= Flag.UNCLEARED
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:

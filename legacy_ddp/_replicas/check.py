@@ -20,6 +20,9 @@ class ReplicaDigests(Protocol):
     def digest_of(self, call: Call) -> int | None:
         """The digest for the header of ``call``; None if this call compares nothing."""
 
+    def note_agreement(self, call: Call) -> None:
+        """The digests of all ranks are equal in ``call``."""
+
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
 

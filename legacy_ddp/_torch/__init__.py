@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.utils.weak import WeakIdKeyDictionary
 
 from legacy_ddp._torch.compiler import (
+    begin_range,
     disable_dynamo,
     has_compiled_call,
     inside_backward,
@@ -19,7 +20,6 @@ from legacy_ddp._torch.compiler import (
     is_profiling,
     is_tracing,
     profiled,
-    profiler_range,
     skip_tracing,
     skip_tracing_below,
 )
@@ -100,6 +100,7 @@ __all__ = [
     "attach_hooks",
     "backend_name",
     "before_every_step",
+    "begin_range",
     "caller_of_operation",
     "calling_scaler",
     "current_node",
@@ -129,7 +130,6 @@ __all__ = [
     "operation_options",
     "preserved_versions",
     "profiled",
-    "profiler_range",
     "ref_counts",
     "registered_groups",
     "running_statistics",

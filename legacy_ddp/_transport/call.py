@@ -90,6 +90,8 @@ class Call(Gatherer):
         self.module_class = module_class
         self.wrapper_id = 0
         self.seconds: dict[str, float] = {}
+        self.open_phases: list[tuple[str, float, AbstractContextManager[object] | None]] = []  # the innermost last
+        self._phase_end = PhaseEnd(self)
         self._failed_alike = False
 
     def __enter__(self) -> "Call":
@@ -199,9 +201,16 @@ class Call(Gatherer):
         """Record that every rank failed with the same text: no rank waits any more."""
         self._peers_waiting, self._failed_alike = False, True
 
-    def phase(self, name: str) -> "Phase":
-        """Time the block under ``name``, and show ``name`` in the reports of the watchdog."""
-        return Phase(self, name)
+    def phase(self, name: str) -> "PhaseEnd":
+        """Time the block under ``name``, and show ``name`` in the reports of the watchdog.
+
+        The phase begins here and not as the block is entered: ``with call.phase(name):``.
+        """
+        self.phase_name = name
+        self.set_phase(name)
+        profiler = internals.begin_range("legacy_ddp", self.operation.label, name) if internals.is_profiling() else None
+        self.open_phases.append((name, time.perf_counter(), profiler))
+        return self._phase_end
 
     def set_phase(self, text: str) -> None:
         """Show ``text`` in the watchdog's reports as the present activity of this rank."""
@@ -220,30 +229,23 @@ class Call(Gatherer):
                 self.wait_until_deadline(work)
 
 
-class Phase:
-    """A phase of a call, for the block; also a range for torch's profiler, if a profiler is active."""
+class PhaseEnd:
+    """The end of the phases of a call, as the end of a block."""
 
-    __slots__ = ("_call", "_name", "_range", "_start")
+    __slots__ = ("_open", "_seconds")
 
-    def __init__(self, call: Call, name: str) -> None:
-        self._call = call
-        self._name = name
-        self._range: AbstractContextManager[object] | None = None
+    def __init__(self, call: Call) -> None:
+        self._open = call.open_phases
+        self._seconds = call.seconds
 
     def __enter__(self) -> None:
-        call, name = self._call, self._name
-        self._start = time.perf_counter()
-        call.phase_name = name
-        call.set_phase(name)
-        if internals.is_profiling():
-            self._range = internals.profiler_range("legacy_ddp", call.operation.label, name)
-            self._range.__enter__()
+        pass
 
     def __exit__(self, *error: object) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-        seconds, name = self._call.seconds, self._name
-        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - self._start
+        name, start, profiler = self._open.pop()
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def check_can_communicate(call: Call) -> None:

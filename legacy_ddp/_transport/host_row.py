@@ -32,7 +32,12 @@ def encode_host_row(segments: SegmentIds, header: bytes) -> bytes:
 def decode_host_rows(rows: Sequence[bytes]) -> tuple[list[SegmentIds], list[bytes]]:
     """Inverse of :func:`encode_host_row` for the rows of all ranks. Every rank gets ``MAX_SEGMENTS`` serial numbers."""
     size = _SEGMENTS.size
-    return [_decode_segments(row[:size]) for row in rows], [row[size:] for row in rows]
+    segments: list[SegmentIds] = []
+    headers: list[bytes] = []
+    for row in rows:
+        segments.append(_decode_segments(row[:size]))
+        headers.append(row[size:])
+    return segments, headers
 
 
 @lru_cache(maxsize=1024)  # the segments of a rank are the same in most calls
