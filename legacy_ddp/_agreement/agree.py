@@ -32,7 +32,13 @@ from legacy_ddp._transport.call import Call
 
 
 class Agreement:
-    """Matching headers of all ranks. ``packed``: the bytes of each header. ``own``: the header of this rank.
+    """Matching headers of all ranks.
+
+    ``packed``: the bytes of each header. ``own``: the header of this rank. ``some_flags``, ``common_flags``: the flags
+    that any rank has, and that all ranks have. ``is_uniform``: all ranks do the same work, without a failure or a tree,
+    and there is nothing else to compare. ``participants``: the ranks with counting gradients. ``skipped_ranks``: all
+    other ranks. ``sample_size``: the sum of all sample sizes, None for a plain mean. ``divisor``: of the sum over the
+    ranks; 0 without any participant.
 
     Headers are decoded only if their bytes differ where most calls have equal bytes, or if somebody reads them.
     """
@@ -40,33 +46,39 @@ class Agreement:
     def __init__(self, packed: Sequence[bytes], own: Header) -> None:
         self.packed = packed
         self.own = own
-        self._are_alike = is_equal(packed, ALIKE)
+        are_alike = is_equal(packed, ALIKE)
+        self.is_uniform = are_alike and not own.leaves and not own.flags & Flag.FAILED
+        self.some_flags = self.common_flags = own.flags
+        self.participants: Sequence[int] = range(len(packed))
+        self.skipped_ranks: tuple[int, ...] = ()
+        self.sample_size: int | None = None
+        self.divisor = len(packed)
+        if not are_alike or own.participation != Participation.PLAIN:
+            self._count()
+
+    def _count(self) -> None:
+        """Count the ranks that take part, and their items."""
+        flags = flags_of(self.packed)
+        self.some_flags, self.common_flags = reduce(or_, flags), reduce(and_, flags)
+        self.participants = tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
+        self.skipped_ranks = tuple(rank for rank, row in enumerate(self.rows) if not row.takes_part)
+        sizes = [row.sample_size for row in self.rows if row.participation == Participation.SAMPLES]
+        if sizes:
+            self.sample_size = self.divisor = sum(sizes)
+        else:
+            counted = len(self.ranks_with(Flag.COUNTED))
+            self.divisor = len(self.participants) + counted if self.participants else 0
 
     @cached_property
     def rows(self) -> Sequence[Header]:
         """The headers of all ranks, decoded."""
         return [decode_header(row) for row in self.packed]
 
-    @cached_property
-    def some_flags(self) -> int:
-        """The flags that any rank has."""
-        return self.own.flags if self._are_alike else reduce(or_, flags_of(self.packed))
-
-    @cached_property
-    def common_flags(self) -> int:
-        """The flags that all ranks have."""
-        return self.own.flags if self._are_alike else reduce(and_, flags_of(self.packed))
-
     def ranks_with(self, flag: int) -> list[int]:
         """The ranks with the flag."""
         return [rank for rank, flags in enumerate(flags_of(self.packed)) if flags & flag]
 
     @property
-    def is_uniform(self) -> bool:
-        """Whether all ranks do the same work, without a failure or a tree: then there is nothing else to compare."""
-        return self._are_alike and not self.own.leaves and not self.own.flags & Flag.FAILED
-
-    @cached_property
     def has_same_mask(self) -> bool:
         """Whether every rank has gradients of the same kinds in the same slots."""
         return is_equal(self.packed, PLACES["mask"])
@@ -78,36 +90,6 @@ class Agreement:
     def column(self, name: str) -> list[int]:
         """The fact ``name`` of every rank."""
         return column(self.packed, name)
-
-    @cached_property
-    def participants(self) -> Sequence[int]:
-        """The ranks with counting gradients."""
-        if self._are_alike and self.own.participation == Participation.PLAIN:
-            return range(len(self.packed))
-        return tuple([rank for rank, row in enumerate(self.rows) if row.takes_part])
-
-    @cached_property
-    def skipped_ranks(self) -> tuple[int, ...]:
-        """All other ranks."""
-        if len(self.participants) == len(self.packed):
-            return ()
-        return tuple(sorted({*range(len(self.packed))} - {*self.participants}))
-
-    @cached_property
-    def sample_size(self) -> int | None:
-        """Sum of all sample sizes, None for a plain mean."""
-        if self._are_alike and self.own.participation == Participation.PLAIN:
-            return None
-        sizes = [row.sample_size for row in self.rows if row.participation == Participation.SAMPLES]
-        return sum(sizes) if sizes else None
-
-    @cached_property
-    def divisor(self) -> int:
-        """The divisor of the sum over the ranks; 0 without any participant."""
-        if self.sample_size is not None:
-            return self.sample_size
-        counted = len(self.ranks_with(Flag.COUNTED)) if self.some_flags & Flag.COUNTED else 0
-        return len(self.participants) + counted if self.participants else 0
 
 
 @contextmanager

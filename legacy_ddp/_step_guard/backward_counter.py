@@ -138,7 +138,7 @@ class BackwardCounter:
     def added_to_used_results(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether :meth:`added_to_results` holds for every parameter reached by backward, and a step has used every
         result. False if reading the gradients would wait for a device."""
-        if not self._sums or self._sums.may_wait():
+        if not self._sums.additions or self._sums.may_wait():
             return False
         reached = self.reached(parameters)
         if not all(own.is_stepped for own, _ in reached):

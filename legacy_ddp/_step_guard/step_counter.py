@@ -63,10 +63,15 @@ class StepCounter(StepObserver):
                     grad = grad.coalesce().values()
                 if grad.numel() > _QUICK_NUMEL:
                     large.append(grad)
-                elif bool(grad.any()):
+                elif _is_nonzero(grad):
                     return True
         return any(
-            bool(piece.any())
+            _is_nonzero(piece)
             for grad in large
             for piece in grad.split(max(1, len(grad) * _QUICK_NUMEL // grad.numel()))
         )
+
+
+def _is_nonzero(grad: torch.Tensor) -> bool:
+    """Whether any element is not zero. The norm is much quicker than ``any()``, but may underflow."""
+    return bool(torch.linalg.vector_norm(grad)) or bool(grad.any())

@@ -207,7 +207,9 @@ class Call(Gatherer):
         The phase begins here and not as the block is entered: ``with call.phase(name):``.
         """
         self.phase_name = name
-        self.set_phase(name)
+        process_activity.enter(name, self.name)
+        if self.groups.watchdog is not None:
+            self.groups.watchdog.activity.mark = process_activity.mark
         profiler = internals.begin_range("legacy_ddp", self.operation.label, name) if internals.is_profiling() else None
         self.open_phases.append((name, time.perf_counter(), profiler))
         return self._phase_end
