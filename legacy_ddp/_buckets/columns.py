@@ -56,7 +56,8 @@ class ParameterWalk:
                 tree.append(None)
                 continue
             own, children = current._parameters, current._modules
-            is_usual = isinstance(own, dict) and isinstance(children, dict) and _WALKS.isdisjoint(current.__dict__)
+            is_plain = isinstance(own, dict) and isinstance(children, dict)
+            is_usual = is_plain and current.__dict__.keys().isdisjoint(_WALKS)
             if not (is_usual and _has_usual_walk(type(current))):  # type: ignore[arg-type]  # a class has a hash
                 return columns(module.named_parameters(remove_duplicate=False))
             tree.append((*own, None, *children))

@@ -78,10 +78,10 @@ class Synchronizer:
         refuse_inherited(group, operation)
         seconds = self.settings.timeout_seconds
         timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
-        groups = groups_of(group, timeout)
-        if group not in self._group_states:
-            self._group_states[group] = GroupState(groups)
-        return Call(self._group_states[group], operation, timeout, self.settings, self.module_class)
+        state = self._group_states.get(group)
+        if state is None:
+            state = self._group_states[group] = GroupState(groups_of(group, timeout))
+        return Call(state, operation, timeout, self.settings, self.module_class)
 
     def transport_text(self, group: dist.ProcessGroup) -> str:
         """The transport of dense gradients on ``group``, for a reader; empty before the first call."""
