@@ -5,11 +5,13 @@ storage (hooks resize the copy, and write past the end). No gradient changes bef
 returned a usable result.
 """
 
+import atexit
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,16 +21,20 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.wire import as_real
-from legacy_ddp._collectives.pending import wait_before_exit
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import CommHookError, LegacyDDPError
+from legacy_ddp._fork import run_in_children
 from legacy_ddp._settings import CommHook
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.wait import SLICE
 
 # gloo raises only RuntimeError; its messages begin with a place in its own source.
 _GLOO_ERROR = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
+# A Future reports its end before the thread of the process group has released the last callback.
+_RELEASE_SECONDS = 0.1
+
+_pending: list[tuple[threading.Event, float]] = []  # ends of collectives, and how long the exit waits for each
 
 
 class HookBucket:
@@ -209,3 +215,28 @@ def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
         call=call.number,
         phase=call.phase_name,
     )
+
+
+def wait_before_exit(ends: Iterable[threading.Event], seconds: float) -> None:
+    """Delay the exit of this process until all of ``ends`` are set, at most ``seconds`` from now.
+
+    A started collective cannot be cancelled. When the collective ends, a thread of the process group runs its callbacks
+    (``Future.then``), which need the interpreter. If the interpreter is finalizing at that time, the process aborts.
+    """
+    deadline = time.monotonic() + seconds
+    if left := [(end, deadline) for end in ends if not end.is_set()]:
+        _pending.extend(left)
+        _wait_at_exit()
+
+
+@cache
+def _wait_at_exit() -> None:
+    atexit.register(_wait_for_pending)
+    run_in_children(_pending.clear)  # the collectives are the parent's
+
+
+def _wait_for_pending() -> None:
+    for end, deadline in _pending:
+        end.wait(max(0.0, deadline - time.monotonic()))
+    if _pending:
+        time.sleep(_RELEASE_SECONDS)

@@ -10,12 +10,10 @@ from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.gradient import ABSENT, SPARSE
 from legacy_ddp._buckets.layout import cut_runs
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.between_hosts import sum_between_hosts
 from legacy_ddp._collectives.comm_hook import HookResult, copy_results, run_hook
-from legacy_ddp._collectives.dense import fill_missing, merged_runs, reduce_dense
-from legacy_ddp._collectives.host_sum import sum_on_host
+from legacy_ddp._collectives.dense import fill_missing, merged_runs, reduce_dense, reduce_sparse
+from legacy_ddp._collectives.host_sum import sum_between_hosts, sum_on_host
 from legacy_ddp._collectives.pack import Packed
-from legacy_ddp._collectives.sparse import reduce_sparse
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
