@@ -1,9 +1,7 @@
 """The collective call: plan → pack → agree → check → reduce → alias → record."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import torch
@@ -15,28 +13,16 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.columns import Columns
-from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.arguments import Arguments, Metrics
 from legacy_ddp._collectives.metrics import sum_metrics
 from legacy_ddp._collectives.nonfinite import check_finite
-from legacy_ddp._collectives.pack import allocate_for_gloo, pack
-from legacy_ddp._collectives.reduce import Reduced, discard, reduce
+from legacy_ddp._collectives.pack import pack
+from legacy_ddp._collectives.reduce import Reduced, discarding_after
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._collectives.transport_choice import (
-    GLOO,
-    HOST,
-    choose_transport,
-    ids_of,
-    prepare_transport,
-    require_host,
-    segments_of,
-)
-from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.check import add_digest, check
-from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
@@ -66,7 +52,8 @@ def all_reduce(
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):
-            prepare_transport(call.group_state, planner)
+            transport = synchronizer.transport(group)
+            transport.before_pack()
             with call.phase("plan"):
                 plan = planner.plan(parameters())
             packed = pack(call, planner.counter, leaves, plan, arguments)
@@ -79,22 +66,19 @@ def all_reduce(
                 header = header._replace(random=steps.take(call.groups))
             if digests is not None:
                 header = add_digest(call, digests, header)
-            segments = segments_of(plan, packed, planner.segments.problem)
-            call.segments = ids_of(plan, segments)
-        with _discarding_after(call, plan, leaves):
+            call.segments = transport.announce(plan, packed)
+        with discarding_after(call, plan, leaves):
             uneven, names = settings.checks.uneven, tuple(packed.metrics)
             agreement = agree(call, header, plan.layout.inventory, uneven=uneven, metrics=names)
-            require_host(call, settings)
+            transport.require_host(call)
             if digests is not None and (text := check(call, digests, agreement.rows)):
                 warnings.add_everywhere(call, text)
             edits.check(call, plan, agreement, warnings)
             if settings.checks.nonfinite_policy != "ignore":
                 check_finite(call, plan, packed, agreement, warnings)
             metrics = sum_metrics(call, agreement, packed.metrics)
-            gloo_memory = partial(allocate_for_gloo, call, leaves, plan, packed)
-            on_host, warning = choose_transport(call, settings, plan, segments, planner.segments, gloo_memory)
-            warnings.add_everywhere(call, warning)
-            reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
+            route = transport.settle(call, plan, packed)
+            reduced = route.reduce(call, plan, packed, agreement)
             with call.phase("alias"):
                 plan.alias(reduced.kinds, reduced.sparse)
         if leaves is not None:
@@ -104,24 +88,7 @@ def all_reduce(
             steps.begin(call.groups, plan.parameters)
         if digests is not None:
             digests.end_call(call)
-    return _finish(synchronizer, call, agreement, reduced, metrics, on_host=on_host)
-
-
-@contextmanager
-def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
-    """Drop all gradients after a failure that is not agreed, if they may be half reduced.
-
-    Over gloo from the payload on. With segments from the header on: other ranks may write to the flat tensors of this
-    rank, also after its failure.
-    """
-    try:
-        yield
-    except AgreedError:
-        raise
-    except BaseException:
-        if any(call.segments.serials) or call.phase_name in ("payload", "alias"):
-            discard(plan, leaves)
-        raise
+    return _finish(synchronizer, call, agreement, reduced, metrics, route.transport)
 
 
 def _watched(settings: Settings) -> int:
@@ -135,8 +102,7 @@ def _finish(
     agreement: Agreement,
     reduced: Reduced,
     metrics: Mapping[str, float],
-    *,
-    on_host: bool,
+    transport: str,
 ) -> SyncRecord:
     """Check for warnings, make the record, log the call and notify the observers."""
     warnings, observers, divisor = synchronizer.warnings, synchronizer.observers, agreement.divisor
@@ -152,7 +118,7 @@ def _finish(
         payload_bytes=reduced.payload_bytes,
         seconds=call.seconds,
         rank=call.groups.rank,
-        transport=HOST if on_host else GLOO if call.groups.size > 1 else "",
+        transport=transport,
         metrics=metrics,
         _headers=agreement.headers,
     )

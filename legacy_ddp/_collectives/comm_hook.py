@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._collectives.dense import fill_missing
+from legacy_ddp._collectives.reduce import Payload, Reducer
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import CommHookError, LegacyDDPError
@@ -87,39 +88,54 @@ class HookResult(NamedTuple):
     result: Any
 
 
-def run_hook(call: Call, hook: CommHook, plan: Plan) -> list[HookResult]:
-    """Run the hook on the copy of every buffer. No flat tensor changes.
+class HookReducer(Reducer):
+    """The user's ``hook`` in place of the sum. The flat tensors change after every rank has a usable result."""
 
-    Raises:
-        LostPeerError: a rank was lost, or the hook did not finish in time.
-        Exception: any error of the hook. The other ranks may be inside collectives of the hook, so the group is lost.
-            Their watchdogs report the error.
-    """
-    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.slot_ranges if buffer.bucket.numel]
-    buckets = [
-        HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
-        for index, (buffer, parameters) in enumerate(filled)
-    ]
-    results = _run(call, hook, buckets)
-    return [HookResult(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
+    def __init__(self, buckets: Sequence[int], hook: CommHook) -> None:
+        super().__init__(buckets)
+        self._hook = hook
 
+    def prepare(self, call: Call, payload: Payload) -> None:
+        """Run the hook on a copy of every flat tensor: if the hook fails, every flat tensor is unchanged.
 
-def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divisor: int) -> int:
-    """Copy the hook's mean, times group size / ``divisor``, to the flat tensors, if usable on every rank.
+        Raises:
+            LostPeerError: a rank was lost, or the hook did not finish in time.
+            Exception: any error of the hook. The other ranks may be inside collectives of the hook, so the group is
+                lost. Their watchdogs report the error.
+        """
+        with call.phase("hook"):
+            for buffer, share in self.buffers_of(payload):
+                buffer.payload.copy_(buffer.flat)
+                fill_missing(payload, buffer, share, [(0, buffer.bucket.numel)], buffer.payload)
+            payload.prepared = self._results(call, payload)
 
-    Returns the bytes of all buckets.
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """Copy the hook's mean, times group size / divisor, to the flat tensors, if usable on every rank.
 
-    Raises:
-        CommHookError: on some rank the hook's result cannot be a gradient; no flat tensor changed.
-        LostPeerError: a rank was lost, perhaps because its hook has not finished.
-    """
-    problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in results)
-    _agree_on_results(call, hook, next(filter(None, problems), ""))
-    for buffer, _, result in results:
-        as_real(buffer.flat).copy_(result)
-        if divisor != call.groups.size:
-            as_real(buffer.flat).div_(divisor / call.groups.size)
-    return sum(buffer.payload.nbytes for buffer, _, _ in results)
+        Returns the bytes of all buckets.
+
+        Raises:
+            CommHookError: on some rank the hook's result cannot be a gradient; no flat tensor changed.
+            LostPeerError: a rank was lost, perhaps because its hook has not finished.
+        """
+        results: list[HookResult] = payload.prepared
+        problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in results)
+        _agree_on_results(call, self._hook, next(filter(None, problems), ""))
+        for buffer, _, result in results:
+            as_real(buffer.flat).copy_(result)
+            if payload.divisor != call.groups.size:
+                as_real(buffer.flat).div_(payload.divisor / call.groups.size)
+        return sum(buffer.payload.nbytes for buffer, _, _ in results)
+
+    def _results(self, call: Call, payload: Payload) -> list[HookResult]:
+        parameters = payload.plan.parameters
+        filled = [(buffer, parameters[share]) for buffer, share in self.buffers_of(payload) if buffer.bucket.numel]
+        buckets = [
+            HookBucket(index, buffer, own, is_last=index == len(filled) - 1)
+            for index, (buffer, own) in enumerate(filled)
+        ]
+        results = _run(call, self._hook, buckets)
+        return [HookResult(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
