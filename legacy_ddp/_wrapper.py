@@ -22,7 +22,6 @@ from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.observers import are_forwards_private
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._collectives.transport_choice import prepare_transport
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
@@ -129,11 +128,12 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
         self._synchronizer = Synchronizer(self._settings, self, module_class=type(self.module).__name__)
-        kind, plan = LegacyDistributedDataParallel, self._plan
+        kind, plan, settings = LegacyDistributedDataParallel, self._plan, self._settings
         with self._synchronizer.planner.released_on_failure():
-            with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
-                construct(call, module, self._settings, plan, world_size=world_size, wrapper=kind, problem=problem)
-                prepare_transport(call.group_state, self._synchronizer.planner)
+            group = self._group.resolve()
+            with self._synchronizer.call(Operation.CONSTRUCTION, group) as call:
+                chosen = self._synchronizer.transport(group)
+                construct(call, chosen, module, settings, plan, world_size=world_size, wrapper=kind, problem=problem)
                 log_construction(call.groups.rank, self.extra_repr)
             if init_sync:
                 self.broadcast_parameters()

@@ -1,9 +1,7 @@
 """The collective call: plan → pack → agree → check → reduce → alias → record."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import torch
@@ -14,28 +12,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
 from legacy_ddp._buckets.columns import Columns
-from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.arguments import Arguments, Metrics
 from legacy_ddp._collectives.check import LocalStep
 from legacy_ddp._collectives.metrics import sum_metrics
-from legacy_ddp._collectives.pack import allocate_for_gloo, pack
-from legacy_ddp._collectives.reduce import Reduced, discard, reduce
+from legacy_ddp._collectives.pack import pack
+from legacy_ddp._collectives.reduce import Reduced, discarding_after
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._collectives.transport_choice import (
-    GLOO,
-    HOST,
-    choose_transport,
-    ids_of,
-    prepare_transport,
-    require_host,
-    segments_of,
-)
-from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
 
@@ -55,35 +40,33 @@ def all_reduce(
     ``parameters``: all names of every parameter. ``flags``: further flags of the header. ``notice``: starts the
     collective of join() before the header.
     """
-    planner, leaves, settings = synchronizer.planner, synchronizer.leaves, synchronizer.settings
+    planner, leaves = synchronizer.planner, synchronizer.leaves
     if synchronizer.observers.called:
         synchronizer.observers.called.notify()
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):
-            prepare_transport(call.group_state, planner)
+            transport = synchronizer.transport(group)
+            transport.before_pack()
             with call.phase("plan"):
                 plan = planner.plan(parameters())
             packed = pack(call, planner.counter, leaves, plan, arguments)
             step = LocalStep(call, plan, packed, planner.counter, packed.header)
             _add_facts(synchronizer, step, flags)
-            segments = segments_of(plan, packed, planner.segments.problem)
-            call.segments = ids_of(plan, segments)
-        with _discarding_after(call, plan, leaves):
+            call.segments = transport.announce(plan, packed)
+        with discarding_after(call, plan, leaves):
             mismatches, names = synchronizer.checks.mismatches, tuple(packed.metrics)
             agreement = agree(call, packed.header, plan.layout.inventory, mismatches=mismatches, metrics=names)
-            require_host(call, settings)
+            transport.require_host(call)
             _compare(synchronizer, step, agreement)
             metrics = sum_metrics(call, agreement, packed.metrics)
-            gloo_memory = partial(allocate_for_gloo, call, leaves, plan, packed)
-            on_host, warning = choose_transport(call, settings, plan, segments, planner.segments, gloo_memory)
-            synchronizer.warnings.add_everywhere(call, warning)
-            reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
+            route = transport.settle(call, plan, packed)
+            reduced = route.reduce(call, plan, packed, agreement)
             with call.phase("alias"):
                 plan.alias(reduced.kinds, reduced.sparse)
         _end(synchronizer, step)
-    return _record(synchronizer, step, agreement, reduced, metrics, on_host=on_host)
+    return _record(synchronizer, step, agreement, reduced, metrics, route.transport)
 
 
 def _add_facts(synchronizer: Synchronizer, step: LocalStep, flags: int) -> None:
@@ -115,31 +98,13 @@ def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
             check.end(step)
 
 
-@contextmanager
-def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
-    """Drop all gradients after a failure that is not agreed, if they may be half reduced.
-
-    Over gloo from the payload on. With segments from the header on: other ranks may write to the flat tensors of this
-    rank, also after its failure.
-    """
-    try:
-        yield
-    except AgreedError:
-        raise
-    except BaseException:
-        if any(call.segments.serials) or call.phase_name in ("payload", "alias"):
-            discard(plan, leaves)
-        raise
-
-
 def _record(
     synchronizer: Synchronizer,
     step: LocalStep,
     agreement: Agreement,
     reduced: Reduced,
     metrics: Mapping[str, float],
-    *,
-    on_host: bool,
+    transport: str,
 ) -> SyncRecord:
     """Ask the checks of rank 0, make the record, log the call and notify the observers."""
     call, divisor = step.call, agreement.divisor
@@ -157,7 +122,7 @@ def _record(
         payload_bytes=reduced.payload_bytes,
         seconds=call.seconds,
         rank=call.groups.rank,
-        transport=HOST if on_host else GLOO if call.groups.size > 1 else "",
+        transport=transport,
         metrics=metrics,
         _headers=agreement.packed,
     )

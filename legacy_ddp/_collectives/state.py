@@ -16,6 +16,7 @@ from legacy_ddp._collectives.checks import make_checks
 from legacy_ddp._collectives.evaluation_hint import EvaluationHint
 from legacy_ddp._collectives.observers import Observers, are_forwards_private
 from legacy_ddp._collectives.replicas import Replicas
+from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
@@ -47,6 +48,7 @@ class Synchronizer:
             guard_steps()
         # By the user's group: a wrapper that comes back to a group finds its counters there.
         self._group_states: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupState] = weakref.WeakKeyDictionary()
+        self._transports: weakref.WeakKeyDictionary[dist.ProcessGroup, Transport] = weakref.WeakKeyDictionary()
         self._is_notifying = False
 
     @property
@@ -81,17 +83,22 @@ class Synchronizer:
         state = self._group_states.get(group)
         if state is None:
             state = self._group_states[group] = GroupState(groups_of(group, timeout))
+            self._transports[group] = Transport(state.groups, self.planner, self.leaves, self.warnings)
         return Call(state, operation, timeout, self.settings, self.module_class)
+
+    def transport(self, group: dist.ProcessGroup) -> Transport:
+        """The transport of gradients on ``group``, after :meth:`call`."""
+        return self._transports[group]
 
     def transport_text(self, group: dist.ProcessGroup) -> str:
         """The transport of dense gradients on ``group``, for a reader; empty before the first call."""
-        state = self._group_states.get(group)
-        return "" if state is None else state.transport_text
+        transport = self._transports.get(group)
+        return "" if transport is None else transport.text
 
     def expected_transport(self, group: dist.ProcessGroup) -> str:
         """The transport of the next call on ``group``, as far as it is known; empty for a single rank."""
-        state = self._group_states.get(group)
-        return "" if state is None else state.expected_transport
+        transport = self._transports.get(group)
+        return "" if transport is None else transport.expected_text
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
         """A forward of the wrapper begins: local, and without effect on the forward."""

@@ -20,7 +20,6 @@ from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_meeting import HostMeeting
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._watchdog import USER_CODE, end_after, process_activity
 
 _FIRST_WARNED_CALL = 3
@@ -28,38 +27,12 @@ _FIRST_WARNED_CALL = 3
 
 @dataclass
 class GroupState:
-    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
-
-    ``transport``: the carrier of dense gradients on CPU, ``host`` or ``gloo``, chosen in the first all_reduce and empty
-    before. ``fallback``: why not ``host``. ``peer_memory``: with ``host``.
-    """
+    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls."""
 
     groups: Groups
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
-    transport: str = ""
-    fallback: str = ""
-    peer_memory: PeerMemory | None = None
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last call
-
-    @property
-    def transport_text(self) -> str:
-        """The transport with the reason for a fallback; empty for a single rank."""
-        if self.groups.size == 1:
-            return ""
-        if self.transport or self.groups.star_problem:
-            return self.expected_transport
-        return f"{self.expected_transport} (from the first call on)"
-
-    @property
-    def expected_transport(self) -> str:
-        """As :attr:`transport_text`; before the first call, the choice that it will make unless memory is missing."""
-        if self.groups.size == 1:
-            return ""
-        if self.transport:
-            note = self.fallback or self.groups.hosts_text
-            return f"{self.transport} ({note})" if note else self.transport
-        return f"gloo ({self.groups.star_problem})" if self.groups.star_problem else "host"
 
 
 class Call(Gatherer):
