@@ -24,7 +24,7 @@ from legacy_ddp._agreement.header import (
     is_equal,
 )
 from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, Mismatch, Precedence, find_failure, find_mismatch
-from legacy_ddp._argument_errors import argument_errors
+from legacy_ddp._argument_errors import add_explanation
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError
@@ -36,9 +36,9 @@ class Agreement:
 
     ``packed``: the bytes of each header. ``own``: the header of this rank. ``some_flags``, ``common_flags``: the flags
     that any rank has, and that all ranks have. ``is_uniform``: all ranks do the same work, without a failure or a tree,
-    and there is nothing else to compare. ``participants``: the ranks with counting gradients. ``skipped_ranks``: all
-    other ranks. ``sample_size``: the sum of all sample sizes, None for a plain mean. ``divisor``: of the sum over the
-    ranks; 0 without any participant.
+    and there is nothing else to compare. ``has_same_mask``: all ranks have gradients of the same kinds in the same
+    slots. ``participants``: the ranks with counting gradients. ``skipped_ranks``: all other ranks. ``sample_size``: the
+    sum of all sample sizes, None for a plain mean. ``divisor``: of the sum over the ranks; 0 without any participant.
 
     Headers are decoded only if their bytes differ where most calls have equal bytes, or if somebody reads them.
     """
@@ -47,6 +47,7 @@ class Agreement:
         self.packed = packed
         self.own = own
         are_alike = is_equal(packed, ALIKE)
+        self.has_same_mask = is_equal(packed, PLACES["mask"])
         self.is_uniform = are_alike and not own.leaves and not own.flags & Flag.FAILED
         self.some_flags = self.common_flags = own.flags
         self.participants: Sequence[int] = range(len(packed))
@@ -78,11 +79,6 @@ class Agreement:
         """The ranks with the flag."""
         return [rank for rank, flags in enumerate(flags_of(self.packed)) if flags & flag]
 
-    @property
-    def has_same_mask(self) -> bool:
-        """Whether every rank has gradients of the same kinds in the same slots."""
-        return is_equal(self.packed, PLACES["mask"])
-
     def is_equal(self, name: str) -> bool:
         """Whether the fact ``name`` is equal on all ranks."""
         return is_equal(self.packed, PLACES[name])
@@ -101,10 +97,11 @@ def announcing_failures(call: Call) -> Iterator[None]:
         Exception: the local exception, unchanged, if every rank failed with the same text: then no rank waits.
     """
     try:
-        call.prepare_watchdog()
-        with argument_errors:
-            yield
+        if not call.groups.endpoints_exchanged:
+            call.prepare_watchdog()
+        yield
     except Exception as error:
+        add_explanation(error)
         if isinstance(error, LegacyDDPError) and error.call is None:
             error.call, error.phase = call.number, call.phase_name
         header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
@@ -146,7 +143,8 @@ def agree(
             problem = find_mismatch(call, agreement.rows, inventory, mismatches, metrics, layout_advice=layout_advice)
             if problem is not None:
                 raise problem
-        call.exchange_endpoints()
+        if not call.groups.endpoints_exchanged:
+            call.exchange_endpoints()
     call.group_state.waited_seconds = call.seconds["agree"]
     return agreement
 

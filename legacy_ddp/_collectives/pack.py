@@ -62,16 +62,17 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         metrics = read_metrics(arguments.metrics)
         header = _header_of(arguments.sample_size, arguments.skip)
         header.metric_names = fingerprint_names(metrics) if metrics else 0
+        takes_part = header.takes_part
         if leaves is not None:
             _require_sample_size(header)
         if leaves is None:
             grads = plan.grads
-            plan.collect(grads, are_used=header.takes_part)
-        elif header.takes_part:
+            plan.collect(grads, are_used=takes_part)
+        elif takes_part:
             grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
         _allocate(call, plan, has_wire=leaves is None)
-        if not header.takes_part:
+        if not takes_part:
             kinds = [ABSENT] * len(plan.parameters)
             flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
             _add_fingerprints(call, plan, header, kinds)

@@ -165,11 +165,11 @@ class BackwardCounter:
         An optimizer writes to all of them; a layer with renormalised weights writes to its own weight only. Returns
         True once per step: a script may catch the resulting error and go on.
         """
-        if not self.micro_batches:
-            return False
         for count, parameter, version in zip(self._counts, parameters, self._versions, strict=True):
             if count and parameter._version == version:
                 return False
+        if not self.micro_batches:
+            return False
         self.ignore_earlier_writes(parameters)
         return True
 

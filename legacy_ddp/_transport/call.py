@@ -149,7 +149,7 @@ class Call(Gatherer):
         Raises:
             OSError: the report file or the socket cannot be opened.
         """
-        if not self.groups.endpoints_exchanged and (watchdog := self.groups.open_watchdog(self.checks)):
+        if watchdog := self.groups.open_watchdog(self.checks):
             watchdog.begin(self.name, warns=self._warns())
 
     def exchange_endpoints(self) -> None:

@@ -82,7 +82,9 @@ class Star:
             self._send(self._hub, _ROW + row, on_slice)
             data = self._await_message(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
             return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
-        rows = [row] + [self._await_message(rank, _ROW, len(row), on_slice) for rank in self._connections]
+        rows = [row]
+        for rank in self._connections:
+            rows.append(self._await_message(rank, _ROW, len(row), on_slice))
         self._send_to_all(_ROW + b"".join(rows), on_slice)
         return rows
 
