@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 import torch
 
@@ -34,7 +35,7 @@ class Plan:
     @property
     def grads(self) -> list[torch.Tensor | None]:
         """The current gradient of each slot's parameter."""
-        return [parameter.grad for parameter in self.parameters]
+        return list(map(attrgetter("grad"), self.parameters))
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of slot ``index``."""
@@ -118,7 +119,7 @@ class Planner:
         """
         names, tensors = columns
         known = self._signature is not None and self._signature.matches(names, tensors)
-        parameters = [tensors[index] for index in self._order] if known else []
+        parameters = list(map(tensors.__getitem__, self._order)) if known else []
         if self.layout is not None and known and self.counter.is_attached_to(parameters):
             return Plan(self.layout, parameters, self._buffers, self._slot_ranges)
         plan = self._replan(names, tensors)

@@ -59,7 +59,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
     """
     with call.phase("pack"):
         check_can_communicate(call)
-        metrics = read_metrics(arguments.metrics)
+        metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics)
         header = _header_of(arguments.sample_size, arguments.skip)
         header.metric_names = fingerprint_names(metrics) if metrics else 0
         takes_part = header.takes_part
@@ -113,7 +113,7 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
 
 
 def _flats(plan: Plan) -> list[torch.Tensor]:
-    return [buffer.flat for buffer in plan.buffers]
+    return [buffer.views.flat for buffer in plan.buffers]
 
 
 def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:

@@ -30,7 +30,7 @@ class StepCounter(StepObserver):
         The number is known if the last call succeeded, and was made at the same ``place``, a process group.
         """
         is_known = self._place is not None and self._place() is place
-        self.stop()
+        self._place = None
         self.forget_failed_step()
         return self._steps if is_known else None
 

@@ -1,13 +1,11 @@
 """Small exchanges of a call on the control group: rows, JSON values and maxima of all ranks."""
 
 import json
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_row import SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.wait import Waiter
@@ -20,10 +18,8 @@ class Gatherer(Waiter):
     without stars.
     """
 
-    def __init__(self, groups: Groups, timeout: timedelta) -> None:
-        super().__init__(groups, timeout)
-        self.segments = SegmentIds()
-        self.peer_segments: list[SegmentIds] | None = None
+    segments = SegmentIds()
+    peer_segments: list[SegmentIds] | None = None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
