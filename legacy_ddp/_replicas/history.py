@@ -92,6 +92,9 @@ class StepHistory(StepObserver):
         self._is_changed = self._has_changed(self.digests.parameters)
         return self.digests.digest
 
+    def note_agreement(self, call: Call) -> None:
+        """Nothing is remembered: every call compares everything."""
+
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         if len(set(digests.values())) <= 1:

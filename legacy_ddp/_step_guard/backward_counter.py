@@ -114,11 +114,11 @@ class BackwardCounter:
 
     def is_after_foreign_call(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the first gradient is the result of a foreign call, as in :meth:`already_reduced`."""
-        index = next((index for index, parameter in enumerate(parameters) if parameter.grad is not None), None)
-        if index is None:
-            return False
-        (hooks,) = internals.accumulate_hooks([parameters[index]])
-        return _is_foreign_result(self._hooks[index], parameters[index], hooks)
+        for own, parameter in zip(self._hooks, parameters, strict=True):
+            if parameter.grad is not None:
+                (hooks,) = internals.accumulate_hooks([parameter])
+                return _is_foreign_result(own, parameter, hooks)
+        return False
 
     def added_to_results(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Positions of the parameters with a gradient that is the result of a call plus a backward.
@@ -165,8 +165,10 @@ class BackwardCounter:
         An optimizer writes to all of them; a layer with renormalised weights writes to its own weight only. Returns
         True once per step: a script may catch the resulting error and go on.
         """
-        reached = (index for index, count in enumerate(self._counts) if count)
-        if not self.micro_batches or any(parameters[index]._version == self._versions[index] for index in reached):
+        for count, parameter, version in zip(self._counts, parameters, self._versions, strict=True):
+            if count and parameter._version == version:
+                return False
+        if not self.micro_batches:
             return False
         self.ignore_earlier_writes(parameters)
         return True

@@ -64,18 +64,21 @@ class _Look(NamedTuple):
 
 
 class ResultSums:
-    """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive."""
+    """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive.
+
+    ``additions``: by slot; empty in a loop that clears its gradients.
+    """
 
     def __init__(self, results: Sequence[LastResult] = (), counts: Sequence[int] = ()) -> None:
         self._results = results
         self._counts = counts
-        self._additions: dict[int, _Addition] = {}
+        self.additions: dict[int, _Addition] = {}
         self._look: _Look | None = None  # None until the first addition
         self._first: int | None = None  # the slot of the first addition, of this step or an earlier step
         self._used_version = -1  # of the result in that slot, at the end of the last step
 
     def __bool__(self) -> bool:
-        return bool(self._additions)
+        return bool(self.additions)
 
     def note(self, index: int, grad: torch.Tensor, version: int) -> None:
         """``grad``, now of ``version``, is the result in slot ``index`` after the first backward since the call."""
@@ -87,7 +90,7 @@ class ResultSums:
         seen = look.seen.get(index)
         # Another thread may have added to its results while this look was taken.
         is_known = seen is not None and version == seen.version + 1 and get_ident() == look.thread
-        self._additions[index] = _Addition(
+        self.additions[index] = _Addition(
             internals.identity(grad),
             seen.norm if seen is not None and is_known else None,
             is_unwritten=version == self._results[index].version + 1,
@@ -107,22 +110,22 @@ class ResultSums:
 
     def discard(self, index: int) -> None:
         """Another gradient took the place of the result, or something other than backward wrote to it."""
-        self._additions.pop(index, None)
+        self.additions.pop(index, None)
 
     def clear(self) -> None:
         """Forget all additions: after a call, or when all gradients were removed."""
-        self._additions.clear()
+        self.additions.clear()
         self._look = None
 
     def take_over(self, index: int, other: "ResultSums", other_index: int) -> None:
         """Note the addition of ``other``, whose parameter now has the slot ``index`` here."""
-        addition = other._additions.get(other_index)
+        addition = other.additions.get(other_index)
         if addition is not None and other.contains(other_index, addition.identity):
-            self._additions[index] = _Addition(addition.identity, None, is_unwritten=True)
+            self.additions[index] = _Addition(addition.identity, None, is_unwritten=True)
 
     def contains(self, index: int, identity: dict[str, Any]) -> bool:
         """Whether the gradient in slot ``index``, with this identity, contains a result that was not cleared."""
-        addition = self._additions.get(index)
+        addition = self.additions.get(index)
         if addition is None or addition.identity is not identity:
             return False
         if addition.norm is not None:
@@ -134,7 +137,7 @@ class ResultSums:
 
         Meant beside the norms of other results: they tell ``.data.zero_()``, which leaves no version.
         """
-        addition = self._additions.get(index)
+        addition = self.additions.get(index)
         is_as_used = addition is not None and addition.is_as_used and addition.identity is identity
         return self.contains(index, identity) or (is_as_used and bool(self._others()))
 

@@ -47,6 +47,7 @@ class Watchdog:
             opened.pop_all()
         self._view = GroupView(self._server.endpoint, [None] * size)
         self._status = self._view.status
+        self.activity = self._status.activity  # of the calls
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
@@ -70,10 +71,6 @@ class Watchdog:
         status.activity.enter("plan", call)
         status.serial, status.call, status.in_call = status.serial + 1, call, True
         self._policy.begin(warns=warns)
-
-    def enter(self, phase: str, call: str) -> None:
-        """This rank enters the next phase of the call."""
-        self._status.activity.enter(phase, call)
 
     def end(self, *, has_met: bool, succeeded: bool) -> None:
         """This rank leaves the call. ``has_met``: communication has begun, so the other ranks count the call, too."""

@@ -134,11 +134,10 @@ def cross_check(
             request = _describe(module, held, asdict(replace(options, local_buffers=None)) | {"local_buffers": names})
             with call.phase("digest"):
                 state = _shared_state(target, own)
-                header = state.add_digest(Header())
+                header = Header(layout=inventory_digest(request))
+                state.add_digests(header)
         with torch.no_grad():
-            agreement = agree(
-                call, header._replace(layout=inventory_digest(request)), request, layout_advice=_LAYOUT_ADVICE
-            )
+            agreement = agree(call, header, request, layout_advice=_LAYOUT_ADVICE)
             replicas = compare_headers(call, agreement.rows, state, details=DETAILS)
         if not replicas.identical:
             raise divergence_error(call, replicas)

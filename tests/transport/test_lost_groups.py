@@ -211,9 +211,9 @@ def _interrupted_in(rank: int, function: str) -> tuple[str, bool]:
     "transport, function, dropped",
     [
         ("gloo", "agree_on_kinds", False),
-        ("gloo", "reduce_dense", True),
+        ("gloo", "dense_runs", True),
         ("host", "agree_on_kinds", True),  # the other rank may write from the header on
-        ("host", "sum_on_host", True),
+        ("host", "dense_runs", True),
     ],
     indirect=["transport"],
 )
