@@ -16,8 +16,8 @@ from legacy_ddp.debug._diff.rank_details import read_divergences, read_masks
 from legacy_ddp.debug._diff.rank_digests import RankDigests
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side, Verdict
 from legacy_ddp.debug._diff.sections import Keep, keep_shared
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS
 from legacy_ddp.debug._trace.read import Progress
+from legacy_ddp.debug._trace.records import PHASE_LABELS
 from legacy_ddp.debug._trace.run import Run
 
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"

@@ -13,8 +13,8 @@ from legacy_ddp.debug._diff.operation_finding import with_operations
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Verdict
 from legacy_ddp.debug._diff.run_differences import RunDifferences
 from legacy_ddp.debug._diff.sections import SHARED_PHASES
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.read import Progress
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
 from legacy_ddp.debug._trace.run import Run
 
 

@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp.debug._trace.coverage import RunCoverage, span
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
+from legacy_ddp.debug._trace.run import RunCoverage, span
 
 
 class ComparisonCoverage:

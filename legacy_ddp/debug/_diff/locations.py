@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from legacy_ddp.debug._diff.result import Divergence, Location
 from legacy_ddp.debug._diff.sections import EntryDifference, greatest_difference
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import PHASES
 
 MAX_LOCATIONS = 10
 MAX_OTHERS = 10

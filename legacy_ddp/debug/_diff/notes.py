@@ -4,9 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from legacy_ddp.debug._diff import environment_diff
 from legacy_ddp.debug._diff.result import Cause
-from legacy_ddp.debug._trace.coverage import RunCoverage
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
+from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 
 def step_notes(

@@ -11,7 +11,7 @@ from legacy_ddp.debug._operations.after_backward import with_after_backward
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import Labels
 from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._trace.coverage import span
+from legacy_ddp.debug._trace.run import span
 
 _LABELS: Labels = ("A", "B")
 # Phases with tensors that operations of forward and backward write. Others follow from the reduction or the optimizer.

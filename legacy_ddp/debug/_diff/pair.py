@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from legacy_ddp.debug._diff.sections import Entry, Keep, entries, entry_differences, keep_all
-from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import Names
+from legacy_ddp.debug._trace.records import PHASES, Names
 
 # Absent at the start of a run: no call was made yet.
 _PHASES_OF_A_CALL = ("local_gradients", "reduced_gradients")

@@ -7,7 +7,7 @@ from legacy_ddp.debug._diff.locations import Key, LocationMask, NameMasks, bit_m
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence
 from legacy_ddp.debug._diff.sections import ABSENT, SHARED_PHASES, Entry, Keep, entries
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import PHASES
 from legacy_ddp.debug._trace.run import Run
 
 Group = tuple[Entry, list[int]]

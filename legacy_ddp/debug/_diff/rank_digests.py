@@ -8,11 +8,9 @@ from hashlib import blake2b
 from legacy_ddp.debug._diff.locations import Key
 from legacy_ddp.debug._diff.pair import unfinished_step
 from legacy_ddp.debug._diff.sections import SHARED_PHASES, Keep, entries, keep_all
-from legacy_ddp.debug._trace.coverage import RunCoverage
-from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
-from legacy_ddp.debug._trace.records import Names
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.records import PHASES, Names
+from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 _ABSENT = 0
 _WHOLE_STEP = -1  # in place of the index of a phase

@@ -14,10 +14,9 @@ from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Cause, Divergence, Location, MetricDifference
 from legacy_ddp.debug._diff.same_model import check_same_model
 from legacy_ddp.debug._diff.sections import SHARED_PHASES, entry_differences, keep_shared, total_norm
-from legacy_ddp.debug._trace.coverage import RunCoverage
-from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import Progress, RankTrace
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.records import PHASES
+from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 
 class RunDifferences:

@@ -7,8 +7,7 @@ from fnmatch import fnmatchcase
 from math import hypot
 
 from legacy_ddp.debug._diff.result import Side
-from legacy_ddp.debug._trace.line_format import PHASES
-from legacy_ddp.debug._trace.records import Section
+from legacy_ddp.debug._trace.records import PHASES, Section
 
 FP32_DIGIT = 2.0**-23
 # Phases in which all ranks of a run are expected to hold equal values.

@@ -10,7 +10,7 @@ from legacy_ddp.debug._diff import operation_text
 from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, Side
 from legacy_ddp.debug._diff.sections import relative_difference
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS
+from legacy_ddp.debug._trace.records import PHASE_LABELS
 
 JSON_FORMAT = "legacy_ddp diff"
 JSON_VERSION = 1

@@ -8,7 +8,7 @@ from legacy_ddp.debug._diff.evidence import Evidence
 from legacy_ddp.debug._diff.explain import explain
 from legacy_ddp.debug._diff.growth import Growth
 from legacy_ddp.debug._diff.result import Divergence, Side
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import PHASES
 
 
 def explained(phase: str, **changes: Any) -> str:

@@ -16,8 +16,7 @@ from legacy_ddp.debug._diff.result import Comparison, Verdict
 from legacy_ddp.debug._page.heatmap import short_label
 from legacy_ddp.debug._page.render import render
 from legacy_ddp.debug._page.write_page import publish, reserved, write_page
-from legacy_ddp.debug._trace.line_format import RANK_FILE
-from legacy_ddp.debug._trace.records import Environment
+from legacy_ddp.debug._trace.records import RANK_FILE, Environment
 from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.paths import ROOT
 from tests.helpers.traces import NAMES, call_facts, end_after, environment, without, write_trace
