@@ -1,28 +1,223 @@
-"""Comparison of the ranks of one run in the phases which ranks share. A majority is named, but not called right."""
+"""Comparison of the ranks of one run in the phases that ranks share. A majority is named, but not called right."""
 
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 
-from legacy_ddp._compare import MAX_SIDES, compare_rows, name_ranks
-from legacy_ddp.debug._diff.coverage import format_steps, uncompared_steps
-from legacy_ddp.debug._diff.environment_diff import EXCLUDED, by_likelihood
-from legacy_ddp.debug._diff.evidence import Evidence
-from legacy_ddp.debug._diff.explain import explain
-from legacy_ddp.debug._diff.locations import MAX_OTHERS, Key, merge
-from legacy_ddp.debug._diff.notes import local_buffer_notes, optimizer_notes, phase_labels
-from legacy_ddp.debug._diff.operation_finding import with_operations
-from legacy_ddp.debug._diff.operation_ranks import RankOperations
-from legacy_ddp.debug._diff.rank_details import read_divergences, read_masks
-from legacy_ddp.debug._diff.rank_digests import RankDigests
+from legacy_ddp._compare import MAX_SIDES, Difference, compare_rows, name_ranks
+from legacy_ddp.debug._diff.causes import EXCLUDED, by_likelihood
+from legacy_ddp.debug._diff.coverage import (
+    format_steps,
+    local_buffer_notes,
+    optimizer_notes,
+    phase_labels,
+    uncompared_steps,
+)
+from legacy_ddp.debug._diff.explain import Evidence, explain
+from legacy_ddp.debug._diff.locations import MAX_OTHERS, Key, LocationMask, NameMasks, bit_mask, merge
+from legacy_ddp.debug._diff.operations import RankOperations, with_operations
+from legacy_ddp.debug._diff.pair import (
+    ABSENT,
+    SHARED_PHASES,
+    Entry,
+    Keep,
+    Pair,
+    entries,
+    keep_all,
+    keep_shared,
+    unfinished_step,
+)
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, Side, Verdict
-from legacy_ddp.debug._diff.sections import Keep, keep_shared
-from legacy_ddp.debug._trace.read import Progress
-from legacy_ddp.debug._trace.records import PHASE_LABELS
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.read import Progress, RankTrace
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES, Names
+from legacy_ddp.debug._trace.run import Run, RunCoverage
 
+_ABSENT = 0
+_WHOLE_STEP = -1  # in place of the index of a phase
+Group = tuple[Entry, list[int]]
+"""An entry, and the ranks which hold it."""
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"
 # Expected to differ between ranks.
 _FACTS_OF_A_RANK = (*EXCLUDED, "seed", "devices")
+
+
+class RankDigests:
+    """A 64-bit digest for every shared phase, step and rank.
+
+    Memory: 40 bytes per step and rank, 40 MB for 1,000 ranks and 1,000 steps. ``phases``: the compared phases.
+    ``missing``: phases which some ranks did not record. ``micro_batches``: for each step with operations on every
+    rank their numbers of micro-batches. ``by_content``: digests do not depend on the order of names; every section is
+    parsed.
+    """
+
+    def __init__(self, run: Run, keep: Keep, progress: Progress, *, by_content: bool = False) -> None:
+        self.run_coverage = RunCoverage("")
+        self._tensors: Counter[Key] = Counter()
+        self.names_agree = True
+        self.steps: list[int] = []
+        self.micro_batches: dict[int, list[int]] = {}
+        self._keep = keep
+        self._by_content = by_content
+        self._names: set[Names] = set()
+        self._counted: set[str] = set()
+        self._digests: dict[str, list[array[int]]] = {phase: [] for phase in SHARED_PHASES}
+        self._excluded: set[Key] = set()
+        for rank in range(run.world_size):
+            with run.open(rank, progress) as trace:
+                self._add_rank(rank, trace)
+        recorded = self.run_coverage.phases
+        self.missing = tuple(phase for phase in SHARED_PHASES if 0 < len(recorded.get(phase, ())) < run.world_size)
+        self.phases = tuple(phase for phase in SHARED_PHASES if phase in self._counted and phase not in self.missing)
+
+    @property
+    def compared_steps(self) -> list[int]:
+        """Steps which all ranks recorded, at least in part."""
+        return [step for step in self.steps if (step, _WHOLE_STEP) not in self._excluded]
+
+    @property
+    def tensors(self) -> int:
+        """Number of compared tensors, on all ranks together."""
+        phases = {PHASES.index(phase) for phase in self.phases if phase != "settings"}
+        return sum(count for key, count in self._tensors.items() if key[1] in phases and not self._is_excluded(key))
+
+    def differing(self) -> list[Key]:
+        """Locations in which digests differ between ranks, in the order of training."""
+        found: set[Key] = set()
+        for phase in self.phases:
+            first, *others = self._digests[phase]
+            for digests in others:
+                if digests != first:
+                    found.update(
+                        (step, PHASES.index(phase))
+                        for step, left, right in zip(self.steps, first, digests, strict=True)
+                        if left != right
+                    )
+        return sorted(key for key in found if not self._is_excluded(key))
+
+    def groups(self, key: Key) -> list[list[int]]:
+        """Groups of ranks with equal digests in a location."""
+        step, phase = key
+        row = bisect_left(self.steps, step)
+        ranks: dict[int, list[int]] = {}
+        for rank, digests in enumerate(self._digests[PHASES[phase]]):
+            ranks.setdefault(digests[row], []).append(rank)
+        return list(ranks.values())
+
+    def _is_excluded(self, key: Key) -> bool:
+        return key in self._excluded or (key[0], _WHOLE_STEP) in self._excluded
+
+    def _add_rank(self, rank: int, trace: RankTrace) -> None:
+        self.run_coverage.add(rank, trace)
+        if rank == 0:
+            self.steps = list(trace.steps)
+            self.micro_batches = {step: [] for step in trace.micro_batches}
+        self.micro_batches = {
+            step: [*numbers, trace.micro_batches[step]]
+            for step, numbers in self.micro_batches.items()
+            if step in trace.micro_batches
+        }
+        recorded = set(trace.steps)
+        self._excluded.update((step, _WHOLE_STEP) for step in self.steps if step not in recorded)
+        names: dict[int, tuple[Names, int]] = {}
+        for phase in SHARED_PHASES:
+            self._digests[phase].append(array("q", [self._digest(trace, step, phase, names) for step in self.steps]))
+        declared = {item for item, _ in names.values()}
+        self.names_agree &= rank == 0 or declared == self._names
+        self._names = declared
+
+    def _digest(self, trace: RankTrace, step: int, phase: str, known: dict[int, tuple[Names, int]]) -> int:
+        """The digest of a section. ``known``: names, and the number of compared names, by the id of the names."""
+        digest, names = trace.digest(step, phase), trace.names(step, phase)
+        if digest is None or names is None:
+            if unfinished_step(trace) == step:
+                self._excluded.add((step, PHASES.index(phase)))
+            return _ABSENT
+        if id(names) not in known:
+            known[id(names)] = names, sum(self._keep(phase, name) for name in names.names)
+        if count := known[id(names)][1]:
+            self._counted.add(phase)
+            self._tensors[step, PHASES.index(phase)] += count
+        if self._by_content or (phase == "buffers" and self._keep is not keep_all):
+            return _content_digest(trace, step, phase, self._keep)
+        return digest or 1
+
+
+def _content_digest(trace: RankTrace, step: int, phase: str, keep: Keep) -> int:
+    by_name = entries(trace.section(step, phase), keep)
+    content = sorted((name, entry.identity) for name, entry in by_name.items() if entry.identity)
+    if not content:
+        return _ABSENT
+    return int.from_bytes(blake2b(repr(content).encode(), digest_size=8).digest(), "little", signed=True) or 1
+
+
+def read_divergences(run: Run, key: Key, keep: Keep) -> list[Divergence]:
+    """The divergences in a location, in the order of names. One file is open at a time."""
+    step, phase = key[0], PHASES[key[1]]
+    groups: dict[str, dict[tuple[str, str], Group]] = {}
+    for rank in range(run.world_size):
+        with run.open(rank, until=step) as trace:
+            for name, entry in entries(trace.section(step, phase), keep).items():
+                if entry.identity:
+                    groups.setdefault(name, {}).setdefault(entry.identity, (entry, []))[1].append(rank)
+    by_name = {name: _with_absent(list(found.values()), run.world_size) for name, found in groups.items()}
+    return [_divergence(step, phase, name, found) for name, found in by_name.items() if len(found) > 1]
+
+
+def _with_absent(groups: list[Group], world_size: int) -> list[Group]:
+    """The groups with a group of the remaining ranks, greatest group first."""
+    having = {rank for _, ranks in groups for rank in ranks}
+    if without := [rank for rank in range(world_size) if rank not in having]:
+        groups.append((ABSENT, without))
+    return sorted(groups, key=lambda group: _greatest_first(group[1]))
+
+
+def _divergence(step: int, phase: str, name: str, groups: list[Group]) -> Divergence:
+    return Divergence(
+        step=step,
+        phase=phase,
+        name=name,
+        kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in groups if entry.value is not None)),
+        ranks=_outside_majority([ranks for _, ranks in groups]),
+        sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in groups),
+    )
+
+
+def read_masks(run: Run, groups: Mapping[Key, Sequence[Sequence[int]]], keep: Keep) -> dict[Key, LocationMask]:
+    """Ranks and names with a difference, for every location. Two files are open at a time.
+
+    ``groups``: for every location, the groups of ranks with equal digests. One rank of each group is compared with
+    rank 0.
+    """
+    wanted: dict[int, list[Key]] = {}
+    masks: dict[Key, LocationMask] = {}
+    for key, found in groups.items():
+        ranks = _outside_majority(sorted(map(list, found), key=_greatest_first))
+        masks[key] = LocationMask(bit_mask(ranks, run.world_size))
+        for rank in (group[0] for group in found if group[0]):
+            wanted.setdefault(rank, []).append(key)
+    names = NameMasks()
+    with run.open(0, until=max(groups)[0]) as reference:
+        for rank, keys in sorted(wanted.items()):
+            with run.open(rank, until=keys[-1][0]) as trace:
+                pair = Pair(reference, trace, SHARED_PHASES, keep)
+                for step, phase in keys:
+                    differing, compared = pair.differing_names(step, PHASES[phase])
+                    name_masks = names.mask(phase, differing), names.cached_mask(phase, compared)
+                    masks[step, phase] = masks[step, phase].union(0, *name_masks)
+    return masks
+
+
+def _greatest_first(ranks: list[int]) -> tuple[int, list[int]]:
+    return -len(ranks), ranks
+
+
+def _outside_majority(groups: list[list[int]]) -> tuple[int, ...]:
+    """Ranks outside the strict majority; all ranks without a majority. ``groups`` begin with the greatest."""
+    difference = Difference("", tuple((str(index), tuple(ranks)) for index, ranks in enumerate(groups)))
+    return difference.suspects or tuple(sorted(rank for ranks in groups for rank in ranks))
 
 
 def compare_ranks(run: Run, progress: Progress = lambda _: None) -> Comparison:

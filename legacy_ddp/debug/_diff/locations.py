@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from legacy_ddp.debug._diff.pair import EntryDifference, greatest_difference
 from legacy_ddp.debug._diff.result import Divergence, Location
-from legacy_ddp.debug._diff.sections import EntryDifference, greatest_difference
 from legacy_ddp.debug._trace.records import PHASES
 
 MAX_LOCATIONS = 10

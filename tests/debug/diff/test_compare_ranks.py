@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.pair import SHARED_PHASES
 from legacy_ddp.debug._diff.result import Comparison, Location, Side
-from legacy_ddp.debug._diff.sections import SHARED_PHASES
 from legacy_ddp.debug._trace.records import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import KIND, NAMES, START, end_after, environment, without, write_trace

@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._diff.evidence import Evidence
-from legacy_ddp.debug._diff.explain import explain
-from legacy_ddp.debug._diff.growth import Growth
+from legacy_ddp.debug._diff.explain import Evidence, explain
+from legacy_ddp.debug._diff.pair import Growth
 from legacy_ddp.debug._diff.result import Divergence, Side
 from legacy_ddp.debug._trace.records import PHASES
 
