@@ -14,8 +14,7 @@ from legacy_ddp import __version__
 from legacy_ddp._errors import TraceError
 from legacy_ddp._text import printable
 from legacy_ddp.debug._diff import text
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
 from legacy_ddp.debug._explain import find, list_lines, read_sections, section_lines
 from legacy_ddp.debug._progress import progress_bar

@@ -32,6 +32,11 @@ class ComparisonCoverage:
         """Restrict ``steps`` to the first and last step of ranks which are not added; None if they have no steps."""
         self._limits.append(steps or (0, -1))
 
+    def leave_out(self, keys: Iterable[tuple[int, str]]) -> None:
+        """Count no tensors of these steps and phases."""
+        for key in keys:
+            self._counts.pop(key, None)
+
     @property
     def any_steps(self) -> list[int]:
         """Steps compared on any rank, ascending."""
@@ -96,9 +101,7 @@ def format_steps(steps: Sequence[int]) -> str:
     return text if len(steps) == steps[-1] - steps[0] + 1 else f"{text} ({len(steps):,} compared)"
 
 
-def step_notes(
-    runs: tuple[Run, Run], run_coverages: tuple[RunCoverage, RunCoverage], steps: Sequence[int]
-) -> list[str]:
+def step_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], steps: Sequence[int]) -> list[str]:
     """Steps which only one run recorded."""
     notes = []
     every = [run.environments[0].every for run in runs]
@@ -112,9 +115,7 @@ def step_notes(
     return notes + [note for run_coverage in run_coverages for note in run_coverage.notes()]
 
 
-def phase_notes(
-    runs: tuple[Run, Run], run_coverages: tuple[RunCoverage, RunCoverage], phases: Sequence[str] = PHASES
-) -> list[str]:
+def phase_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], phases: Sequence[str]) -> list[str]:
     """Phases which only one run recorded, and optimizer phases which neither run recorded."""
     a, b = (set(run_coverage.phases) & set(phases) for run_coverage in run_coverages)
     notes = [
@@ -139,7 +140,7 @@ def optimizer_notes(runs: Iterable[Run], phases: Collection[str]) -> list[str]:
 
 
 def world_size_notes(
-    runs: tuple[Run, Run], patterns: Sequence[str], *, inputs_compared: bool, has_operations: bool
+    runs: Sequence[Run], patterns: Sequence[str], *, inputs_compared: bool, has_operations: bool
 ) -> list[str]:
     """Parts which cannot be compared between runs of different world sizes."""
     a, b = runs

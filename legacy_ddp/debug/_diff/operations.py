@@ -231,9 +231,7 @@ class RunOperations:
 
 def _with_tensors(found: OperationDifference, pair: Pair, step: int) -> OperationDifference:
     """The difference, with what the trace tells about arguments of forward passes and about tensors of the step."""
-    differs = (
-        phase for phase in pair.compared_phases(step) if pair.a.digest(step, phase) != pair.b.digest(step, phase)
-    )
+    differs = (phase for of_step, phase in pair.candidates if of_step == step)
     return replace(
         found,
         origin=replace(found.origin, is_argument=_is_argument(found, pair, step)),

@@ -1,7 +1,7 @@
 """The trace files of one rank in A and in B: common steps and phases, and the entries that differ there."""
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -152,12 +152,17 @@ def unfinished_step(trace: RankTrace) -> int | None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two trace files. ``phases``: the phases to compare. ``keep``: selects the entries to compare."""
+    """Two trace files. ``phases``: the phases to compare. ``keep``: selects the entries to compare.
+
+    ``may_lack``: phases that one of the files may lack in a step, as a recorder leaves buffers out where it cannot see
+    their changes.
+    """
 
     a: RankTrace
     b: RankTrace
     phases: Sequence[str] = PHASES
     keep: Keep = keep_all
+    may_lack: Collection[str] = ("buffers",)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -165,45 +170,43 @@ class Pair:
         return sorted(set(self.a.steps) & set(self.b.steps))
 
     @cached_property
-    def recorded_phases(self) -> tuple[str, ...]:
-        """Phases recorded anywhere in both files."""
-        return tuple(phase for phase in self.phases if phase in self.a.phases and phase in self.b.phases)
+    def compared(self) -> list[tuple[int, str]]:
+        """The compared steps and phases, in the order of training.
 
-    def compared_phases(self, step: int) -> Iterator[str]:
-        """The compared phases of a common step.
-
-        A phase is compared if both files hold it. A phase which only one file holds is compared too (and differs),
-        with two exceptions: the unfinished step of the other file; and buffers, because a recorder omits buffers when
-        it cannot see their changes.
+        A phase is compared if both files hold it anywhere. If one of them lacks it in a step, the step differs, unless
+        the step is the unfinished one of that file, or the file may lack the phase.
         """
-        starts = step in (self.a.environment.first_step - 1, self.b.environment.first_step - 1)
-        for phase in self.recorded_phases:
-            if starts and phase in _PHASES_OF_A_CALL:
-                continue
-            missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
-            if not missing or (len(missing) == 1 and phase != "buffers" and unfinished_step(missing[0]) != step):
-                yield phase
+        both = [phase for phase in self.phases if phase in self.a.phases and phase in self.b.phases]
+        starts = {trace.environment.first_step - 1 for trace in (self.a, self.b)}
+        return [
+            (step, phase)
+            for step in self.steps
+            for phase in both
+            if not (step in starts and phase in _PHASES_OF_A_CALL) and self._is_compared(step, phase)
+        ]
 
-    def candidates(self) -> Iterator[tuple[int, str]]:
+    def _is_compared(self, step: int, phase: str) -> bool:
+        missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
+        return not missing or (len(missing) == 1 and phase not in self.may_lack and unfinished_step(missing[0]) != step)
+
+    @cached_property
+    def candidates(self) -> list[tuple[int, str]]:
         """Steps and phases with unequal digests, in the order of training.
 
         The compared entries may still be equal: the names may come in another order, or the differing entries may not
         be compared.
         """
-        for step in self.steps:
-            for phase in self.compared_phases(step):
-                if self.a.digest(step, phase) != self.b.digest(step, phase):
-                    yield step, phase
+        return [key for key in self.compared if self.a.digest(*key) != self.b.digest(*key)]
 
-    def differing_names(self, step: int, phase: str) -> tuple[list[str], tuple[str, ...]]:
-        """Names with unequal entries in A and B, and all names, of a step and phase."""
+    def differing(self, step: int, phase: str) -> tuple[dict[str, tuple[str, str] | None], tuple[str, ...]]:
+        """Names with unequal entries, each with its :attr:`Entry.identity` in B, and all names."""
         names = self.a.names(step, phase)
         if names is not None and names == self.b.names(step, phase) and self._keeps_all_of(names):
-            a, b = self.a.words(step, phase), self.b.words(step, phase)
-            return [name for name, left, right in zip(names.names, a, b, strict=True) if left != right], names.names
-        entries_a, entries_b = self.entries(step, phase)
-        differing = [item.name for item in entry_differences(entries_a, entries_b)]
-        return differing, tuple(dict.fromkeys([*entries_a, *entries_b]))
+            rows = zip(names.names, names.kinds, self.a.words(step, phase), self.b.words(step, phase), strict=True)
+            unequal = [(name, kind, right) for name, kind, left, right in rows if left != right]
+            return {name: None if word is None else (kind, word) for name, kind, word in unequal}, names.names
+        a, b = self.entries(step, phase)
+        return {item.name: item.b.identity for item in entry_differences(a, b)}, tuple(dict.fromkeys([*a, *b]))
 
     def entries(self, step: int, phase: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
         """The compared entries of a step and phase in A and in B."""
@@ -211,10 +214,7 @@ class Pair:
 
     def entry_counts(self) -> dict[tuple[int, str], int]:
         """Number of compared entries, by step and phase; without zeros."""
-        counts = {
-            (step, phase): self._entry_count(step, phase) for step in self.steps for phase in self.compared_phases(step)
-        }
-        return {key: count for key, count in counts.items() if count}
+        return {key: count for key in self.compared if (count := self._entry_count(*key))}
 
     def _entry_count(self, step: int, phase: str) -> int:
         names = self.a.names(step, phase) or self.b.names(step, phase)
@@ -238,10 +238,9 @@ class Growth:
 def find_growth(pair: Pair, first: int) -> Growth:
     """Compare norms from step ``first`` on, until a difference has grown. Reads two phases per step."""
     steps = [step for step in pair.steps if step >= first]
-    for step in steps:
-        for phase in pair.compared_phases(step):
-            if phase in _FOLLOWED_PHASES and (name := _grown_name(pair, step, phase)):
-                return Growth(steps[-1], step, name)
+    for step, phase in pair.compared:
+        if step >= first and phase in _FOLLOWED_PHASES and (name := _grown_name(pair, step, phase)):
+            return Growth(steps[-1], step, name)
     return Growth(steps[-1] if steps else first)
 
 

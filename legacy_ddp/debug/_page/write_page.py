@@ -22,8 +22,7 @@ def write_page(runs: Sequence[Run], output: Path, progress: Progress = lambda _:
         TraceError: a trace file cannot be read, ``output`` cannot be written, or ``output`` is no report.
     """
     from legacy_ddp.debug._diff import text
-    from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-    from legacy_ddp.debug._diff.compare_runs import compare_runs
+    from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 
     with reserved(output) as part:
         comparison = compare_ranks(runs[0], progress) if len(runs) == 1 else compare_runs(runs[0], runs[1], progress)

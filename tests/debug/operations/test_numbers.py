@@ -10,8 +10,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import Recorder, cross_check
 from legacy_ddp.debug._diff import text as operation_text
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.cross_faults import KERNELS, BackwardDouble, Double, Net, batch_of, flip, loss_of
