@@ -12,28 +12,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from legacy_ddp._compare import MAX_SIDES, compare_rows, name_ranks
-from legacy_ddp.debug._diff.causes import (
-    EXCLUDED,
-    CallDifferences,
-    by_likelihood,
-    causes_by_rank,
-    causes_by_run,
-    metric_differences,
-    step_totals,
-    total_causes,
-)
-from legacy_ddp.debug._diff.coverage import (
-    ComparisonCoverage,
-    cause_notes,
-    format_steps,
-    local_buffer_notes,
-    optimizer_notes,
-    phase_labels,
-    phase_notes,
-    step_notes,
-    uncompared_steps,
-    world_size_notes,
-)
+from legacy_ddp.debug._diff import causes, coverage
 from legacy_ddp.debug._diff.explain import Evidence, Kind, explain
 from legacy_ddp.debug._diff.locations import (
     MAX_OTHERS,
@@ -65,7 +44,7 @@ from legacy_ddp.debug._trace.run import Run, RunCoverage
 
 _DIVERGENCE_ERROR = "ReplicaDivergenceError"
 # Expected to differ between ranks.
-_FACTS_OF_A_RANK = (*EXCLUDED, "seed", "devices")
+_FACTS_OF_A_RANK = (*causes.EXCLUDED, "seed", "devices")
 
 
 def compare_runs(a: Run, b: Run, progress: Progress = lambda _: None) -> Comparison:
@@ -114,7 +93,7 @@ class _Comparison(ABC):
     def __init__(self, runs: Sequence[Run], labels: Sequence[str]) -> None:
         self.runs = tuple(runs)
         self.run_coverages = tuple(map(RunCoverage, labels))
-        self.coverage = ComparisonCoverage()
+        self.coverage = coverage.ComparisonCoverage()
         self.problems: list[str] = []
         self.metrics: tuple[MetricDifference, ...] = ()
 
@@ -123,9 +102,9 @@ class _Comparison(ABC):
             return self._different(*divergences)
         if doubt := next(filter(None, self._doubts()), ""):
             return self._result("unknown", f"cannot tell: {doubt}")
-        phases, tensors = len(self.coverage.phases), self.coverage.tensors
+        phases, tensors, steps = len(self.coverage.phases), self.coverage.tensors, self.coverage.steps
         counts = f"{phases} phase{'s' * (phases > 1)}, {tensors:,} tensor{'s' * (tensors != 1)}"
-        return self._result("same", f"same: {self.sides()}, {format_steps(self.coverage.steps)}, {counts}, bit for bit")
+        return self._result("same", f"same: {self.sides()}, {coverage.format_steps(steps)}, {counts}, bit for bit")
 
     @abstractmethod
     def divergences(self) -> list[Divergence]:
@@ -141,7 +120,7 @@ class _Comparison(ABC):
         """The steps in which a difference counts, ascending."""
 
     @abstractmethod
-    def causes(self, until: int) -> list[Cause]:
+    def possible_causes(self, until: int) -> list[Cause]:
         """Possible causes of a divergence in step ``until``."""
 
     @abstractmethod
@@ -168,10 +147,6 @@ class _Comparison(ABC):
         """The greatest relative difference of norms in the first location; None if unknown."""
         return None
 
-    def majority(self, first: Divergence) -> str:  # noqa: ARG002
-        """A sentence about a majority, with a space after it."""
-        return ""
-
     def _doubts(self) -> Iterator[str]:
         """The reasons not to say ``same`` although nothing differs, the weightiest first; empty texts are none."""
         steps = self.coverage.steps
@@ -184,7 +159,7 @@ class _Comparison(ABC):
             yield f"no step in common ({spans})"
         if self.problems:
             yield f"rank 0 of each run holds the same, but {self.problems[0]}"
-        yield uncompared_steps(self.run_coverages, steps)
+        yield coverage.uncompared_steps(self.run_coverages, steps)
         if not steps:
             yield self.no_step
         if not self.coverage.phases:
@@ -195,10 +170,10 @@ class _Comparison(ABC):
                 "what parted them came after it (see the error)"
             )
         if all(self._starting_runs(step) for step in steps):
-            yield f"only the start ({format_steps(steps)}) was recorded by {self.everyone}, where they agree"
+            yield f"only the start ({coverage.format_steps(steps)}) was recorded by {self.everyone}, where they agree"
 
     def _different(self, first: Divergence, *others: Divergence) -> Comparison:
-        causes = self.causes(first.step)
+        found = self.possible_causes(first.step)
         start: Key = first.step, PHASES.index(first.phase)
         later = {key: mask for key, mask in self.masks().items() if key >= start}  # earlier settings are causes
         locations, more_locations = merge(later, self.steps)
@@ -209,7 +184,7 @@ class _Comparison(ABC):
             is_start=bool(starting),
             starting_run=starting[0] if len(starting) == 1 else "",
             previous=max((step for step in self.steps if step < first.step), default=None),
-            causes=frozenset(cause.what for cause in causes),
+            causes=frozenset(cause.what for cause in found),
             size=self.size(),
             **self.evidence(first),
         )
@@ -220,8 +195,8 @@ class _Comparison(ABC):
             first,
             others=others[:MAX_OTHERS],
             size=evidence.size,
-            explanation=f"{self.majority(first)}{explain(evidence)}",
-            causes=tuple(causes),
+            explanation=explain(evidence),
+            causes=tuple(found),
             locations=locations,
             more_locations=more_locations,
         )
@@ -229,7 +204,7 @@ class _Comparison(ABC):
     def _starting_runs(self, step: int) -> list[str]:
         """Labels of the runs which start with the state after ``step``."""
         pairs = zip(self.run_coverages, self.runs, strict=True)
-        return [coverage.label for coverage, run in pairs if step == run.environments[0].first_step - 1]
+        return [item.label for item, run in pairs if step == run.environments[0].first_step - 1]
 
     def _result(self, verdict: Verdict, headline: str, first: Divergence | None = None, **more: Any) -> Comparison:
         compared = self.coverage.steps
@@ -256,7 +231,7 @@ class _RunComparison(_Comparison):
     def __init__(self, a: Run, b: Run, progress: Progress) -> None:
         super().__init__((a, b), "AB")
         self._equal_sizes = a.world_size == b.world_size
-        self._calls = CallDifferences()
+        self._calls = causes.CallDifferences()
         self._operations = RunOperations()
         self._tensors = Locations()
         self._settings = Locations()
@@ -281,7 +256,7 @@ class _RunComparison(_Comparison):
         check_same_model(pair, *(run.folder for run in self.runs))
         self.coverage.add_rank(rank, pair.steps, pair.entry_counts())
         if rank == 0:
-            self.metrics = metric_differences(pair)
+            self.metrics = causes.metric_differences(pair)
         for step, phase in pair.candidates:
             self._compare(rank, pair, step, phase)
         if self._equal_sizes:
@@ -340,19 +315,19 @@ class _RunComparison(_Comparison):
     def masks(self) -> Mapping[Key, LocationMask]:
         return {**self._tensors.masks, **self._settings.masks}
 
-    def causes(self, until: int) -> list[Cause]:
+    def possible_causes(self, until: int) -> list[Cause]:
         settings = [] if self._settings_come_first else self._setting_causes(until)
         around = [*self._environment_causes(), *settings]
         if self._equal_sizes:
             return [*around, *self._calls.causes(until)]
-        totals = [step_totals(_traces(run, until), until, run.world_size) for run in self.runs]
-        return [*around, *total_causes(*totals, reproducible=self._reproducible)]
+        totals = [causes.step_totals(_traces(run, until), until, run.world_size) for run in self.runs]
+        return [*around, *causes.total_causes(*totals, reproducible=self._reproducible)]
 
     def _environment_causes(self) -> list[Cause]:
         a, b = (run.environments for run in self.runs)
         if self._equal_sizes:
-            return causes_by_rank(list(zip(a, b, strict=True)))
-        return causes_by_run(a, b)[0]
+            return causes.causes_by_rank(list(zip(a, b, strict=True)))
+        return causes.causes_by_run(a, b)[0]
 
     def _setting_causes(self, until: int | None = None) -> list[Cause]:
         """Differing settings up to a step; only the first step with a difference counts."""
@@ -385,9 +360,9 @@ class _RunComparison(_Comparison):
 
     def notes(self, verdict: Verdict) -> list[str]:
         steps = self.coverage.any_steps
-        texts = step_notes(self.runs, self.run_coverages, steps) + self.coverage.notes()
+        texts = coverage.step_notes(self.runs, self.run_coverages, steps) + self.coverage.notes()
         if not self._equal_sizes:
-            texts += world_size_notes(
+            texts += coverage.world_size_notes(
                 self.runs,
                 self._local_buffers,
                 inputs_compared=self._reproducible,
@@ -395,11 +370,11 @@ class _RunComparison(_Comparison):
             )
         if steps:
             phases = PHASES if self._equal_sizes else SHARED_PHASES
-            texts += phase_notes(self.runs, self.run_coverages, phases)
+            texts += coverage.phase_notes(self.runs, self.run_coverages, phases)
         a, b = (run.folder.resolve() for run in self.runs)
         texts += ["A and B are the same folder"] * (a == b) + self.problems
         if verdict == "same":
-            texts += cause_notes([*self._environment_causes(), *self._setting_causes()])
+            texts += coverage.cause_notes([*self._environment_causes(), *self._setting_causes()])
         return texts
 
     def sides(self) -> str:
@@ -483,10 +458,10 @@ class _RankComparison(_Comparison):
         outside = {key: self._groups[key].outside_majority() for key in self._keys()}
         return {key: replace(found[key], ranks=bit_mask(ranks, size)) for key, ranks in outside.items()}
 
-    def causes(self, until: int) -> list[Cause]:  # noqa: ARG002 - environments are equal in all steps
+    def possible_causes(self, until: int) -> list[Cause]:  # noqa: ARG002 - environments are equal in all steps
         """Facts of the environment which differ between ranks; the majority's value comes first."""
         rows = [
-            {fact: item.facts[fact] for fact in by_likelihood(list(item.facts)) if fact not in _FACTS_OF_A_RANK}
+            {fact: item.facts[fact] for fact in causes.by_likelihood(list(item.facts)) if fact not in _FACTS_OF_A_RANK}
             for item in self._run.environments
         ]
         return [
@@ -495,7 +470,7 @@ class _RankComparison(_Comparison):
         ]
 
     def evidence(self, first: Divergence) -> Mapping[str, Any]:  # noqa: ARG002
-        return {"kind": "ranks"}
+        return {"kind": "ranks", "world_size": self._run.world_size}
 
     def operations(self, first: Divergence | None) -> tuple[OperationFinding | None, Iterator[str]]:
         """Up to the step of the first divergence. Every file is read once more."""
@@ -507,11 +482,11 @@ class _RankComparison(_Comparison):
         run_coverage, size = self.run_coverages[0], self._run.world_size
         texts = run_coverage.notes()
         if missing := [phase for phase in SHARED_PHASES if 0 < len(run_coverage.phases.get(phase, ())) < size]:
-            texts.append(f"not compared, for not all ranks recorded it: {', '.join(phase_labels(missing))}")
-        texts += optimizer_notes([self._run], run_coverage.phases)
-        texts += local_buffer_notes(self._run.environments[0].local_buffers)
+            texts.append(f"not compared, for not all ranks recorded it: {', '.join(coverage.phase_labels(missing))}")
+        texts += coverage.optimizer_notes([self._run], run_coverage.phases)
+        texts += coverage.local_buffer_notes(self._run.environments[0].local_buffers)
         if verdict == "same":
-            texts += [f"{cause.what} differs between ranks and changed no bit" for cause in self.causes(0)]
+            texts += [f"{cause.what} differs between ranks and changed no bit" for cause in self.possible_causes(0)]
         return texts
 
     def sides(self) -> str:
@@ -522,14 +497,6 @@ class _RankComparison(_Comparison):
         labels = [side.label for side in reversed(first.sides)]
         more = [f"{len(labels) - MAX_SIDES} more groups"] if len(labels) > MAX_SIDES else []
         return f": {' against '.join([*labels[:MAX_SIDES], *more])}"
-
-    def majority(self, first: Divergence) -> str:
-        agreeing = self._run.world_size - len(first.ranks)
-        if not agreeing:
-            return "No majority: nothing tells which ranks to look at. "
-        return (
-            f"{agreeing} of {self._run.world_size} ranks agree; a majority speaks against {name_ranks(first.ranks)}. "
-        )
 
 
 def _traces(run: Run, until: int) -> Iterator[RankTrace]:

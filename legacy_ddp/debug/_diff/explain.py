@@ -1,10 +1,20 @@
-"""Explanation of the first divergence: sentences chosen by its phase and by the evidence. Pure."""
+"""Explanation of the first divergence: a table of sentences, each with its condition on the evidence. Pure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from legacy_ddp.debug._diff import causes
+from legacy_ddp._compare import name_ranks
+from legacy_ddp.debug._diff.causes import (
+    DATA,
+    FORWARDS,
+    GENERATORS,
+    MICRO_BATCHES,
+    SAMPLE_SIZE,
+    SHAPE,
+    TOOK_PART,
+    TOTALS,
+)
 from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, ROUNDING_LIMIT, Growth
 from legacy_ddp.debug._diff.result import Divergence
 
@@ -22,7 +32,7 @@ class Evidence:
     without any. ``is_start``: the divergence is at the start of a run; ``starting_run``: A or B if only this run starts
     there. ``causes``: names of the possible causes. ``inputs_known``, ``generators_known``: inputs and random
     generators of the differing ranks were recorded. ``reproducible``: sums do not depend on the world size. ``size``:
-    as in :class:`Comparison`.
+    as in :class:`Comparison`. ``world_size``: of one run, to speak of a majority.
     """
 
     kind: Kind
@@ -37,6 +47,7 @@ class Evidence:
     reproducible: bool = False
     size: float | None = None
     growth: Growth | None = None
+    world_size: int = 0
 
     @property
     def only_side(self) -> str:
@@ -63,235 +74,256 @@ class Evidence:
             text += f"{', '.join(others)} and {last} agree, so " if others else f"{last} agree, so "
         return text[:1].upper() + text[1:]
 
+    @property
+    def other_data(self) -> frozenset[str]:
+        """Differences between the arguments of forward passes."""
+        return self.causes & {DATA, SHAPE}
 
-def _start_settings(evidence: Evidence) -> Iterator[str]:
-    yield f"{_begin_with(evidence)} other settings of the optimizer: {evidence.values}."
+    @property
+    def other_numbers(self) -> frozenset[str]:
+        """Differences between the numbers of forward passes and of micro-batches."""
+        return self.causes & {MICRO_BATCHES, FORWARDS}
 
+    @property
+    def other_amounts(self) -> frozenset[str]:
+        """Differences between the amounts that the sum is divided by or made of."""
+        return self.causes & {SAMPLE_SIZE, TOOK_PART, *TOTALS}
 
-def _start_optimizer(evidence: Evidence) -> Iterator[str]:
-    if label := evidence.only_side:
-        yield f"Only {label} holds it there: was the optimizer's state left out of a checkpoint, or of loading it?"
-    else:
-        begin = _begin_with(evidence)
-        yield f"{begin} another state of the optimizer: another checkpoint, or one loaded in one run only."
+    @property
+    def equal_data(self) -> bool:
+        """Whether the forward passes were given equal data on both sides."""
+        return self.inputs_known and not self.other_data and not self.other_numbers
 
+    @property
+    def equal_generators(self) -> bool:
+        return self.generators_known and GENERATORS not in self.causes
 
-def _start_parameters(evidence: Evidence) -> Iterator[str]:
-    yield f"{_begin_with(evidence)} other weights: another seed, another initialisation or another checkpoint."
-    if "seed" in evidence.causes:
-        yield "Their seeds differ."
+    @property
+    def adds_in_tree(self) -> bool:
+        """Whether both runs added equal numbers of micro-batches in an order independent of the world size."""
+        return self.reproducible and TOTALS[0] not in self.causes
 
+    @property
+    def is_rounding(self) -> bool:
+        return self.size is not None and self.size <= ROUNDING_LIMIT
 
-def _start_buffers(evidence: Evidence) -> Iterator[str]:
-    if "parameters" in evidence.compared:
-        yield "Weights agree."
-    yield f"{_begin_with(evidence)} other buffers: a checkpoint without them, or a forward pass before the start."
+    @property
+    def begin_with(self) -> str:
+        """Beginning of a sentence about the start of one run, or of both."""
+        if not self.starting_run:
+            return "The runs begin with"
+        return f"{self.starting_run} begins there, and the other run has trained up to there. It begins with"
 
+    @property
+    def numbers(self) -> str:
+        """``forward passes and of micro-batches``."""
+        return " and of ".join(sorted(self.other_numbers))
 
-def _begin_with(evidence: Evidence) -> str:
-    if not evidence.starting_run:
-        return "The runs begin with"
-    return f"{evidence.starting_run} begins there, and the other run has trained up to there. It begins with"
+    @property
+    def agreeing(self) -> int:
+        """The number of ranks in the majority."""
+        return self.world_size - len(self.first.ranks)
 
-
-def _local_gradients(evidence: Evidence) -> Iterator[str]:
-    yield "Local gradients are the first to differ: other inputs, another computation, or another state before it."
-    yield from _only_side(evidence)
-    data = evidence.causes & {causes.DATA, causes.SHAPE}
-    batches = evidence.causes & {causes.MICRO_BATCHES, causes.FORWARDS}
-    random = causes.GENERATORS in evidence.causes
-    if causes.SHAPE in data:
-        yield "The forward passes were given micro-batches of another shape."
-    if data == {causes.DATA}:
-        yield "The forward passes were given other data."
-    if batches:
-        yield f"The runs took another number of {' and of '.join(sorted(batches))}."
-    if random:
-        yield "Random generators differ, so dropout may have drawn other masks."
-    if not data and not evidence.inputs_known:
-        yield "Whether the data differ cannot be told: not all inputs were recorded."
-    equal_data = evidence.inputs_known and not data and not batches
-    equal_random = evidence.generators_known and not random
-    if equal_data:
-        yield "The forward passes were given equal data, so the data are ruled out."
-    # Not with micro_batch_rng() (reproducible runs): its seeds are gone before the call records the generators. Not
-    # with other data: equal generators may have drawn the mask for another tensor.
-    if equal_random and not data and not evidence.reproducible:
-        yield "Random generators are equal, so dropout has drawn from the same numbers."
-    if equal_data and equal_random and not batches and not evidence.only_side:
-        yield (
-            "Look at: other code or arguments of the model, loss or its scale, weights or buffers written since the "
-            "step before was recorded, gradients left over (zero_grad) or edited before the call, other targets in a "
-            "loss outside the module, other arithmetic (threads, kernels, versions, a kernel that is not "
-            "deterministic)."
-        )
+    @property
+    def outside(self) -> str:
+        """The ranks outside the majority."""
+        return name_ranks(self.first.ranks)
 
 
-def _reduced_gradients(evidence: Evidence) -> Iterator[str]:
-    if evidence.causes & {causes.SAMPLE_SIZE, causes.TOOK_PART, *causes.TOTALS}:
-        yield "The ranks took other amounts, which the sum is divided by or made of."
-    elif evidence.kind == "sizes":
-        yield "Local gradients of other world sizes cannot be compared, so they or their sum may part the runs."
-    elif "local_gradients" in evidence.compared:
-        yield (
-            "All local gradients agree, so their reduction parts the runs: the order of the sum (buffer_size, backend, "
-            "hosts), reduce_dtype, a communication hook, or a transport that does not keep its bits."
-        )
-    else:
-        yield "Local gradients were not recorded by both, so whether they or their sum part the runs cannot be told."
-    yield from _only_side(evidence)
-    if evidence.causes & {causes.DATA, causes.SHAPE}:
-        yield "The forward passes were given other data."
-
-
-def _settings(evidence: Evidence) -> Iterator[str]:
-    yield f"A setting of the optimizer parts the runs: {evidence.values}. Another schedule or another argument."
-    if "reduced_gradients" in evidence.compared:
-        yield "Gradients agree up to there."
-
-
-def _optimizer(evidence: Evidence) -> Iterator[str]:
-    yield f"{evidence.earlier_phases}something else after the previous step parts the runs."
-    yield (
-        "Gradients clipped or edited before step(), a step left out or taken twice, a write to the optimizer's state "
-        "(or to weights, which weight decay carries there), or other arithmetic of the optimizer."
-    )
-    yield from _only_side(evidence)
-
-
-def _parameters(evidence: Evidence) -> Iterator[str]:
-    if "optimizer" in evidence.compared:
-        yield f"{evidence.earlier_phases}only weights part the runs."
-        yield "A write to them outside of step(), a step left out or taken twice, other arithmetic, or memory."
-    else:
-        yield f"{evidence.earlier_phases}what came between the call and the end of the step parts the runs."
-        yield "Gradients clipped or edited there, another learning rate if none was recorded, or a write to weights."
-    yield from _only_side(evidence)
-
-
-def _buffers(evidence: Evidence) -> Iterator[str]:
-    if "parameters" in evidence.compared:
-        yield "Only buffers part the runs."
-    yield (
-        "Forward passes in training mode that made no gradients (evaluation without eval()), another momentum or code "
-        "of the layer, or a write to them."
-    )
-    yield from _only_side(evidence)
-
-
-def _only_side(evidence: Evidence) -> Iterator[str]:
-    if label := evidence.only_side:
-        yield f"Only {label} holds {evidence.first.name}."
-
-
-AT_START: dict[str, Callable[[Evidence], Iterator[str]]] = {
-    "settings": _start_settings,
-    "optimizer": _start_optimizer,
-    "parameters": _start_parameters,
-    "buffers": _start_buffers,
-}
-BETWEEN_RUNS: dict[str, Callable[[Evidence], Iterator[str]]] = {
-    "local_gradients": _local_gradients,
-    "reduced_gradients": _reduced_gradients,
-    "settings": _settings,
-    "optimizer": _optimizer,
-    "parameters": _parameters,
-    "buffers": _buffers,
-}
-
-
-def _rank_settings(_: Evidence) -> Iterator[str]:
-    yield "Ranks hold other settings of the optimizer: a scheduler that is ahead, or an argument that depends on rank."
-
-
-def _rank_reduced_gradients(_: Evidence) -> Iterator[str]:
-    yield (
-        "Ranks left one call with other gradients: a transport or memory that does not keep its bits, or a "
-        "communication hook that reduces in sub-groups by design."
-    )
-
-
-def _rank_optimizer(evidence: Evidence) -> Iterator[str]:
-    if evidence.is_start:
-        yield "Ranks begin with another state of the optimizer: a checkpoint loaded on some of them alone."
-        return
-    yield f"{evidence.earlier_phases}something else after the previous step parts the ranks."
-    yield (
-        "Gradients clipped or edited on some ranks alone, a step left out, a write to the optimizer's state (or to "
-        "weights, which weight decay carries there), or memory."
-    )
-
-
-def _rank_parameters(evidence: Evidence) -> Iterator[str]:
-    if evidence.is_start:
-        yield "Ranks begin with other weights: seeds with init_sync=False, or a checkpoint loaded on some ranks alone."
-        return
-    yield f"{evidence.earlier_phases}something else after the previous step parts the ranks."
-    yield "A write to weights outside of step(), a step left out on some ranks, a clip of their own, or memory."
-
-
-def _rank_buffers(_: Evidence) -> Iterator[str]:
-    yield "Buffers of ranks part, often statistics of each rank's own data (BatchNorm, an average)."
-    yield (
-        'If that is meant, leave them out here, --local-buffers "*.running_*", and in the training, '
-        'Checks(local_buffers=("*.running_*",)); else call broadcast_buffers().'
-    )
-
-
-BETWEEN_RANKS: dict[str, Callable[[Evidence], Iterator[str]]] = {
-    "reduced_gradients": _rank_reduced_gradients,
-    "settings": _rank_settings,
-    "optimizer": _rank_optimizer,
-    "parameters": _rank_parameters,
-    "buffers": _rank_buffers,
-}
+Rows = tuple[str | tuple[Callable[[Evidence], object], str], ...]
+"""Sentences, with attributes of the evidence ``e`` in braces. A sentence with a condition is told if it is true."""
 
 
 def explain(evidence: Evidence) -> str:
-    """The sentences which the evidence supports."""
-    return " ".join(_sentences(evidence))
+    """The sentences that the evidence supports, in the order of the table."""
+    rows = [row if isinstance(row, tuple) else (lambda _: True, row) for row in _rows(evidence)]
+    return " ".join(sentence.format(e=evidence) for holds, sentence in rows if holds(evidence))
 
 
-def _sentences(evidence: Evidence) -> Iterator[str]:
-    if not evidence.is_start:
-        yield from _previous_steps(evidence)
-    table = BETWEEN_RANKS if evidence.kind == "ranks" else AT_START if evidence.is_start else BETWEEN_RUNS
-    yield from table[evidence.first.phase](evidence)
-    if evidence.kind == "sizes" and not evidence.is_start:
-        yield _world_sizes(evidence)
-    if evidence.kind != "ranks" and evidence.size is not None:
-        yield from _size(evidence, evidence.size)
+def _rows(evidence: Evidence) -> Rows:
+    start, phase = evidence.is_start, evidence.first.phase
+    before = () if start else _STEPS_BEFORE
+    if evidence.kind == "ranks":
+        return (*_MAJORITY, *before, (_RANKS_AT_START if start else _BETWEEN_RANKS)[phase])
+    sizes = _WORLD_SIZES if evidence.kind == "sizes" and not start else ()
+    return (*before, *(_RUNS_AT_START if start else _BETWEEN_RUNS)[phase], *sizes, *_SIZE)
 
 
-def _previous_steps(evidence: Evidence) -> Iterator[str]:
-    step, previous = evidence.first.step, evidence.previous
-    if previous is None:
-        yield "Nothing before this step was compared, so the cause may lie earlier."
-    elif previous == step - 1:
-        yield f"All that was compared up to step {previous} agrees."
-    else:
-        yield f"Steps after {previous} and before this one were not compared, so the cause may lie in any of them."
+_MAJORITY: Rows = (
+    (lambda e: not e.agreeing, "No majority: nothing tells which ranks to look at."),
+    (lambda e: e.agreeing, "{e.agreeing} of {e.world_size} ranks agree; a majority speaks against {e.outside}."),
+)
+_STEPS_BEFORE: Rows = (
+    (lambda e: e.previous is None, "Nothing before this step was compared, so the cause may lie earlier."),
+    (lambda e: e.previous == e.first.step - 1, "All that was compared up to step {e.previous} agrees."),
+    (
+        lambda e: e.previous is not None and e.previous < e.first.step - 1,
+        "Steps after {e.previous} and before this one were not compared, so the cause may lie in any of them.",
+    ),
+)
+_ONLY_SIDE: Rows = ((lambda e: e.only_side, "Only {e.only_side} holds {e.first.name}."),)
 
+_RUNS_AT_START: dict[str, Rows] = {
+    "settings": ("{e.begin_with} other settings of the optimizer: {e.values}.",),
+    "optimizer": (
+        (
+            lambda e: e.only_side,
+            "Only {e.only_side} holds it there: was the optimizer's state left out of a checkpoint, or of loading it?",
+        ),
+        (
+            lambda e: not e.only_side,
+            "{e.begin_with} another state of the optimizer: another checkpoint, or one loaded in one run only.",
+        ),
+    ),
+    "parameters": (
+        "{e.begin_with} other weights: another seed, another initialisation or another checkpoint.",
+        (lambda e: "seed" in e.causes, "Their seeds differ."),
+    ),
+    "buffers": (
+        (lambda e: "parameters" in e.compared, "Weights agree."),
+        "{e.begin_with} other buffers: a checkpoint without them, or a forward pass before the start.",
+    ),
+}
 
-def _world_sizes(evidence: Evidence) -> str:
-    if evidence.reproducible and causes.TOTALS[0] not in evidence.causes:
-        return (
-            "Both add gradients in the order of a tree (reproducible=True): with a no_sync() block for each "
-            "micro-batch the order of the sum is not the reason. A loss divided by the micro-batches of a rank would "
-            "be one, and random numbers that follow from the rank."
-        )
-    return "Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order."
+_BETWEEN_RUNS: dict[str, Rows] = {
+    "local_gradients": (
+        "Local gradients are the first to differ: other inputs, another computation, or another state before it.",
+        *_ONLY_SIDE,
+        (lambda e: SHAPE in e.causes, "The forward passes were given micro-batches of another shape."),
+        (lambda e: e.other_data == {DATA}, "The forward passes were given other data."),
+        (lambda e: e.other_numbers, "The runs took another number of {e.numbers}."),
+        (lambda e: GENERATORS in e.causes, "Random generators differ, so dropout may have drawn other masks."),
+        (
+            lambda e: not e.other_data and not e.inputs_known,
+            "Whether the data differ cannot be told: not all inputs were recorded.",
+        ),
+        (lambda e: e.equal_data, "The forward passes were given equal data, so the data are ruled out."),
+        (
+            # Not with micro_batch_rng() (reproducible runs): its seeds are gone before the call records the generators.
+            # Not with other data: equal generators may have drawn the mask for another tensor.
+            lambda e: e.equal_generators and not e.other_data and not e.reproducible,
+            "Random generators are equal, so dropout has drawn from the same numbers.",
+        ),
+        (
+            lambda e: e.equal_data and e.equal_generators and not e.only_side,
+            "Look at: other code or arguments of the model, loss or its scale, weights or buffers written since the "
+            "step before was recorded, gradients left over (zero_grad) or edited before the call, other targets in a "
+            "loss outside the module, other arithmetic (threads, kernels, versions, a kernel that is not "
+            "deterministic).",
+        ),
+    ),
+    "reduced_gradients": (
+        (lambda e: e.other_amounts, "The ranks took other amounts, which the sum is divided by or made of."),
+        (
+            lambda e: not e.other_amounts and e.kind == "sizes",
+            "Local gradients of other world sizes cannot be compared, so they or their sum may part the runs.",
+        ),
+        (
+            lambda e: not e.other_amounts and e.kind == "runs" and "local_gradients" in e.compared,
+            "All local gradients agree, so their reduction parts the runs: the order of the sum (buffer_size, backend, "
+            "hosts), reduce_dtype, a communication hook, or a transport that does not keep its bits.",
+        ),
+        (
+            lambda e: not e.other_amounts and e.kind == "runs" and "local_gradients" not in e.compared,
+            "Local gradients were not recorded by both, so whether they or their sum part the runs cannot be told.",
+        ),
+        *_ONLY_SIDE,
+        (lambda e: e.other_data, "The forward passes were given other data."),
+    ),
+    "settings": (
+        "A setting of the optimizer parts the runs: {e.values}. Another schedule or another argument.",
+        (lambda e: "reduced_gradients" in e.compared, "Gradients agree up to there."),
+    ),
+    "optimizer": (
+        (
+            "{e.earlier_phases}something else after the previous step parts the runs. Gradients clipped or edited "
+            "before step(), a step left out or taken twice, a write to the optimizer's state (or to weights, which "
+            "weight decay carries there), or other arithmetic of the optimizer."
+        ),
+        *_ONLY_SIDE,
+    ),
+    "parameters": (
+        (
+            lambda e: "optimizer" in e.compared,
+            "{e.earlier_phases}only weights part the runs. A write to them outside of step(), a step left out or taken "
+            "twice, other arithmetic, or memory.",
+        ),
+        (
+            lambda e: "optimizer" not in e.compared,
+            "{e.earlier_phases}what came between the call and the end of the step parts the runs. Gradients clipped or "
+            "edited there, another learning rate if none was recorded, or a write to weights.",
+        ),
+        *_ONLY_SIDE,
+    ),
+    "buffers": (
+        (lambda e: "parameters" in e.compared, "Only buffers part the runs."),
+        (
+            "Forward passes in training mode that made no gradients (evaluation without eval()), another momentum or "
+            "code of the layer, or a write to them."
+        ),
+        *_ONLY_SIDE,
+    ),
+}
 
+_BETWEEN_RANKS: dict[str, str] = {
+    "reduced_gradients": (
+        "Ranks left one call with other gradients: a transport or memory that does not keep its bits, or a "
+        "communication hook that reduces in sub-groups by design."
+    ),
+    "settings": (
+        "Ranks hold other settings of the optimizer: a scheduler that is ahead, or an argument that depends on rank."
+    ),
+    "optimizer": (
+        "{e.earlier_phases}something else after the previous step parts the ranks. Gradients clipped or edited on "
+        "some ranks alone, a step left out, a write to the optimizer's state (or to weights, which weight decay "
+        "carries there), or memory."
+    ),
+    "parameters": (
+        "{e.earlier_phases}something else after the previous step parts the ranks. A write to weights outside of "
+        "step(), a step left out on some ranks, a clip of their own, or memory."
+    ),
+    "buffers": (
+        "Buffers of ranks part, often statistics of each rank's own data (BatchNorm, an average). If that is "
+        'meant, leave them out here, --local-buffers "*.running_*", and in the training, '
+        'Checks(local_buffers=("*.running_*",)); else call broadcast_buffers().'
+    ),
+}
+_RANKS_AT_START: dict[str, str] = {
+    **_BETWEEN_RANKS,
+    "optimizer": "Ranks begin with another state of the optimizer: a checkpoint loaded on some of them alone.",
+    "parameters": (
+        "Ranks begin with other weights: seeds with init_sync=False, or a checkpoint loaded on some ranks alone."
+    ),
+}
 
-def _size(evidence: Evidence, size: float) -> Iterator[str]:
-    if size > ROUNDING_LIMIT:
-        yield f"Norms there differ by up to {size:.2g} relative: more than rounding usually makes at once."
-        return
-    yield f"Norms there differ by at most {size:.2g} relative: of rounding size, judged by norms alone."
-    if (growth := evidence.growth) and growth.name:
-        yield f"It grows beyond {GROWTH_LIMIT:.1%} at step {growth.step}: {growth.name}."
-    elif growth:
-        yield (
-            f"Up to step {growth.last}, no norm of weights or reduced gradients differs by more than "
-            f"{GROWTH_LIMIT:.1%}."
-        )
+_WORLD_SIZES: Rows = (
+    (
+        lambda e: e.adds_in_tree,
+        "Both add gradients in the order of a tree (reproducible=True): with a no_sync() block for each micro-batch "
+        "the order of the sum is not the reason. A loss divided by the micro-batches of a rank would be one, and "
+        "random numbers that follow from the rank.",
+    ),
+    (
+        lambda e: not e.adds_in_tree,
+        "Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order.",
+    ),
+)
+_SIZE: Rows = (
+    (
+        lambda e: e.size is not None and not e.is_rounding,
+        "Norms there differ by up to {e.size:.2g} relative: more than rounding usually makes at once.",
+    ),
+    (
+        lambda e: e.is_rounding,
+        "Norms there differ by at most {e.size:.2g} relative: of rounding size, judged by norms alone.",
+    ),
+    (
+        lambda e: e.is_rounding and e.growth and e.growth.name,
+        f"It grows beyond {GROWTH_LIMIT:.1%} at step {{e.growth.step}}: {{e.growth.name}}.",
+    ),
+    (
+        lambda e: e.is_rounding and e.growth and not e.growth.name,
+        "Up to step {e.growth.last}, no norm of weights or reduced gradients differs by more than "
+        f"{GROWTH_LIMIT:.1%}.",
+    ),
+)

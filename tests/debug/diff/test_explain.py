@@ -21,6 +21,7 @@ def explained(phase: str, **changes: Any) -> str:
         "previous": 6,
         "inputs_known": True,
         "generators_known": True,
+        "world_size": 3,
     }
     return explain(Evidence(**{**given, **changes}))
 
