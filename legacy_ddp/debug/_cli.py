@@ -118,7 +118,7 @@ def _show(given: argparse.Namespace) -> int:
 def _report(given: argparse.Namespace) -> int:
     runs = [open_run(path) for path in given.traces]
     try:
-        from legacy_ddp.debug._page.write_page import write_page  # needs bokeh; the other commands do not
+        from legacy_ddp.debug._page.page import write_page  # needs bokeh; the other commands do not
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
