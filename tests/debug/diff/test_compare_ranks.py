@@ -279,7 +279,7 @@ def test_environments_that_ranks_do_not_share_are_causes_but_for_seeds(tmp_path:
     ]
 
 
-def test_many_ranks_are_compared_with_one_file_open_at_a_time(tmp_path: Path) -> None:
+def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     run = open_run(
         write_trace(tmp_path / "t", world_size=200, steps=2, planted={(77, 2, "parameters", WEIGHT): (DIGEST, 1.0)})
