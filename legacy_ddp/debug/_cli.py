@@ -14,12 +14,11 @@ from legacy_ddp import __version__
 from legacy_ddp._errors import TraceError
 from legacy_ddp._text import printable
 from legacy_ddp.debug._diff import text
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
 from legacy_ddp.debug._explain import find, list_lines, read_sections, section_lines
 from legacy_ddp.debug._progress import progress_bar
-from legacy_ddp.debug._trace import summary_text
+from legacy_ddp.debug._trace import summary
 from legacy_ddp.debug._trace.run import Run, open_run
 from legacy_ddp.debug._trace.summary import summarise
 
@@ -113,15 +112,13 @@ def _show(given: argparse.Namespace) -> int:
     run = open_run(given.traces[0])
     with progress_bar(_size([run])) as progress:
         found = summarise(run, progress)
-    return _print(found.as_json() if given.json else summary_text.lines(found), 0)
+    return _print(found.as_json() if given.json else summary.lines(found), 0)
 
 
 def _report(given: argparse.Namespace) -> int:
     runs = [open_run(path) for path in given.traces]
     try:
-        from legacy_ddp.debug._page.write_page import (
-            write_page,  # needs bokeh; the other commands do not
-        )
+        from legacy_ddp.debug._page.page import write_page  # needs bokeh; the other commands do not
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise

@@ -25,9 +25,9 @@ from legacy_ddp.debug._arguments import Optimizers, as_count, as_flag, as_folder
 from legacy_ddp.debug._operation_steps import OperationSteps
 from legacy_ddp.debug._steps import OptimizerSteps, warn_of_foreign_optimizers
 from legacy_ddp.debug._trace import snapshot
-from legacy_ddp.debug._trace.call_facts import facts_of
 from legacy_ddp.debug._trace.environment import environment_of
 from legacy_ddp.debug._trace.records import Environment, Section
+from legacy_ddp.debug._trace.snapshot import facts_of
 from legacy_ddp.debug._trace.write import Writer
 
 

@@ -1,20 +1,71 @@
-"""Differences around the calls of two runs: data, amounts, random generators. They are causes, never a verdict."""
+"""Differences around the training of two runs: environment, data, amounts, generators, metrics. None is a verdict."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from legacy_ddp._compare import name_ranks
+from legacy_ddp._compare import MISSING, name_ranks
+from legacy_ddp._text import plain
 from legacy_ddp.debug._diff.pair import Pair
-from legacy_ddp.debug._diff.result import Cause
+from legacy_ddp.debug._diff.result import Cause, MetricDifference
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import CallFacts
+from legacy_ddp.debug._trace.records import CallFacts, Environment
 
+EXCLUDED = ("host", "pid", "started")
+# Likeliest first. Unlisted facts come next, and the least likely facts last.
+_LIKELIEST = (
+    *("seed", "commit", "torch", "legacy_ddp", "reproducible", "reduce_dtype", "default dtype", "devices"),
+    *("backend", "transport", "threads", "float32 matmul precision", "deterministic algorithms", "cudnn.benchmark"),
+    *("cudnn.deterministic", "CUBLAS_WORKSPACE_CONFIG", "mkldnn", "cpu", "cuda", "cudnn", "nccl", "buffer_size"),
+    *("optimizer", "ignore", "interop threads"),
+)
+_LEAST_LIKELY = ("argv", "python", "platform", "gradient_as_bucket_view", "checks")
 SHAPE, DATA, MICRO_BATCHES, FORWARDS = "micro-batch shape", "data", "micro-batches", "forward passes"
 SAMPLE_SIZE, TOOK_PART, GENERATORS = "sample_size", "took part", "random generators"
 TOTALS = "micro-batches of all ranks", "sample_size of all ranks"
-
 # Likeliest first.
 _ORDER = (SHAPE, DATA, MICRO_BATCHES, FORWARDS, SAMPLE_SIZE, TOOK_PART, GENERATORS)
+
+
+def by_likelihood(facts: Sequence[str]) -> list[str]:
+    """The distinct facts, likeliest cause first, without the excluded facts."""
+
+    def position(fact: str) -> int:
+        if fact in _LIKELIEST:
+            return _LIKELIEST.index(fact)
+        return len(_LIKELIEST) + (1 + _LEAST_LIKELY.index(fact) if fact in _LEAST_LIKELY else 0)
+
+    return sorted((fact for fact in dict.fromkeys(facts) if fact not in EXCLUDED), key=position)
+
+
+def causes_by_rank(pairs: Sequence[tuple[Environment, Environment]]) -> list[Cause]:
+    """Facts which differ between rank r of A and rank r of B; ``pairs`` are in rank order."""
+    causes = []
+    for fact in by_likelihood([fact for a, b in pairs for fact in (*a.facts, *b.facts)]):
+        values = {a.rank: (a.facts.get(fact, MISSING), b.facts.get(fact, MISSING)) for a, b in pairs}
+        differing = {rank: sides for rank, sides in values.items() if sides[0] != sides[1]}
+        if differing:
+            causes.append(_fact_cause(fact, differing, len(values)))
+    return causes
+
+
+def causes_by_run(a: Sequence[Environment], b: Sequence[Environment]) -> tuple[list[Cause], list[str]]:
+    """Facts with one value in all of A and another value in all of B; and facts with several values in a run."""
+    causes, mixed = [], []
+    for fact in by_likelihood([fact for environment in (*a, *b) for fact in environment.facts]):
+        left, right = (list({item.facts.get(fact, MISSING): None for item in run}) for run in (a, b))
+        if len(left) > 1 or len(right) > 1:
+            mixed.append(fact)
+        elif left != right:
+            causes.append(Cause(fact, (("A", left[0]), ("B", right[0]))))
+    return [Cause("world size", (("A", str(len(a))), ("B", str(len(b))))), *causes], mixed
+
+
+def _fact_cause(fact: str, differing: dict[int, tuple[str, str]], world_size: int) -> Cause:
+    rank, (left, right) = next(iter(differing.items()))
+    where = [] if len(differing) == world_size else [f"on {name_ranks(differing)}"]
+    if len(set(differing.values())) > 1:
+        where.append(f"shown for rank {rank}")
+    return Cause(fact, (("A", left), ("B", right)), ", ".join(where))
 
 
 @dataclass(frozen=True)
@@ -172,3 +223,28 @@ def _cause(kind: str, found: list[_CallDifference]) -> Cause:
     if len({(item.a, item.b) for item in found}) > 1:
         where.append(f"shown for rank {first.rank}")
     return Cause(kind, (("A", first.a), ("B", first.b)), ", ".join(where))
+
+
+def metric_differences(pair: Pair) -> tuple[MetricDifference, ...]:
+    """The first difference of each metric, in the order of the steps. Values are compared exactly; NaN equals NaN.
+
+    Every rank has the same sums: a pair of ranks stands for both runs. Parses one short line per step and file.
+    """
+    firsts: dict[str, tuple[int, float | str | None, float | str | None]] = {}
+    counts: dict[str, int] = {}
+    calls = 0
+    for step in pair.steps:
+        a, b = pair.a.call(step), pair.b.call(step)
+        if a is None or b is None:
+            continue
+        calls += 1
+        for name in dict.fromkeys([*a.metrics, *b.metrics]):
+            left, right = a.metrics.get(name), b.metrics.get(name)
+            if repr(left) != repr(right):
+                firsts.setdefault(name, (step, _plain(left), _plain(right)))
+                counts[name] = counts.get(name, 0) + 1
+    return tuple(MetricDifference(name, *first, counts[name], calls) for name, first in firsts.items())
+
+
+def _plain(value: float | None) -> float | str | None:
+    return None if value is None else plain(value)
