@@ -10,9 +10,8 @@ from legacy_ddp.debug._cross_check.place import Place
 from legacy_ddp.debug._cross_check.settings_text import MODULE, RUN, name_setting
 from legacy_ddp.debug._cross_check.verdict import Verdict
 from legacy_ddp.debug._operations.describe import Labels
-from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.explain import CROSS_CHECK, Explanation, Facts, explain
-from legacy_ddp.debug._operations.explain_input import has_unknown_source
+from legacy_ddp.debug._operations.explain import CROSS_CHECK, Explanation, Facts, explain, has_unknown_source
+from legacy_ddp.debug._operations.operation import OperationDifference
 
 _STATE = Explanation(
     "state in Python that a run changes: a counter, a cache, an attribute of a module",

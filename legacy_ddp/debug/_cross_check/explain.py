@@ -9,8 +9,8 @@ from legacy_ddp.debug._cross_check.report import CrossCheckReport
 from legacy_ddp.debug._cross_check.settings_text import describe_settings
 from legacy_ddp.debug._cross_check.verdict import RING, Verdict
 from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
-from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Explanation, Facts
+from legacy_ddp.debug._operations.operation import OperationDifference
 
 
 def report_of(

@@ -17,8 +17,7 @@ from legacy_ddp.debug._cross_check.trial import Trial
 from legacy_ddp.debug._cross_check.verdict import RING, Witness
 from legacy_ddp.debug._cross_check.wire import difference_from, operation_from, to_json
 from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference
 
 _EQUAL = "the elements are not known: the output was equal in one more run"
 _TOO_LARGE = "the elements are not known: the output is too large, sparse, or of another shape"

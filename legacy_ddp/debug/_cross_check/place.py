@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from legacy_ddp._replicas.element_compare import ElementDifference
-from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import OperationDifference
 
 
 @dataclass(frozen=True)

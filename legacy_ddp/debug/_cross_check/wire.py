@@ -3,8 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from legacy_ddp.debug._operations.difference import Gap, OperationDifference, Origin
-from legacy_ddp.debug._operations.operation import Operation, Value
+from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value
 
 
 def to_json(record: Operation | OperationDifference) -> dict[str, Any]:

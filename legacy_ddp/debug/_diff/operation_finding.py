@@ -6,9 +6,8 @@ from legacy_ddp._compare import MISSING
 from legacy_ddp.debug._diff.result import OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._operations.align import aligned, differing
 from legacy_ddp.debug._operations.describe import Labels, at, before, details, short, summary
-from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Facts, explain
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference
 from legacy_ddp.debug._trace.records import Environment
 
 ROWS_BEFORE, ROWS_AFTER = 6, 8

@@ -8,8 +8,7 @@ from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.operation_finding import differing_facts, finding
 from legacy_ddp.debug._diff.result import OperationFinding
 from legacy_ddp.debug._operations.describe import alone, summary
-from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference
 from legacy_ddp.debug._operations.structure import Structure
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.run import Run

@@ -7,10 +7,9 @@ from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.operation_finding import agreement, differing_facts, finding, judge_values
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding
-from legacy_ddp.debug._operations.after_backward import with_after_backward
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import Labels
-from legacy_ddp.debug._operations.difference import OperationDifference
+from legacy_ddp.debug._operations.operation import OperationDifference, with_after_backward
 from legacy_ddp.debug._trace.coverage import span
 
 _LABELS: Labels = ("A", "B")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.difference import Origin
+from legacy_ddp.debug._operations.operation import Origin
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
 STEP = model()
