@@ -32,16 +32,13 @@ from legacy_ddp.debug._cross_arguments import (
     check_group,
     check_initialised,
 )
-from legacy_ddp.debug._cross_check.batch_plan import classes_in
-from legacy_ddp.debug._cross_check.generators import generator_states
+from legacy_ddp.debug._cross_check.batch import classes_in, pack
 from legacy_ddp.debug._cross_check.held import held_modules, held_statistics, held_values
-from legacy_ddp.debug._cross_check.one_run import Run, Runner
-from legacy_ddp.debug._cross_check.parcel import pack
-from legacy_ddp.debug._cross_check.passes import Passes
 from legacy_ddp.debug._cross_check.procedure import compare_runs
-from legacy_ddp.debug._cross_check.report import CrossCheckReport
-from legacy_ddp.debug._cross_check.saved_state import state_set_aside
+from legacy_ddp.debug._cross_check.run import Passes, Run, Runner
+from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
 from legacy_ddp.debug._cross_check.settings import settings_of
+from legacy_ddp.debug._cross_check.verdict import CrossCheckReport
 
 _LAYOUT_ADVICE = (
     "make the model and the arguments equal on all ranks; pass a tensor with other values on other ranks in the batch, "

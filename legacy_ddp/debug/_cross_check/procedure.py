@@ -7,12 +7,10 @@ import torch
 from legacy_ddp._transport.call import Call
 from legacy_ddp.debug._cross_check.explain import report_of
 from legacy_ddp.debug._cross_check.locate import locate
-from legacy_ddp.debug._cross_check.passes import Passes
-from legacy_ddp.debug._cross_check.report import CrossCheckReport
-from legacy_ddp.debug._cross_check.ring import run_ring
+from legacy_ddp.debug._cross_check.run import Passes
 from legacy_ddp.debug._cross_check.settings import RankSettings, differing_settings
-from legacy_ddp.debug._cross_check.trial import try_batch
-from legacy_ddp.debug._cross_check.verdict import choose_batch, differing_batches
+from legacy_ddp.debug._cross_check.trial import run_ring, try_batch
+from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches
 
 
 def compare_runs(
