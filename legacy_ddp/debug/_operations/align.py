@@ -267,7 +267,8 @@ def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
 
 def _may_write(gap: Gap, origin: Origin) -> bool:
     """Whether an operation in place stands in the gap, after the tensor was written."""
-    if gap.start_a <= (origin.writer_a or -1) or gap.start_b <= (origin.writer_b or -1):
+    starts = (gap.start_a, origin.writer_a), (gap.start_b, origin.writer_b)
+    if any(writer is not None and start <= writer for start, writer in starts):
         return False
     return any(item.writes_in_place for item in (*gap.a, *gap.b))
 
