@@ -1,7 +1,7 @@
 """Alignment of two sequences of operations, and the first difference of two that had the same data. Pure.
 
-The same data have two runs, and two ranks with one batch. :mod:`~legacy_ddp.debug._operations.structure` compares ranks
-with data of their own.
+Two runs have the same data, and so have two ranks with one batch. :mod:`~legacy_ddp.debug._operations.structure`
+compares ranks with data of their own.
 """
 
 from bisect import bisect_left
