@@ -7,12 +7,10 @@ from legacy_ddp._compare import MAX_SIDES, MISSING, name_ranks
 from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
-from legacy_ddp.debug._operations.after_backward import with_after_backward
 from legacy_ddp.debug._operations.align import aligned, differing, first_difference
 from legacy_ddp.debug._operations.describe import Labels, alone, at, before, details, short, summary
-from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Facts, explain
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
 from legacy_ddp.debug._operations.structure import Structure
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import Environment

@@ -1,22 +1,25 @@
-"""A run of a batch on this rank: forward and backward from the saved state, and the digests of all results."""
+"""Runs of batches on this rank: forward and backward from the saved state, and the digests of all results."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._collectives.observers import private_forwards
 from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items
-from legacy_ddp.debug._cross_check.generators import generator_states
-from legacy_ddp.debug._cross_check.other_leaves import gradients_set_aside, other_leaves
-from legacy_ddp.debug._cross_check.parcel import Parcel
-from legacy_ddp.debug._cross_check.saved_state import SavedState
+from legacy_ddp.debug._cross_check.batch import Classes, Parcel, unknown_classes, unpack
+from legacy_ddp.debug._cross_check.saved_state import SavedState, generator_states
+from legacy_ddp.debug._cross_check.verdict import Digests
+from legacy_ddp.debug._operations.capture import OperationCapture
+from legacy_ddp.debug._operations.operation import Operation
 
 Run = Callable[[Any, Any], torch.Tensor]
 _STEP = "let run(model, batch) return the loss, without backward(), all_reduce() and step()"
@@ -54,8 +57,8 @@ class Runner:
         with _as_in_training(), _without_steps(), around or nullcontext():
             loss = self._run(self._model, parcel.batch)
             self._check(loss)
-            others = other_leaves(loss, {id(parameter) for parameter in self._module.parameters()})
-            with gradients_set_aside(others):
+            others = _other_leaves(loss, {id(parameter) for parameter in self._module.parameters()})
+            with _gradients_set_aside(others):
                 loss.backward()  # type: ignore[no-untyped-call]
                 text = _describe_gradients(others)
         self._check_gradients()
@@ -131,3 +134,78 @@ def _without_steps() -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def _other_leaves(loss: torch.Tensor, own: Collection[int]) -> list[torch.Tensor]:
+    """The leaves of the graph behind ``loss``, in the order of a walk from the loss, without the ids ``own``.
+
+    The walk is the same on ranks with the same graph. Leaves inside of a reentrant checkpoint are not in the graph.
+    """
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Node] = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = internals.leaf_of(node) if internals.node_number(node) == internals.LEAF_NUMBER else None
+        if leaf is not None and id(leaf) not in own:
+            found[id(leaf)] = leaf
+        waiting += [inner for inner, _ in node.next_functions]
+    return list(found.values())
+
+
+@contextmanager
+def _gradients_set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """For the block the leaves have no gradient, and backward calls none of their hooks after the accumulation."""
+    before = [(leaf, leaf.grad) for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        with internals.without_accumulate_hooks(leaves):
+            yield
+    finally:
+        for leaf, grad in before:
+            leaf.grad = grad
+
+
+class Passes:
+    """Forward and backward passes of the batches in parcels. Every pass has a new copy of its batch.
+
+    ``names``: of the results. ``classes``: of the batch of this rank, see
+    :func:`~legacy_ddp.debug._cross_check.batch.classes_in`.
+    """
+
+    def __init__(self, runner: Runner, module: nn.Module, classes: Classes) -> None:
+        self.names = runner.names
+        self._runner, self._module, self._classes = runner, module, classes
+        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+    def check_classes(self, data: torch.Tensor) -> None:
+        """Refuse a batch with an unknown class.
+
+        Raises:
+            TypeError: names the class.
+        """
+        if data.numel() and (unknown := unknown_classes(data, self._classes)):
+            raise TypeError(
+                f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
+                "of one structure on all ranks; use the same classes on all ranks"
+            )
+
+    def run(self, data: torch.Tensor, *, with_operations: bool) -> tuple[Digests, list[Operation]]:
+        """The digests of all results of a pass; the operations, empty unless captured."""
+        parcel = unpack(data, self._device, self._classes)
+        if not with_operations:
+            return self._runner.digests(parcel, nullcontext()), []
+        capture = OperationCapture(self._module)
+        digests = self._runner.digests(parcel, capture)
+        return digests, capture.operations
+
+    def run_keeping(self, data: torch.Tensor, keep: Collection[int]) -> Mapping[int, tuple[torch.Tensor, ...]]:
+        """The output tensors of the operations at the positions ``keep``."""
+        parcel = unpack(data, self._device, self._classes)
+        capture = OperationCapture(self._module, keep=keep)
+        self._runner.digests(parcel, capture)
+        return capture.kept
