@@ -1,7 +1,4 @@
-"""Detection of missing ranks: a status server on every rank, polls between ranks, and reports.
-
-Imported by the transport, the operations and the wrapper. Imports the log, texts, errors and ``_compare``.
-"""
+"""Detection of missing ranks: a status server on every rank, polls between ranks, and reports."""
 
 from legacy_ddp._watchdog.activity import FORWARD, OUT_OF_DATA, USER_CODE, process_activity
 from legacy_ddp._watchdog.ending import await_turn, end_after, forget_turn

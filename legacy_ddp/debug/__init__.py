@@ -1,6 +1,6 @@
 """Tools that find the first rank, parameter, step and phase with a difference.
 
-Imported by users and by the command ``legacy-ddp``; the core never imports it. Imports the core.
+The core never imports this folder.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The order of the rooms: every import of the library goes to the same room or to one above it in the list."""
+"""The order of the layers: every import of the library goes to the same layer or to one above it in the list."""
 
 import ast
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ from pathlib import Path
 import legacy_ddp
 
 PACKAGE = Path(legacy_ddp.__file__).parent
-# A folder is one room; a module outside of folders is another. docs/design.md says what each holds.
-ROOMS = (
+# A folder is one layer; a module outside of folders is another. docs/design.md says what each holds.
+LAYERS = (
     "_lazy",
     "_statistics",
     "_compare",
@@ -49,8 +49,8 @@ ROOMS = (
 )
 
 
-def _room(path: Path) -> str:
-    """The room of a file of the package."""
+def _layer(path: Path) -> str:
+    """The layer of a file of the package."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
     return "/".join(parts[:-1]) or parts[0]
 
@@ -83,23 +83,23 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def test_every_file_is_in_a_known_room() -> None:
-    assert {_room(path) for path in FILES} == set(ROOMS)
+    assert {_layer(path) for path in FILES} == set(LAYERS)
 
 
 def test_no_import_goes_to_a_later_room() -> None:
-    place = {room: index for index, room in enumerate(ROOMS)}
+    place = {layer: index for index, layer in enumerate(LAYERS)}
 
     assert [
         f"{path.relative_to(PACKAGE)} imports {imported.relative_to(PACKAGE)}"
         for path in FILES
         for imported in _imported(path)
-        if place[_room(imported)] > place[_room(path)] and (path, imported) not in LAZY
+        if place[_layer(imported)] > place[_layer(path)] and (path, imported) not in LAZY
     ] == []
 
 
 def test_every_room_that_is_a_folder_says_what_it_holds() -> None:
-    for room in ROOMS:
-        if (PACKAGE / room).is_dir():
-            text = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8")))
-            assert text, room
-            assert not text.splitlines()[0].endswith("?"), room
+    for layer in LAYERS:
+        if (PACKAGE / layer).is_dir():
+            text = ast.get_docstring(ast.parse((PACKAGE / layer / "__init__.py").read_text(encoding="utf-8")))
+            assert text, layer
+            assert not text.splitlines()[0].endswith("?"), layer
