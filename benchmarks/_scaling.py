@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from legacy_ddp._agreement.header import HEADER_WORDS
+from legacy_ddp._agreement.header import HEADER_BYTES
 
-ROW_BYTES = 8 * HEADER_WORDS
+ROW_BYTES = HEADER_BYTES
 MOST_RANKS = 2**20  # where the search for a limit ends
 
 Hops = Callable[[int], int]

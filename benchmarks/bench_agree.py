@@ -35,7 +35,7 @@ from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._agreement.agree import agree
-from legacy_ddp._agreement.header import Header, encode_row
+from legacy_ddp._agreement.header import Header, encode_header
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
@@ -205,16 +205,16 @@ def _exchange_summary(size: int, arguments: argparse.Namespace) -> dict[str, Any
 
 def _exchanges(group: dist.ProcessGroup) -> list[Variant]:
     synchronizer = Synchronizer(Settings())
-    row = encode_row(Header())
+    row = encode_header(Header())
 
     def call(body: Callable[[Call], object]) -> None:
         with synchronizer.call(Operation.ALL_REDUCE, group) as opened, opened.phase("agree"):
             body(opened)
 
-    call(lambda opened: opened.gather(row))  # connects the private groups
+    call(lambda opened: opened.gather_bytes(row))  # connects the private groups
     return [
         Variant("barrier", partial(dist.barrier, group)),
-        Variant("all_gather", partial(call, lambda opened: opened.gather(row))),
+        Variant("all_gather", partial(call, lambda opened: opened.gather_bytes(row))),
         Variant("agree()", partial(call, lambda opened: agree(opened, Header(), {}))),
     ]
 
@@ -224,8 +224,8 @@ class _Imagined(Call):
 
     size = 1
 
-    def gather(self, row: torch.Tensor) -> torch.Tensor:
-        return row.repeat(self.size, 1)
+    def gather_bytes(self, row: bytes) -> list[bytes]:
+        return [row] * self.size
 
 
 def reading_seconds(size: int) -> float:

@@ -112,7 +112,7 @@ def copies(module: nn.Module) -> list[Variant]:
     for parameter in plan.parameters:
         parameter.grad = torch.randn_like(parameter)
     gradients = [parameter.grad for parameter in plan.parameters]
-    _pack(buffer, gradients)  # makes the room
+    _pack(buffer, gradients)  # allocates the memory
     source = torch.cat([gradient.flatten() for gradient in gradients])
     return [
         Variant("copy_ of the same bytes", partial(torch.empty_like(source).copy_, source)),

@@ -24,8 +24,8 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._trace.line_format import RANK_FILE
 from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import RANK_FILE
 
 ENCODER = "transformer encoder"
 TRACED = "with operations"

@@ -47,7 +47,7 @@ def _rank_row(top: int) -> list[str]:
     return [*parts, _arrow(525, top + 35, 566, top + 35), _arrow(690, top + 35, 721, top + 35)]
 
 
-def rooms() -> str:
+def layers() -> str:
     """The folders of the package in the order of imports."""
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         ("tools", (("debug/", "recorder, command"), ("lightning/", "strategies"), ("data", "sampler"))),
@@ -185,7 +185,7 @@ def _arrow(left: int, top: int, right: int, bottom: int) -> str:
 
 DRAWINGS: dict[str, Callable[[], str]] = {
     "step.svg": step,
-    "rooms.svg": rooms,
+    "layers.svg": layers,
     "concepts/meeting.svg": meeting,
     "concepts/agreement.svg": agreement,
     "concepts/sums.svg": sums,

@@ -23,11 +23,17 @@ class ArgumentErrors(ContextDecorator):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not isinstance(error, TypeError | ValueError) or not _is_of_library(trace):
-            return
-        note = how_to_explain("TypeError" if isinstance(error, TypeError) else "ValueError")
-        if note not in getattr(error, "__notes__", ()):  # of an inner block
-            error.add_note(note)
+        if error is not None:
+            add_explanation(error)
+
+
+def add_explanation(error: BaseException) -> None:
+    """Add the command to ``error``, if it is a TypeError or ValueError raised by the library."""
+    if not isinstance(error, TypeError | ValueError) or not _is_of_library(error.__traceback__):
+        return
+    note = how_to_explain("TypeError" if isinstance(error, TypeError) else "ValueError")
+    if note not in getattr(error, "__notes__", ()):  # of an inner block
+        error.add_note(note)
 
 
 def _is_of_library(trace: TracebackType | None) -> bool:

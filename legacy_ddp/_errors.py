@@ -252,7 +252,10 @@ class SyncTimeoutError(LostPeerError):
 
 
 class GradientError(LegacyDDPError):
-    """A gradient of this rank cannot be reduced.
+    """A gradient of this rank cannot be reduced: it requires grad, or ``sample_size`` would divide it a second time.
+
+    The second division is found in the tensor that a call has left as ``.grad``, and not in a tensor that the script
+    has made from it and assigned.
 
     Example:
         >>> model.module.weight.grad = torch.ones(1, 2, requires_grad=True)  # on every rank

@@ -4,6 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from itertools import islice
 from types import FrameType
 
 import torch
@@ -14,6 +15,7 @@ LIBRARY = os.path.join(os.path.dirname(__file__), "")
 # Frames of these files between the script and the library, or between two frames of the library.
 INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
 _MAX_COLUMNS = 200  # compiled code may have any name
+_MAX_LINES = 16  # recursion may have thousands
 
 
 def script_level() -> int:
@@ -25,11 +27,16 @@ def script_level() -> int:
     return next((level for level, frame in frames if not _is_inner(frame)), 1)
 
 
-def script_line() -> str:
-    """``train.py:12 in main``: the last line before torch and the library; empty in a thread without such a line."""
-    frame = next((frame for frame in _outward(sys._getframe(1)) if not _is_inner(frame)), None)
-    if frame is None:
-        return ""
+def script_lines() -> list[str]:
+    """``train.py:12 in main``: the lines of the script that lead to the library, the innermost first, 16 at most.
+
+    Empty in a thread without such a line.
+    """
+    frames = (frame for frame in _outward(sys._getframe(1)) if not _is_inner(frame))
+    return [_line_of(frame) for frame in islice(frames, _MAX_LINES)]
+
+
+def _line_of(frame: FrameType) -> str:
     code = frame.f_code
     return shorten(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}", _MAX_COLUMNS)
 

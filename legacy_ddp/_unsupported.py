@@ -1,4 +1,4 @@
-"""Unsupported arguments and attributes of torch DDP, and the alternative to each. Pure."""
+"""Arguments and attributes without effect, of torch DDP and of the constructor, and the alternative to each. Pure."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -32,7 +32,20 @@ INSTEAD = {
 }
 _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 _REDUCER = "leave it out: there is no reducer with hooks in backward; the record of all_reduce() describes a call"
-# Of an instance of torch DDP. Not here: ``device`` and ``logger``, which are also names that scripts give to their own.
+# Arguments of the constructor of the wrapper that are not attributes.
+SETTINGS = (
+    "world_size",
+    "buffer_size",
+    "init_sync",
+    "gradient_as_bucket_view",
+    "reduce_dtype",
+    "reproducible",
+    "ignore",
+    "transport",
+    "checks",
+    "timeout_seconds",
+)
+# Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which are also names of scripts' own things.
 ATTRIBUTES_INSTEAD = {
     **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},
     "_ddp_sink_clone": _REDUCER,
@@ -45,7 +58,6 @@ ATTRIBUTES_INSTEAD = {
     "bucket_bytes_cap_list": _BUCKETS,
     "buffer_hook": _BUFFERS,
     "device_type": _DEVICE,
-    "gradient_as_bucket_view": "pass it to the constructor",
     "is_multi_device_module": _DEVICE,
     "modules_buffers": _BUFFERS,
     "named_module_buffers": _BUFFERS,
@@ -56,18 +68,21 @@ ATTRIBUTES_INSTEAD = {
     ),
     "require_forward_param_sync": _BUFFERS,
     "use_side_stream_for_tensor_copies": _DEVICE,
+    **{name: f"pass {name}= to the constructor of a new wrapper" for name in SETTINGS},
 }
 
 
 def refuse_attribute(target: type, name: str) -> None:
-    """Refuse an assignment to an attribute that torch DDP has and ``target`` has not: it would do nothing.
+    """Refuse an assignment that would do nothing: to an attribute that only torch DDP has, or to a setting.
+
+    A subclass may have an attribute of that name in its class.
 
     Raises:
         AttributeError: with the words of a reading, and the alternative.
     """
     if name in ATTRIBUTES_INSTEAD and not hasattr(target, name):
         missing = f"'{target.__name__}' object has no attribute '{name}'"
-        raise AttributeError(f"{missing}, unlike torch DDP; {ATTRIBUTES_INSTEAD[name]}", name=name)
+        raise AttributeError(f"{missing}, and an assignment would do nothing; {ATTRIBUTES_INSTEAD[name]}", name=name)
 
 
 def refuse_unknown(

@@ -22,7 +22,6 @@ from legacy_ddp._collectives.construct import construct
 from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.observers import are_forwards_private
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._collectives.transport_choice import prepare_transport
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
@@ -30,7 +29,7 @@ from legacy_ddp._settings import CommHook, Settings, Transport, names_to_ignore,
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import GroupHandle
 from legacy_ddp._unsupported import refuse_attribute, refuse_unknown
-from legacy_ddp._watchdog import process_activity
+from legacy_ddp._watchdog import FORWARD, process_activity
 
 if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a default --strict refuses the bare class
     from typing_extensions import TypeVar as DefaultedTypeVar
@@ -129,11 +128,12 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
         self._synchronizer = Synchronizer(self._settings, self, module_class=type(self.module).__name__)
-        kind, plan = LegacyDistributedDataParallel, self._plan
+        kind, plan, settings = LegacyDistributedDataParallel, self._plan, self._settings
         with self._synchronizer.planner.released_on_failure():
-            with self._synchronizer.call(Operation.CONSTRUCTION, self._group.resolve()) as call:
-                construct(call, module, self._settings, plan, world_size=world_size, wrapper=kind, problem=problem)
-                prepare_transport(call.group_state, self._synchronizer.planner)
+            group = self._group.resolve()
+            with self._synchronizer.call(Operation.CONSTRUCTION, group) as call:
+                chosen = self._synchronizer.transport(group)
+                construct(call, chosen, module, settings, plan, world_size=world_size, wrapper=kind, problem=problem)
                 log_construction(call.groups.rank, self.extra_repr)
             if init_sync:
                 self.broadcast_parameters()
@@ -144,9 +144,12 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """Call the module. Never communicates, so evaluating on one rank is safe."""
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
-        with process_activity.forward():
+        before = process_activity.enter(FORWARD)
+        try:
             self._synchronizer.begin_forward(args, kwargs, is_training=self.training)
             return self.module(*args, **kwargs)
+        finally:  # perhaps inside of an outer forward
+            process_activity.enter(before.phase, before.call)
 
     def all_reduce(
         self, sample_size: SupportsIndex | None = None, *, skip: bool = False, metrics: Metrics = None
@@ -170,7 +173,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         last bit (up to half of the fp32 elements at 5 to 7 ranks). A repeated call with ``sample_size`` would divide
         twice. It is an error if it shows: no backward since, and every gradient is still the view of the last call; or
         a backward was added to the result of the last call, because ``zero_grad()`` is missing. A plain call then adds
-        the mean of the new gradients to that result.
+        the mean of the new gradients to that result. A tensor assigned to ``.grad`` is never taken for a result.
 
         Args:
             sample_size: number of items in this rank's gradient sums; an int, or an integer of NumPy or torch.
@@ -201,18 +204,14 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         synchronizer, arguments = self._synchronizer, Arguments(sample_size, skip, metrics)
         if not synchronizer.policy.sync_enabled:
             return SyncRecord(call=0, synchronized=False)
-        parameters, group = partial(parameter_columns, self.module), self._group.resolve()
+        parameters, group = partial(synchronizer.planner.walk.columns, self.module), self._group.resolve()
         notice = None if self._joining is None else self._notify
         try:
             record = all_reduce(synchronizer, parameters, group, arguments, notice=notice)
         except BaseException:
             self._joining = None  # an error in a call ends the join, and torch's Join does not learn of it
             raise
-        if synchronizer.warnings.pending:
-            synchronizer.warnings.emit()
-        if synchronizer.observers.returned:
-            synchronizer.notify_returned(record)
-        return record
+        return synchronizer.end_call(record)
 
     def broadcast_parameters(self, src: int = 0) -> None:
         """Collective: copy the parameters (also frozen ones) of rank ``src`` of the group to every rank.
@@ -310,7 +309,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         return describe_wrapper(synchronizer.planner.layout, self._group, synchronizer.transport_text, self._settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As of every module. Settings of torch DDP that would do nothing here are an AttributeError."""
+        """As of every module. Assignments that would do nothing, to the arguments of the constructor but ``module`` and
+        ``process_group`` and to settings of torch DDP, are an AttributeError."""
         refuse_attribute(type(self), name)
         super().__setattr__(name, value)
 

@@ -1,4 +1,4 @@
-"""The names of modules and classes in docs/design.md, and the imports told by the folders, against the code."""
+"""The names of modules and classes in docs/design.md against the code."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 import legacy_ddp
 from tests.helpers.paths import ROOT
-from tests.test_rooms import FILES, ROOMS, _imported, _room
+from tests.test_layers import LAYERS
 
 PACKAGE = Path(legacy_ddp.__file__).parent
 DESIGN = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
@@ -59,27 +59,4 @@ def test_what_the_page_says_that_a_folder_holds_is_defined_there(folder: str, te
 def test_every_folder_has_a_paragraph() -> None:
     told = set(re.findall(r"\*\*`([\w/]+)/`\*\*", DESIGN))
 
-    assert told == {room for room in ROOMS if (PACKAGE / room).is_dir()}
-
-
-# The words of the docstrings for a folder, where they are not its name.
-WORDS = {
-    "_agreement": "agreement",
-    "_buckets": "buckets|kinds of gradients",
-    "_collectives": "collectives|operations",
-    "_replicas": "replicas",
-    "_reproducible": "splits of micro-batches|reproducible sums",
-    "_step_guard": "step guard",
-    "_torch": "torch's interfaces",
-    "_transport": "transport",
-    "_watchdog": "watchdog",
-}
-
-
-@pytest.mark.parametrize("folder", [folder for folder in WORDS if folder not in ("_collectives", "_torch")])
-def test_the_imports_that_a_folder_tells_are_its_imports(folder: str) -> None:
-    text = ast.get_docstring(ast.parse((PACKAGE / folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-    told = " ".join(text.split()).partition(" Imports ")[2]
-    imported = {_room(path) for own in FILES if _room(own) == folder for path in _imported(own)} - {folder}
-
-    assert {room for room, words in WORDS.items() if re.search(words, told)} == imported & set(WORDS)
+    assert told == {layer for layer in LAYERS if (PACKAGE / layer).is_dir()}

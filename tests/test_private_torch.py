@@ -1,4 +1,4 @@
-"""The private names of torch: all in one room, listed, and told in one error where torch lacks them."""
+"""The private names of torch: all in one folder, listed, and told in one error where torch lacks them."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
 
 PACKAGE = Path(legacy_ddp.__file__).parent
-ROOM = PACKAGE / "_torch"
+FOLDER = PACKAGE / "_torch"
 
 
 def _private_attributes(path: Path) -> Iterator[tuple[ast.Attribute, str]]:
@@ -28,14 +28,14 @@ def _private_attributes(path: Path) -> Iterator[tuple[ast.Attribute, str]]:
 
 def test_the_list_has_every_private_attribute_of_the_room() -> None:
     listed = {part for entry in PRIVATE_NAMES for part in (entry.name, *entry.owner.split("."))}
-    found = {node.attr for path in ROOM.glob("*.py") for node, _ in _private_attributes(path)}
+    found = {node.attr for path in FOLDER.glob("*.py") for node, _ in _private_attributes(path)}
 
     assert found - listed == set()
     assert len(found) > 10
 
 
 def test_the_list_has_nothing_that_the_library_does_not_use() -> None:
-    source = "".join(path.read_text(encoding="utf-8") for path in ROOM.glob("*.py") if path.stem != "private")
+    source = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py") if path.stem != "private")
     source += (PACKAGE / "_step_guard" / "backward_hook.py").read_text(encoding="utf-8")
     # Made from a kind of operation, in operation_options().
     used = [entry.name for entry in PRIVATE_NAMES if entry.name.removesuffix("Options") == entry.name]
@@ -47,7 +47,7 @@ def test_no_other_room_uses_a_private_name_of_a_module_of_torch() -> None:
     assert [
         f"{path.relative_to(PACKAGE)}: {owner}.{node.attr}"
         for path in PACKAGE.rglob("*.py")
-        if ROOM not in path.parents
+        if FOLDER not in path.parents
         for node, owner in _private_attributes(path)
         if owner.split(".")[0] in ("torch", "dist", "nn", "c10d")
     ] == []

@@ -114,18 +114,52 @@ def test_a_setting_of_torch_ddp_cannot_be_assigned_without_effect() -> None:
         model.require_backward_grad_sync = False
 
 
+_ARGUMENTS = inspect.signature(LegacyDistributedDataParallel).parameters.values()
+SETTINGS = {argument.name: argument.default for argument in _ARGUMENTS if argument.default is not argument.empty}
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_setting_of_the_constructor_cannot_be_assigned_without_effect() -> None:
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1))
+    compiled = torch.compile(model, backend="eager")
+    before = repr(model)
+
+    assert SETTINGS.keys() >= {"transport", "checks", "reduce_dtype", "buffer_size", "timeout_seconds", "reproducible"}
+    for name in SETTINGS.keys() - {"process_group"}:
+        for target in (model, compiled):
+            said = error_of(setattr, target, name, SETTINGS[name])
+            assert said is not None, name
+            assert said[0] == "AttributeError"
+            assert said[1] == (
+                f"'LegacyDistributedDataParallel' object has no attribute '{name}', and an assignment would do "
+                f"nothing; pass {name}= to the constructor of a new wrapper"
+            )
+        assert name not in vars(model)
+    assert repr(model) == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_module_and_the_group_may_be_assigned_and_read() -> None:
+    model, other = LegacyDistributedDataParallel(nn.Linear(1, 1)), nn.Linear(1, 1)
+    group = model.process_group
+    model.module, model.process_group = other, group
+
+    assert (model.module, model.process_group) == (other, group)
+
+
 class _WithItsOwn(LegacyDistributedDataParallel):
     reducer = "of the subclass"
+    checks = "of the subclass"
 
 
 @pytest.mark.usefixtures("alone")
 def test_attributes_of_scripts_and_of_subclasses_may_be_assigned() -> None:
     model = _WithItsOwn(nn.Linear(1, 1))
-    model.reducer = "assigned"
+    model.reducer = model.checks = "assigned"
     model.device = "cpu"  # type: ignore[assignment]
     model.epoch = 3  # type: ignore[assignment]
 
-    assert (model.reducer, model.device, model.epoch) == ("assigned", "cpu", 3)
+    assert (model.reducer, model.checks, model.device, model.epoch) == ("assigned", "assigned", "cpu", 3)
 
 
 @pytest.mark.usefixtures("alone")

@@ -6,71 +6,86 @@ call may succeed.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
+from functools import cached_property, reduce
+from operator import and_, or_
 
 import torch
 
-from legacy_ddp._agreement.header import COUNTED_BIT, FAILED_BIT, Flag, Header, Participation, decode_rows, encode_row
-from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, describe_uneven_work, find_failure, find_mismatch
-from legacy_ddp._argument_errors import argument_errors
+from legacy_ddp._agreement.header import (
+    ALIKE,
+    PLACES,
+    Flag,
+    Header,
+    Participation,
+    column,
+    decode_header,
+    encode_header,
+    flags_of,
+    is_equal,
+)
+from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, Mismatch, Precedence, find_failure, find_mismatch
+from legacy_ddp._argument_errors import add_explanation
 from legacy_ddp._buckets.gradient import ABSENT, DENSE
-from legacy_ddp._compare import Finding
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call
 
-_COMPARED_FIELDS = ("version", "wrapper_id", "operation", "call", "layout", "argument", "participation")
-_WORK_FIELDS = ("micro_batches", "flags", "leaves", "random")
-_compared = itemgetter(*map(Header._fields.index, _COMPARED_FIELDS + _WORK_FIELDS))
 
-
-@dataclass(frozen=True)
 class Agreement:
-    """Matching headers of all ranks. ``headers``: int64, shape (size, HEADER_WORDS). ``rows``: decoded."""
+    """Matching headers of all ranks.
 
-    headers: torch.Tensor
-    rows: Sequence[Header]
+    ``packed``: the bytes of each header. ``own``: the header of this rank. ``some_flags``, ``common_flags``: the flags
+    that any rank has, and that all ranks have. ``is_uniform``: all ranks do the same work, without a failure or a tree,
+    and there is nothing else to compare. ``has_same_mask``: all ranks have gradients of the same kinds in the same
+    slots. ``participants``: the ranks with counting gradients. ``skipped_ranks``: all other ranks. ``sample_size``: the
+    sum of all sample sizes, None for a plain mean. ``divisor``: of the sum over the ranks; 0 without any participant.
 
-    @cached_property
-    def is_uniform(self) -> bool:
-        """Whether all ranks do the same work, without a failure or a tree: then there is nothing else to compare."""
-        first = self.rows[0]
-        return len(set(map(_compared, self.rows))) == 1 and not first.leaves and not first.flags & FAILED_BIT
+    Headers are decoded only if their bytes differ where most calls have equal bytes, or if somebody reads them.
+    """
 
-    @cached_property
-    def has_same_mask(self) -> bool:
-        """Whether every rank has gradients of the same kinds in the same slots."""
-        return len({row.mask for row in self.rows}) == 1
+    def __init__(self, packed: Sequence[bytes], own: Header) -> None:
+        self.packed = packed
+        self.own = own
+        are_alike = is_equal(packed, ALIKE)
+        self.has_same_mask = is_equal(packed, PLACES["mask"])
+        self.is_uniform = are_alike and not own.leaves and not own.flags & Flag.FAILED
+        self.some_flags = self.common_flags = own.flags
+        self.participants: Sequence[int] = range(len(packed))
+        self.skipped_ranks: tuple[int, ...] = ()
+        self.sample_size: int | None = None
+        self.divisor = len(packed)
+        if not are_alike or own.participation != Participation.PLAIN:
+            self._count()
 
-    @cached_property
-    def participants(self) -> tuple[int, ...]:
-        """The ranks with counting gradients."""
-        return tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
-
-    @cached_property
-    def skipped_ranks(self) -> tuple[int, ...]:
-        """All other ranks."""
-        return tuple(sorted({*range(len(self.rows))} - {*self.participants}))
-
-    @cached_property
-    def sample_size(self) -> int | None:
-        """Sum of all sample sizes, None for a plain mean."""
+    def _count(self) -> None:
+        """Count the ranks that take part, and their items."""
+        flags = flags_of(self.packed)
+        self.some_flags, self.common_flags = reduce(or_, flags), reduce(and_, flags)
+        self.participants = tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
+        self.skipped_ranks = tuple(rank for rank, row in enumerate(self.rows) if not row.takes_part)
         sizes = [row.sample_size for row in self.rows if row.participation == Participation.SAMPLES]
-        return sum(sizes) if sizes else None
+        if sizes:
+            self.sample_size = self.divisor = sum(sizes)
+        else:
+            counted = len(self.ranks_with(Flag.COUNTED))
+            self.divisor = len(self.participants) + counted if self.participants else 0
 
     @cached_property
-    def divisor(self) -> int:
-        """The divisor of the sum over the ranks; 0 without any participant."""
-        if self.sample_size is not None:
-            return self.sample_size
-        counted = sum([bool(row.flags & COUNTED_BIT) for row in self.rows])
-        return len(self.participants) + counted if self.participants else 0
+    def rows(self) -> Sequence[Header]:
+        """The headers of all ranks, decoded."""
+        return [decode_header(row) for row in self.packed]
 
-    def uneven_work(self) -> Finding | None:
-        """Different numbers of micro-batches, if the participants differ."""
-        return None if self.is_uniform else describe_uneven_work(self.rows)
+    def ranks_with(self, flag: int) -> list[int]:
+        """The ranks with the flag."""
+        return [rank for rank, flags in enumerate(flags_of(self.packed)) if flags & flag]
+
+    def is_equal(self, name: str) -> bool:
+        """Whether the fact ``name`` is equal on all ranks."""
+        return is_equal(self.packed, PLACES[name])
+
+    def column(self, name: str) -> list[int]:
+        """The fact ``name`` of every rank."""
+        return column(self.packed, name)
 
 
 @contextmanager
@@ -82,15 +97,16 @@ def announcing_failures(call: Call) -> Iterator[None]:
         Exception: the local exception, unchanged, if every rank failed with the same text: then no rank waits.
     """
     try:
-        call.prepare_watchdog()
-        with argument_errors:
-            yield
+        if not call.groups.endpoints_exchanged:
+            call.prepare_watchdog()
+        yield
     except Exception as error:
+        add_explanation(error)
         if isinstance(error, LegacyDDPError) and error.call is None:
             error.call, error.phase = call.number, call.phase_name
         header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
-            rows = decode_rows(call.exchange_headers(encode_row(header)))
+            rows = [decode_header(row) for row in call.exchange_headers(encode_header(header))]
             problem = find_failure(call, rows, error_text(error))
         if problem is None:
             call.mark_finished()
@@ -103,15 +119,15 @@ def agree(
     header: Header,
     inventory: Mapping[str, str],
     *,
-    uneven: str = "allow",
+    mismatches: Sequence[tuple[Precedence, Mismatch]] = (),
     metrics: Sequence[str] = (),
     layout_advice: str = LAYOUT_ADVICE,
 ) -> Agreement:
     """Exchange headers, and return them if they match.
 
     ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
-    of ``inventory``. ``metrics``: the names behind ``header.argument`` of an all_reduce. ``layout_advice``: the next
-    step in the text of a LayoutError.
+    of ``inventory``. ``mismatches``: of the checks. ``metrics``: the names behind ``header.metric_names``.
+    ``layout_advice``: the next step in the text of a LayoutError.
 
     Raises:
         PeerError: a rank failed before the exchange.
@@ -120,15 +136,15 @@ def agree(
             different names of metrics.
         LayoutError: a different inventory.
     """
-    header = header._replace(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number)
+    header.wrapper_id, header.operation, header.call = call.wrapper_id, call.operation, call.number
     with call.phase("agree"):
-        headers = call.exchange_headers(encode_row(header))
-        agreement = Agreement(headers, decode_rows(headers))
+        agreement = Agreement(call.exchange_headers(encode_header(header)), header)
         if not agreement.is_uniform:
-            problem = find_mismatch(call, agreement.rows, inventory, uneven, metrics, layout_advice=layout_advice)
+            problem = find_mismatch(call, agreement.rows, inventory, mismatches, metrics, layout_advice=layout_advice)
             if problem is not None:
                 raise problem
-        call.exchange_endpoints()
+        if not call.groups.endpoints_exchanged:
+            call.exchange_endpoints()
     call.group_state.waited_seconds = call.seconds["agree"]
     return agreement
 

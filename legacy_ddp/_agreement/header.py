@@ -1,15 +1,14 @@
-"""The header of a call: 16 words from every rank, before all other communication. Pure."""
+"""The header of a call: the facts of a rank in 128 bytes, sent before all other communication. Pure."""
 
 import struct
-from enum import IntEnum, IntFlag
-from typing import NamedTuple
-
-import torch
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+from operator import attrgetter
 
 from legacy_ddp._transport.operation import Operation
 
-HEADER_WORDS = 16  # fixed for ever: gloo aborts the process when ranks exchange rows of different size
-HEADER_VERSION = 1
+HEADER_VERSION = 2
 
 
 class Participation(IntEnum):
@@ -20,24 +19,25 @@ class Participation(IntEnum):
     SKIP = 2
 
 
-class Flag(IntFlag):
-    """Facts, a bit each.
+class Flag:
+    """Facts, a bit each. Plain numbers: an IntFlag takes six times as long.
 
-    REPEAT: no backward since the last call, and gradients unchanged since then.
-    STEPPED: weights changed between the first backward since the last call and this call.
-    JOINED: the rank has left a join(); its replica may be old. COUNTED: the zeros of this rank count in a plain mean.
-    SIGNED: ``state`` has a digest. WATCHED: the rank takes part in the report of non-finite gradients.
-    VALUES: the norm was taken. FINITE: the norm is finite. REDUCED: a call of a different wrapper left the gradients.
-    UNSCALED: a GradScaler has unscaled gradients before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was
-    written to in place before the call, and the norm or the greatest element is the same in call after call.
-    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward.
+    FAILED: the rank failed before the exchange. REPEAT: no backward since the last call, and gradients unchanged since
+    then. STEPPED: weights changed between the first backward since the last call and this call. VALUES: the norm was
+    taken. NONFINITE: the gradient has NaN or infinity; only with VALUES. JOINED: the rank has left a join(); its
+    replica may be old. COUNTED: the zeros of this rank count in a plain mean. SIGNED: ``replica`` has a digest.
+    WATCHED: the rank takes part in the report of non-finite gradients. UNSCALED: a GradScaler has unscaled gradients
+    before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was written to in place before the call, and the norm
+    or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
+    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN: ``steps``
+    has a number.
     """
 
     FAILED = 1
     REPEAT = 2
     STEPPED = 4
     VALUES = 8
-    FINITE = 16
+    NONFINITE = 16
     JOINED = 32
     COUNTED = 64
     SIGNED = 128
@@ -47,53 +47,49 @@ class Flag(IntFlag):
     VALUE_CLIPPED = 2048
     REDUCED = 4096
     UNCLEARED = 8192
+    STEPS_KNOWN = 16384
 
 
-# As plain numbers, for the rows of every call: an IntFlag takes six times as long.
-FAILED_BIT, VALUES_BIT, FINITE_BIT, JOINED_BIT, COUNTED_BIT, SIGNED_BIT, UNCLEARED_BIT = (
-    flag.value
-    for flag in (Flag.FAILED, Flag.VALUES, Flag.FINITE, Flag.JOINED, Flag.COUNTED, Flag.SIGNED, Flag.UNCLEARED)
-)
+@dataclass(slots=True)
+class Header:
+    """The facts of a rank about a call. Written by the rank before the exchange, and only read afterwards.
 
-
-class Header(NamedTuple):
-    """The row of a rank: signed 64-bit words, in the order of transfer.
-
-    ``wrapper_id``: number of the wrapper on the group. ``argument``: ``src`` of a broadcast; in an all_reduce() the
-    fingerprint of the names of the metrics, 0 without metrics. ``mask``: fingerprint of
-    the kinds of all gradients, in check_replicas() of the gradients themselves. ``state``: fingerprint of the state
-    shared by replicas. ``random``: fingerprint of the random generators, which may differ; in an all_reduce() 1 + the
-    number of optimizer steps since the last call, 0 if unknown. ``leaves``: number of
-    micro-batches added in the order of a tree, 0 without a tree.
+    ``flags``: bits of :class:`Flag`. ``wrapper_id``: number of the wrapper on the group. ``layout``: fingerprint of
+    what all ranks must have alike. ``source``: of a broadcast. ``metric_names``: fingerprint of the names of the
+    metrics, 0 without metrics. ``micro_batches``: backward passes since the last call. ``leaves``: number of
+    micro-batches added in the order of a tree, 0 without a tree. ``steps``: optimizer steps since the last call.
+    ``sample_size``: number of items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the
+    local gradient. ``waited_us``: for the headers of the last call. ``replica``: digest of the state that replicas
+    share. ``gradients``: digest of the gradients in check_replicas(). ``generators``: digest of the random generators,
+    which may differ.
     """
 
+    # First the facts that are equal on all ranks in most calls: their bytes are compared all at once.
     version: int = HEADER_VERSION
-    wrapper_id: int = 0
     operation: int = 0
+    participation: int = Participation.PLAIN
+    flags: int = 0
+    wrapper_id: int = 0
     call: int = 0
     layout: int = 0
-    argument: int = 0
-    mask: int = 0
-    participation: int = Participation.PLAIN
-    sample_size: int = 0
+    source: int = 0
+    metric_names: int = 0
     micro_batches: int = 0
-    flags: int = 0
+    leaves: int = 0
+    steps: int = 0
+    sample_size: int = 0
+    mask: int = 0
     norm_bits: int = 0
     waited_us: int = 0
-    state: int = 0
-    random: int = 0
-    leaves: int = 0
+    replica: int = 0
+    gradients: int = 0
+    generators: int = 0
 
     @property
     def call_name(self) -> str:
         """For example ``all_reduce() call 3``."""
         labels = {int(operation): operation.label for operation in Operation}
         return f"{labels.get(self.operation, f'operation {self.operation}')} call {self.call}"
-
-    @property
-    def src(self) -> int:
-        """The source of a broadcast, 0 in an all_reduce()."""
-        return 0 if self.operation == Operation.ALL_REDUCE else self.argument
 
     @property
     def takes_part(self) -> bool:
@@ -109,24 +105,61 @@ class Header(NamedTuple):
     @property
     def local_norm(self) -> float | None:
         """Norm of the local gradient, None if unknown."""
-        return float(struct.unpack("<d", struct.pack("<q", self.norm_bits))[0]) if self.flags & VALUES_BIT else None
+        return decode_norm(self.norm_bits) if self.flags & Flag.VALUES else None
 
     @property
     def finite(self) -> bool | None:
         """Whether the local gradient was finite, None if unknown."""
-        return bool(self.flags & FINITE_BIT) if self.flags & VALUES_BIT else None
+        return not self.flags & Flag.NONFINITE if self.flags & Flag.VALUES else None
+
+
+_ROW = struct.Struct("<BBBxI15q")
+HEADER_BYTES = _ROW.size  # fixed for ever: gloo aborts the process when ranks exchange rows of different size
+_NAMES = tuple(item.name for item in fields(Header))
+_values = attrgetter(*_NAMES)
+# Of each fact behind the flags in the row of a rank.
+PLACES = {name: slice(place, place + 8) for name, place in zip(_NAMES[4:], range(8, HEADER_BYTES, 8), strict=True)}
+ALIKE = slice(0, PLACES["sample_size"].start)  # all facts but sizes, norms, times and digests: equal in most calls
+_FLAGS = struct.Struct("<I")
+_WORD = struct.Struct("<q")
+_DOUBLE = struct.Struct("<d")
+
+
+def encode_header(header: Header) -> bytes:
+    """The row of a rank: HEADER_BYTES bytes."""
+    return _ROW.pack(*_values(header))
+
+
+def decode_header(row: bytes) -> Header:
+    """Inverse of :func:`encode_header`."""
+    return Header(*_ROW.unpack(row))
 
 
 def encode_norm(norm: float) -> int:
-    """The bits of a norm as a header word."""
-    return int(struct.unpack("<q", struct.pack("<d", norm))[0])
+    """The bits of a norm as a whole number."""
+    return int(_WORD.unpack(_DOUBLE.pack(norm))[0])
 
 
-def encode_row(header: Header) -> torch.Tensor:
-    """int64 tensor of shape (HEADER_WORDS,)."""
-    return torch.tensor(header, dtype=torch.int64, device="cpu")
+def decode_norm(bits: int) -> float:
+    """Inverse of :func:`encode_norm`."""
+    return float(_DOUBLE.unpack(_WORD.pack(bits))[0])
 
 
-def decode_rows(rows: torch.Tensor) -> list[Header]:
-    """Inverse of :func:`encode_row` for a tensor of shape (world size, HEADER_WORDS)."""
-    return [Header(*row) for row in rows.tolist()]
+def is_equal(rows: Sequence[bytes], place: slice) -> bool:
+    """Whether the facts at ``place`` (:data:`PLACES`, :data:`ALIKE`) are equal on all ranks."""
+    first = rows[0][place]
+    for row in rows:  # noqa: SIM110 - a generator would cost more than the comparison
+        if row[place] != first:
+            return False
+    return True
+
+
+def column(rows: Sequence[bytes], name: str) -> list[int]:
+    """The fact ``name``, behind the flags, of every rank."""
+    start = PLACES[name].start
+    return [_WORD.unpack_from(row, start)[0] for row in rows]
+
+
+def flags_of(rows: Sequence[bytes]) -> list[int]:
+    """The flags of every rank."""
+    return [_FLAGS.unpack_from(row, 4)[0] for row in rows]

@@ -5,40 +5,62 @@ after a mismatch: the ranks exchange details.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from itertools import zip_longest
+from operator import itemgetter
 
 from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
-from legacy_ddp._frames import script_line
+from legacy_ddp._frames import script_lines
 from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.gather import Gatherer
-from legacy_ddp._transport.operation import Operation
 
 IGNORED = "it ignored (ignore=)"
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
+
+
+class Precedence(IntEnum):
+    """The order of the errors about ranks in the same call with the same layout: only the first is raised.
+
+    Facts, which are evidence against a rank, come before numbers, for which only a majority can name a rank.
+    """
+
+    REPEAT = 1
+    STEPPED = 2
+    STEPS = 3
+    PARTICIPATION = 4
+    SPLIT = 5
+    UNEVEN = 6
+    METRICS = 7
+    OTHER = 8
+
+
+Mismatch = Callable[[Sequence[Header]], AgreedError | None]
 
 
 def find_mismatch(
     call: Call,
     rows: Sequence[Header],
     inventory: Mapping[str, str],
-    uneven: str,
+    mismatches: Sequence[tuple[Precedence, Mismatch]] = (),
     metrics: Sequence[str] = (),
     *,
     layout_advice: str = LAYOUT_ADVICE,
 ) -> AgreedError | None:
     """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call.
 
-    ``metrics``: the names of this rank's metrics. ``layout_advice``: the next step after different layouts.
+    ``mismatches``: of the checks, in any order. ``metrics``: the names of this rank's metrics. ``layout_advice``: the
+    next step after different layouts.
     """
     return (
         find_failure(call, rows, "")
         or _find_other_call(call, rows)
         or _find_other_layout(call, rows, inventory, layout_advice)
-        or find_other_meaning(rows, uneven)
-        or _find_other_metrics(call, rows, metrics)
+        or find_other_meaning(rows, [*mismatches, (Precedence.METRICS, partial(_find_other_metrics, call, metrics))])
     )
 
 
@@ -55,24 +77,31 @@ def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> Agree
         return None
     who, listed = name_ranks(failed), "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
     text = f"{who} failed before the exchange, so nothing was exchanged and no gradient changed. {listed}"
-    return _error(PeerError, rows, text, failed)
+    return agreed_error(PeerError, rows, text, failed)
 
 
 def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
     """The error for different calls. Collective after a difference: the module and the line of every rank."""
-    if len({(row.version, row.wrapper_id, row.operation, row.call, row.src) for row in rows}) == 1:
+    if len({(row.version, row.wrapper_id, row.operation, row.call, row.source) for row in rows}) == 1:
         return None
-    details = call.gather_objects({"module": call.module_class, "line": script_line()})
+    details = call.gather_objects({"module": call.module_class, "lines": script_lines()})
     wrappers = _name_wrappers(rows, [of_rank["module"] for of_rank in details])
     calls = [
-        {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.src)}
+        {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.source)}
         for row, wrapper in zip(rows, wrappers, strict=True)
     ]
-    lines = [{"line": of_rank["line"] or "no line of a script"} for of_rank in details]
-    text = "\n".join(str(finding) for items in (calls, lines) if (finding := compare_rows(items)))
+    findings = (compare_rows(calls), _find_other_line([of_rank["lines"] for of_rank in details]))
+    text = "\n".join(str(finding) for finding in findings if finding)
     text = f"ranks met in different calls:\n{text}\nlet every rank make the same calls in the same order"
     # A line is no evidence: a rank may make the same call from another line.
-    return _error(DesyncError, rows, text, compare_rows(calls).ranks)
+    return agreed_error(DesyncError, rows, text, compare_rows(calls).ranks)
+
+
+def _find_other_line(stacks: Sequence[Sequence[str]]) -> Finding:
+    """The innermost lines that differ: ranks may make their calls in one helper function, from different lines."""
+    depths = zip_longest(*stacks, fillvalue="no line of a script")
+    different = next((lines for lines in depths if len({*lines}) > 1), ())
+    return compare_rows([{"line": line} for line in different])
 
 
 def _name_wrappers(rows: Sequence[Header], classes: Sequence[str]) -> list[str]:
@@ -93,7 +122,7 @@ def _find_other_layout(
     details = call.gather_objects({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
     finding = compare_rows(_with_ignored([(of_rank["inventory"], of_rank["ignored"]) for of_rank in details]))
     text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
-    error = _error(LayoutError, rows, text, finding.ranks)
+    error = agreed_error(LayoutError, rows, text, finding.ranks)
     names = [item.name for item in finding.differences]
     if len(names) == 1 and names[0].startswith("parameter "):
         error.parameter = names[0].removeprefix("parameter ").strip("'")
@@ -113,22 +142,29 @@ def _with_ignored(ranks: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> l
     return rows
 
 
-def find_other_meaning(rows: Sequence[Header], uneven: str) -> AgreedError | None:
-    """The error for ranks in the same all_reduce() with different meanings.
+def find_other_meaning(
+    rows: Sequence[Header], mismatches: Sequence[tuple[Precedence, Mismatch]] = ()
+) -> AgreedError | None:
+    """The error for ranks in the same all_reduce() with different meanings. ``mismatches``: in addition to the errors
+    that need no check."""
+    finders = sorted([*_ALWAYS_FOUND, *mismatches], key=itemgetter(0))
+    return next((problem for _, find in finders if (problem := find(rows)) is not None), None)
 
-    Facts, which are evidence against a rank, come before numbers, for which only a majority can name a rank.
-    """
-    if repeating := _ranks_alone_with(Flag.REPEAT, rows):
-        return _slipped(rows, repeating, "no backward since the last call, gradients unchanged: an extra call")
-    stepping = _ranks_alone_with(Flag.STEPPED, rows)
-    # Weights change for other reasons, too. Together with more backward passes than elsewhere it was an unshared step.
-    if stepping and _describe_backwards(rows):
-        return _slipped(rows, stepping, "weights changed between its first backward and now: a skipped call")
-    if problem := _find_other_steps(rows) or _find_mixed_participation(rows) or _find_bad_split(rows):
-        return problem
-    if uneven == "raise" and (finding := describe_uneven_work(rows)):
-        return _error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
-    return None
+
+def _find_repeat(rows: Sequence[Header]) -> AgreedError | None:
+    ranks = _ranks_alone_with(Flag.REPEAT, rows)
+    return (
+        _slipped(rows, ranks, "no backward since the last call, gradients unchanged: an extra call") if ranks else None
+    )
+
+
+def _find_skipped_call(rows: Sequence[Header]) -> AgreedError | None:
+    """Weights change for other reasons, too. Together with more backward passes than elsewhere it was an unshared
+    step."""
+    ranks = _ranks_alone_with(Flag.STEPPED, rows)
+    if not ranks or not _describe_backwards(rows):
+        return None
+    return _slipped(rows, ranks, "weights changed between its first backward and now: a skipped call")
 
 
 def describe_uneven_work(rows: Sequence[Header]) -> Finding | None:
@@ -149,22 +185,6 @@ def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Fi
     return compare_rows([{"micro-batches since the last call": str(micro_batches[rank])} for rank in ranks], ranks)
 
 
-def _find_other_steps(rows: Sequence[Header]) -> AgreedError | None:
-    """The error for different numbers of optimizer steps since the last call, if every rank knows its number."""
-    ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks make no more steps
-    if rows[0].operation != Operation.ALL_REDUCE or not all(rows[rank].random for rank in ranks):
-        return None
-    finding = compare_rows([{"optimizer steps": str(rows[rank].random - 1)} for rank in ranks], ranks)
-    if not finding:
-        return None
-    advice = (
-        "let every rank step after every call, or none: decide by a value that all ranks share, and unscale, clip\n"
-        "and look for infinities after all_reduce(); replicas differ now, unless the step changed nothing"
-    )
-    text = f"ranks made different numbers of optimizer steps since the last call:\n{finding}\n{advice}"
-    return _error(DesyncError, rows, text, finding.ranks)
-
-
 def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
     arguments = {Participation.PLAIN: "sample_size=None", Participation.SAMPLES: "an int sample_size"}
     ranks = [rank for rank, row in enumerate(rows) if row.participation != Participation.SKIP]
@@ -172,7 +192,7 @@ def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
     if not finding:
         return None
     text = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"
-    return _error(DesyncError, rows, text, finding.ranks)
+    return agreed_error(DesyncError, rows, text, finding.ranks)
 
 
 def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
@@ -187,25 +207,33 @@ def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
     found = str(finding) if finding else f"  {most} on each of {len(rows)} ranks, which is no power of two"
     splits = format_splits(len(rows) * most)
     text = f"micro-batches are not split over the ranks as reproducible=True needs it:\n{found}\n{splits}"
-    return _error(DesyncError, rows, text, finding.ranks)
+    return agreed_error(DesyncError, rows, text, finding.ranks)
 
 
-def _find_other_metrics(call: Gatherer, rows: Sequence[Header], names: Sequence[str]) -> AgreedError | None:
+def _find_other_metrics(call: Gatherer, names: Sequence[str], rows: Sequence[Header]) -> AgreedError | None:
     """The error for metrics of different names. Collective after a difference."""
     ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks count as zeros
-    if rows[0].operation != Operation.ALL_REDUCE or len({rows[rank].argument for rank in ranks}) == 1:
+    if len({rows[rank].metric_names for rank in ranks}) <= 1:
         return None
     held = call.gather_objects(list(names))
     finding = compare_rows([{f"metric {name!r}": "a value" for name in held[rank]} for rank in ranks], ranks)
     advice = "pass metrics= with equal names on every rank, with 0.0 on a rank without data"
-    return _error(DesyncError, rows, f"ranks bring different metrics:\n{finding}\n{advice}", finding.ranks)
+    return agreed_error(DesyncError, rows, f"ranks bring different metrics:\n{finding}\n{advice}", finding.ranks)
+
+
+_ALWAYS_FOUND: Sequence[tuple[Precedence, Mismatch]] = (
+    (Precedence.REPEAT, _find_repeat),
+    (Precedence.STEPPED, _find_skipped_call),
+    (Precedence.PARTICIPATION, _find_mixed_participation),
+    (Precedence.SPLIT, _find_bad_split),
+)
 
 
 def _participants(rows: Sequence[Header]) -> list[int]:
     return [rank for rank, row in enumerate(rows) if row.takes_part]
 
 
-def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
+def _ranks_alone_with(flag: int, rows: Sequence[Header]) -> list[int]:
     """The participants with ``flag``; empty if all participants have the flag: then the loop works like this."""
     participants = _participants(rows)
     ranks = [rank for rank in participants if rows[rank].flags & flag]
@@ -215,10 +243,10 @@ def _ranks_alone_with(flag: Flag, rows: Sequence[Header]) -> list[int]:
 def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> AgreedError:
     lines = [f"{name_ranks(ranks)}: {reading}", str(_describe_backwards(rows) or "")]
     lines.append("call all_reduce() once per step on every rank")
-    return _error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
+    return agreed_error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
 
 
-def _error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:
+def agreed_error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:
     """An error made from the rows alone. Names no call if the ranks are in different calls."""
     names = {row.call_name for row in rows}
     shared = len(names) == 1

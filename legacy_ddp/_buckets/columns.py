@@ -1,6 +1,6 @@
 """Names and tensors of a module or of a list as two columns, for a call in which each tensor costs microseconds."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -28,31 +28,57 @@ def columns(named: Iterable[tuple[str, torch.Tensor]]) -> Columns:
 
 
 def parameter_columns(module: nn.Module) -> Columns:
-    """The same as ``module.named_parameters(remove_duplicate=False)``, in a fifth of the time.
+    """The same as ``module.named_parameters(remove_duplicate=False)``."""
+    return ParameterWalk().columns(module)
 
-    Modules with a walk of their own are asked for it.
+
+class ParameterWalk:
+    """Walks over the parameters of a module. Names are made again only if they changed since the walk before.
+
+    Keeps nothing but names alive.
     """
-    names: list[str] = []
-    tensors: list[torch.Tensor | None] = []
-    if not _add(module, "", names, tensors):
-        return columns(module.named_parameters(remove_duplicate=False))
-    present = [tensor for tensor in tensors if tensor is not None]
-    if len(present) < len(tensors):
-        names = [name for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
-    return Columns(names, present)
+
+    def __init__(self) -> None:
+        self._tree: list[object] = []
+        self._names: list[str] = []
+
+    def columns(self, module: nn.Module) -> Columns:
+        """The same as ``module.named_parameters(remove_duplicate=False)``, in a tenth of the time.
+
+        Modules with a walk of their own are asked for it.
+        """
+        tree: list[object] = []  # for every module its own names, and the places without a module
+        tensors: list[torch.Tensor | None] = []
+        stack: list[nn.Module | None] = [module]
+        while stack:
+            current = stack.pop()
+            if current is None:
+                tree.append(None)
+                continue
+            own, children = current._parameters, current._modules
+            is_plain = isinstance(own, dict) and isinstance(children, dict)
+            is_usual = is_plain and current.__dict__.keys().isdisjoint(_WALKS)
+            if not (is_usual and _has_usual_walk(type(current))):  # type: ignore[arg-type]  # a class has a hash
+                return columns(module.named_parameters(remove_duplicate=False))
+            tree.append((*own, None, *children))
+            tensors += own.values()
+            stack += reversed(children.values())
+        if tree != self._tree:
+            self._tree, self._names = tree, list(_names_in(module, ""))
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) == len(tensors):
+            return Columns(self._names, present)
+        names = [name for name, tensor in zip(self._names, tensors, strict=True) if tensor is not None]
+        return Columns(names, present)
 
 
-def _add(module: nn.Module, prefix: str, names: list[str], tensors: list[torch.Tensor | None]) -> bool:
-    """Add the parameters of the module and of the modules inside; whether all modules have the usual walk."""
-    own = module._parameters
-    is_usual = isinstance(own, dict) and _WALKS.isdisjoint(module.__dict__)
-    if not (is_usual and _has_usual_walk(type(module))):  # type: ignore[arg-type]  # a class has a hash
-        return False
-    if own:
-        names += [prefix + name for name in own]
-        tensors += own.values()
-    children = module._modules.items()
-    return all(child is None or _add(child, f"{prefix}{name}.", names, tensors) for name, child in children)
+def _names_in(module: nn.Module, prefix: str) -> Iterator[str]:
+    """The names of all parameters, also of places without a parameter."""
+    for name in module._parameters:
+        yield prefix + name
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _names_in(child, f"{prefix}{name}.")
 
 
 @lru_cache(maxsize=256)

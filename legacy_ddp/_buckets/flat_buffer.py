@@ -37,6 +37,7 @@ class FlatBuffer:
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
         self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
         self._was_view = self._is_view  # the same when the call began: pack() may move all gradients
+        self._are_like_slots = False  # whether every gradient is present and like its slot, and none is the view
         # Identity and version of the gradient that the last call left for each slot, where some of them are not views.
         self._result_identities: list[object] = []
         self._result_versions: list[int] = []
@@ -73,6 +74,7 @@ class FlatBuffer:
         """Note which gradients (one per slot) are the views of their slots."""
         self._is_view = self._views.match_views(grads) if self._views is not None else [False] * len(self._is_view)
         self._was_view = self._is_view
+        self._are_like_slots = False
 
     def check(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Refuse unusable gradients before anything is written. Call :meth:`match_views` first.
@@ -80,7 +82,10 @@ class FlatBuffer:
         Raises:
             GradientError: as :func:`check_gradient`.
         """
-        if all(self._is_view) or (self._views is not None and self._views.matches_slots(grads)):
+        if all(self._is_view):
+            return
+        if self._views is not None and self._views.matches_slots(grads):
+            self._are_like_slots = not any(self._is_view)
             return
         for slot, grad, is_view in zip(self.bucket.slots, grads, self._is_view, strict=True):
             if grad is not None and not is_view:
@@ -91,12 +96,13 @@ class FlatBuffer:
 
         No ``.grad`` can see the writes. ``copy=False`` only makes the memory available.
         """
-        if self._must_change_memory(self._is_view):
+        views = self.views
+        if views.has_external_refs(self._is_view) or not self._policy.fits(self.bucket, views.segment):
             self._change_memory()
         else:
             self._spare = None
         if copy and not all(self._is_view):
-            self._copy_in(grads)
+            self._copy_in(self.views.tensors, grads)
 
     def move_to_slot(self, index: int, parameter: torch.Tensor) -> torch.Tensor | None:
         """Move the new gradient to its slot during backward, if nothing else refers to gradient or slot.
@@ -120,7 +126,7 @@ class FlatBuffer:
 
     def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         """The kind of each gradient (one per slot). Call :meth:`match_views` first."""
-        return [DENSE] * len(grads) if all(self._is_view) else kinds_of(grads)
+        return [DENSE] * len(grads) if self._are_like_slots or all(self._is_view) else kinds_of(grads)
 
     def make_wire(self, *, has_peers: bool) -> None:
         """Allocate the copy for sending, if needed: for a different dtype, or for a hook to write to. Else drop it."""
@@ -147,7 +153,9 @@ class FlatBuffer:
     @property
     def will_change_memory(self) -> bool:
         """Whether :meth:`pack` would take another flat tensor. For use while no ``.grad`` is a view of a slot."""
-        return self._must_change_memory([False] * len(self.bucket.slots))
+        views = self.views
+        has_refs = views.has_external_refs([False] * len(self.bucket.slots))
+        return has_refs or not self._policy.fits(self.bucket, views.segment)
 
     def is_last_result(self, index: int, grad: torch.Tensor) -> bool:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
@@ -183,31 +191,25 @@ class FlatBuffer:
 
     def alias(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         """Give every parameter its reduced gradient: a view of the flat tensor, a copy, or None if absent."""
+        views = self.views
         if not self.as_views or not all(self._is_view) or kinds.count(DENSE) < len(kinds):
-            self._assign(parameters, kinds)
-        self.views.note_result()
+            self._assign(views.tensors, parameters, kinds)
+        views.note_result()
         self._result_identities, self._result_versions = [], []
         if not self.as_views or max(kinds, default=ABSENT) >= SPARSE:
             grads = [parameter.grad for parameter in parameters]
             self._result_identities = [None if grad is None else internals.identity(grad) for grad in grads]
             self._result_versions = [0 if grad is None else grad._version for grad in grads]
 
-    def _assign(self, parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
+    def _assign(self, views: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
         written: set[int] = set()
-        for view, parameter, kind, is_view in zip(self.views, parameters, kinds, self._is_view, strict=True):
+        for view, parameter, kind, is_view in zip(views, parameters, kinds, self._is_view, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self.as_views:
                 parameter.grad = _copy_out(view, parameter.grad, written)
             elif kind == DENSE and not is_view:
                 parameter.grad = view
-
-    def _must_change_memory(self, is_view: Sequence[bool]) -> bool:
-        return self.views.has_external_refs(is_view) or not self._is_wanted(self.views)
-
-    def _is_wanted(self, views: SlotViews) -> bool:
-        """Whether the memory is of the wanted kind: a segment or ordinary memory."""
-        return self._policy.fits(self.bucket, views.segment)
 
     def _change_memory(self) -> None:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
@@ -216,14 +218,14 @@ class FlatBuffer:
         to the spare takes half the time of writing to fresh memory.
         """
         free = self._spare
-        if free is None or not self._is_wanted(free) or not free.is_reusable():
+        if free is None or not self._policy.fits(self.bucket, free.segment) or not free.is_reusable():
             free = SlotViews(self.bucket, self._policy)
         self._views, self._spare, self._is_view = free, self._views, [False] * len(self._is_view)
 
-    def _copy_in(self, grads: Sequence[torch.Tensor | None]) -> None:
+    def _copy_in(self, views: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
         slots: list[torch.Tensor] = []
         loose: list[torch.Tensor] = []
-        for view, grad, is_view in zip(self.views, grads, self._is_view, strict=True):
+        for view, grad, is_view in zip(views, grads, self._is_view, strict=True):
             if not is_view and grad is not None and grad.layout is torch.strided:
                 slots.append(view)
                 loose.append(grad)

@@ -58,6 +58,11 @@ class Bucket:
         return joined
 
     @property
+    def may_be_shared(self) -> bool:
+        """Whether the memory of the bucket may be a segment: on CPU, with elements."""
+        return self.device.type == "cpu" and self.numel > 0
+
+    @property
     def label(self) -> str:
         """``cpu float32``."""
         return f"{self.device} {str(self.dtype).removeprefix('torch.')}"
@@ -84,6 +89,16 @@ class Layout:
     def slots(self) -> tuple[Slot, ...]:
         """All slots, bucket after bucket: the order of masks and of gradients everywhere."""
         return tuple(slot for bucket in self.buckets for slot in bucket.slots)
+
+    @cached_property
+    def is_on_cpu(self) -> bool:
+        """Whether all buckets are on the CPU."""
+        return all(bucket.device.type == "cpu" for bucket in self.buckets)
+
+    @cached_property
+    def shared_buckets(self) -> tuple[int, ...]:
+        """The numbers of the buckets whose memory may be a segment."""
+        return tuple(index for index, bucket in enumerate(self.buckets) if bucket.may_be_shared)
 
     @cached_property
     def fingerprint(self) -> int:

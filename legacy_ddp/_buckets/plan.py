@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 import torch
 
 from legacy_ddp._buckets.backward_copy import BackwardCopy
-from legacy_ddp._buckets.columns import Columns
+from legacy_ddp._buckets.columns import Columns, ParameterWalk
 from legacy_ddp._buckets.flat_buffer import FlatBuffer, SlotResult
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
@@ -23,23 +23,19 @@ from legacy_ddp._step_guard.backward_counter import BackwardCounter
 class Plan:
     """The input of a call: the layout's slots, the parameter of each slot, and the buffers with the slots.
 
-    A sequence with an item per slot is always flat, over all buckets.
+    A sequence with an item per slot is always flat, over all buckets. ``slot_ranges``: each buffer, with the range of
+    its slots among all slots.
     """
 
     layout: Layout
     parameters: Sequence[torch.Tensor]
     buffers: Sequence[FlatBuffer]
+    slot_ranges: Sequence[tuple[FlatBuffer, slice]]
 
     @property
     def grads(self) -> list[torch.Tensor | None]:
         """The current gradient of each slot's parameter."""
-        return [parameter.grad for parameter in self.parameters]
-
-    @cached_property
-    def slot_ranges(self) -> list[tuple[FlatBuffer, slice]]:
-        """Each buffer, with the range of its slots among all slots."""
-        bounds = accumulate((len(buffer.bucket.slots) for buffer in self.buffers), initial=0)
-        return [(buffer, slice(*bound)) for buffer, bound in zip(self.buffers, pairwise(bounds), strict=True)]
+        return list(map(attrgetter("grad"), self.parameters))
 
     def bucket_of(self, index: int) -> Bucket:
         """The bucket of slot ``index``."""
@@ -62,7 +58,10 @@ class Plan:
 
     def kinds(self, grads: Sequence[torch.Tensor | None]) -> list[int]:
         """The kinds of the collected gradients."""
-        return [kind for buffer, slots in self.slot_ranges for kind in buffer.kinds(grads[slots])]
+        kinds: list[int] = []
+        for buffer, slots in self.slot_ranges:
+            kinds += buffer.kinds(grads[slots])
+        return kinds
 
     def alias(self, kinds: Sequence[int], sparse: Mapping[int, torch.Tensor]) -> None:
         """Give every parameter its reduced gradient; ``sparse`` has the sparse gradients, by slot."""
@@ -87,8 +86,10 @@ class Planner:
         self.counter = BackwardCounter(guarded=settings.checks.guards_steps)
         self._backward_copy = BackwardCopy()
         self.layout: Layout | None = None  # of the last plan
+        self.walk = ParameterWalk()
         self.segments = SegmentPolicy()
         self._buffers: list[FlatBuffer] = []
+        self._slot_ranges: Sequence[tuple[FlatBuffer, slice]] = ()
         self._order: list[int] = []  # for each slot: the position of its parameter among the named parameters
         self._signature: Signature | None = None
 
@@ -118,9 +119,9 @@ class Planner:
         """
         names, tensors = columns
         known = self._signature is not None and self._signature.matches(names, tensors)
-        parameters = [tensors[index] for index in self._order] if known else []
+        parameters = list(map(tensors.__getitem__, self._order)) if known else []
         if self.layout is not None and known and self.counter.is_attached_to(parameters):
-            return Plan(self.layout, parameters, self._buffers)
+            return Plan(self.layout, parameters, self._buffers, self._slot_ranges)
         plan = self._replan(names, tensors)
         self.layout = plan.layout
         self._signature = Signature(names, tensors)
@@ -131,9 +132,14 @@ class Planner:
         position = {name: index for index, name in enumerate(names)}
         order = [position[slot.name] for slot in layout.slots]
         buffers = [FlatBuffer(bucket, self.settings, self.segments) for bucket in layout.buckets]
-        plan = Plan(layout, [tensors[index] for index in order], buffers)
+        plan = Plan(layout, [tensors[index] for index in order], buffers, _slot_ranges(buffers))
         last_results = [SlotResult(buffer, index) for buffer in buffers for index in range(len(buffer.bucket.slots))]
         self.counter.attach([slot.name for slot in layout.slots], plan.parameters, last_results)
         self._backward_copy.attach((buffer, plan.parameters[slots]) for buffer, slots in plan.slot_ranges)
-        self._order, self._buffers = order, buffers
+        self._order, self._buffers, self._slot_ranges = order, buffers, plan.slot_ranges
         return plan
+
+
+def _slot_ranges(buffers: Sequence[FlatBuffer]) -> list[tuple[FlatBuffer, slice]]:
+    bounds = accumulate((len(buffer.bucket.slots) for buffer in buffers), initial=0)
+    return [(buffer, slice(*bound)) for buffer, bound in zip(buffers, pairwise(bounds), strict=True)]

@@ -68,11 +68,12 @@ class SegmentPolicy:
 
     def is_for(self, bucket: Bucket) -> bool:
         """Whether the memory of ``bucket`` shall be a segment."""
-        return self.wanted and not self.problem and bucket.device.type == "cpu" and bucket.numel > 0
+        return self.wanted and not self.problem and bucket.may_be_shared
 
     def fits(self, bucket: Bucket, segment: Segment | None) -> bool:
         """Whether memory with ``segment``, None for ordinary memory, is of the kind that ``bucket`` shall have."""
-        return (segment is not None and segment.is_shared) == self.is_for(bucket)
+        is_shared = segment is not None and segment.is_shared
+        return is_shared == self.is_for(bucket)
 
     def carries(self, bucket: Bucket) -> bool:
         """Whether the host transport will carry ``bucket``, unless memory fails on another rank. The first call decides

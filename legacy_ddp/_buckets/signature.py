@@ -19,15 +19,17 @@ class Signature:
         self._identities = _identities(names, tensors)
         first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
         self._first = sorted(first.values())  # index of the first name of each tensor
+        kinds = set(self._identities[2])
+        self._has_lazy = any(issubclass(kind, (UninitializedParameter, UninitializedBuffer)) for kind in kinds)
         shaped = self._shaped(tensors)
         self._facts = _facts(shaped)
         self._guards = internals.TensorGuards(shaped)
 
     def matches(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a plan for these parameters would be the same plan."""
-        if _identities(names, tensors) != self._identities:
+        if (names, list(map(id, tensors)), list(map(type, tensors))) != self._identities:
             return False
-        shaped = self._shaped(tensors)
+        shaped = self._shaped(tensors) if self._has_lazy or len(self._first) < len(tensors) else tensors
         if self._guards.match(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
             return True
         if _facts(shaped) != self._facts:
@@ -38,7 +40,7 @@ class Signature:
     def _shaped(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Each tensor once, without lazy tensors, which have no shape yet."""
         distinct = tensors if len(self._first) == len(tensors) else [tensors[index] for index in self._first]
-        if any(issubclass(kind, (UninitializedParameter, UninitializedBuffer)) for kind in set(self._identities[2])):
+        if self._has_lazy:
             return [tensor for tensor in distinct if not is_lazy(tensor)]
         return distinct
 

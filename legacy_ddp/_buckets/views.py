@@ -6,7 +6,8 @@ flat tensor, so that its reference counts belong to a single slot. Object identi
 """
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter, is_
+from itertools import compress
+from operator import attrgetter, is_, le, not_
 from typing import Any
 
 import torch
@@ -19,53 +20,54 @@ from legacy_ddp._buckets.segment import SegmentPolicy
 class SlotViews(Sequence[torch.Tensor]):
     """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
 
-    ``segment``: the shared memory of ``flat``, None for ordinary memory. ``transport_view`` is the memory of ``flat``
-    under a further storage. A thread of the transport may hold a sent tensor for milliseconds after the wait; the extra
-    storage keeps this reference out of the counts of the slots.
+    ``tensors``: the views. ``segment``: the shared memory of ``flat``, None for ordinary memory. ``transport_view`` is
+    the memory of ``flat`` under a further storage. A thread of the transport may hold a sent tensor for milliseconds
+    after the wait; the extra storage keeps this reference out of the counts of the slots.
     """
 
     def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
         self.flat, self.segment = policy.allocate(bucket)
         self.transport_view = internals.under_own_storage(self.flat)
         self._slots = bucket.slots
-        self._views = [self._make(slot) for slot in self._slots]
-        self._storages = [view.untyped_storage() for view in self._views]
+        self.tensors = [self._make(slot) for slot in self._slots]
+        self._storages = [view.untyped_storage() for view in self.tensors]
         self._handles = internals.storage_handles(self._storages)
         self._replaced_storages: list[torch.UntypedStorage] = []
-        self._addresses = list(map(torch.Tensor.data_ptr, self._views))
-        self._guards = internals.TensorGuards(self._views)
+        self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
+        self._guards = internals.TensorGuards(self.tensors)
         # Counted with a second list that holds the tensors, because every later count is made with a second list, too.
-        self._expected_refs = internals.ref_counts(self._views[:], self._storages[:], self._handles)
+        self._expected_refs = internals.ref_counts(self.tensors[:], self._storages[:], self._handles)
         (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
         self._result_versions: list[int] = []  # of the views, when the last call left its result
 
     def __getitem__(self, index: Any) -> Any:
-        return self._views[index]
+        return self.tensors[index]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self._views)
+        return iter(self.tensors)
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self.tensors)
 
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each gradient (one per slot): whether the gradient is the view of its slot."""
-        is_like = self._guards.match(self._views)
-        if not is_like or list(map(torch.Tensor.data_ptr, self._views)) != self._addresses:
+        is_like = self._guards.match(self.tensors)
+        if not is_like or list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
             self._rebuild()
-        return list(map(is_, grads, self._views))
+        return list(map(is_, grads, self.tensors))
 
     def matches_slots(self, grads: Sequence[torch.Tensor | None]) -> bool:
         """Whether each gradient is like its slot: dense, of the same shape, strides and dtype, and plain."""
         present = [grad for grad in grads if grad is not None]
-        return len(present) == len(self) and self._guards.match(present)
+        return len(present) == len(self.tensors) and self._guards.match(present)
 
     def has_external_refs(self, is_view: Sequence[bool]) -> bool:
         """Whether anything refers to memory of a slot, besides gradients that are views (``is_view``, per slot)."""
-        if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._replaced_storages)):
-            return True
-        self._replaced_storages = []
-        idle = [view for view, is_used in zip(self._views, is_view, strict=True) if not is_used]
+        if self._replaced_storages:
+            if any(counts != self._expected_storage_refs for counts in _ref_counts_of_each(self._replaced_storages)):
+                return True
+            self._replaced_storages = []
+        idle = list(compress(self.tensors, map(not_, is_view)))
         return not self._has_expected_refs(idle, self._storages[:], self._handles)
 
     def is_reusable(self) -> bool:
@@ -75,7 +77,7 @@ class SlotViews(Sequence[torch.Tensor]):
     def is_slot_unreferenced(self, index: int) -> bool:
         """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
         one = slice(index, index + 1)
-        counts_fit = self._has_expected_refs(self._views[one], self._storages[one], self._handles[one])
+        counts_fit = self._has_expected_refs(self.tensors[one], self._storages[one], self._handles[one])
         return counts_fit and self._is_intact(index)
 
     def note_result(self) -> None:
@@ -97,13 +99,13 @@ class SlotViews(Sequence[torch.Tensor]):
         return self._result_versions != self._versions()
 
     def _versions(self) -> list[int]:
-        return list(map(attrgetter("_version"), self._views))
+        return list(map(attrgetter("_version"), self.tensors))
 
     def _has_expected_refs(
         self, views: Sequence[torch.Tensor], storages: Sequence[torch.UntypedStorage], handles: Sequence[int]
     ) -> bool:
         now = internals.ref_counts(views, storages, handles)
-        return all(counts <= expected for counts, expected in zip(now, self._expected_refs, strict=True))
+        return all(map(le, now, self._expected_refs))
 
     def _make(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:
@@ -119,13 +121,13 @@ class SlotViews(Sequence[torch.Tensor]):
         for index, slot in enumerate(self._slots):
             if not self._is_intact(index):
                 self._replaced_storages.append(self._storages[index])
-                self._views[index] = self._make(slot)
-                self._storages[index] = self._views[index].untyped_storage()
+                self.tensors[index] = self._make(slot)
+                self._storages[index] = self.tensors[index].untyped_storage()
         self._handles = internals.storage_handles(self._storages)
-        self._guards = internals.TensorGuards(self._views)
+        self._guards = internals.TensorGuards(self.tensors)
 
     def _is_intact(self, index: int) -> bool:
-        view, slot = self._views[index], self._slots[index]
+        view, slot = self.tensors[index], self._slots[index]
         return (
             type(view) is torch.Tensor
             and view.data_ptr() == self._addresses[index]

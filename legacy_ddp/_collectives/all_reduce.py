@@ -1,9 +1,7 @@
 """The collective call: plan → pack → agree → check → reduce → alias → record."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, SupportsIndex
 
 import torch
@@ -13,32 +11,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
-from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.columns import Columns
-from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.arguments import Arguments, Metrics
+from legacy_ddp._collectives.check import LocalStep
 from legacy_ddp._collectives.metrics import sum_metrics
-from legacy_ddp._collectives.nonfinite import check_finite
-from legacy_ddp._collectives.pack import allocate_for_gloo, pack
-from legacy_ddp._collectives.reduce import Reduced, discard, reduce
+from legacy_ddp._collectives.pack import pack
+from legacy_ddp._collectives.reduce import Reduced, discarding_after
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._collectives.transport_choice import (
-    GLOO,
-    HOST,
-    choose_transport,
-    ids_of,
-    prepare_transport,
-    require_host,
-    segments_of,
-)
-from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.check import add_digest, check
-from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._settings import Settings
-from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.operation import Operation
 from legacy_ddp._transport.process_group import resolve_group
 
@@ -59,89 +41,77 @@ def all_reduce(
     collective of join() before the header.
     """
     planner, leaves = synchronizer.planner, synchronizer.leaves
-    digests, steps, edits = synchronizer.digests, synchronizer.steps, synchronizer.edits
-    warnings, observers, settings = synchronizer.warnings, synchronizer.observers, synchronizer.settings
-    observers.called.notify()
+    if synchronizer.observers.called:
+        synchronizer.observers.called.notify()
     with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):
-            prepare_transport(call.group_state, planner)
+            transport = synchronizer.transport(group)
+            transport.before_pack()
             with call.phase("plan"):
                 plan = planner.plan(parameters())
             packed = pack(call, planner.counter, leaves, plan, arguments)
-            if observers.local:
-                with call.phase("observe"):
-                    observers.local.notify(dict(packed.grads(plan)))
-            header = packed.header._replace(flags=packed.header.flags | flags | _watched(settings))
-            header = edits.add_flags(header, planner.counter, plan, packed)
-            if steps is not None:
-                header = header._replace(random=steps.take(call.groups))
-            if digests is not None:
-                header = add_digest(call, digests, header)
-            segments = segments_of(plan, packed, planner.segments.problem)
-            call.segments = ids_of(plan, segments)
-        with _discarding_after(call, plan, leaves):
-            uneven, names = settings.checks.uneven, tuple(packed.metrics)
-            agreement = agree(call, header, plan.layout.inventory, uneven=uneven, metrics=names)
-            require_host(call, settings)
-            if digests is not None and (text := check(call, digests, agreement.rows)):
-                warnings.add_everywhere(call, text)
-            edits.check(call, plan, agreement, warnings)
-            if settings.checks.nonfinite_policy != "ignore":
-                check_finite(call, plan, packed, agreement, warnings)
+            step = LocalStep(call, plan, packed, planner.counter, packed.header)
+            _add_facts(synchronizer, step, flags)
+            call.segments = transport.announce(plan, packed)
+        with discarding_after(call, plan, leaves):
+            mismatches, names = synchronizer.checks.mismatches, tuple(packed.metrics)
+            agreement = agree(call, packed.header, plan.layout.inventory, mismatches=mismatches, metrics=names)
+            transport.require_host(call)
+            _compare(synchronizer, step, agreement)
             metrics = sum_metrics(call, agreement, packed.metrics)
-            gloo_memory = partial(allocate_for_gloo, call, leaves, plan, packed)
-            on_host, warning = choose_transport(call, settings, plan, segments, planner.segments, gloo_memory)
-            warnings.add_everywhere(call, warning)
-            reduced = reduce(call, leaves, settings, plan, packed, agreement, on_host=on_host)
+            route = transport.settle(call, plan, packed)
+            reduced = route.reduce(call, plan, packed, agreement)
             with call.phase("alias"):
                 plan.alias(reduced.kinds, reduced.sparse)
-        if leaves is not None:
-            leaves.end_step()
-        planner.counter.reset(plan.parameters)
-        if steps is not None:
-            steps.begin(call.groups, plan.parameters)
-        if digests is not None:
-            digests.end_call(call)
-    return _finish(synchronizer, call, agreement, reduced, metrics, on_host=on_host)
+        _end(synchronizer, step)
+    return _record(synchronizer, step, agreement, reduced, metrics, route.transport)
 
 
-@contextmanager
-def _discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
-    """Drop all gradients after a failure that is not agreed, if they may be half reduced.
-
-    Over gloo from the payload on. With segments from the header on: other ranks may write to the flat tensors of this
-    rank, also after its failure.
-    """
-    try:
-        yield
-    except AgreedError:
-        raise
-    except BaseException:
-        if any(call.segments.serials) or call.phase_name in ("payload", "alias"):
-            discard(plan, leaves)
-        raise
+def _add_facts(synchronizer: Synchronizer, step: LocalStep, flags: int) -> None:
+    """Let observers see the local gradients, and checks write their facts. ``flags``: of the caller."""
+    step.header.flags |= flags
+    observers = synchronizer.observers
+    if observers.local:
+        with step.call.phase("observe"):
+            observers.local.notify(dict(step.packed.grads(step.plan)))
+    for check in synchronizer.checks.with_facts:
+        if check.is_on:
+            check.facts(step)
 
 
-def _watched(settings: Settings) -> int:
-    """The flag of a rank that looks at non-finite gradients: a report needs all ranks."""
-    return Flag.WATCHED if settings.checks.nonfinite_policy != "ignore" else 0
+def _compare(synchronizer: Synchronizer, step: LocalStep, agreement: Agreement) -> None:
+    """Collective where a check finds a reason: errors and warnings of all ranks."""
+    for check in synchronizer.checks.with_compare:
+        if check.is_on and (text := check.compare(step, agreement)):
+            synchronizer.warnings.add_everywhere(step.call, text)
 
 
-def _finish(
+def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
+    """Begin with the next step: every parameter has its new gradient."""
+    if synchronizer.leaves is not None:
+        synchronizer.leaves.end_step()
+    step.counter.reset(step.plan.parameters)
+    for check in synchronizer.checks.with_end:
+        if check.is_on:
+            check.end(step)
+
+
+def _record(
     synchronizer: Synchronizer,
-    call: Call,
+    step: LocalStep,
     agreement: Agreement,
     reduced: Reduced,
     metrics: Mapping[str, float],
-    *,
-    on_host: bool,
+    transport: str,
 ) -> SyncRecord:
-    """Check for warnings, make the record, log the call and notify the observers."""
-    warnings, observers, divisor = synchronizer.warnings, synchronizer.observers, agreement.divisor
-    if warnings.open:
-        warnings.check(call, agreement)
+    """Ask the checks of rank 0, make the record, log the call and notify the observers."""
+    call, divisor = step.call, agreement.divisor
+    checks, observers = synchronizer.checks, synchronizer.observers
+    if call.groups.rank == 0 and checks.observing:
+        for text in checks.observe(step, agreement):
+            synchronizer.warnings.add(text)
     record = SyncRecord(
         call=call.number,
         synchronized=True,
@@ -152,9 +122,9 @@ def _finish(
         payload_bytes=reduced.payload_bytes,
         seconds=call.seconds,
         rank=call.groups.rank,
-        transport=HOST if on_host else GLOO if call.groups.size > 1 else "",
+        transport=transport,
         metrics=metrics,
-        _headers=agreement.headers,
+        _headers=agreement.packed,
     )
     if LOGGER.isEnabledFor(logging.DEBUG):
         log_call(record.rank, str(call), record.payload_bytes, record.seconds)
@@ -195,9 +165,4 @@ def all_reduce_gradients(
     """
     synchronizer, parameters = synchronizer_of(module_or_params)
     arguments = Arguments(sample_size, skip, metrics)
-    record = all_reduce(synchronizer, parameters, resolve_group(process_group), arguments)
-    if synchronizer.warnings.pending:
-        synchronizer.warnings.emit()
-    if synchronizer.observers.returned:
-        synchronizer.notify_returned(record)
-    return record
+    return synchronizer.end_call(all_reduce(synchronizer, parameters, resolve_group(process_group), arguments))

@@ -63,7 +63,7 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
             check_dense(item, kind=kind)
             call.groups.payload(item.tensor.device)
         inventory = build_inventory(tensors, kind=kind)
-    agree(call, Header(layout=inventory_digest(inventory), argument=src), inventory)
+    agree(call, Header(layout=inventory_digest(inventory), source=src), inventory)
     if call.groups.size == 1:
         return
     with call.phase("payload"):

@@ -5,11 +5,13 @@ storage (hooks resize the copy, and write past the end). No gradient changes bef
 returned a usable result.
 """
 
+import atexit
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,18 +19,23 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.wire import as_real
-from legacy_ddp._collectives.pending import wait_before_exit
+from legacy_ddp._collectives.dense import fill_missing
+from legacy_ddp._collectives.reduce import Payload, Reducer
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import CommHookError, LegacyDDPError
+from legacy_ddp._fork import run_in_children
 from legacy_ddp._settings import CommHook
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.wait import SLICE
 
 # gloo raises only RuntimeError; its messages begin with a place in its own source.
 _GLOO_ERROR = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
+# A Future reports its end before the thread of the process group has released the last callback.
+_RELEASE_SECONDS = 0.1
+
+_pending: list[tuple[threading.Event, float]] = []  # ends of collectives, and how long the exit waits for each
 
 
 class HookBucket:
@@ -81,39 +88,54 @@ class HookResult(NamedTuple):
     result: Any
 
 
-def run_hook(call: Call, hook: CommHook, plan: Plan) -> list[HookResult]:
-    """Run the hook on the copy of every buffer. No flat tensor changes.
+class HookReducer(Reducer):
+    """The user's ``hook`` in place of the sum. The flat tensors change after every rank has a usable result."""
 
-    Raises:
-        LostPeerError: a rank was lost, or the hook did not finish in time.
-        Exception: any error of the hook. The other ranks may be inside collectives of the hook, so the group is lost.
-            Their watchdogs report the error.
-    """
-    filled = [(buffer, plan.parameters[share]) for buffer, share in plan.slot_ranges if buffer.bucket.numel]
-    buckets = [
-        HookBucket(index, buffer, parameters, is_last=index == len(filled) - 1)
-        for index, (buffer, parameters) in enumerate(filled)
-    ]
-    results = _run(call, hook, buckets)
-    return [HookResult(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
+    def __init__(self, buckets: Sequence[int], hook: CommHook) -> None:
+        super().__init__(buckets)
+        self._hook = hook
 
+    def prepare(self, call: Call, payload: Payload) -> None:
+        """Run the hook on a copy of every flat tensor: if the hook fails, every flat tensor is unchanged.
 
-def copy_results(call: Call, hook: CommHook, results: Sequence[HookResult], divisor: int) -> int:
-    """Copy the hook's mean, times group size / ``divisor``, to the flat tensors, if usable on every rank.
+        Raises:
+            LostPeerError: a rank was lost, or the hook did not finish in time.
+            Exception: any error of the hook. The other ranks may be inside collectives of the hook, so the group is
+                lost. Their watchdogs report the error.
+        """
+        with call.phase("hook"):
+            for buffer, share in self.buffers_of(payload):
+                buffer.payload.copy_(buffer.flat)
+                fill_missing(payload, buffer, share, [(0, buffer.bucket.numel)], buffer.payload)
+            payload.prepared = self._results(call, payload)
 
-    Returns the bytes of all buckets.
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """Copy the hook's mean, times group size / divisor, to the flat tensors, if usable on every rank.
 
-    Raises:
-        CommHookError: on some rank the hook's result cannot be a gradient; no flat tensor changed.
-        LostPeerError: a rank was lost, perhaps because its hook has not finished.
-    """
-    problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in results)
-    _agree_on_results(call, hook, next(filter(None, problems), ""))
-    for buffer, _, result in results:
-        as_real(buffer.flat).copy_(result)
-        if divisor != call.groups.size:
-            as_real(buffer.flat).div_(divisor / call.groups.size)
-    return sum(buffer.payload.nbytes for buffer, _, _ in results)
+        Returns the bytes of all buckets.
+
+        Raises:
+            CommHookError: on some rank the hook's result cannot be a gradient; no flat tensor changed.
+            LostPeerError: a rank was lost, perhaps because its hook has not finished.
+        """
+        results: list[HookResult] = payload.prepared
+        problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in results)
+        _agree_on_results(call, self._hook, next(filter(None, problems), ""))
+        for buffer, _, result in results:
+            as_real(buffer.flat).copy_(result)
+            if payload.divisor != call.groups.size:
+                as_real(buffer.flat).div_(payload.divisor / call.groups.size)
+        return sum(buffer.payload.nbytes for buffer, _, _ in results)
+
+    def _results(self, call: Call, payload: Payload) -> list[HookResult]:
+        parameters = payload.plan.parameters
+        filled = [(buffer, parameters[share]) for buffer, share in self.buffers_of(payload) if buffer.bucket.numel]
+        buckets = [
+            HookBucket(index, buffer, own, is_last=index == len(filled) - 1)
+            for index, (buffer, own) in enumerate(filled)
+        ]
+        results = _run(call, self._hook, buckets)
+        return [HookResult(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
@@ -209,3 +231,28 @@ def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
         call=call.number,
         phase=call.phase_name,
     )
+
+
+def wait_before_exit(ends: Iterable[threading.Event], seconds: float) -> None:
+    """Delay the exit of this process until all of ``ends`` are set, at most ``seconds`` from now.
+
+    A started collective cannot be cancelled. When the collective ends, a thread of the process group runs its callbacks
+    (``Future.then``), which need the interpreter. If the interpreter is finalizing at that time, the process aborts.
+    """
+    deadline = time.monotonic() + seconds
+    if left := [(end, deadline) for end in ends if not end.is_set()]:
+        _pending.extend(left)
+        _wait_at_exit()
+
+
+@cache
+def _wait_at_exit() -> None:
+    atexit.register(_wait_for_pending)
+    run_in_children(_pending.clear)  # the collectives are the parent's
+
+
+def _wait_for_pending() -> None:
+    for end, deadline in _pending:
+        end.wait(max(0.0, deadline - time.monotonic()))
+    if _pending:
+        time.sleep(_RELEASE_SECONDS)

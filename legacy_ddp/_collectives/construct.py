@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.transport_choice import require_host
+from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
 from legacy_ddp._traceback import check_traceback_variable
@@ -17,6 +17,7 @@ from legacy_ddp._transport.call import Call
 
 def construct(
     call: Call,
+    transport: Transport,
     module: nn.Module,
     settings: Settings,
     plan: Callable[[], Plan],
@@ -56,4 +57,5 @@ def construct(
         check_local_buffers(module, settings.checks.local_buffers)
         layout = plan().layout
     agree(call, Header(layout=layout.fingerprint), layout.inventory)
-    require_host(call, settings)
+    transport.require_host(call)
+    transport.before_pack()

@@ -1,4 +1,4 @@
-"""Sum of dense gradients over the ranks. Collective (payload).
+"""Sums of gradients by collectives of a process group: dense, then sparse gradients. Collective (payload).
 
 Division comes after the sum. Only fp16 on the wire is divided before and after the sum: see :func:`split_divisor`.
 """
@@ -10,58 +10,77 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.gradient import DENSE
+from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE
+from legacy_ddp._buckets.inventory import gradient_dtype
 from legacy_ddp._buckets.layout import Run, cut_runs
-from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.wire import as_real
-from legacy_ddp._collectives.pack import Packed
+from legacy_ddp._collectives.reduce import Payload, Reducer
+from legacy_ddp._reproducible.leaf_sums import LeafSums
+from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
 from legacy_ddp._transport.call import Call
 
 # A smaller second collective costs more than it gains. More than two gain nothing: a gloo group has two threads.
 SMALLEST_PIECE_BYTES = 8 * 2**20
 
 
-def reduce_dense(
-    call: Call,
-    plan: Plan,
-    slot_ranges: Sequence[tuple[FlatBuffer, slice]],
-    packed: Packed,
-    kinds: Sequence[int],
-    divisor: int,
-) -> int:
-    """Replace every run of dense gradients by its sum over the ranks divided by ``divisor``; return the bytes sent.
+class GroupReducer(Reducer):
+    """All-reduce of dense gradients on the group of each device, in stretches of at most ``buffer_size`` elements."""
 
-    ``slot_ranges``: the buffers to reduce, with their slots. All collectives are started before the first wait.
+    def __init__(self, buckets: Sequence[int], buffer_size: int) -> None:
+        super().__init__(buckets)
+        self._buffer_size = buffer_size
+
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """All collectives are started before the first wait."""
+        started, divisor = [], payload.divisor
+        for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
+            fill_missing(payload, buffer, share, runs, buffer.flat)
+            with call.profiled(f"start {buffer.bucket.label}"):
+                pieces = _cut(call, buffer, runs, self._buffer_size)
+                started += [(buffer, run, _start(call, buffer, run, divisor)) for run in pieces]
+        size_bytes = 0
+        for buffer, (start, stop), work in started:
+            with call.profiled(f"finish {buffer.bucket.label}"):
+                if work is not None:
+                    call.wait(call.groups.payload(buffer.bucket.device), work)
+                    size_bytes += (stop - start) * buffer.payload.itemsize
+                _finish(call, buffer, (start, stop), divisor)
+        return size_bytes
+
+
+class GroupTreeReducer(Reducer):
+    """Sums of micro-batches in the order of the tree, on the group of each device. ``sums``: of this rank."""
+
+    def __init__(self, buckets: Sequence[int], buffer_size: int, sums: LeafSums) -> None:
+        super().__init__(buckets)
+        self._buffer_size = buffer_size
+        self._sums = sums
+
+    def reduce(self, call: Call, payload: Payload) -> int:
+        return sum(tree_reduce(call, self._inputs(call, payload), payload.divisor))
+
+    def _inputs(self, call: Call, payload: Payload) -> list[TreeInput]:
+        inputs, ranges = [], self.buffers_of(payload)
+        for index, (buffer, _), runs in zip(self.buckets, ranges, self.dense_runs(payload), strict=True):
+            own = payload.packed.flats[index]
+            recv_buffer = self._sums.recv_buffer(index, own) if call.groups.size > 1 else own
+            group = call.groups.payload(buffer.bucket.device)
+            pieces = cut_runs(runs, max_numel=self._buffer_size)
+            inputs.append(TreeInput(group, own, recv_buffer, buffer.flat, pieces))
+        return inputs
+
+
+def fill_missing(payload: Payload, buffer: FlatBuffer, share: slice, runs: Sequence[Run], flat: torch.Tensor) -> None:
+    """Fill the slots left out by packing: zeros for absent gradients, and sparse gradients converted to dense.
+
+    ``flat``: the flat tensor of ``buffer``, or a tensor like it. ``share``: the slots of ``buffer`` among all slots.
     """
-    started = []
-    for buffer, share in slot_ranges:
-        runs = merged_runs(buffer, kinds[share])
-        fill_missing(buffer, packed, kinds, share, runs, buffer.flat)
-        with call.profiled(f"start {buffer.bucket.label}"):
-            pieces = _cut(call, buffer, runs, plan.layout.buffer_size)
-            started += [(buffer, run, _start(call, buffer, run, divisor)) for run in pieces]
-    size_bytes = 0
-    for buffer, (start, stop), work in started:
-        with call.profiled(f"finish {buffer.bucket.label}"):
-            if work is not None:
-                call.wait(call.groups.payload(buffer.bucket.device), work)
-                size_bytes += (stop - start) * buffer.payload.itemsize
-            _finish(call, buffer, (start, stop), divisor)
-    return size_bytes
-
-
-def merged_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> list[Run]:
-    """The runs of slots with a dense gradient on any rank; runs with a small gap between them are merged."""
-    return buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap)
-
-
-def fill_missing(
-    buffer: FlatBuffer, packed: Packed, kinds: Sequence[int], share: slice, runs: Sequence[Run], flat: torch.Tensor
-) -> None:
-    """Fill the slots left out by packing: zeros for absent gradients, and sparse gradients converted to dense."""
-    buffer.zero(packed.kinds[share], runs=runs, flat=flat)
+    packed = payload.packed
+    own_kinds = packed.kinds[share]
+    if own_kinds.count(DENSE) < len(own_kinds):
+        buffer.zero(own_kinds, runs=runs, flat=flat)
     for index, grad in packed.sparse.items():
-        if kinds[index] == DENSE and share.start <= index < share.stop:
+        if payload.kinds[index] == DENSE and share.start <= index < share.stop:
             slot = buffer.bucket.slots[index - share.start]
             flat.as_strided(slot.shape, slot.stride, slot.offset).copy_(grad.to_dense())
 
@@ -121,3 +140,76 @@ def _finish(call: Call, buffer: FlatBuffer, run: Run, divisor: int) -> None:
             flat.copy_(wire)
     if after != 1.0:
         flat.div_(after)
+
+
+class SparseReducer(Reducer):
+    """Sums of sparse gradients, in rank order. The last part of a route: sparse gradients have no buckets."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+
+    def reduce(self, call: Call, payload: Payload) -> int:
+        kinds = payload.kinds
+        if max(kinds, default=ABSENT) < SPARSE:
+            return 0
+        found, parameters = payload.packed.sparse, payload.plan.parameters
+        slots = [index for index, kind in enumerate(kinds) if kind >= SPARSE]
+        own = [found.get(index, _no_entries(parameters[index], kinds[index] - SPARSE)) for index in slots]
+        lengths = call.gather(torch.tensor([grad._nnz() for grad in own], device="cpu")).T.tolist()
+        size_bytes = 0
+        for index, grad, counts in zip(slots, own, lengths, strict=True):
+            payload.sparse[index], sent_bytes = _reduce_sparse(call, grad, counts, payload.divisor)
+            size_bytes += sent_bytes
+        return size_bytes
+
+
+def _reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divisor: int) -> tuple[torch.Tensor, int]:
+    """Sum of every rank's coalesced ``grad``, divided; and the bytes sent.
+
+    ``lengths[r]``: number of entries on rank r.
+    """
+    group, longest = call.groups.payload(grad.device), max(lengths)
+    indices = grad.indices().new_zeros((grad.sparse_dim(), longest))
+    indices[:, : lengths[call.groups.rank]] = grad.indices()
+    values = grad.values().new_zeros((longest, *grad.values().shape[1:]))
+    values[: lengths[call.groups.rank]] = grad.values()
+    all_indices = _gather(call, group, indices)
+    all_values = _gather(call, group, values)
+    total = torch.sparse_coo_tensor(
+        torch.cat([part[:, :length] for part, length in zip(all_indices, lengths, strict=True)], dim=1),
+        torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(_sum_dtype(grad.dtype)),
+        (*grad.shape, 2) if grad.is_complex() else grad.shape,
+        check_invariants=False,
+    ).coalesce()
+    mean = total.values() / divisor if divisor != 1 else total.values()
+    reduced = torch.sparse_coo_tensor(
+        total.indices(),
+        torch.view_as_complex(mean) if grad.is_complex() else mean.to(grad.dtype),
+        grad.shape,
+        is_coalesced=True,
+        check_invariants=False,
+    )
+    return reduced, indices.nbytes + values.nbytes
+
+
+def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    dtype = gradient_dtype(parameter)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float16 else dtype.to_real()
+
+
+def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Collective: the tensors of all ranks, of equal shape; complex numbers as pairs, which are added and divided
+    apart."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if call.groups.size == 1:
+        return [real]
+    parts = [torch.empty_like(real) for _ in range(call.groups.size)]
+    options = call.options("Allgather")
+    call.run(group, lambda carrier: carrier.allgather([parts], [real.contiguous()], options))
+    return parts

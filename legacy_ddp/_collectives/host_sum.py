@@ -1,29 +1,34 @@
-"""Sum of dense gradients over the ranks of one host, in memory that all ranks have mapped. Collective (payload).
+"""Sum of dense gradients in memory that the ranks of a host have mapped, and gloo between hosts. Collective (payload).
 
-Every rank owns an equal part of every run. It adds the parts of all ranks, divides, and writes the result to the flat
-tensor of every rank. The order of addition is the order of the ranks, whatever the size of a chunk or of a bucket. With
-``reproducible=True`` the sums of micro-batches are added instead of gradients, in the order of the tree.
+Every rank owns an equal part of every run. On one host the owner adds the parts of all ranks, divides, and writes the
+result to the flat tensor of every rank. The order of addition is the order of the ranks, whatever the size of a chunk
+or of a bucket. With ``reproducible=True`` the sums of micro-batches are added instead of gradients, in the order of the
+tree.
+
+On several hosts the owner adds its part over the ranks of its host in the same way, gloo adds the sums of all owners of
+the part, and each owner divides and writes the result to the flat tensors of its host. Between hosts gradients have
+the dtype of the gloo transport: ``reduce_dtype``, else fp32 for fp16 gradients, and their own dtype for all others.
+With ``reproducible=True`` the sum over a host is a node of the tree, and the owners of a part add their nodes in the
+order of the tree.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.layout import Bucket, Run
-from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.layout import Bucket, Run, cut_runs
 from legacy_ddp._buckets.wire import as_real, sum_dtype, wire_dtype
-from legacy_ddp._collectives.dense import fill_missing, merged_runs
-from legacy_ddp._collectives.pack import Packed
-from legacy_ddp._collectives.transport_choice import host_buffers
-from legacy_ddp._errors import LegacyDDPError
-from legacy_ddp._reproducible.tree_reduce import add_in_tree_order
+from legacy_ddp._collectives.dense import SMALLEST_PIECE_BYTES, fill_missing, split_divisor
+from legacy_ddp._collectives.reduce import Payload, Reducer
+from legacy_ddp._reproducible.tree_reduce import TreeInput, add_in_tree_order, tree_reduce
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.peer_memory import PeerMemory
 
 # The grain of torch's parallel loops: larger chunks would wake the threads of every rank at the same time. On two
 # cores, with two threads per rank, a call with chunks of 65,536 elements took 1.2 times as long.
@@ -31,73 +36,151 @@ CHUNK_NUMEL = 32_768
 _LINE_NUMEL = 64  # parts end at multiples of cache lines, so that no two ranks write to one line
 
 
-def sum_on_host(
-    call: Call, settings: Settings, plan: Plan, packed: Packed, kinds: Sequence[int], agreement: Agreement
-) -> int:
-    """Replace every run of dense gradients by its sum over the ranks, divided; return the bytes summed.
-
-    If ranks have gradients in different slots, they fill the other slots now, and wait for each other before the sum.
-    """
-    buffers = host_buffers(plan)
-    runs = fill_runs(call, settings, plan, packed, kinds, agreement)
-    for work in _work_of(call, buffers, runs, settings):
-        with call.profiled(f"sum {work.label}"):
-            _sum_chunks(work, agreement.divisor)
-    call.barrier()
-    return size_bytes(buffers, runs)
-
-
-def fill_runs(
-    call: Call, settings: Settings, plan: Plan, packed: Packed, kinds: Sequence[int], agreement: Agreement
-) -> tuple[tuple[Run, ...], ...]:
-    """The runs to sum, per host buffer. Afterwards every rank of the host has gradients or zeros there.
-
-    Sums of micro-batches have no empty slots.
-    """
-    buffers = host_buffers(plan)
-    shares = [share for buffer, share in plan.slot_ranges if buffer in buffers]
-    runs = [tuple(merged_runs(buffer, kinds[share])) for buffer, share in zip(buffers, shares, strict=True)]
-    if not (agreement.has_same_mask or settings.reproducible):
-        for buffer, share, own_runs in zip(buffers, shares, runs, strict=True):
-            fill_missing(buffer, packed, kinds, share, own_runs, buffer.flat)
-        call.barrier()
-    return tuple(runs)
-
-
-def size_bytes(buffers: Sequence[FlatBuffer], runs: Sequence[Sequence[Run]]) -> int:
-    """Bytes of the runs of all buffers."""
-    return sum(
-        (stop - start) * buffer.bucket.dtype.itemsize
-        for buffer, own_runs in zip(buffers, runs, strict=True)
-        for start, stop in own_runs
-    )
-
-
-T = TypeVar("T")
-Add = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], torch.Tensor]
-
-
 @dataclass(frozen=True)
 class Chunk:
     """A stretch of at most :data:`CHUNK_NUMEL` elements.
 
-    ``parts``: of the gradients, or of the sums of micro-batches, of all ranks in order. ``own``: of the flat tensor of
-    this rank. ``others``: of the flat tensors of the other ranks.
+    ``parts``: of the gradients, or of the sums of micro-batches, of all ranks of the host in order. ``own``: of the
+    flat tensor of this rank. ``others``: of the flat tensors of the other ranks. ``scratch``: for :meth:`Order.add`.
     """
 
     parts: Sequence[torch.Tensor]
     own: torch.Tensor
     others: Sequence[torch.Tensor]
+    scratch: Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The chunks to add on this rank, for one bucket."""
+
+    label: str
+    chunks: Sequence[Chunk]
+
+
+@dataclass(frozen=True)
+class Piece(Work):
+    """A stretch of the own part, summed between hosts by one collective.
+
+    ``stretch``: of the own flat tensor. ``carried``: memory for the collective: the stretch, or a copy if the dtype
+    between hosts is another. ``recv_buffer``: for nodes of the tree, else empty.
+    """
+
+    stretch: torch.Tensor
+    carried: torch.Tensor
+    recv_buffer: torch.Tensor
+
+    def add_on_host(self, order: "Order", divisor: float = 1.0) -> None:
+        """Put the sum over the ranks of the host, divided by ``divisor``, into ``carried``."""
+        for chunk, carried in self.with_carried():
+            total = total_of(order, chunk)
+            carried.copy_(total if divisor == 1.0 else total.div_(divisor))
+
+    def with_carried(self) -> Iterator[tuple[Chunk, torch.Tensor]]:
+        """Every chunk, with its part of ``carried``."""
+        numels = [chunk.own.numel() for chunk in self.chunks]
+        yield from zip(self.chunks, torch.split(self.carried, numels), strict=True)
+
+
+class Order(ABC):
+    """The order in which the contributions of the ranks are added, and their dtype."""
+
+    has_gaps: bool  # whether a rank may have left out slots that other ranks have
+
+    @abstractmethod
+    def scratch(self, memory: "HostMemory", numel: int) -> list[torch.Tensor]:
+        """Tensors of ``numel`` elements, as many as :meth:`add` needs for the parts of ``memory``."""
+
+    @abstractmethod
+    def add(self, parts: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of ``parts``, in ``scratch``."""
+
+    @abstractmethod
+    def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
+        """Every chunk, when it holds the sum over all ranks, divided.
+
+        All collectives are started before the first wait.
+        """
+
+
+class RankOrder(Order):
+    """Gradients are added in the order of the ranks, in at least fp32 and at least ``reduce_dtype``."""
+
+    has_gaps = True
+
+    def __init__(self, reduce_dtype: torch.dtype | None) -> None:
+        self._reduce_dtype = reduce_dtype
+
+    def scratch(self, memory: "HostMemory", numel: int) -> list[torch.Tensor]:
+        dtype = sum_dtype(memory.bucket.dtype, self._reduce_dtype)
+        return [torch.empty(numel, dtype=dtype, device="cpu")]
+
+    def add(self, parts: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The scratch memory may have a wider dtype."""
+        total, (first, second, *others) = scratch[0], parts
+        if total.dtype != first.dtype:
+            total.copy_(first).add_(second)
+        else:
+            torch.add(first, second, out=total)
+        for part in others:
+            total.add_(part)
+        return total
+
+    def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
+        started = []
+        for piece in pieces:
+            with call.profiled(f"start {piece.label}"):
+                before, after = split_divisor(divisor, call.groups.size, piece.carried.dtype)
+                started.append((piece, after, self._start(call, piece, before)))
+        for piece, after, work in started:
+            with call.profiled(f"finish {piece.label}"):
+                call.wait(call.groups.between, work)
+                for chunk, carried in piece.with_carried():
+                    divide(chunk, carried, after)
+                    yield chunk
+
+    def _start(self, call: Call, piece: Piece, divisor: float) -> Any:
+        """Add over the ranks of the host, divide by ``divisor``, and start the sum over the hosts."""
+        piece.add_on_host(self, divisor)
+        options = call.options("Allreduce")
+        options.reduceOp = dist.ReduceOp.SUM
+        return call.start(call.groups.between, lambda group: group.allreduce([piece.carried], options))
+
+
+class TreeOrder(Order):
+    """Sums of micro-batches, which have all slots, are added as nodes of a tree, in their own dtype."""
+
+    has_gaps = False
+
+    def scratch(self, memory: "HostMemory", numel: int) -> list[torch.Tensor]:
+        parts = memory.parts
+        return [torch.empty(numel, dtype=parts[0].dtype, device="cpu") for _ in range(len(parts) // 2)]
+
+    def add(self, parts: Sequence[torch.Tensor], scratch: Sequence[torch.Tensor]) -> torch.Tensor:
+        return add_in_tree_order(parts, scratch)
+
+    def sum_between_hosts(self, call: Call, pieces: Sequence[Piece], divisor: int) -> Iterator[Chunk]:
+        """A host is a rank of the tree over the hosts."""
+        for piece, _ in zip(pieces, tree_reduce(call, self._inputs(call, pieces), divisor), strict=True):
+            yield from piece.chunks
+
+    def _inputs(self, call: Call, pieces: Sequence[Piece]) -> Iterator[TreeInput]:
+        for piece in pieces:
+            with call.profiled(f"start {piece.label}"):
+                piece.add_on_host(self)
+            runs = [(0, piece.carried.numel())]
+            yield TreeInput(call.groups.between, piece.carried, piece.recv_buffer, piece.stretch, runs)
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The memory of one buffer on all ranks of the host in order, as real numbers; ``width`` of them per element.
+    """The memory of one bucket on all ranks of the host in order, as real numbers; ``width`` of them per element.
 
     ``parts``: to add; the flat tensors, or the sums of micro-batches. ``flats``: the flat tensors, for the result.
     ``own``: place of this rank.
     """
 
+    bucket: Bucket
     parts: Sequence[torch.Tensor]
     flats: Sequence[torch.Tensor]
     own: int
@@ -112,78 +195,116 @@ class HostMemory:
         start, stop = part
         return slice(self.width * start, self.width * stop)
 
-    def chunks(self, part: Run) -> Iterator[Chunk]:
-        """The chunks of a part."""
-        whole = self.stretch(part)
-        for place in range(whole.start, whole.stop, CHUNK_NUMEL):
-            stretch = slice(place, min(place + CHUNK_NUMEL, whole.stop))
+    def chunks(self, own_parts: Sequence[Run], order: Order) -> list[Chunk]:
+        """The chunks of some parts of this rank. All chunks use the same scratch memory, one after the other."""
+        wholes = [self.stretch(part) for part in own_parts]
+        stretches = [
+            slice(place, min(place + CHUNK_NUMEL, whole.stop))
+            for whole in wholes
+            for place in range(whole.start, whole.stop, CHUNK_NUMEL)
+        ]
+        longest = max((stretch.stop - stretch.start for stretch in stretches), default=0)
+        scratch = order.scratch(self, longest)
+        chunks = []
+        for stretch in stretches:
             others = [flat[stretch] for rank, flat in enumerate(self.flats) if rank != self.own]
-            yield Chunk([part[stretch] for part in self.parts], self.flats[self.own][stretch], others)
+            own_scratch = [memory[: stretch.stop - stretch.start] for memory in scratch]
+            parts, own = [part[stretch] for part in self.parts], self.flats[self.own][stretch]
+            chunks.append(Chunk(parts, own, others, own_scratch))
+        return chunks
 
 
-@dataclass(frozen=True)
-class Work:
-    """The chunks to add on this rank for one buffer.
+class HostReducer(Reducer):
+    """Sums in the memory that all ranks of a single host have mapped."""
 
-    ``add``: the sum of parts, in ``memory``: tensors as large as a chunk, in the dtype of the sum.
-    """
+    def __init__(self, buckets: Sequence[int], memory: PeerMemory, settings: Settings) -> None:
+        super().__init__(buckets)
+        self._memory = memory
+        self._settings = settings
+        self._order: Order = TreeOrder() if settings.reproducible else RankOrder(settings.reduce_dtype)
 
-    label: str
-    chunks: Sequence[Chunk]
-    add: Add
-    memory: Sequence[torch.Tensor]
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """If ranks have gradients in different slots, the ranks of a host fill the other slots now, and wait for each
+        other before the sum."""
+        runs = self.dense_runs(payload)
+        if self._order.has_gaps and not payload.has_same_mask:
+            for (buffer, share), own_runs in zip(self.buffers_of(payload), runs, strict=True):
+                fill_missing(payload, buffer, share, own_runs, buffer.flat)
+            call.barrier()
+        works, size_bytes = self._kept_works(call, payload, runs)
+        self._sum(call, works, payload.divisor)
+        call.barrier()
+        return size_bytes
+
+    def _sum(self, call: Call, works: Sequence[Any], divisor: int) -> None:
+        """Add, divide into the own chunks, and copy them to the other ranks."""
+        for work in works:
+            with call.profiled(f"sum {work.label}"):
+                for chunk in work.chunks:
+                    divide(chunk, total_of(self._order, chunk), divisor)
+                    give_out(chunk)
+
+    def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Work]:
+        """The work of this rank for the runs of a bucket."""
+        return [Work(memory.bucket.label, memory.chunks(memory.own_parts(runs), self._order))]
+
+    def _kept_works(
+        self, call: Call, payload: Payload, runs: tuple[tuple[Run, ...], ...]
+    ) -> tuple[Sequence[Work], int]:
+        """The work of this rank for all buckets, and the bytes of their runs.
+
+        Kept from call to call: making the views takes a seventh of a call.
+        """
+        ranks = call.groups.host_ranks
+        segments = tuple(map(self._memory.segments.__getitem__, ranks))
+        kept: tuple[Sequence[Work], int] | None = self._memory.views.get((segments, runs))
+        if kept is None:
+            works: list[Work] = []
+            size_bytes, own = 0, ranks.index(call.groups.rank)
+            for place, (index, own_runs) in enumerate(zip(self.buckets, runs, strict=True)):
+                bucket = payload.plan.layout.buckets[index]
+                works += self._works_of(self._map(bucket, place, ranks, own), own_runs)
+                size_bytes += sum(stop - start for start, stop in own_runs) * bucket.dtype.itemsize
+            kept = works, size_bytes
+            self._memory.keep_views((segments, runs), kept)
+        return kept
+
+    def _map(self, bucket: Bucket, place: int, ranks: Sequence[int], own: int) -> HostMemory:
+        """``place``: of the bucket's segment among the serial numbers of a rank."""
+        flats, parts = [], []
+        for rank in ranks:
+            serials = self._memory.segments[rank].serials
+            flats.append(as_real(self._memory[rank, serials[place]].view(bucket.dtype)))
+            sums = serials[len(self.buckets) + place]
+            dtype = wire_dtype(bucket.dtype, None)
+            parts.append(as_real(self._memory[rank, sums].view(dtype)) if sums else flats[-1])
+        return HostMemory(bucket, parts, flats, own, 2 if bucket.dtype.is_complex else 1)
 
 
-def _work_of(
-    call: Call, buffers: Sequence[FlatBuffer], runs: tuple[tuple[Run, ...], ...], settings: Settings
-) -> list[Work]:
-    """The work per buffer."""
+class BetweenHostsReducer(HostReducer):
+    """Sums in the memory that the ranks of each host have mapped, and gloo between the hosts."""
 
-    def work(buffer: FlatBuffer, memory: HostMemory, own_runs: Sequence[Run]) -> Work:
-        chunks = [chunk for part in memory.own_parts(own_runs) for chunk in memory.chunks(part)]
-        return work_on(buffer.bucket, chunks, settings)
+    def _sum(self, call: Call, works: Sequence[Any], divisor: int) -> None:
+        for chunk in self._order.sum_between_hosts(call, works, divisor):
+            give_out(chunk)
 
-    return kept_views(call, buffers, runs, work)
+    def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Piece]:
+        """The pieces, equal on the owners of a part.
 
+        The parts are cut in halves: one half is added while the other is in flight.
+        """
+        parts = memory.own_parts(runs)
+        half = (sum(stop - start for start, stop in parts) + 1) // 2
+        smallest = SMALLEST_PIECE_BYTES // wire_dtype(memory.bucket.dtype, self._settings.reduce_dtype).itemsize
+        cuts = cut_runs(parts, max_numel=min(self._settings.buffer_size, max(half, smallest)))
+        return [self._piece(memory, part) for part in cuts]
 
-def kept_views(
-    call: Call,
-    buffers: Sequence[FlatBuffer],
-    runs: tuple[tuple[Run, ...], ...],
-    make: Callable[[FlatBuffer, HostMemory, Sequence[Run]], T],
-) -> list[T]:
-    """``make(buffer, memory, runs)`` per buffer. Kept from call to call: making the views takes a seventh of a call."""
-    memory, segments, ranks = call.group_state.peer_memory, call.peer_segments, call.groups.host_ranks
-    if memory is None or segments is None:
-        raise LegacyDDPError(f"{call}: no shared memory is mapped")
-    key = (tuple((rank, segments[rank]) for rank in ranks), runs)
-    views: list[T] | None = memory.views.get(key)
-    if views is None:
-        views, own = [], ranks.index(call.groups.rank)
-        for index, (buffer, own_runs) in enumerate(zip(buffers, runs, strict=True)):
-            dtype, flats, parts = buffer.bucket.dtype, [], []
-            for rank in ranks:
-                serials = segments[rank].serials
-                flats.append(as_real(memory[rank, serials[index]].view(dtype)))
-                sums = serials[len(buffers) + index]
-                parts.append(as_real(memory[rank, sums].view(wire_dtype(dtype, None))) if sums else flats[-1])
-            views.append(make(buffer, HostMemory(parts, flats, own, 2 if dtype.is_complex else 1), own_runs))
-        memory.keep_views(key, views)
-    return views
-
-
-def work_on(bucket: Bucket, chunks: Sequence[Chunk], settings: Settings) -> Work:
-    """The work for the chunks of a bucket, in the order and the dtype of the settings."""
-    if not chunks:
-        return Work(bucket.label, chunks, _add_in_rank_order, ())
-    parts = chunks[0].parts
-    if settings.reproducible:
-        dtype, count = parts[0].dtype, len(parts) // 2
-    else:
-        dtype, count = sum_dtype(bucket.dtype, settings.reduce_dtype), 1
-    numel = max(chunk.own.numel() for chunk in chunks)
-    memory = [torch.empty(numel, dtype=dtype, device="cpu") for _ in range(count)]
-    return Work(bucket.label, chunks, add_in_tree_order if settings.reproducible else _add_in_rank_order, memory)
+    def _piece(self, memory: HostMemory, part: Run) -> Piece:
+        stretch, dtype = memory.flats[memory.own][memory.stretch(part)], memory.bucket.dtype
+        wire = wire_dtype(dtype, self._settings.reduce_dtype)
+        carried = stretch if wire == dtype else torch.empty_like(stretch, dtype=wire)
+        recv_buffer = carried.new_empty(carried.numel() if self._settings.reproducible else 0)
+        return Piece(memory.bucket.label, memory.chunks([part], self._order), stretch, carried, recv_buffer)
 
 
 def part_of(run: Run, rank: int, size: int) -> Run:
@@ -197,16 +318,9 @@ def part_of(run: Run, rank: int, size: int) -> Run:
     return border(rank), border(rank + 1)
 
 
-def _sum_chunks(work: Work, divisor: int) -> None:
-    """Add, divide into the own chunk, and copy it to the other ranks."""
-    for chunk in work.chunks:
-        divide(chunk, total_of(work, chunk), divisor)
-        give_out(chunk)
-
-
-def total_of(work: Work, chunk: Chunk) -> torch.Tensor:
-    """The sum of the parts of a chunk, in the memory of ``work``."""
-    return work.add(chunk.parts, [memory[: chunk.own.numel()] for memory in work.memory])
+def total_of(order: Order, chunk: Chunk) -> torch.Tensor:
+    """The sum of the parts of a chunk, in its scratch memory."""
+    return order.add(chunk.parts, chunk.scratch)
 
 
 def divide(chunk: Chunk, total: torch.Tensor, divisor: float) -> None:
@@ -227,18 +341,6 @@ def give_out(chunk: Chunk) -> None:
     """Copy the own chunk to the other ranks."""
     for part in chunk.others:
         part.copy_(chunk.own)
-
-
-def _add_in_rank_order(parts: Sequence[torch.Tensor], memory: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of ``parts`` in ``memory[0]``, which may have a wider dtype."""
-    total, (first, second, *others) = memory[0], parts
-    if total.dtype != first.dtype:
-        total.copy_(first).add_(second)
-    else:
-        torch.add(first, second, out=total)
-    for part in others:
-        total.add_(part)
-    return total
 
 
 def _divide(sums: torch.Tensor, divisor: float, out: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ class Joining(Joinable):
 class _StandIn(JoinHook):
     """Actions of a rank after its end of data, while the other ranks still make calls."""
 
-    def __init__(self, wrapper: Joining, flags: Flag) -> None:
+    def __init__(self, wrapper: Joining, flags: int) -> None:
         self._wrapper = wrapper
         self._synchronizer = wrapper._synchronizer
         self._flags = flags
@@ -152,15 +152,14 @@ class _StandIn(JoinHook):
     def main_hook(self) -> None:
         """Collective: take part in the call of a rank with data, without gradients."""
         synchronizer, wrapper = self._synchronizer, self._wrapper
-        parameters = partial(parameter_columns, wrapper.module)
+        parameters = partial(synchronizer.planner.walk.columns, wrapper.module)
         part = Arguments(sample_size=0) if synchronizer.settings.reproducible else Arguments(skip=True)
         try:
             all_reduce(synchronizer, parameters, wrapper.join_process_group, part, flags=self._flags)
         except BaseException:
             wrapper._joining = None
             raise
-        if synchronizer.warnings.pending:
-            synchronizer.warnings.emit()
+        synchronizer.warnings.emit()
         process_activity.enter(OUT_OF_DATA)
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 import torch
 
 from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._agreement.header import JOINED_BIT
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._error_text import error_line
 from legacy_ddp._transport.call import Call
@@ -58,9 +58,9 @@ def read_numbers(owner: str, values: Mapping[str, object], expected: str = _NUMB
     return {name: found[name] for name in values}
 
 
-def metrics_word(metrics: Mapping[str, float]) -> int:
-    """The header word for the names of the metrics; 0 without metrics."""
-    return fingerprint(json.dumps([*metrics]).encode()) if metrics else 0
+def fingerprint_names(metrics: Mapping[str, float]) -> int:
+    """The fingerprint of the names of the metrics."""
+    return fingerprint(json.dumps([*metrics]).encode())
 
 
 def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -69,11 +69,11 @@ def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) 
     Collective if a rank has metrics: 8 bytes a metric from every rank. A rank that has left a join() counts as zeros,
     and learns the names here.
     """
-    if not any(row.argument for row in agreement.rows):
+    if not metrics and (agreement.is_uniform or not any(agreement.column("metric_names"))):
         return {}
     with call.phase("metrics"):
         names: Sequence[str] = tuple(metrics)
-        if any(row.flags & JOINED_BIT for row in agreement.rows):
+        if agreement.some_flags & Flag.JOINED:
             names = next(filter(None, call.gather_objects(names)))
         own = torch.tensor([metrics.get(name, 0.0) for name in names], dtype=torch.float64, device="cpu")
         columns = call.gather(own).T.tolist()

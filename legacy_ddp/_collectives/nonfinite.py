@@ -5,6 +5,7 @@ the ranks exchange details, a few hundred bytes per rank.
 """
 
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -14,14 +15,15 @@ from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._checks import LossScaler
+from legacy_ddp._collectives.check import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
-from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
-from legacy_ddp._step_guard.unscaled import used_scaler
+from legacy_ddp._step_guard.unscaled import used_scaler, watch_scalers
 from legacy_ddp._text import TIE, wrap
 from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.groups import Groups
 
 _MAX_NAMES = 5
 
@@ -46,39 +48,51 @@ class NonFinite:
     has_other_scaler: bool = False
 
 
-def check_finite(call: Call, plan: Plan, packed: Packed, agreement: Agreement, warnings: Warnings) -> None:
-    """Raise, or add a warning on every rank, if a participating rank has a non-finite gradient.
+class NonFiniteGradients(Check):
+    """Raises, or warns, if a participating rank has a non-finite gradient. Writes no gradient."""
 
-    Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned. All ranks
-    know both facts. Writes no gradient.
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
+        # With a streak of non-finite gradients, after the warning. Equal on all ranks.
+        self._warned: weakref.WeakSet[Groups] = weakref.WeakSet()
+        self._has_searched_scalers = False  # all scalers of the process were looked for, which is done once
+        if self.is_on:
+            watch_scalers()
 
-    Raises:
-        NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
-    """
-    warned = warnings.nonfinite_groups
-    if not agreement.participants or not all(row.flags & Flag.WATCHED for row in agreement.rows):
-        return
-    ranks = [rank for rank in agreement.participants if agreement.rows[rank].finite is False]
-    if not ranks:
-        warned.discard(call.groups)
-        return
-    if call.groups in warned:
-        return
-    with call.phase("agree"):
-        search = not warnings.has_searched_scalers
-        own = _inspect(call, plan, packed, scan=call.groups.rank in ranks, search=search)
-        warnings.has_searched_scalers = True
-        found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
-    if all(_may_overflow(details.scale) for details in found):
-        return
-    stops = call.checks.nonfinite_policy == "raise"
-    text = describe_nonfinite(str(call), ranks, found, stops=stops)
-    if stops:
-        names = [name for rank in ranks for name in found[rank].counts]
-        parameter = names[0] if names else None
-        raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-    warned.add(call.groups)
-    warnings.add_everywhere(call, text)
+    def facts(self, step: LocalStep) -> None:
+        """The report needs all ranks."""
+        step.header.flags |= Flag.WATCHED
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned.
+
+        Raises:
+            NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
+        """
+        call = step.call
+        if not agreement.common_flags & Flag.WATCHED or not agreement.participants:
+            return None
+        if not agreement.some_flags & Flag.NONFINITE:
+            self._warned.discard(call.groups)
+            return None
+        if call.groups in self._warned:
+            return None
+        ranks = agreement.ranks_with(Flag.NONFINITE)
+        with call.phase("agree"):
+            search = not self._has_searched_scalers
+            own = _inspect(call, step.plan, step.packed, scan=call.groups.rank in ranks, search=search)
+            self._has_searched_scalers = True
+            found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
+        if all(_may_overflow(details.scale) for details in found):
+            return None
+        stops = call.checks.nonfinite_policy == "raise"
+        text = describe_nonfinite(str(call), ranks, found, stops=stops)
+        if stops:
+            names = [name for rank in ranks for name in found[rank].counts]
+            parameter = names[0] if names else None
+            raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
+        self._warned.add(call.groups)
+        return text
 
 
 def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, stops: bool) -> str:

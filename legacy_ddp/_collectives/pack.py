@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import SupportsIndex
 
 import torch
@@ -14,7 +14,7 @@ from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._collectives.arguments import Arguments
-from legacy_ddp._collectives.metrics import metrics_word, read_metrics
+from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
@@ -59,37 +59,36 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
     """
     with call.phase("pack"):
         check_can_communicate(call)
-        metrics = read_metrics(arguments.metrics)
-        header = _header_of(arguments.sample_size, arguments.skip)._replace(argument=metrics_word(metrics))
+        metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics)
+        header = _header_of(arguments.sample_size, arguments.skip)
+        header.metric_names = fingerprint_names(metrics) if metrics else 0
+        takes_part = header.takes_part
         if leaves is not None:
             _require_sample_size(header)
         if leaves is None:
             grads = plan.grads
-            plan.collect(grads, are_used=header.takes_part)
-        elif header.takes_part:
+            plan.collect(grads, are_used=takes_part)
+        elif takes_part:
             grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
         _allocate(call, plan, has_wire=leaves is None)
-        if not header.takes_part:
+        if not takes_part:
             kinds = [ABSENT] * len(plan.parameters)
             flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
-            header = _with_fingerprints(call, plan, header, kinds)
+            _add_fingerprints(call, plan, header, kinds)
             return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats), metrics)
-        header = header._replace(micro_batches=counter.micro_batches, flags=_step_flags(counter, plan, grads))
-        if header.participation == Participation.PLAIN and call.checks.level != "off":
-            header = _with_uncleared(header, counter, plan)
+        header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
         if header.participation == Participation.SAMPLES:
             _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
         kinds, flats = plan.kinds(grads), _flats(plan)
         if leaves is not None:
-            count, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
-            header = header._replace(leaves=count)
+            header.leaves, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
         sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
-        header = _with_fingerprints(call, plan, header, kinds)
+        _add_fingerprints(call, plan, header, kinds)
         packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats), metrics)
-        if call.checks.level == "off":
-            return packed
-        return _with_norm(plan, packed, may_wait=call.checks.nonfinite_policy == "raise")
+        if call.checks.level != "off":
+            _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy == "raise")
+        return packed
 
 
 def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
@@ -114,7 +113,7 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
 
 
 def _flats(plan: Plan) -> list[torch.Tensor]:
-    return [buffer.flat for buffer in plan.buffers]
+    return [buffer.views.flat for buffer in plan.buffers]
 
 
 def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:
@@ -214,34 +213,32 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     return flags
 
 
-def _with_uncleared(header: Header, counter: BackwardCounter, plan: Plan) -> Header:
-    is_uncleared = counter.added_to_used_results(plan.parameters)
-    return header._replace(flags=header.flags | Flag.UNCLEARED) if is_uncleared else header
+def _add_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> None:
+    header.layout, header.mask = plan.layout.fingerprint, fingerprint(bytes(kinds))
+    header.waited_us = int(call.group_state.waited_seconds * 1e6)
 
 
-def _with_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> Header:
-    return header._replace(
-        layout=plan.layout.fingerprint,
-        mask=fingerprint(bytes(kinds)),
-        waited_us=int(call.group_state.waited_seconds * 1e6),
-    )
+def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
+    """Write norm and finiteness of the local gradient to the header.
 
-
-def _with_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> Packed:
-    """Add norm and finiteness of the local gradient; ``may_wait``: also for devices other than CPU, with a wait."""
-    if not may_wait and any(buffer.bucket.device.type != "cpu" for buffer in plan.buffers):
-        return packed
+    ``may_wait``: also for devices other than the CPU, with a wait.
+    """
+    if not may_wait and not plan.layout.is_on_cpu:
+        return
     norm, finite = norm_of(pieces_of(plan, packed))
-    flags = packed.header.flags | Flag.VALUES | (Flag.FINITE if finite else 0)
-    return replace(packed, header=packed.header._replace(flags=flags, norm_bits=encode_norm(norm)))
+    packed.header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
+    packed.header.norm_bits = encode_norm(norm)
 
 
 def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
     """The elements of all packed gradients, in as few tensors as possible, of one dimension for dense gradients."""
-    pieces = [grad.values() for grad in packed.sparse.values()]
+    pieces = [grad.values() for grad in packed.sparse.values()] if packed.sparse else []
     for (buffer, share), flat in zip(plan.slot_ranges, packed.flats, strict=True):
-        runs = buffer.bucket.runs([kind == DENSE for kind in packed.kinds[share]])
-        pieces.extend(flat[start:stop] for start, stop in runs)
+        kinds = packed.kinds[share]
+        if kinds.count(DENSE) == len(kinds) and buffer.bucket.numel:
+            pieces.append(flat)
+        else:
+            pieces += [flat[start:stop] for start, stop in buffer.bucket.runs([kind == DENSE for kind in kinds])]
     return pieces
 
 
@@ -259,9 +256,14 @@ def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
 
 
 def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
-    norms = [_norm(piece, wide=wide) for piece in pieces]
-    read = [float(norm) for norm in norms if norm.device.type == "cpu"]
-    away = [norm for norm in norms if norm.device.type != "cpu"]
+    read: list[float] = []
+    away: list[torch.Tensor] = []
+    for piece in pieces:
+        norm = _norm(piece, wide=wide)
+        if norm.device.type == "cpu":
+            read.append(norm.item())
+        else:
+            away.append(norm)
     if away:  # one wait for the device, whatever the number of pieces
         read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
     return read

@@ -1,26 +1,78 @@
-"""Reduction of packed gradients: the same flat tensors on every rank. Collective (payload)."""
+"""The route of packed gradients: the reducers of a call, in order, and their common input. Collective (payload)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from legacy_ddp._agreement.agree import Agreement, agree_on_kinds
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.gradient import ABSENT, SPARSE
-from legacy_ddp._buckets.layout import cut_runs
+from legacy_ddp._buckets.gradient import ABSENT, DENSE
+from legacy_ddp._buckets.layout import Layout, Run
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.between_hosts import sum_between_hosts
-from legacy_ddp._collectives.comm_hook import HookResult, copy_results, run_hook
-from legacy_ddp._collectives.dense import fill_missing, merged_runs, reduce_dense
-from legacy_ddp._collectives.host_sum import sum_on_host
 from legacy_ddp._collectives.pack import Packed
-from legacy_ddp._collectives.sparse import reduce_sparse
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
-from legacy_ddp._settings import CommHook, Settings
 from legacy_ddp._transport.call import Call
+
+
+@dataclass
+class Payload:
+    """The packed gradients of a call, and what the ranks agreed on. The flat tensors receive the dense results.
+
+    ``kinds``: of every slot's reduced gradient. ``has_same_mask``: every rank has gradients of these kinds. ``sparse``:
+    receives the sparse results, by slot. ``prepared``: left by :meth:`Reducer.prepare` for :meth:`Reducer.reduce`.
+    """
+
+    plan: Plan
+    packed: Packed
+    kinds: Sequence[int]
+    has_same_mask: bool
+    divisor: int
+    sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+    prepared: Any = None
+
+
+class Reducer(ABC):
+    """One way to reduce gradients. ``buckets``: numbers of the buckets of a layout whose dense gradients it reduces."""
+
+    def __init__(self, buckets: Sequence[int]) -> None:
+        self.buckets = buckets
+        self._kinds: Sequence[int] | None = None
+        self._runs: tuple[tuple[Run, ...], ...] = ()
+
+    def prepare(self, call: Call, payload: Payload) -> None:  # noqa: B027 - most reducers prepare nothing
+        """Collective: run functions of the user, before the payload phase. No flat tensor changes."""
+
+    @abstractmethod
+    def reduce(self, call: Call, payload: Payload) -> int:
+        """Collective: replace the gradients by their sum over the ranks, divided by ``payload.divisor``.
+
+        Afterwards they have the same bits on every rank.
+
+        Returns:
+            The number of bytes summed.
+        """
+
+    def buffers_of(self, payload: Payload) -> list[tuple[FlatBuffer, slice]]:
+        """The buffers of :attr:`buckets`, each with the range of its slots among all slots."""
+        ranges = payload.plan.slot_ranges
+        return [ranges[index] for index in self.buckets]
+
+    def dense_runs(self, payload: Payload) -> tuple[tuple[Run, ...], ...]:
+        """The runs of slots with a dense gradient on any rank, per bucket. Kept until the kinds change."""
+        if payload.kinds != self._kinds:
+            self._runs = tuple(_merged_runs(buffer, payload.kinds[share]) for buffer, share in self.buffers_of(payload))
+            self._kinds = payload.kinds
+        return self._runs
+
+
+def _merged_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> tuple[Run, ...]:
+    """Runs with a small gap between them are merged."""
+    return tuple(buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap))
 
 
 @dataclass(frozen=True)
@@ -32,86 +84,49 @@ class Reduced:
     payload_bytes: int
 
 
-def reduce(
-    call: Call,
-    leaves: Leaves | None,
-    settings: Settings,
-    plan: Plan,
-    packed: Packed,
-    agreement: Agreement,
-    *,
-    on_host: bool,
-) -> Reduced:
-    """Sum the packed gradients over the ranks and divide; afterwards the buffers hold the same bits on every rank.
+@dataclass(frozen=True)
+class Route:
+    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU, for the record."""
 
-    ``leaves``: the micro-batches behind ``packed``, if a tree gives the order of the sum. ``settings``: a hook there
-    replaces the sum of dense gradients. ``on_host``: the host transport carries the dense gradients on CPU.
+    layout: Layout
+    transport: str
+    parts: Sequence[Reducer]
 
-    Raises:
-        CommHookError: the hook's result cannot be a gradient; no gradient changed.
-        LostPeerError: a rank was lost. The content of the buffers is then undefined, as after an interrupt, and every
-            gradient is dropped.
-    """
-    divisor, hook = agreement.divisor, settings.comm_hook
-    if divisor == 0:
-        return Reduced([ABSENT] * len(packed.kinds), {}, 0)
-    kinds = agree_on_kinds(call, agreement, packed.kinds)
-    try:
-        results = _run_hook(call, hook, plan, packed, kinds) if hook is not None else []
+    def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
+        """Collective: sum the packed gradients over the ranks and divide.
+
+        Raises:
+            CommHookError: the hook's result cannot be a gradient; no gradient changed.
+            LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
+        """
+        if agreement.divisor == 0:
+            return Reduced([ABSENT] * len(packed.kinds), {}, 0)
+        kinds = agree_on_kinds(call, agreement, packed.kinds)
+        payload = Payload(plan, packed, kinds, agreement.has_same_mask, agreement.divisor)
+        for part in self.parts:
+            part.prepare(call, payload)
+        size_bytes = 0
         with call.phase("payload"):
-            size_bytes, rest = 0, plan.slot_ranges
-            if on_host:
-                total = sum_on_host if call.groups.between is None else sum_between_hosts
-                size_bytes = total(call, settings, plan, packed, kinds, agreement)
-                rest = [(buffer, share) for buffer, share in rest if buffer.segment is None]
-            if hook is not None:
-                size_bytes += copy_results(call, hook, results, divisor)
-            elif leaves is not None:
-                size_bytes += sum(tree_reduce(call, _tree_inputs(call, leaves, plan, rest, packed, kinds), divisor))
-            else:
-                size_bytes += reduce_dense(call, plan, rest, packed, kinds, divisor)
-            if max(kinds, default=ABSENT) < SPARSE:
-                return Reduced(kinds, {}, size_bytes)
-            sparse, sparse_bytes = reduce_sparse(call, plan, packed, kinds, divisor)
-            return Reduced(kinds, sparse, size_bytes + sparse_bytes)
+            for part in self.parts:
+                size_bytes += part.reduce(call, payload)
+        return Reduced(kinds, payload.sparse, size_bytes)
+
+
+@contextmanager
+def discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
+    """Drop every gradient after a failure that is not agreed, if the gradients may be half reduced.
+
+    Without segments from the hook or the payload on. With segments from the header on: other ranks may write to the
+    flat tensors of this rank, also after its failure. The memory is dropped, too: a broken-off collective, or another
+    rank or thread, may still write there.
+    """
+    try:
+        yield
     except AgreedError:
         raise
     except BaseException:
-        discard(plan, leaves)
+        if any(call.segments.serials) or call.phase_name in ("hook", "payload", "alias"):
+            plan.discard_gradients()
+            if leaves is not None:
+                leaves.release_memory()
         raise
-
-
-def discard(plan: Plan, leaves: Leaves | None) -> None:
-    """Drop every gradient and the memory behind: other ranks or threads may still write there."""
-    plan.discard_gradients()
-    if leaves is not None:
-        leaves.release_memory()
-
-
-def _tree_inputs(
-    call: Call,
-    leaves: Leaves,
-    plan: Plan,
-    slot_ranges: Sequence[tuple[FlatBuffer, slice]],
-    packed: Packed,
-    kinds: Sequence[int],
-) -> list[TreeInput]:
-    """The input for the buffers in ``slot_ranges``."""
-    inputs = []
-    for index, (buffer, share) in enumerate(plan.slot_ranges):
-        if (buffer, share) in slot_ranges:
-            own = packed.flats[index]
-            recv_buffer = leaves.sums.recv_buffer(index, own) if call.groups.size > 1 else own
-            runs = cut_runs(merged_runs(buffer, kinds[share]), max_numel=plan.layout.buffer_size)
-            group = call.groups.payload(buffer.bucket.device)
-            inputs.append(TreeInput(group, own, recv_buffer, buffer.flat, runs))
-    return inputs
-
-
-def _run_hook(call: Call, hook: CommHook, plan: Plan, packed: Packed, kinds: Sequence[int]) -> list[HookResult]:
-    """Give the hook copies of the flat tensors: if the hook fails, every ``.grad`` is unchanged."""
-    with call.phase("hook"):
-        for buffer, share in plan.slot_ranges:
-            buffer.payload.copy_(buffer.flat)
-            fill_missing(buffer, packed, kinds, share, [(0, buffer.bucket.numel)], buffer.payload)
-        return run_hook(call, hook, plan)

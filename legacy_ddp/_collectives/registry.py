@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.columns import Columns, parameter_columns
+from legacy_ddp._buckets.columns import Columns
 from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings, resolve_transport
@@ -25,7 +25,8 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
     """
     try:
         if isinstance(module_or_params, nn.Module):
-            return _of_module(module_or_params), partial(parameter_columns, module_or_params)
+            synchronizer = _of_module(module_or_params)
+            return synchronizer, partial(synchronizer.planner.walk.columns, module_or_params)
         parameters = _tensors(module_or_params)
         return _of_parameters(parameters), lambda: Columns(_numbers(len(parameters)), parameters)
     except (TypeError, ValueError) as error:

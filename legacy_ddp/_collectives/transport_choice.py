@@ -1,161 +1,221 @@
-"""The choice of the transport for the dense gradients on CPU: memory shared by the ranks of a host, or gloo.
+"""The transport of dense gradients: memory shared by the ranks of a host, gloo, or a group of the user's device.
 
-The first all_reduce of a wrapper on a group decides, equally on all ranks. The choice stays; only with
-``transport="auto"`` a later failure of shared memory changes it to gloo, once.
+The first all_reduce of a wrapper on a group chooses between shared memory and gloo for the gradients on CPU, equally on
+all ranks. The choice stays; only with ``transport="auto"`` a later failure of shared memory changes it to gloo, once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
-from legacy_ddp._buckets.flat_buffer import FlatBuffer
+from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, Planner
-from legacy_ddp._buckets.segment import Segment, SegmentPolicy
-from legacy_ddp._collectives.pack import Packed
+from legacy_ddp._buckets.segment import Segment
+from legacy_ddp._collectives.comm_hook import HookReducer
+from legacy_ddp._collectives.dense import GroupReducer, GroupTreeReducer, SparseReducer
+from legacy_ddp._collectives.host_sum import BetweenHostsReducer, HostReducer
+from legacy_ddp._collectives.pack import Packed, allocate_for_gloo
+from legacy_ddp._collectives.reduce import Reducer, Route
+from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
+from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._reproducible.splits import why_no_nodes
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport.call import Call, GroupState
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_row import MAX_BUCKETS, SegmentIds
 from legacy_ddp._transport.peer_memory import PeerMemory
 
 HOST, GLOO = "host", "gloo"
 
 
-def prepare_transport(state: GroupState, planner: Planner) -> None:
-    """Let the flat tensors lie in segments from the next allocation on, if the group may use the host transport."""
-    settings = planner.settings
-    is_open = not state.transport or (state.transport == HOST and settings.comm_hook is not None)
-    if state.groups.size > 1 and is_open and settings.transport != HOST and (reason := _why_gloo(state, settings)):
-        state.transport, state.fallback, state.peer_memory = GLOO, reason, None
-        log_transport(state.groups.rank, state.transport_text)
-    segments = planner.segments
-    segments.wanted = state.groups.star is not None and state.transport != GLOO
-    segments.chosen = state.transport == HOST
-    segments.problem = ""  # of an earlier call, perhaps on another group
+class Transport:
+    """The transport of the gradients of a wrapper on a group.
 
-
-def require_host(call: Call, settings: Settings) -> None:
-    """Refuse ``transport="host"`` where the ranks cannot share memory.
-
-    Raises:
-        TransportError: on all ranks, with the reason.
+    A call uses the methods in this order: :meth:`before_pack`, :meth:`announce`, with the header, then
+    :meth:`require_host` and :meth:`settle`, whose route reduces the gradients.
     """
-    if settings.transport == HOST and call.groups.size > 1 and (reason := _why_gloo(call.group_state, settings)):
-        raise _impossible(call, reason)
 
+    def __init__(self, groups: Groups, planner: Planner, leaves: Leaves | None, warnings: Warnings) -> None:
+        self._groups = groups
+        self._planner = planner
+        self._leaves = leaves
+        self._warnings = warnings
+        self._choice = ""  # HOST or GLOO for dense gradients on CPU; empty before the choice
+        self._fallback = ""  # why not HOST
+        self._memory: PeerMemory | None = None  # with HOST
+        self._route: Route | None = None  # of the last call
 
-def segments_of(plan: Plan, packed: Packed, problem: str) -> list[Segment | None]:
-    """The segments shared by this rank in a call, by position (:class:`SegmentIds`). Empty after a ``problem``."""
-    if problem:
-        return []
-    pairs = zip(plan.buffers, packed.segments, strict=True) if packed.segments else ()
-    return [buffer.segment for buffer in host_buffers(plan)] + [sums for buffer, sums in pairs if _is_on_host(buffer)]
+    def before_pack(self) -> None:
+        """Let the flat tensors lie in segments from the next allocation on, if the group may use shared memory."""
+        settings, segments = self._planner.settings, self._planner.segments
+        is_open = not self._choice or (self._choice == HOST and settings.comm_hook is not None)
+        if is_open and self._groups.size > 1 and settings.transport != HOST and (reason := self._why_gloo(settings)):
+            self._choose(GLOO, reason)
+        segments.wanted = self._groups.star is not None and self._choice != GLOO
+        segments.chosen = self._choice == HOST
+        segments.problem = ""  # of an earlier call, perhaps on another group
 
+    def announce(self, plan: Plan, packed: Packed) -> SegmentIds:
+        """The message to the other ranks about the segments of this rank."""
+        segments = self._own_segments(plan, packed)
+        serials = tuple([0 if segment is None else segment.serial for segment in segments])
+        # After another number of micro-batches the sum lies in its own segment again.
+        may_come_back = None in segments or any(plan.buffers[index].has_spare for index in plan.layout.shared_buckets)
+        return SegmentIds(serials, may_come_back)
 
-def ids_of(plan: Plan, segments: Sequence[Segment | None]) -> SegmentIds:
-    """The message about ``segments`` to the other ranks."""
-    serials = tuple(0 if segment is None else segment.serial for segment in segments)
-    # After another number of micro-batches the sum lies in its own segment again.
-    may_come_back = None in segments or any(buffer.has_spare for buffer in host_buffers(plan))
-    return SegmentIds(serials, may_come_back)
+    def require_host(self, call: Call) -> None:
+        """Refuse ``transport="host"`` where the ranks cannot share memory.
 
+        Raises:
+            TransportError: on all ranks, with the reason.
+        """
+        settings = self._planner.settings
+        if settings.transport == HOST and self._groups.size > 1 and (reason := self._why_gloo(settings)):
+            raise self._impossible(call, reason)
 
-def host_buffers(plan: Plan) -> list[FlatBuffer]:
-    """The buffers that may lie in segments: on CPU, with elements."""
-    return [buffer for buffer in plan.buffers if _is_on_host(buffer)]
+    def settle(self, call: Call, plan: Plan, packed: Packed) -> Route:
+        """The route of the gradients of this call. Collective if a rank has a new segment.
 
+        A change from shared memory to gloo is a warning, equal on all ranks.
 
-def choose_transport(
-    call: Call,
-    settings: Settings,
-    plan: Plan,
-    own: Sequence[Segment | None],
-    policy: SegmentPolicy,
-    allocate_for_gloo: Callable[[], None],
-) -> tuple[bool, str]:
-    """Collective, after headers matched: whether the host transport carries this call, and a warning if it did before.
+        Raises:
+            TransportError: on all ranks: ``transport="host"`` is not possible, or not possible any more; or gloo has no
+                memory, and the next call tries again.
+        """
+        segments = call.peer_segments
+        if self._choice != GLOO and segments is not None and plan.layout.shared_buckets:
+            memory = self._memory
+            if memory is None or not memory.is_settled(segments):
+                memory = self._share(call, plan, packed, segments)
+        else:
+            memory = None
+        return self._route_for(plan.layout, memory)
 
-    New segments are mapped. ``own``: the segments of this rank. ``allocate_for_gloo``: gives this rank the memory that
-    gloo needs after the host transport. The warning is equal on all ranks, and empty without a reason to warn.
+    @property
+    def text(self) -> str:
+        """The transport with the reason for a fallback, for a reader; empty for a single rank."""
+        if self._groups.size == 1 or self._choice or self._groups.star_problem:
+            return self.expected_text
+        return f"{self.expected_text} (from the first call on)"
 
-    Raises:
-        TransportError: on all ranks: ``transport="host"`` is not possible, or not possible any more; or gloo has no
-            memory, and the next call tries again.
-    """
-    state, segments, buffers = call.group_state, call.peer_segments, host_buffers(plan)
-    if state.transport == GLOO or segments is None or not buffers:
-        return False, ""
-    memory = state.peer_memory or PeerMemory(call.groups.size)
-    reason = _first_problem(call, segments, len(buffers), policy.problem)
-    if not reason:
-        memory.forget_unused(segments)
-        unknown = memory.unknown(segments)
-        if any(unknown):
-            reason = memory.map_new(call, segments, unknown, own)
-    if reason and settings.transport == HOST:
-        raise _impossible(call, reason)
-    was_on_host = state.transport == HOST
-    if reason or not was_on_host:
-        state.transport, state.fallback = (GLOO, reason) if reason else (HOST, "")
-        state.peer_memory = None if reason else memory
-        log_transport(call.groups.rank, state.transport_text)
-    return not reason, _leave_host(call, policy, allocate_for_gloo) if reason and was_on_host else ""
+    @property
+    def expected_text(self) -> str:
+        """As :attr:`text`; before the first call, the choice that it will make unless memory is missing."""
+        if self._groups.size == 1:
+            return ""
+        if self._choice:
+            note = self._fallback or self._groups.hosts_text
+            return f"{self._choice} ({note})" if note else self._choice
+        return f"gloo ({self._groups.star_problem})" if self._groups.star_problem else "host"
 
+    def _choose(self, choice: str, fallback: str = "", memory: PeerMemory | None = None) -> None:
+        self._choice, self._fallback, self._memory = choice, fallback, memory
+        log_transport(self._groups.rank, self.text)
 
-def _leave_host(call: Call, policy: SegmentPolicy, allocate: Callable[[], None]) -> str:
-    """Prepare gloo for gradients that were packed for the host transport. Returns a warning, once per group."""
-    policy.wanted = policy.chosen = False
-    problem = ""
-    try:
-        allocate()
-    except (OSError, RuntimeError, MemoryError) as error:
-        problem = error_line(error)
-    if problem := call.first_problem(problem):
-        raise TransportError(
-            f"{call}: no memory for gloo, after shared memory has failed ({call.group_state.fallback}): {problem}; "
-            "give the job more memory, or a model with fewer parameters to each rank",
+    def _why_gloo(self, settings: Settings) -> str:
+        """Why shared memory is not possible, as far as is known before a call; empty if it may be."""
+        if settings.transport == GLOO:
+            return 'transport="gloo"'
+        if settings.comm_hook is not None:
+            return "a communication hook"
+        groups = self._groups
+        if groups.between is not None and settings.reproducible and (reason := why_no_nodes(groups.hosts)):
+            return f"reproducible=True: {reason}"
+        return groups.star_problem
+
+    def _impossible(self, call: Call, reason: str) -> TransportError:
+        any_more = " any more" if self._choice == HOST else ""
+        return TransportError(
+            f'{call}: transport="host" is not possible{any_more}: {reason}; mend the cause, or pass transport="auto"',
             call=call.number,
             phase="agree",
         )
-    if call.groups.is_fallback_told:
-        return ""
-    call.groups.is_fallback_told = True
-    return (
-        f"{call}: shared memory is not possible any more (warned once):\n{call.group_state.fallback}\n"
-        "gloo carries the gradients of this model from now on: slower, and with sums that may be rounded in another\n"
-        'order; mend the cause and start again, or pass transport="gloo"'
-    )
 
+    def _own_segments(self, plan: Plan, packed: Packed) -> list[Segment | None]:
+        """The segments of this rank in a call, by position (:class:`SegmentIds`). Empty after a failure to make one."""
+        if self._planner.segments.problem:
+            return []
+        shared = plan.layout.shared_buckets
+        segments = [plan.buffers[index].segment for index in shared]
+        return segments + [packed.segments[index] for index in shared] if packed.segments else segments
 
-def _is_on_host(buffer: FlatBuffer) -> bool:
-    return buffer.bucket.device.type == "cpu" and buffer.bucket.numel > 0
+    def _share(self, call: Call, plan: Plan, packed: Packed, segments: Sequence[SegmentIds]) -> PeerMemory | None:
+        """Collective: the memory with the ``segments`` of all ranks, None if gloo is the choice from now on."""
+        memory, was_on_host = self._memory or PeerMemory(self._groups.size), self._choice == HOST
+        own = partial(self._own_segments, plan, packed)
+        reason = self._problem_of(call, plan.layout, segments) or memory.settle(call, segments, own)
+        if not reason:
+            if not was_on_host:
+                self._choose(HOST, memory=memory)
+            return memory
+        if self._planner.settings.transport == HOST:
+            raise self._impossible(call, reason)
+        self._choose(GLOO, reason)
+        if was_on_host:
+            self._leave_host(call, plan, packed)
+        return None
 
+    def _problem_of(self, call: Call, layout: Layout, segments: Sequence[SegmentIds]) -> str:
+        """Why some rank has no segment in place of a flat tensor."""
+        count = len(layout.shared_buckets)
+        if count > MAX_BUCKETS:
+            return f"{count} buckets, more than {MAX_BUCKETS}"
+        if all(all(current.serials[:count]) for current in segments):
+            return ""
+        return call.first_problem(self._planner.segments.problem) or "a rank has no shared memory yet"
 
-def _why_gloo(state: GroupState, settings: Settings) -> str:
-    """Why the host transport is not possible, as far as is known before a call; empty if it may be."""
-    if settings.transport == GLOO:
-        return 'transport="gloo"'
-    if settings.comm_hook is not None:
-        return "a communication hook"
-    if state.groups.between is not None and settings.reproducible and (reason := why_no_nodes(state.groups.hosts)):
-        return f"reproducible=True: {reason}"
-    return state.groups.star_problem
+    def _leave_host(self, call: Call, plan: Plan, packed: Packed) -> None:
+        """Prepare gloo for gradients that were packed for shared memory. Warns once per group."""
+        policy = self._planner.segments
+        policy.wanted = policy.chosen = False
+        problem = ""
+        try:
+            allocate_for_gloo(call, self._leaves, plan, packed)
+        except (OSError, RuntimeError, MemoryError) as error:
+            problem = error_line(error)
+        if problem := call.first_problem(problem):
+            raise TransportError(
+                f"{call}: no memory for gloo, after shared memory has failed ({self._fallback}): {problem}; "
+                "give the job more memory, or a model with fewer parameters to each rank",
+                call=call.number,
+                phase="agree",
+            )
+        if self._groups.is_fallback_told:
+            return
+        self._groups.is_fallback_told = True
+        text = (
+            f"{call}: shared memory is not possible any more (warned once):\n{self._fallback}\n"
+            "gloo carries the gradients of this model from now on: slower, and with sums that may be rounded in another"
+            '\norder; mend the cause and start again, or pass transport="gloo"'
+        )
+        self._warnings.add_everywhere(call, text)
 
+    def _route_for(self, layout: Layout, memory: PeerMemory | None) -> Route:
+        """The route of a layout, kept from call to call: other settings make a new layout, too.
 
-def _first_problem(call: Call, segments: Sequence[SegmentIds], count: int, problem: str) -> str:
-    """Why some rank has no segment in place of a flat tensor."""
-    if count > MAX_BUCKETS:
-        return f"{count} buckets, more than {MAX_BUCKETS}"
-    if all(all(current.serials[:count]) for current in segments):
-        return ""
-    return call.first_problem(problem) or "a rank has no shared memory yet"
+        ``memory``: of the host, if it carries this call.
+        """
+        transport = HOST if memory is not None else GLOO if self._groups.size > 1 else ""
+        route = self._route
+        if route is None or route.layout is not layout or route.transport != transport:
+            parts = [*self._dense_parts(layout, memory), SparseReducer()]
+            route = self._route = Route(layout, transport, parts)
+        return route
 
-
-def _impossible(call: Call, reason: str) -> TransportError:
-    any_more = " any more" if call.group_state.transport == HOST else ""
-    return TransportError(
-        f'{call}: transport="host" is not possible{any_more}: {reason}; mend the cause, or pass transport="auto"',
-        call=call.number,
-        phase="agree",
-    )
+    def _dense_parts(self, layout: Layout, memory: PeerMemory | None) -> list[Reducer]:
+        """The reducers of all dense gradients. A path for another device is another class here."""
+        every, settings = range(len(layout.buckets)), self._planner.settings
+        if settings.comm_hook is not None:
+            return [HookReducer(every, settings.comm_hook)]
+        parts: list[Reducer] = []
+        if memory is not None:
+            kind = HostReducer if self._groups.between is None else BetweenHostsReducer
+            parts.append(kind(layout.shared_buckets, memory, settings))
+        rest = [index for index in every if memory is None or index not in layout.shared_buckets]
+        if rest and self._leaves is not None:
+            parts.append(GroupTreeReducer(rest, layout.buffer_size, self._leaves.sums))
+        elif rest:
+            parts.append(GroupReducer(rest, layout.buffer_size))
+        return parts

@@ -1,14 +1,16 @@
-"""Warnings about the ranks of a call: which were given already, and which wait for the end of the call."""
+"""Warnings of rank 0 about the facts of all ranks, each given once; and warnings that wait for the end of a call."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._agreement.header import UNCLEARED_BIT, Flag
+from legacy_ddp._agreement.header import Flag, Header, Participation
+from legacy_ddp._agreement.mismatch import Precedence, agreed_error, describe_uneven_work
+from legacy_ddp._collectives.check import Check, LocalStep, Subject
 from legacy_ddp._compare import name_ranks
+from legacy_ddp._errors import AgreedError, DesyncError
 from legacy_ddp._log import warn
-from legacy_ddp._settings import Settings
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
@@ -23,41 +25,19 @@ class Pending(NamedTuple):
 
 
 class Warnings:
-    """The warnings of a set of parameters.
+    """The warnings of a set of parameters that wait for the end of the call."""
 
-    ``open``: the checks that have not warned yet. Each returns the text of a warning, or an empty text. A warning is
-    given once per run and on rank 0, and its check goes. ``nonfinite_groups``: the process groups with a streak of
-    non-finite gradients, after the warning on every rank. ``has_searched_scalers``: all scalers of the process were
-    looked for, which is done once.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        checks = settings.checks
+    def __init__(self) -> None:
         self.pending: list[Pending] = []
-        self.nonfinite_groups: weakref.WeakSet[Groups] = weakref.WeakSet()
-        self.has_searched_scalers = False
-        wanted: tuple[tuple[bool, Callable[[Call, Agreement], str]], ...] = (
-            (checks.uneven == "warn", _describe_uneven_work),
-            (checks.warns_of_same_data, _SameData().describe),
-            (checks.level != "off", _describe_uncleared),
-            (settings.reproducible and checks.level != "off", _describe_merged_micro_batches),
-        )
-        self.open = [check for is_wanted, check in wanted if is_wanted]
 
-    def check(self, call: Call, agreement: Agreement) -> None:
-        """Run the open checks on the rows of a call."""
-        if call.groups.rank != 0:
-            return
-        for check in tuple(self.open):
-            if text := check(call, agreement):
-                self.open.remove(check)
-                self.pending.append(Pending(0, text))
+    def add(self, text: str) -> None:
+        """Add a warning of rank 0."""
+        self.pending.append(Pending(0, text))
 
     def add_everywhere(self, call: Call, text: str) -> None:
         """Add a warning with the same text on every rank, unless it is empty."""
-        if not text:
-            return
-        self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
+        if text:
+            self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
 
     def emit(self) -> None:
         """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
@@ -66,75 +46,112 @@ class Warnings:
             warn(rank, text, is_everywhere=is_everywhere)
 
 
-def _describe_uneven_work(call: Call, agreement: Agreement) -> str:
-    """Ranks bring different numbers of micro-batches to a plain mean. With ``sample_size`` every item counts the same,
-    however a rank cuts its items into micro-batches."""
-    if agreement.sample_size is not None or not (finding := agreement.uneven_work()):
-        return ""
-    return (
-        f"{call}: ranks bring uneven work (warned once):\n{finding}\n"
-        "pass all_reduce(sample_size=...) if they should, or see legacy_ddp.Checks(uneven=...)"
-    )
+class UnevenWork(Check):
+    """Ranks bring different numbers of micro-batches to a plain mean: a warning, or an error on all ranks.
+
+    With ``sample_size`` every item counts the same, however a rank cuts its items into micro-batches. The setting is
+    equal on all ranks.
+    """
+
+    precedence = Precedence.UNEVEN
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.uneven == "warn"
+        self._raises = subject.settings.checks.uneven == "raise"
+
+    def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
+        if not self._raises or not (finding := describe_uneven_work(rows)):
+            return None
+        return agreed_error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        if agreement.is_uniform or agreement.sample_size is not None:
+            return None
+        finding = describe_uneven_work(agreement.rows)
+        if not finding:
+            return None
+        return (
+            f"{step.call}: ranks bring uneven work (warned once):\n{finding}\n"
+            "pass all_reduce(sample_size=...) if they should, or see legacy_ddp.Checks(uneven=...)"
+        )
 
 
-def _describe_uncleared(call: Call, agreement: Agreement) -> str:
-    """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing. Several
-    calls for one step are no sign, and gradients that were cleared in part are not, either."""
-    ranks = [rank for rank, row in enumerate(agreement.rows) if row.flags & UNCLEARED_BIT]
-    if not ranks:
-        return ""
-    return (
-        f"{call}: on {name_ranks(ranks)} backward added to gradients that a step had used already, in every\n"
-        "parameter that it reached (warned once): the steps now use the old gradients again;\n"
-        "call zero_grad() once per step, between step() and the next backward(), on every rank"
-    )
-
-
-def _describe_merged_micro_batches(call: Call, agreement: Agreement) -> str:
-    """Several backward passes were added as a single leaf of the tree."""
-    merged = {rank: row for rank, row in enumerate(agreement.rows) if 0 < row.leaves < row.micro_batches}
-    if not merged:
-        return ""
-    row = next(iter(merged.values()))
-    return (
-        f"{call}: {name_ranks(merged)} ran several backward passes in one micro-batch (warned once):\n"
-        f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
-        "or another split of them over ranks gives other bits"
-    )
-
-
-class _SameData:
-    """Check for ranks with the same data: equal norms of local gradients, call after call.
+class SameData(Check):
+    """Ranks have the same data: equal norms of local gradients, call after call.
 
     Gradients that do not depend on the data have equal norms, too. Data themselves are not compared: a digest of the
     inputs would cost every forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.warns_of_same_data
         # By process group; only while norms are equal, so that an ordinary call costs one set.
         self._streaks: weakref.WeakKeyDictionary[Groups, SameDataDetector] = weakref.WeakKeyDictionary()
 
-    def describe(self, call: Call, agreement: Agreement) -> str:
-        """The warning after ``SUSPICIOUS_CALLS`` calls, else an empty text."""
-        rows = agreement.rows
-        if len({row.norm_bits for row in rows}) == len(rows):
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """The warning after ``SUSPICIOUS_CALLS`` calls."""
+        norms = agreement.column("norm_bits")
+        if len(set(norms)) == len(norms):
             if self._streaks:
-                self._streaks.pop(call.groups, None)
-            return ""
+                self._streaks.pop(step.call.groups, None)
+            return None
         # Without a backward pass since the last call (of this wrapper, or of a second wrapper of the parameters) the
         # gradients are the result of that call, equal on all ranks.
-        norms = [
+        comparable = [
             comparable_norm(row.local_norm, row.finite) if row.micro_batches and not row.flags & Flag.REDUCED else None
-            for row in rows
+            for row in agreement.rows
         ]
-        groups = self._streaks.setdefault(call.groups, SameDataDetector()).add(norms)
+        groups = self._streaks.setdefault(step.call.groups, SameDataDetector()).add(comparable)
         if not groups:
-            return ""
+            return None
         who = " and ".join(f"on {name_ranks(ranks)}" for ranks in groups)
         return (
-            f"{call}: norms of local gradients are equal {who}, to the last bit, for {SUSPICIOUS_CALLS} calls "
+            f"{step.call}: norms of local gradients are equal {who}, to the last bit, for {SUSPICIOUS_CALLS} calls "
             "(warned once):\n"
             "either these ranks read the same data (same sampler seed, no DistributedSampler, ...),\n"
             "or their gradients do not depend on the data (dead ReLUs, a loss term of the weights alone, ...);\n"
             "only norms were compared: look at a batch of each of these ranks; see legacy_ddp.Checks(same_data=...)"
+        )
+
+
+class UnclearedGradients(Check):
+    """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing.
+
+    Several calls for one step are no sign, and gradients that were cleared in part are not, either.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.level != "off"
+
+    def facts(self, step: LocalStep) -> None:
+        header = step.header
+        if header.participation == Participation.PLAIN and step.counter.added_to_used_results(step.plan.parameters):
+            header.flags |= Flag.UNCLEARED
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        if not agreement.some_flags & Flag.UNCLEARED:
+            return None
+        ranks = agreement.ranks_with(Flag.UNCLEARED)
+        return (
+            f"{step.call}: on {name_ranks(ranks)} backward added to gradients that a step had used already, in every\n"
+            "parameter that it reached (warned once): the steps now use the old gradients again;\n"
+            "call zero_grad() once per step, between step() and the next backward(), on every rank"
+        )
+
+
+class MergedMicroBatches(Check):
+    """Several backward passes were added as a single leaf of the tree."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.reproducible and subject.settings.checks.level != "off"
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        merged = {rank: row for rank, row in enumerate(agreement.rows) if 0 < row.leaves < row.micro_batches}
+        if not merged:
+            return None
+        row = next(iter(merged.values()))
+        return (
+            f"{step.call}: {name_ranks(merged)} ran several backward passes in one micro-batch (warned once):\n"
+            f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
+            "or another split of them over ranks gives other bits"
         )

@@ -1,15 +1,12 @@
-"""Comparison of replicas inside a call: the digest in the header, and the report if digests differ."""
+"""The digests of a rank for its calls, and the error for different replicas."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from legacy_ddp._agreement.header import JOINED_BIT, SIGNED_BIT, Header
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.shared_buffers import SharedBuffers
 from legacy_ddp._transport.call import Call
-
-_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
 
 
 class ReplicaDigests(Protocol):
@@ -23,6 +20,9 @@ class ReplicaDigests(Protocol):
     def digest_of(self, call: Call) -> int | None:
         """The digest for the header of ``call``; None if this call compares nothing."""
 
+    def note_agreement(self, call: Call) -> None:
+        """The digests of all ranks are equal in ``call``."""
+
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
 
@@ -31,35 +31,6 @@ class ReplicaDigests(Protocol):
 
     def restart(self) -> None:
         """Discard digests, after a broadcast of parameters."""
-
-
-def add_digest(call: Call, digests: ReplicaDigests, header: Header) -> Header:
-    """``header`` with the digest of this rank, if this call compares replicas."""
-    digest = digests.digest_of(call)
-    return header if digest is None else header._replace(state=digest, flags=header.flags | SIGNED_BIT)
-
-
-def check(call: Call, digests: ReplicaDigests, rows: Sequence[Header]) -> str:
-    """The text of a warning on every rank, empty if replicas agree. Collective only if the digests differ.
-
-    Raises:
-        ReplicaDivergenceError: replicas differ, with ``"detail"`` or ``divergence="raise"``. Raised on every rank,
-            before any gradient moves.
-    """
-    # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
-    digests.buffers.has_run |= rows[call.groups.rank].micro_batches > 0
-    left = {rank for rank, row in enumerate(rows) if row.flags & JOINED_BIT}  # ranks that make no more steps
-    compared = {rank: row.state for rank, row in enumerate(rows) if rank not in left}
-    # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
-    if not all(row.flags & SIGNED_BIT for row in rows):
-        return ""
-    report = digests.compare(call, left, compared)
-    if report is None:
-        return ""
-    error = divergence_error(call, report)
-    if call.checks.compares_replicas or call.checks.divergence == "raise":
-        raise error
-    return f"{error}\n  {_WARNED_ONCE}"
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:

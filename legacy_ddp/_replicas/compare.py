@@ -51,10 +51,10 @@ class LocalState:
     generators: int | None = None
     snapshot: Callable[[], StepDigests] | None = None
 
-    def add_digest(self, header: Header) -> Header:
-        """``header`` with three digests. Gradients are separate, because they may belong to a single rank."""
-        gradients = digest_items(self.gradients or ())
-        return header._replace(state=digest_items(self.shared), mask=gradients, random=self.generators or 0)
+    def add_digests(self, header: Header) -> None:
+        """Write three digests to the header. Gradients are separate, because they may belong to a single rank."""
+        header.replica, header.gradients = digest_items(self.shared), digest_items(self.gradients or ())
+        header.generators = self.generators or 0
 
 
 def compare_headers(call: Call, rows: Sequence[Header], own: LocalState, *, details: int) -> ReplicaReport:
@@ -62,12 +62,12 @@ def compare_headers(call: Call, rows: Sequence[Header], own: LocalState, *, deta
     # Decided by the request, which is equal on all ranks, and not by the items, which may differ.
     local = [] if own.gradients is None else [rank for rank, row in enumerate(rows) if row.micro_batches]
     items = [*own.shared, *(() if local else own.gradients or ())]
-    if len({(row.state, 0 if local else row.mask) for row in rows}) == 1:
+    if len({(row.replica, 0 if local else row.gradients) for row in rows}) == 1:
         report = ReplicaReport(str(call), call.groups.size, _count_kinds(items))
     else:
         report = compare_items(call, items, own.snapshot, details=details)
     note = f"gradients not compared: those of {name_ranks(local)} are from a backward since the last all_reduce()"
-    generators = () if own.generators is None else _group_equal([row.random for row in rows])
+    generators = () if own.generators is None else _group_equal([row.generators for row in rows])
     return replace(report, notes=(note,) if local else (), generators=generators)
 
 

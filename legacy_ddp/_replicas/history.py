@@ -1,10 +1,10 @@
 """Digests of one rank at each phase since its last call."""
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,14 @@ from legacy_ddp._step_guard.step_observer import StepObserver
 from legacy_ddp._transport.call import Call
 
 
+class _AtStep(NamedTuple):
+    """Digests at the start of a step: parameters and gradients of its optimizer, and all parameters; 0 for unknown."""
+
+    parameters: int = 0
+    gradients: int = 0
+    all_parameters: int = 0
+
+
 class StepHistory(StepObserver):
     """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters."""
 
@@ -38,16 +46,17 @@ class StepHistory(StepObserver):
         self._settings = settings
         self._signature: list[tuple[str, int]] = []
         self._parameters: list[torch.Tensor] = []
-        # From the second optimizer on, a step digests only the parameters of its optimizer: a hundred optimizers then
-        # cost no more than a single optimizer.
-        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
+        # Several optimizers have stepped between two calls: the evidence against this rank would need all parameters at
+        # each step, and a hundred optimizers would cost a hundred times as much. The digests that ranks share do not
+        # depend on this: a single rank may have made a new optimizer.
         self._has_several = False
-        self._parameters_after_step = 0  # unknown with several optimizers
+        self._parameters_after_step = 0  # all of them; unknown with several optimizers
+        self._masks: set[bytes] = set()  # what the steps in the digests have held
         # Changes before and after the steps that recur: a rank that clamps its weights after every step, for example.
         self._recurring = (False, False)
         self._was_changed_at_step = self._is_changed = False  # before a step since the last call; now
         self._state_history = StateHistory()
-        self._at_step = (0, 0)  # digests of parameters and gradients at the start of the open step
+        self._at_step = _AtStep()  # of the open step
 
     def begin_forward(self, *, is_training: bool) -> None:
         """Digest parameters in the first training forward since the last call.
@@ -83,6 +92,9 @@ class StepHistory(StepObserver):
         self._is_changed = self._has_changed(self.digests.parameters)
         return self.digests.digest
 
+    def note_agreement(self, call: Call) -> None:
+        """Nothing is remembered: every call compares everything."""
+
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         if len(set(digests.values())) <= 1:
@@ -104,13 +116,13 @@ class StepHistory(StepObserver):
             gradients = digest_all([parameter.grad for parameter in self._parameters if parameter.requires_grad])
         self._recurring = self._was_changed_at_step, self._is_changed
         self._was_changed_at_step = False
-        self.digests = StepDigests(parameters_at_call=self.digests.parameters, gradients_at_call=gradients)
+        self._begin(StepDigests(parameters_at_call=self.digests.parameters, gradients_at_call=gradients))
         self.optimizers.clear()
         self._state_history.end_call()
 
     def restart(self) -> None:
         """Discard all digests, after a broadcast of parameters or a report of the difference."""
-        self.digests = StepDigests()
+        self._begin(StepDigests())
         self._at_forward = None
         self._was_changed_at_step = self._is_changed = False
         self._state_history.restart()
@@ -135,25 +147,36 @@ class StepHistory(StepObserver):
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Digest parameters and gradients before a step. A closure computes the gradients later: nothing to digest."""
-        self._count_optimizer(optimizer)
+        self._has_several |= any(other is not optimizer for other in self.optimizers.alive)
         self.optimizers.begin(optimizer)
         self._state_history.begin_step(optimizer)
+        if has_closure:
+            self._at_step = _AtStep()
+            return
+        held = self._parameters_of(optimizer)
+        own = digest_all(held)
         # Includes the gradient of a frozen parameter: a call does not reduce the gradient, but a step uses it.
-        grads = [parameter.grad for parameter in self._parameters_of(optimizer)]
-        self._at_step = (0, 0) if has_closure else (self._digest_parameters(optimizer), digest_all(grads))
+        gradients = digest_all([parameter.grad for parameter in held])
+        is_first = not self.digests.steps
+        self._at_step = _AtStep(own, gradients, self._digest_all(held, own) if is_first or not self._has_several else 0)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the digests before and after the step. A step that raised changed nothing and is not recorded."""
-        digests, (parameters, gradients) = self.digests, self._at_step
-        self._was_changed_at_step |= parameters != 0 and self._has_changed(parameters)
-        self._parameters_after_step = self._digest_parameters(optimizer)
+        digests, at_step, mask = self.digests, self._at_step, self._mask_of(optimizer)
+        self._was_changed_at_step |= at_step.all_parameters != 0 and self._has_changed(at_step.all_parameters)
+        if not digests.steps:  # also what no optimizer holds
+            digests.parameters_at_step = at_step.all_parameters
+        if mask not in self._masks:  # the next step with these parameters begins with the result of this step
+            self._masks.add(mask)
+            digests.parameters_at_step = _add(digests.parameters_at_step, at_step.parameters)
+        held = self._parameters_of(optimizer)
+        own = digest_all(held)
+        self._parameters_after_step = 0 if self._has_several else self._digest_all(held, own)
         self._state_history.end_step(optimizer)
-        if self.optimizers.add(optimizer):
-            # Only the first step of an optimizer: its next step begins with the result of this step.
-            digests.parameters_at_step = _add(digests.parameters_at_step, parameters)
-        digests.membership = _add(digests.membership, fingerprint(self._mask_of(optimizer)))
-        digests.gradients_at_step = _add(digests.gradients_at_step, gradients)
-        digests.parameters_after_step = _add(digests.parameters_after_step, self._parameters_after_step)
+        self.optimizers.add(optimizer)
+        digests.membership = _add(digests.membership, fingerprint(mask))
+        digests.gradients_at_step = _add(digests.gradients_at_step, at_step.gradients)
+        digests.parameters_after_step = _add(digests.parameters_after_step, own)
         digests.steps += 1
         self._at_forward = None  # of the weights before the step
 
@@ -176,15 +199,13 @@ class StepHistory(StepObserver):
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return bytes(id(parameter) in ids for parameter in self._parameters)
 
-    def _digest_parameters(self, optimizer: torch.optim.Optimizer) -> int:
-        return digest_all(self._parameters_of(optimizer) if self._has_several else self._parameters)
+    def _digest_all(self, held: Sequence[torch.Tensor], digest_of_held: int) -> int:
+        """The digest of all parameters, of which an optimizer holds ``held``, mostly all."""
+        return digest_of_held if len(held) == len(self._parameters) else digest_all(self._parameters)
 
-    def _count_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note whether there are several optimizers, once and for all: garbage collection must not part the ranks."""
-        if self._first_optimizer is None:
-            self._first_optimizer = weakref.ref(optimizer)
-        elif not self._has_several and self._first_optimizer() is not optimizer:
-            self._has_several = True
+    def _begin(self, digests: StepDigests) -> None:
+        self.digests = digests
+        self._masks.clear()
 
     def _has_changed(self, digest: int) -> bool:
         """Whether parameters with this digest differ from the result of the last step, or of the last call."""

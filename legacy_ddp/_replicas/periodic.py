@@ -40,18 +40,22 @@ class PeriodicDigests(ForwardDigests):
                 self._taken = call.number, self._digest(call.number)
             return self._taken[1]
 
+    def note_agreement(self, call: Call) -> None:
+        """Remember the last call that agreed."""
+        self._agreed[call.groups] = call.number
+
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         last = self._agreed.get(call.groups, 0)
         if len(set(digests.values())) <= 1:
-            self._agreed[call.groups] = call.number
+            self.note_agreement(call)
             return None
         self._taken = None
         with call.phase("compare"):
             if self.buffers.learn(call, self._module, left_out):
                 digests = gather_digests(call, self._join_digests(), left_out)
         if len(set(digests.values())) <= 1:
-            self._agreed[call.groups] = call.number
+            self.note_agreement(call)
             return None
         moved = find_moved(call, self._digest_parameters() != self._of_parameters)
         report = compare_items(call, list(self._items()), None, left_out=left_out)

@@ -134,10 +134,17 @@ class RotatingDigests(ForwardDigests):
         """The digest for ``call``."""
         self.forget_failed_step()
         taken, self._taken, self._next_call = self._taken, None, call.number + 1
+        if taken is not None and taken[0] == call.number and self._is_divided:
+            return taken[1]
         with call.phase("digest"):
-            if taken is not None and taken[0] == call.number and self._is_divided:
-                return taken[1]
             return self._digest(call.number)
+
+    def note_agreement(self, call: Call) -> None:
+        """Remember the last call in which the part agreed."""
+        memory = self._memories.get(call.groups)
+        if memory is None:
+            memory = self._memories[call.groups] = _GroupMemory()
+        memory.agreed[call.number % len(self._parts)] = call.number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """The report if replicas differ. ``digests``: of the compared ranks.
@@ -147,7 +154,7 @@ class RotatingDigests(ForwardDigests):
         memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), _sides_of(digests)
         warns = self._settings.checks.divergence == "warn"
         if len(sides) <= 1:
-            memory.agreed[self._turn_of(call.number)] = call.number
+            self.note_agreement(call)
             return None
         streak = memory.open_streak(call.number)
         # A pause is not prolonged: the digest was of a moment that has passed, and a real difference may follow.

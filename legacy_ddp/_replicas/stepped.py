@@ -27,8 +27,8 @@ class SteppedOptimizers:
         """Note the begin of a step."""
         self._had_state[optimizer] = any(optimizer.state.values())  # a parameter may have an empty state
 
-    def add(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Note a step. Returns whether the step is the first of this optimizer since the last call."""
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the end of a step."""
         # Copied and not yet described: an optimizer may have hundreds of parameter groups.
         self._groups[optimizer] = [
             {
@@ -38,10 +38,8 @@ class SteppedOptimizers:
             }
             for group in optimizer.param_groups
         ]
-        if any(reference() is optimizer for reference in self._stepped):
-            return False
-        self._stepped.append(weakref.ref(optimizer))
-        return True
+        if not any(reference() is optimizer for reference in self._stepped):
+            self._stepped.append(weakref.ref(optimizer))
 
     def clear(self) -> None:
         """Begin with the steps after a call."""

@@ -7,11 +7,13 @@ part of the model, and with ``create_graph=True``. The number is for warnings an
 
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import contains, is_
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
@@ -27,6 +29,7 @@ class _Attached(NamedTuple):
     identity: dict[str, Any]
 
 
+_Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
 _counts: dict[int, list[int]] = {}  # of every counter that exists
 _sums: "weakref.WeakSet[ResultSums]" = weakref.WeakSet()  # of every counter that exists
 
@@ -111,11 +114,11 @@ class BackwardCounter:
 
     def is_after_foreign_call(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether the first gradient is the result of a foreign call, as in :meth:`already_reduced`."""
-        index = next((index for index, parameter in enumerate(parameters) if parameter.grad is not None), None)
-        if index is None:
-            return False
-        (hooks,) = internals.accumulate_hooks([parameters[index]])
-        return _is_foreign_result(self._hooks[index], parameters[index], hooks)
+        for own, parameter in zip(self._hooks, parameters, strict=True):
+            if parameter.grad is not None:
+                (hooks,) = internals.accumulate_hooks([parameter])
+                return _is_foreign_result(own, parameter, hooks)
+        return False
 
     def added_to_results(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Positions of the parameters with a gradient that is the result of a call plus a backward.
@@ -126,24 +129,21 @@ class BackwardCounter:
         if not any(list(_sums)):
             return []
         reached = self.reached(parameters)
-        on_parameters = internals.accumulate_hooks(parameter for _, parameter in reached)
-        found = [
-            own.index
-            for (own, parameter), hooks in zip(reached, on_parameters, strict=True)
-            if _contains_result(own, parameter.grad, hooks)
-        ]
+        found = _find_results(reached, ResultSums.contains)
         is_turn = len(found) < len(reached) and len({own.is_stepped for own, _ in reached}) > 1
         return [] if is_turn else found
 
     def added_to_used_results(self, parameters: Sequence[torch.Tensor]) -> bool:
-        """Whether :meth:`added_to_results` holds for every parameter reached by backward, and a step has used every
-        result. False if reading the gradients would wait for a device."""
+        """Whether every gradient reached by backward is the result of a call, used by a step, plus this backward.
+
+        False if reading the gradients would wait for a device.
+        """
         if not self._sums or self._sums.may_wait():
             return False
         reached = self.reached(parameters)
         if not all(own.is_stepped for own, _ in reached):
             return False
-        return len(self.added_to_results(parameters)) == len(reached) > 0
+        return len(_find_results(reached, ResultSums.contains_used)) == len(reached) > 0
 
     @property
     def micro_batches(self) -> int:
@@ -165,8 +165,10 @@ class BackwardCounter:
         An optimizer writes to all of them; a layer with renormalised weights writes to its own weight only. Returns
         True once per step: a script may catch the resulting error and go on.
         """
-        reached = (index for index, count in enumerate(self._counts) if count)
-        if not self.micro_batches or any(parameters[index]._version == self._versions[index] for index in reached):
+        for count, parameter, version in zip(self._counts, parameters, self._versions, strict=True):
+            if count and parameter._version == version:
+                return False
+        if not self.micro_batches:
             return False
         self.ignore_earlier_writes(parameters)
         return True
@@ -236,13 +238,38 @@ def is_any_counting() -> bool:
     return any(map(any, list(_counts.values())))  # a list: other threads may make counters meanwhile
 
 
-def _contains_result(own: BackwardHook, grad: torch.Tensor | None, hooks: Mapping[int, object]) -> bool:
-    """Whether ``grad`` is the result of a call, of any counter on the parameter, plus a backward, and nothing else has
-    written to it since."""
-    if grad is None or own.was_written(grad):
-        return False
-    identity = internals.identity(grad)
-    return any(hook.sums.contains(hook.index, identity) for hook in hooks.values() if type(hook) is BackwardHook)
+@cache
+def watch_uses() -> None:
+    """Note from now on which steps in this process use the results of calls. Later calls do nothing."""
+    register_optimizer_step_post_hook(_note_step)
+
+
+@internals.disable_dynamo
+def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not any(sums.awaits_step for sums in list(_sums)):  # nobody has added to a result until now
+        return
+    for group in optimizer.param_groups:
+        for hooks in internals.accumulate_hooks(group["params"]):
+            for hook in hooks.values():
+                if type(hook) is BackwardHook:
+                    hook.sums.note_step(hook.index)
+
+
+def _find_results(reached: Sequence[tuple[BackwardHook, torch.Tensor]], contains: _Contains) -> list[int]:
+    """Positions of the parameters with a gradient that is the result of a call, of any counter on the parameter, plus a
+    backward, and not written to since. ``contains``: of the sums of that counter."""
+    on_parameters = internals.accumulate_hooks(parameter for _, parameter in reached)
+    return [
+        own.index
+        for (own, parameter), hooks in zip(reached, on_parameters, strict=True)
+        if (grad := parameter.grad) is not None
+        and not own.was_written(grad)
+        and any(
+            contains(hook.sums, hook.index, internals.identity(grad))
+            for hook in hooks.values()
+            if type(hook) is BackwardHook
+        )
+    ]
 
 
 def _is_foreign_result(own: BackwardHook, parameter: torch.Tensor, hooks: Mapping[int, object]) -> bool:

@@ -74,7 +74,7 @@ class BackwardHook:
             # A gradient that is new has version 0, unless an operation has written to it: the quick look.
             if version and not (count or was_consumed) and grad is not None and self.last_result.is_in(grad):
                 self.sums.note(index, grad, version)
-            elif self.sums:
+            elif self.sums.additions:
                 self.sums.discard(index)
         counts[index] = count + 1
 

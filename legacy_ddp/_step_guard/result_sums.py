@@ -5,9 +5,11 @@ gradients: the sign is that backward finds the object that the last call has lef
 the same object, and its version tells nothing: clipping raises the version as clearing does, and ``.data.zero_()`` does
 not. So the first addition of a step takes the norms of all results that backward has not reached yet. For the result of
 that first addition the old values are lost. Its version decides, unless other results are zero under their old version.
+Whether a result was cleared after a step is told by the version at the end of the step: a clip comes before. Only the
+result that was the first before has that version, so that a step looks at one tensor.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
@@ -45,12 +47,13 @@ class _Addition:
     """A gradient that was the result of the last call before the first backward since.
 
     ``identity``: of the gradient. ``norm``: of the result before the addition, None if unknown. ``is_unwritten``:
-    nothing but this backward has raised the version of the result.
+    nothing but this backward has raised the version of the result. ``is_as_used``: the same since the last step.
     """
 
     identity: dict[str, Any]
     norm: torch.Tensor | None
     is_unwritten: bool
+    is_as_used: bool = False
 
 
 class _Look(NamedTuple):
@@ -61,54 +64,82 @@ class _Look(NamedTuple):
 
 
 class ResultSums:
-    """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive."""
+    """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive.
+
+    ``additions``: by slot; empty in a loop that clears its gradients.
+    """
 
     def __init__(self, results: Sequence[LastResult] = (), counts: Sequence[int] = ()) -> None:
         self._results = results
         self._counts = counts
-        self._additions: dict[int, _Addition] = {}
+        self.additions: dict[int, _Addition] = {}
         self._look: _Look | None = None  # None until the first addition
+        self._first: int | None = None  # the slot of the first addition, of this step or an earlier step
+        self._used_version = -1  # of the result in that slot, at the end of the last step
 
     def __bool__(self) -> bool:
-        return bool(self._additions)
+        return bool(self.additions)
 
     def note(self, index: int, grad: torch.Tensor, version: int) -> None:
         """``grad``, now of ``version``, is the result in slot ``index`` after the first backward since the call."""
-        look = self._look
+        look, used_version = self._look, -1
         if look is None:
             look = self._look = _Look(get_ident(), self._look_at_others(index))
+            used_version = self._used_version if index == self._first else -1
+            self._first = index
         seen = look.seen.get(index)
         # Another thread may have added to its results while this look was taken.
         is_known = seen is not None and version == seen.version + 1 and get_ident() == look.thread
-        self._additions[index] = _Addition(
+        self.additions[index] = _Addition(
             internals.identity(grad),
             seen.norm if seen is not None and is_known else None,
             is_unwritten=version == self._results[index].version + 1,
+            is_as_used=version == used_version + 1,
         )
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether :meth:`note_step` does anything for some slot."""
+        return self._first is not None
+
+    def note_step(self, index: int) -> None:
+        """A step that used the result in slot ``index`` has ended: later writes to the results are no part of it."""
+        if index == self._first:
+            view = self._results[index].view
+            self._used_version = -1 if view is None else view._version
 
     def discard(self, index: int) -> None:
         """Another gradient took the place of the result, or something other than backward wrote to it."""
-        self._additions.pop(index, None)
+        self.additions.pop(index, None)
 
     def clear(self) -> None:
         """Forget all additions: after a call, or when all gradients were removed."""
-        self._additions.clear()
+        self.additions.clear()
         self._look = None
 
     def take_over(self, index: int, other: "ResultSums", other_index: int) -> None:
         """Note the addition of ``other``, whose parameter now has the slot ``index`` here."""
-        addition = other._additions.get(other_index)
+        addition = other.additions.get(other_index)
         if addition is not None and other.contains(other_index, addition.identity):
-            self._additions[index] = _Addition(addition.identity, None, is_unwritten=True)
+            self.additions[index] = _Addition(addition.identity, None, is_unwritten=True)
 
     def contains(self, index: int, identity: dict[str, Any]) -> bool:
         """Whether the gradient in slot ``index``, with this identity, contains a result that was not cleared."""
-        addition = self._additions.get(index)
+        addition = self.additions.get(index)
         if addition is None or addition.identity is not identity:
             return False
         if addition.norm is not None:
             return bool(addition.norm)
         return addition.is_unwritten and not self._is_cleared_unseen()
+
+    def contains_used(self, index: int, identity: dict[str, Any]) -> bool:
+        """As :meth:`contains`, also for a result that was written to, if the last write came before the end of a step.
+
+        Meant beside the norms of other results: they tell ``.data.zero_()``, which leaves no version.
+        """
+        addition = self.additions.get(index)
+        is_as_used = addition is not None and addition.is_as_used and addition.identity is identity
+        return self.contains(index, identity) or (is_as_used and bool(self._others()))
 
     def may_wait(self) -> bool:
         """Whether reading the norms would wait for a device."""
@@ -119,7 +150,7 @@ class ResultSums:
         norms = [seen.norm for seen in self._others() if seen.is_unwritten]
         return bool(norms) and not any(map(bool, norms))
 
-    def _others(self) -> Iterable[_Seen]:
+    def _others(self) -> Collection[_Seen]:
         return () if self._look is None else self._look.seen.values()
 
     def _look_at_others(self, index: int) -> dict[int, _Seen]:

@@ -24,15 +24,15 @@ class StepCounter(StepObserver):
         self._place: weakref.ref[object] | None = None
         self._steps = 0
 
-    def take(self, place: object) -> int:
-        """1 + the number of steps since the last call, or 0 if the number is unknown, and stop counting.
+    def take(self, place: object) -> int | None:
+        """The number of steps since the last call, or None if the number is unknown, and stop counting.
 
         The number is known if the last call succeeded, and was made at the same ``place``, a process group.
         """
         is_known = self._place is not None and self._place() is place
-        self.stop()
+        self._place = None
         self.forget_failed_step()
-        return 1 + self._steps if is_known else 0
+        return self._steps if is_known else None
 
     def stop(self) -> None:
         """Count no steps until the next successful call."""
@@ -63,10 +63,15 @@ class StepCounter(StepObserver):
                     grad = grad.coalesce().values()
                 if grad.numel() > _QUICK_NUMEL:
                     large.append(grad)
-                elif bool(grad.any()):
+                elif _is_nonzero(grad):
                     return True
         return any(
-            bool(piece.any())
+            _is_nonzero(piece)
             for grad in large
             for piece in grad.split(max(1, len(grad) * _QUICK_NUMEL // grad.numel()))
         )
+
+
+def _is_nonzero(grad: torch.Tensor) -> bool:
+    """Whether any element is not zero. The norm is much quicker than ``any()``, but may underflow."""
+    return bool(torch.linalg.vector_norm(grad)) or bool(grad.any())

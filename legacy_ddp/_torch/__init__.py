@@ -12,10 +12,12 @@ from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.utils.weak import WeakIdKeyDictionary
 
 from legacy_ddp._torch.compiler import (
+    begin_range,
     disable_dynamo,
     has_compiled_call,
     inside_backward,
     inside_of_compiled,
+    is_profiling,
     is_tracing,
     profiled,
     skip_tracing,
@@ -44,6 +46,7 @@ from legacy_ddp._torch.groups import (
     group_timeout,
     inner_excepthook,
     is_registered,
+    keep_for_ever,
     operation_options,
     registered_groups,
 )
@@ -98,6 +101,7 @@ __all__ = [
     "attach_hooks",
     "backend_name",
     "before_every_step",
+    "begin_range",
     "caller_of_operation",
     "calling_scaler",
     "current_node",
@@ -116,8 +120,10 @@ __all__ = [
     "inside_backward",
     "inside_of_compiled",
     "is_only_in_grad",
+    "is_profiling",
     "is_registered",
     "is_tracing",
+    "keep_for_ever",
     "largest_used_scaler",
     "leaf_of",
     "next_node_number",

@@ -1,5 +1,6 @@
 """Process groups: stores, timeouts, backends and options of operations."""
 
+import ctypes
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -49,6 +50,11 @@ def operation_options(kind: str, timeout: timedelta) -> Any:
     options = getattr(c10d, f"{kind}Options")()
     options.timeout = timeout
     return options
+
+
+def keep_for_ever(group: Any) -> None:
+    """Let nothing free ``group``, not even the end of the interpreter: its destructor waits for its threads."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def inner_excepthook(hook: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -48,13 +49,10 @@ def without_accumulate_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[Non
             hooks.update(before)
 
 
-def identity(tensor: torch.Tensor) -> dict[str, Any]:
-    """An object per tensor, and another object after ``torch.utils.swap_tensors()``: compare with ``is``.
-
-    A reference to it keeps neither the tensor nor its memory alive. A weak reference would do the same, but torch
-    refuses to swap tensors with weak references. Never written to.
-    """
-    return tensor.__dict__
+# An object per tensor, and another object after torch.utils.swap_tensors(): compare with `is`. A reference to it
+# keeps neither the tensor nor its memory alive. A weak reference would do the same, but torch refuses to swap tensors
+# with weak references. Never written to. In C, because a call asks for the identity of every parameter.
+identity: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
 
 
 def attach_hooks(tensor: torch.Tensor) -> None:

@@ -3,8 +3,8 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -20,46 +20,19 @@ from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.host_meeting import HostMeeting
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp._transport.peer_memory import PeerMemory
-from legacy_ddp._watchdog import USER_CODE, end_after, process_activity
+from legacy_ddp._watchdog import USER_CODE, end_after, forget_turn, process_activity
 
 _FIRST_WARNED_CALL = 3
 
 
 @dataclass
 class GroupState:
-    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls.
-
-    ``transport``: the carrier of dense gradients on CPU, ``host`` or ``gloo``, chosen in the first all_reduce and empty
-    before. ``fallback``: why not ``host``. ``peer_memory``: with ``host``.
-    """
+    """State of a wrapper on a group. ``wrapper_id``: set at the first success. ``calls``: number of completed calls."""
 
     groups: Groups
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
-    transport: str = ""
-    fallback: str = ""
-    peer_memory: PeerMemory | None = None
     waited_seconds: float = 0.0  # for the headers of the other ranks, in the last call
-
-    @property
-    def transport_text(self) -> str:
-        """The transport with the reason for a fallback; empty for a single rank."""
-        if self.groups.size == 1:
-            return ""
-        if self.transport or self.groups.star_problem:
-            return self.expected_transport
-        return f"{self.expected_transport} (from the first call on)"
-
-    @property
-    def expected_transport(self) -> str:
-        """As :attr:`transport_text`; before the first call, the choice that it will make unless memory is missing."""
-        if self.groups.size == 1:
-            return ""
-        if self.transport:
-            note = self.fallback or self.groups.hosts_text
-            return f"{self.transport} ({note})" if note else self.transport
-        return f"gloo ({self.groups.star_problem})" if self.groups.star_problem else "host"
 
 
 class Call(Gatherer):
@@ -90,6 +63,8 @@ class Call(Gatherer):
         self.module_class = module_class
         self.wrapper_id = 0
         self.seconds: dict[str, float] = {}
+        self.open_phases: list[tuple[str, float, AbstractContextManager[object] | None]] = []  # the innermost last
+        self._phase_end = PhaseEnd(self)
         self._failed_alike = False
 
     def __enter__(self) -> "Call":
@@ -132,6 +107,7 @@ class Call(Gatherer):
 
     def _end_call(self, error: BaseException | None) -> None:
         if error is None:
+            forget_turn()
             self.group_state.calls[self.operation] = self.number
             if self.group_state.wrapper_id is None:
                 self.group_state.wrapper_id = self.groups.wrapper_count = self.wrapper_id
@@ -159,7 +135,7 @@ class Call(Gatherer):
             return
         if is_loss or self.groups.rank not in ranks:
             watchdog = self.groups.watchdog
-            end_after(error, watchdog.processes(ranks) if watchdog is not None else (), is_loss=is_loss)
+            end_after(error, watchdog.processes(ranks) if watchdog is not None else ())
 
     def __str__(self) -> str:
         return self.name
@@ -199,23 +175,24 @@ class Call(Gatherer):
         """Record that every rank failed with the same text: no rank waits any more."""
         self._peers_waiting, self._failed_alike = False, True
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block under ``name``, and show ``name`` in the reports of the watchdog."""
-        start = time.perf_counter()
+    def phase(self, name: str) -> "PhaseEnd":
+        """Time the block under ``name``, and show ``name`` in the reports of the watchdog.
+
+        The phase begins here and not as the block is entered: ``with call.phase(name):``.
+        """
         self.phase_name = name
-        self.set_phase(name)
-        try:
-            with internals.profiled("legacy_ddp", self.operation.label, name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+        process_activity.enter(name, self.name)
+        if self.groups.watchdog is not None:
+            self.groups.watchdog.activity.mark = process_activity.mark
+        profiler = internals.begin_range("legacy_ddp", self.operation.label, name) if internals.is_profiling() else None
+        self.open_phases.append((name, time.perf_counter(), profiler))
+        return self._phase_end
 
     def set_phase(self, text: str) -> None:
         """Show ``text`` in the watchdog's reports as the present activity of this rank."""
         process_activity.enter(text, self.name)
         if self.groups.watchdog is not None:
-            self.groups.watchdog.enter(text, self.name)
+            self.groups.watchdog.activity.mark = process_activity.mark
 
     def profiled(self, what: object) -> AbstractContextManager[object]:
         """A range named ``what`` inside the phase, for torch's profiler."""
@@ -226,6 +203,25 @@ class Call(Gatherer):
         with self.phase("join"):
             if (work := notice()) is not None:
                 self.wait_until_deadline(work)
+
+
+class PhaseEnd:
+    """The end of the phases of a call, as the end of a block."""
+
+    __slots__ = ("_open", "_seconds")
+
+    def __init__(self, call: Call) -> None:
+        self._open = call.open_phases
+        self._seconds = call.seconds
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        name, start, profiler = self._open.pop()
+        if profiler is not None:
+            profiler.__exit__(None, None, None)
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def check_can_communicate(call: Call) -> None:

@@ -1,20 +1,12 @@
 """Small exchanges of a call on the control group: rows, JSON values and maxima of all ranks."""
 
 import json
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.host_row import (
-    SegmentIds,
-    decode_host_rows,
-    decode_host_words,
-    encode_host_row,
-    encode_host_words,
-)
+from legacy_ddp._transport.host_row import SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Star
 from legacy_ddp._transport.wait import Waiter
 
@@ -26,10 +18,8 @@ class Gatherer(Waiter):
     without stars.
     """
 
-    def __init__(self, groups: Groups, timeout: timedelta) -> None:
-        super().__init__(groups, timeout)
-        self.segments = SegmentIds()
-        self.peer_segments: list[SegmentIds] | None = None
+    segments = SegmentIds()
+    peer_segments: list[SegmentIds] | None = None
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
@@ -40,20 +30,29 @@ class Gatherer(Waiter):
         self.run(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
         return rows
 
-    def exchange_headers(self, header: torch.Tensor) -> torch.Tensor:
-        """Collective: the header of every rank, int64, shape (size, words); over the star if all ranks are on one host.
+    def gather_bytes(self, row: bytes) -> list[bytes]:
+        """Collective: the bytes of every rank, at least one, and as many on every rank."""
+        if self.groups.size == 1:
+            return [row]
+        rows = bytearray(self.groups.size * len(row))
+        gathered = self.gather(torch.frombuffer(bytearray(row), dtype=torch.uint8))
+        torch.frombuffer(rows, dtype=torch.uint8).view(gathered.shape).copy_(gathered)
+        return [bytes(rows[start : start + len(row)]) for start in range(0, len(rows), len(row))]
+
+    def exchange_headers(self, header: bytes) -> list[bytes]:
+        """Collective: the header of every rank; over the star if all ranks are on one host.
 
         With stars, :attr:`peer_segments` are the segments of every rank afterwards, of other hosts, too: what is mapped
         on a host is known to all.
         """
         if self.groups.star is None:
-            return self.gather(header)
+            return self.gather_bytes(header)
+        row = encode_host_row(self.segments, header)
         if self.groups.between is None:
-            row = encode_host_row(self.segments, header)
             rows = self.over_star(lambda star, on_slice: star.exchange(row, on_slice))
-            self.peer_segments, headers = decode_host_rows(rows)
         else:
-            self.peer_segments, headers = decode_host_words(self.gather(encode_host_words(self.segments, header)))
+            rows = self.gather_bytes(row)
+        self.peer_segments, headers = decode_host_rows(rows)
         return headers
 
     def barrier(self) -> None:
@@ -64,10 +63,8 @@ class Gatherer(Waiter):
         """Collective: the JSON value of every rank, in rank order; tuples arrive as lists."""
         data = json.dumps(value).encode("ascii")  # escapes for all else, also for lone surrogates
         lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
-        padded[: len(data)] = torch.tensor(list(data), dtype=torch.uint8, device="cpu")
-        rows = self.gather(padded)
-        return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+        rows = self.gather_bytes(data.ljust(max(lengths)))
+        return [json.loads(row) for row in rows]
 
     def first_problem(self, *problems: str) -> str:
         """Collective: the first problem of any rank with the number of the rank; empty if no rank has one.

@@ -9,7 +9,6 @@ import multiprocessing
 import multiprocessing.util
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -21,15 +20,12 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._checks import Checks
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._error_text import error_text
-from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerError, PeerLostError
 from legacy_ddp._fork import run_in_children
+from legacy_ddp._transport.arrival import meet_members
 from legacy_ddp._transport.star import Star
-from legacy_ddp._watchdog import Watchdog, await_turn
-
-_ARRIVALS = "arrivals"
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
+from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 
 _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
 _alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
@@ -70,10 +66,7 @@ class Groups:
         if self.size == 1:
             return
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
-        # The count of arrivals numbers the generations, also on a store that an earlier generation used.
-        generation = (store.add(_ARRIVALS, 1) - 1) // self.size
-        _await_members(store, generation, self.rank, self.size, timeout)
-        self._store, self._timeout = internals.PrefixStore(str(generation), store), timeout
+        self._store, self._timeout = meet_members(store, self.rank, self.size, timeout), timeout
         self.control, self._payload = (self.connect(name, self.rank, self.size) for name in ("control", "payload"))
 
     def connect(self, name: str, rank: int, size: int) -> Any:
@@ -170,10 +163,14 @@ class Groups:
     def after_fork(self) -> None:
         """In a forked child: an end of a connection kept open there would hide the death of the parent.
 
-        The groups are left alone until the process ends: torch would wait for threads that only the parent has.
+        The groups stay until the process ends: torch would wait for threads that only the parent has, or end with
+        SIGSEGV.
         """
         self.close_star()
         self._end.detach()
+        for group in (self.control, self._payload, self.between):
+            if group is not None:
+                internals.keep_for_ever(group)
 
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:
@@ -200,6 +197,7 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
     """The private groups of ``parent``. Collective if this process has to build them.
 
     Raises:
+        PeerError: a rank is at its limit of open files; the next call tries again.
         LostPeerError: a member did not arrive, or the store is gone; the groups then stay unusable.
     """
     groups = _groups.get(parent)
@@ -209,6 +207,9 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
         _close_at_exit()
         try:
             groups.build(parent, timeout)
+        except PeerError:  # nothing was connected: the next call may succeed
+            del _groups[parent]
+            raise
         except BaseException as error:
             groups.mark_failed(error)
             if isinstance(error, LegacyDDPError) or not isinstance(error, RuntimeError):
@@ -217,26 +218,6 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
                 f"first collective on this process group failed: {error_text(error)}", phase="agree"
             ) from error
     return groups
-
-
-def _await_members(store: internals.Store, generation: int, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
-    keys = [f"{generation}/arrived/{other}" for other in range(size)]
-    store.set(keys[rank], "1")
-    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
-    # Polls one counter: the store's own wait fills the terminal with its timeouts.
-    while store.add(_ARRIVALS, 0) < (generation + 1) * size:
-        if time.monotonic() > deadline:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise SyncTimeoutError(
-                f"first collective on this process group: {name_ranks(missing)} did not arrive within "
-                f"{timeout.total_seconds():g} s; look at the output of these processes, or construct the wrapper on "
-                "every rank of the group",
-                ranks=missing,
-                phase="agree",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 @cache
@@ -251,6 +232,7 @@ def _after_fork() -> None:
     for groups in list(_alive):
         groups.after_fork()
     _alive.clear()
+    forget_turn()  # the order of ends is about the processes of the ranks
 
 
 def _close_all(*, shows_exit: bool) -> None:
@@ -263,6 +245,7 @@ def _close_all(*, shows_exit: bool) -> None:
 def _note_inherited() -> None:
     for group in internals.registered_groups():
         _inherited.setdefault(group, os.getppid())
+        internals.keep_for_ever(group)
 
 
 # At the import: the first call of the library on a group may be the call of a child.

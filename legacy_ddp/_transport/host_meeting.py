@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from legacy_ddp._error_text import system_error_text
+from legacy_ddp._transport.arrival import check_descriptors, descriptors_of_gloo
 from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.host_card import find_hosts, new_token, own_card, why_gloo
 from legacy_ddp._transport.star import Star
@@ -42,7 +43,8 @@ class HostMeeting:
             reason = _agreed(call, "on the host", lambda: self._connect(own, cards[own[0]]))
             reason = reason or _agreed(call, "on the host", lambda: self._accept(own))
             if not reason and len(hosts) > 1:
-                reason = _agreed(call, "between hosts", lambda: self._connect_hosts(call, hosts, own))
+                reason = _agreed(call, "between hosts", lambda: check_descriptors(descriptors_of_gloo(len(hosts))))
+                reason = reason or _agreed(call, "between hosts", lambda: self._connect_hosts(call, hosts, own))
             if not reason:
                 groups.use_star(self._star, hosts, self._between)
                 self._star = None

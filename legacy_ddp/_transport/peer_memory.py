@@ -5,7 +5,7 @@ known segments therefore needs no exchange but its headers. With several hosts t
 all ranks decide alike whether any rank has a new segment.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ _MAX_KEPT_VIEWS = 4
 class PeerMemory:
     """Mapped segments of the ranks of a group, uint8 tensors by rank and serial number. Of one wrapper.
 
-    The table has the segments of other hosts, too, without a tensor.
+    The table has the segments of other hosts, too, without a tensor. ``segments``: of every rank in this call.
     """
 
     def __init__(self, size: int) -> None:
+        self.segments: Sequence[SegmentIds] = ()
+        self._is_settled = False  # the table would stay as it is in a further call with these segments
         self._mapped: list[dict[int, torch.Tensor | None]] = [{} for _ in range(size)]
         self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
 
@@ -38,6 +40,29 @@ class PeerMemory:
         if memory is None:
             raise KeyError(f"segment {serial} of rank {rank} is not mapped")
         return memory
+
+    def is_settled(self, segments: Sequence[SegmentIds]) -> bool:
+        """Whether these segments of all ranks are mapped, and no other segment is left to forget."""
+        return self._is_settled and segments == self.segments
+
+    def settle(
+        self, call: Gatherer, segments: Sequence[SegmentIds], own: Callable[[], Sequence[Segment | None]]
+    ) -> str:
+        """Forget and map what a call with these ``segments`` needs. Collective if any of them is not mapped.
+
+        ``own``: gives the segments of this rank, by position.
+
+        Returns:
+            As :meth:`map_new`.
+        """
+        self._is_settled = False
+        self.forget_unused(segments)
+        unknown = self.unknown(segments)
+        is_known = not any(unknown)
+        if not is_known and (problem := self.map_new(call, segments, unknown, own())):
+            return problem
+        self.segments, self._is_settled = segments, is_known
+        return ""
 
     def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
         """Unmap what no rank will come back to: all but the current segments, and as many spare ones, the newest.

@@ -19,18 +19,13 @@ class GroupHandle:
         self._process_group = process_group
         self._lost = lost
 
-    @argument_errors
     def resolve(self) -> dist.ProcessGroup:
         """The group to use.
 
         Raises:
             ValueError, TypeError: as :func:`resolve_group`; ValueError: the handle comes from a pickle.
         """
-        if self._lost:
-            raise ValueError(
-                "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
-            )
-        return resolve_group(self._process_group)
+        return resolve_group(self._process_group, is_lost=self._lost)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GroupHandle":
         return GroupHandle(self._process_group, lost=self._lost)
@@ -40,13 +35,17 @@ class GroupHandle:
 
 
 @argument_errors
-def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The group to use for the argument ``process_group``.
+def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost: bool = False) -> dist.ProcessGroup:
+    """The group to use for the argument ``process_group``. ``is_lost``: the argument did not survive a pickle.
 
     Raises:
         ValueError: no default group, a mesh of several dimensions, a destroyed group.
         TypeError: a different type, or the result of ``new_group`` on a process outside the group.
     """
+    if is_lost:
+        raise ValueError(
+            "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
+        )
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise ValueError(

@@ -65,8 +65,11 @@ class Star:
         self.ranks = tuple(ranks)
         self._hub = self.ranks[0]
         self._connections = dict(connections)
-        for connection in self._connections.values():
+        self._polls: dict[int, select.poll] = {}  # for the messages of each rank
+        for other, connection in self._connections.items():
             connection.setblocking(False)
+            self._polls[other] = select.poll()
+            self._polls[other].register(connection, select.POLLIN)
 
     def exchange(self, row: bytes, on_slice: OnSlice) -> list[bytes]:
         """The row of every rank of the host, of equal lengths, in rank order.
@@ -79,7 +82,9 @@ class Star:
             self._send(self._hub, _ROW + row, on_slice)
             data = self._await_message(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
             return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
-        rows = [row] + [self._await_message(rank, _ROW, len(row), on_slice) for rank in self._connections]
+        rows = [row]
+        for rank in self._connections:
+            rows.append(self._await_message(rank, _ROW, len(row), on_slice))
         self._send_to_all(_ROW + b"".join(rows), on_slice)
         return rows
 
@@ -166,8 +171,9 @@ class Star:
     def _await_message(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
         """The content of the next message of ``rank``, of this kind and size."""
         connection = self._connections[rank]
+        poll = self._polls[rank]
         while True:
-            if not _is_ready(connection, select.POLLIN):
+            if not poll.poll(1000 * SLICE_SECONDS):
                 self._after_slice(on_slice)
                 continue
             try:
@@ -179,7 +185,7 @@ class Star:
     def _receive_descriptors(self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice) -> None:
         """Add the next ``count`` descriptors, sent by ``source`` and forwarded by ``rank``, to ``found``."""
         connection = self._connections[rank]
-        while not _is_ready(connection, select.POLLIN):
+        while not self._polls[rank].poll(1000 * SLICE_SECONDS):
             self._after_slice(on_slice)
         problem = None
         try:

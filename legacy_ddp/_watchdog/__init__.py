@@ -1,11 +1,18 @@
-"""Detection of missing ranks: a status server on every rank, polls between ranks, and reports.
+"""Detection of missing ranks: a status server on every rank, polls between ranks, and reports."""
 
-Imported by the transport, the operations and the wrapper. Imports the log, texts, errors and ``_compare``.
-"""
-
-from legacy_ddp._watchdog.activity import OUT_OF_DATA, USER_CODE, process_activity
-from legacy_ddp._watchdog.ending import await_turn, end_after
+from legacy_ddp._watchdog.activity import FORWARD, OUT_OF_DATA, USER_CODE, process_activity
+from legacy_ddp._watchdog.ending import await_turn, end_after, forget_turn
 from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.watchdog import Watchdog
 
-__all__ = ["OUT_OF_DATA", "USER_CODE", "Failure", "Watchdog", "await_turn", "end_after", "process_activity"]
+__all__ = [
+    "FORWARD",
+    "OUT_OF_DATA",
+    "USER_CODE",
+    "Failure",
+    "Watchdog",
+    "await_turn",
+    "end_after",
+    "forget_turn",
+    "process_activity",
+]

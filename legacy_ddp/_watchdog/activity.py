@@ -5,7 +5,6 @@ import sysconfig
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -52,28 +51,23 @@ class Sample:
 
 
 class Activity:
-    """The current phase of one thread. Entering a phase costs a microsecond; the cost of a sample is the reader's."""
+    """The current phase of one thread. Entering a phase costs a microsecond; the cost of a sample is the reader's.
+
+    ``mark``: the phase entered last.
+    """
 
     def __init__(self) -> None:
-        self._mark = ActivityMark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
+        self.mark = ActivityMark("", USER_CODE, time.monotonic(), threading.main_thread().ident or 0, 0)
 
-    def enter(self, phase: str, call: str = "") -> None:
-        """Record the phase of the calling thread."""
-        self._mark = ActivityMark(call, phase, time.monotonic(), threading.get_ident(), self._mark.changes + 1)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Record a forward pass for the block; afterwards the phase before continues, perhaps an outer forward."""
-        before = self._mark
-        self.enter(FORWARD)
-        try:
-            yield
-        finally:
-            self.enter(before.phase, before.call)
+    def enter(self, phase: str, call: str = "") -> ActivityMark:
+        """Record the phase of the calling thread. Returns the phase before."""
+        before = self.mark
+        self.mark = ActivityMark(call, phase, time.monotonic(), threading.get_ident(), before.changes + 1)
+        return before
 
     def sample(self) -> Sample:
         """Sample the thread that entered the last phase. Backward and a debugger are recognised by the stack."""
-        mark = self._mark
+        mark = self.mark
         frame = sys._current_frames().get(mark.thread)
         files = {code.co_filename for code in _codes(frame)}
         phase = mark.phase

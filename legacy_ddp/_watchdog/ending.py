@@ -9,8 +9,12 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from typing import TypeGuard
 
+from legacy_ddp._error_text import error_line
+from legacy_ddp._watchdog.missing_ranks import LEFT_NORMALLY
 from legacy_ddp._watchdog.processes import RUNNING, Identity, state_of
+from legacy_ddp._watchdog.script_end import script_exit
 
 # From the end of the awaited processes to the end of this process.
 _HEAD_START_SECONDS = 1.0
@@ -49,18 +53,18 @@ class _Turn:
         return bool(self._running)
 
 
-_last_loss: list[_Turn] = []  # one at most
+_last_turn: list[_Turn] = []  # one at most
+forget_turn = _last_turn.clear  # the script has gone on after the error
 
 
-def end_after(error: BaseException, processes: Iterable[Identity], *, is_loss: bool) -> None:
+def end_after(error: BaseException, processes: Iterable[Identity]) -> None:
     """Let ``processes`` end before this process, if ``error``, or an error that came from it, ends this process.
 
-    ``is_loss``: the processes have ended or are about to end. Then they end first also if the reason for the end of
-    this process is not known: exit functions cannot see that a script ends by ``sys.exit()``.
+    They end first also after :class:`SystemExit`, and if the reason for the end is not known: a script may catch
+    ``error``, and call ``sys.exit()`` later.
     """
     vars(error)[_TURN] = turn = _Turn(processes)
-    if is_loss:
-        _last_loss[:] = [turn]
+    _last_turn[:] = [turn]
 
 
 def await_turn(*, shows_exit: bool) -> None:
@@ -70,16 +74,25 @@ def await_turn(*, shows_exit: bool) -> None:
     """
     error = ending_error()
     turns = [vars(link)[_TURN] for link in _chain(error) if _TURN in vars(link)]
-    if error is None and not shows_exit:
-        turns = _last_loss
+    if isinstance(error, SystemExit) or (error is None and not shows_exit):
+        turns += _last_turn
     for turn in turns[:1]:
         turn.wait()
 
 
 def ending_error() -> BaseException | None:
-    """The error that ends this process; None at a normal end, and after ``sys.exit()`` in a script."""
+    """The error that ends this process; None at a normal end."""
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    return None if error is None else error_behind(error)
+    error = script_exit() if error is None else error_behind(error)
+    return None if isinstance(error, SystemExit) and _is_success(error) else error
+
+
+def end_text() -> str:
+    """How this process ends, for other ranks: ``with ValueError: bad batch``, ``with exit status 3``, or normally."""
+    error = ending_error()
+    if error is None:
+        return LEFT_NORMALLY
+    return f"with exit status {error.code}" if _is_exit_code(error) else f"with {error_line(error)}"
 
 
 def error_behind(error: BaseException) -> BaseException:
@@ -87,9 +100,13 @@ def error_behind(error: BaseException) -> BaseException:
     return next((link for link in _chain(error) if not _is_exit_code(link)), error)
 
 
-def _is_exit_code(error: BaseException) -> bool:
+def _is_exit_code(error: BaseException) -> TypeGuard[SystemExit]:
     """Whether ``error`` tells nothing but that something failed."""
     return isinstance(error, SystemExit) and isinstance(error.code, int) and error.code != 0
+
+
+def _is_success(error: SystemExit) -> bool:
+    return error.code is None or (isinstance(error.code, int) and error.code == 0)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -11,15 +11,15 @@ from legacy_ddp._error_text import error_line
 from legacy_ddp._fork import run_in_children
 from legacy_ddp._watchdog.background import BackgroundTasks
 from legacy_ddp._watchdog.client import Message, Outcome, decode_endpoint, request
-from legacy_ddp._watchdog.ending import ending_error, error_behind
+from legacy_ddp._watchdog.ending import end_text, error_behind
 from legacy_ddp._watchdog.exchange import ReportExchange
 from legacy_ddp._watchdog.failure import Failure, decode_failure
 from legacy_ddp._watchdog.log_policy import WarningPolicy
-from legacy_ddp._watchdog.missing_ranks import LEFT_NORMALLY
 from legacy_ddp._watchdog.processes import Identity
 from legacy_ddp._watchdog.propagation import FailureRecord, broadcast_failure
 from legacy_ddp._watchdog.report import Report, decode_report
 from legacy_ddp._watchdog.report_file import ReportFile
+from legacy_ddp._watchdog.script_end import watch_exit
 from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.status import GroupView, own_status
 
@@ -47,11 +47,13 @@ class Watchdog:
             opened.pop_all()
         self._view = GroupView(self._server.endpoint, [None] * size)
         self._status = self._view.status
+        self.activity = self._status.activity  # of the calls
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
         _alive.add(self)
         _register_after_fork()
+        watch_exit()
 
     def endpoint(self) -> bytes:
         """The endpoint of this rank, encoded for :meth:`start` on every rank."""
@@ -69,10 +71,6 @@ class Watchdog:
         status.activity.enter("plan", call)
         status.serial, status.call, status.in_call = status.serial + 1, call, True
         self._policy.begin(warns=warns)
-
-    def enter(self, phase: str, call: str) -> None:
-        """This rank enters the next phase of the call."""
-        self._status.activity.enter(phase, call)
 
     def end(self, *, has_met: bool, succeeded: bool) -> None:
         """This rank leaves the call. ``has_met``: communication has begun, so the other ranks count the call, too."""
@@ -109,9 +107,7 @@ class Watchdog:
 
     def close(self) -> None:
         """Stop, after sending the exit reason to the neighbours."""
-        error = ending_error()
-        how = f"with {error_line(error)}" if error else LEFT_NORMALLY
-        self._server.close(self._record.exit_reason() or f"left after {self._status.call} {how}")
+        self._server.close(self._record.exit_reason() or f"left after {self._status.call} {end_text()}")
         self._background.close()
         self.file.close()
 

@@ -1,6 +1,6 @@
 """Tools that find the first rank, parameter, step and phase with a difference.
 
-Imported by users and by the command ``legacy-ddp``; the core never imports it. Imports the core.
+The core never imports this folder.
 """
 
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
     from legacy_ddp.debug._check import check_replicas
     from legacy_ddp.debug._cross import CrossCheck, cross_check
-    from legacy_ddp.debug._cross_check.report import CrossCheckReport
+    from legacy_ddp.debug._cross_check.verdict import CrossCheckReport
     from legacy_ddp.debug._recorder import Recorder
 else:
     __getattr__ = lazy_names(
         __name__,
         {
             "CrossCheck": "legacy_ddp.debug._cross",
-            "CrossCheckReport": "legacy_ddp.debug._cross_check.report",
+            "CrossCheckReport": "legacy_ddp.debug._cross_check.verdict",
             "ElementDifference": "legacy_ddp._replicas.element_compare",
             "Recorder": "legacy_ddp.debug._recorder",
             "ReplicaDifference": "legacy_ddp._replicas.report",

@@ -85,8 +85,10 @@ def check_replicas(
             request = _describe(wanted, several, local, details, raises)
             with call.phase("digest"):
                 own = _local_state(target, several, wanted, local)
-                header = own.add_digest(Header(micro_batches=synchronizer.planner.counter.micro_batches))
-        agreement = agree(call, header._replace(layout=inventory_digest(request)), request)
+                header = Header(layout=inventory_digest(request))
+                header.micro_batches = synchronizer.planner.counter.micro_batches
+                own.add_digests(header)
+        agreement = agree(call, header, request)
         report = compare_headers(call, agreement.rows, own, details=details)
         if raises and not report.identical:
             raise divergence_error(call, report)

@@ -5,21 +5,19 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from legacy_ddp import __version__
 from legacy_ddp._errors import TraceError
-from legacy_ddp._text import printable
+from legacy_ddp._text import format_bytes, printable
 from legacy_ddp.debug._diff import text
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
 from legacy_ddp.debug._explain import find, list_lines, read_sections, section_lines
-from legacy_ddp.debug._progress import progress_bar
-from legacy_ddp.debug._trace import summary_text
+from legacy_ddp.debug._trace import summary
 from legacy_ddp.debug._trace.run import Run, open_run
 from legacy_ddp.debug._trace.summary import summarise
 
@@ -33,6 +31,10 @@ say) or error; show, report and explain: 0 when done.
 TRACE is the folder that a Recorder wrote, with one file of every rank."""
 _EXPLAIN_EPILOG = """NAME is the class of an error, or the title of a section; without NAME: all
 that can be explained. exit status: 0 when done; 2 for an unknown NAME."""
+# Read in a fraction of a second.
+SILENT_BYTES = 20_000_000
+_COLUMNS = 80
+_UPDATE_BYTES = 1 << 20  # a line has a few kB: too little for an update of the bar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,15 +115,13 @@ def _show(given: argparse.Namespace) -> int:
     run = open_run(given.traces[0])
     with progress_bar(_size([run])) as progress:
         found = summarise(run, progress)
-    return _print(found.as_json() if given.json else summary_text.lines(found), 0)
+    return _print(found.as_json() if given.json else summary.lines(found), 0)
 
 
 def _report(given: argparse.Namespace) -> int:
     runs = [open_run(path) for path in given.traces]
     try:
-        from legacy_ddp.debug._page.write_page import (
-            write_page,  # needs bokeh; the other commands do not
-        )
+        from legacy_ddp.debug._page.page import write_page  # needs bokeh; the other commands do not
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "bokeh":
             raise
@@ -145,6 +145,35 @@ def _explain(given: argparse.Namespace) -> int:
 
 def _size(runs: Sequence[Run]) -> int:
     return sum(run.size_bytes for run in runs)
+
+
+@contextmanager
+def progress_bar(size_bytes: int) -> Iterator[Callable[[int], object]]:
+    """Yields a function that takes the number of bytes read. Shows nothing for short reads or without a terminal."""
+    if size_bytes < SILENT_BYTES or not (sys.stderr and sys.stderr.isatty()):
+        yield lambda _: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]  # no types shipped; an optional package
+    except ModuleNotFoundError:
+        print(f"reading {format_bytes(size_bytes)} ...", file=sys.stderr)
+        yield lambda _: None
+        return
+    with tqdm(total=size_bytes, unit="B", unit_scale=True, desc="reading", ncols=_COLUMNS, leave=False) as bar:
+        yield _in_batches(bar.update)
+
+
+def _in_batches(update: Callable[[int], object]) -> Callable[[int], object]:
+    pending = 0
+
+    def add(size_bytes: int) -> None:
+        nonlocal pending
+        pending += size_bytes
+        if pending >= _UPDATE_BYTES:
+            update(pending)
+            pending = 0
+
+    return add
 
 
 def _print(output: "list[str] | dict[str, Any]", status: int) -> int:

@@ -1,7 +1,7 @@
 """Comparison of the computation of all ranks: every rank also runs the batch of the rank before."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.inventory import build_inventory, distinct, inventory_digest
+from legacy_ddp._checks import as_names
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.check import divergence_error
@@ -24,25 +26,19 @@ from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation
-from legacy_ddp.debug._arguments import Target, as_count, target_of
-from legacy_ddp.debug._cross_arguments import (
-    MAX_BYTES,
-    CrossCheckOptions,
-    check_functions,
-    check_group,
-    check_initialised,
-)
-from legacy_ddp.debug._cross_check.batch_plan import classes_in
-from legacy_ddp.debug._cross_check.generators import generator_states
+from legacy_ddp._wrapper import LegacyDistributedDataParallel
+from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
+from legacy_ddp.debug._cross_check.batch import classes_in, pack
+from legacy_ddp.debug._cross_check.explain import report_of
 from legacy_ddp.debug._cross_check.held import held_modules, held_statistics, held_values
-from legacy_ddp.debug._cross_check.one_run import Run, Runner
-from legacy_ddp.debug._cross_check.parcel import pack
-from legacy_ddp.debug._cross_check.passes import Passes
-from legacy_ddp.debug._cross_check.procedure import compare_runs
-from legacy_ddp.debug._cross_check.report import CrossCheckReport
-from legacy_ddp.debug._cross_check.saved_state import state_set_aside
-from legacy_ddp.debug._cross_check.settings import settings_of
+from legacy_ddp.debug._cross_check.locate import locate
+from legacy_ddp.debug._cross_check.run import Passes, Run, Runner
+from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
+from legacy_ddp.debug._cross_check.settings import RankSettings, differing_settings, settings_of
+from legacy_ddp.debug._cross_check.trial import run_ring, try_batch
+from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches
 
+MAX_BYTES = 2**30
 _LAYOUT_ADVICE = (
     "make the model and the arguments equal on all ranks; pass a tensor with other values on other ranks in the batch, "
     "and not in run"
@@ -111,7 +107,7 @@ def cross_check(
     """
     if isinstance(inner := internals.inside_of_compiled(model), DistributedDataParallel):
         model = inner.module  # the forward of DDP would make backward communicate
-    check_group(model, process_group)
+    _check_group(model, process_group)
     target = target_of(model, process_group)
     if target.wrapper is not None:
         target.wrapper._refuse_inside_join("cross_check()")
@@ -119,7 +115,7 @@ def cross_check(
     with torch.inference_mode(False), synchronizer.call(Operation.CROSS_CHECK, target.group) as call:
         with torch.no_grad(), announcing_failures(call):
             check_can_communicate(call)
-            check_functions(module, run)
+            _check_functions(module, run)
             check_initialised(module)
             options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
             local = tuple(
@@ -134,18 +130,17 @@ def cross_check(
             request = _describe(module, held, asdict(replace(options, local_buffers=None)) | {"local_buffers": names})
             with call.phase("digest"):
                 state = _shared_state(target, own)
-                header = state.add_digest(Header())
+                header = Header(layout=inventory_digest(request))
+                state.add_digests(header)
         with torch.no_grad():
-            agreement = agree(
-                call, header._replace(layout=inventory_digest(request)), request, layout_advice=_LAYOUT_ADVICE
-            )
+            agreement = agree(call, header, request, layout_advice=_LAYOUT_ADVICE)
             replicas = compare_headers(call, agreement.rows, state, details=DETAILS)
         if not replicas.identical:
             raise divergence_error(call, replicas)
         settings = partial(settings_of, target.group, synchronizer.settings, module, held)
         with state_set_aside(module, [model, *held_modules(run).values()], statistics) as saved:
             passes = Passes(Runner(run, model, module, saved), module, classes_in(batch))
-            report = compare_runs(call, passes, data, settings, with_operations=operations)
+            report = _compare_runs(call, passes, data, settings, with_operations=operations)
         if raises and not report.agrees:
             raise _error(call, report)
     return report
@@ -187,8 +182,8 @@ class CrossCheck:
     ) -> None:
         self.calls = 0
         self._every = as_count("every", every)
-        check_functions(model, run)
-        check_group(model, process_group)
+        _check_functions(model, run)
+        _check_group(model, process_group)
         options = CrossCheckOptions(operations, local_buffers, max_bytes, raises)
         self._check: Callable[..., CrossCheckReport] = partial(
             cross_check, model, run, **asdict(options), process_group=process_group
@@ -198,6 +193,58 @@ class CrossCheck:
         """The report of a check; None if this call makes none."""
         self.calls += 1
         return None if self.calls % self._every else self._check(batch=batch)
+
+
+@dataclass(frozen=True)
+class CrossCheckOptions:
+    """The options of :func:`cross_check`. ``local_buffers``: a tuple of names, or None.
+
+    Raises:
+        TypeError, ValueError: an option is not usable.
+    """
+
+    operations: bool = False
+    local_buffers: Iterable[str] | None = None
+    max_bytes: int = MAX_BYTES
+    raises: bool = False
+
+    def __post_init__(self) -> None:
+        as_flag("operations", self.operations)
+        as_flag("raises", self.raises)
+        expected = "expected a whole number of bytes, 1 or more"
+        if not isinstance(self.max_bytes, int) or isinstance(self.max_bytes, bool):
+            raise TypeError(f"max_bytes is of the wrong type: got {self.max_bytes!r}, {expected}")
+        if self.max_bytes < 1:
+            raise ValueError(f"max_bytes is not usable: got {self.max_bytes}, {expected}")
+        if self.local_buffers is not None:
+            object.__setattr__(self, "local_buffers", as_names(self.local_buffers, "local_buffers"))
+
+
+def _check_functions(module: object, run: object) -> None:
+    """Raise a TypeError for a model that is no module, and for a ``run`` without a call."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"model is of the wrong type: got {type(module).__name__}, expected torch.nn.Module")
+    if not callable(run):
+        got = repr(run) if run is None or isinstance(run, int | float | str) else f"a {type(run).__name__}"
+        raise TypeError(f"run is not callable: got {got}, expected run(model, batch)")
+
+
+def _check_group(model: nn.Module, process_group: object) -> None:
+    """Raise a ValueError for a group beside the group of a wrapper."""
+    if process_group is not None and isinstance(internals.inside_of_compiled(model), LegacyDistributedDataParallel):
+        raise ValueError(
+            "process_group is the wrapper's own, expected None; leave it out, or pass the module inside of the wrapper"
+        )
+
+
+def check_initialised(module: nn.Module) -> None:
+    """Raises a ValueError for a parameter or buffer of a lazy module before its first forward pass."""
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        if lazy := [name for name, tensor in named if is_lazy(tensor)]:
+            raise ValueError(
+                f"{kind} {lazy[0]!r} is not initialised yet (lazy module), expected a model with values; run one "
+                "forward pass before cross_check()"
+            )
 
 
 def _own_tensors(target: Target, local: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -253,6 +300,33 @@ def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str
         **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
         **{f"tensor in {name}": text for name, text in hold.describe_items(items).items()},
     }
+
+
+def _compare_runs(
+    call: Call,
+    passes: Passes,
+    data: torch.Tensor,
+    settings: Callable[[], RankSettings],
+    *,
+    with_operations: bool,
+) -> CrossCheckReport:
+    """The report, equal on all ranks.
+
+    ``data``: the parcel of this rank, empty without a batch. ``settings``: of this rank, asked for after a difference.
+
+    Raises:
+        PeerError: a run failed, on any rank. ValueError: no rank has a batch.
+    """
+    size, compared = call.groups.size, len(passes.names)
+    ring = run_ring(call, passes, data, with_operations=with_operations)
+    batches = differing_batches(ring.own, ring.foreign)
+    if not batches:
+        return CrossCheckReport(str(call), size, compared=compared)
+    trial = try_batch(call, passes, ring, choose_batch(batches, size), data)
+    place = locate(call, passes, trial)
+    with call.phase("compare"):
+        differences = differing_settings([RankSettings(*row) for row in call.gather_objects(settings())])
+    return report_of(str(call), size, compared, trial.batch, trial.verdict, trial.differing, place, differences)
 
 
 def _error(call: Call, report: CrossCheckReport) -> ReplicaDivergenceError:

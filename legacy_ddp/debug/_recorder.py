@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Never, SupportsFloat
 
@@ -17,17 +18,27 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._collectives.metrics import read_numbers
 from legacy_ddp._error_text import error_text
+from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.debug._arguments import Optimizers, as_count, as_flag, as_folder, as_optimizers, as_steps, target_of
-from legacy_ddp.debug._operation_steps import OperationSteps
-from legacy_ddp.debug._steps import OptimizerSteps, warn_of_foreign_optimizers
+from legacy_ddp.debug._arguments import (
+    Optimizers,
+    Target,
+    as_count,
+    as_flag,
+    as_folder,
+    as_optimizers,
+    as_steps,
+    target_of,
+)
+from legacy_ddp.debug._operations.capture import OperationCapture
+from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace import snapshot
-from legacy_ddp.debug._trace.call_facts import facts_of
 from legacy_ddp.debug._trace.environment import environment_of
 from legacy_ddp.debug._trace.records import Environment, Section
+from legacy_ddp.debug._trace.snapshot import facts_of
 from legacy_ddp.debug._trace.write import Writer
 
 
@@ -98,14 +109,14 @@ class Recorder:
         self._optimizers = as_optimizers(optimizer)
         self._every = as_count("every", every)
         self._first_step = as_count("first_step", first_step)
-        self._operations = OperationSteps(self._target, as_steps("operations", operations))
+        self._operations = _OperationSteps(self._target, as_steps("operations", operations))
         self._has_argv = as_flag("argv", argv)
         self._writer: Writer | None = None
         self._handles: list[RemovableHandle] = []
         self._rank = 0
         self._was_used = self._is_open = False
         self._step = first_step - 1  # the last step
-        self._steps = OptimizerSteps(self._optimizers, lambda: self._try(self._write_result))
+        self._steps = _OptimizerSteps(self._optimizers, lambda: self._try(self._write_result))
         # Of the next step: inputs of its forward passes, generators and local gradients at its call.
         self._inputs = snapshot.Inputs()
         self._generators = ""
@@ -121,7 +132,7 @@ class Recorder:
         if self._was_used:
             raise ValueError("this recorder was used already, expected a new one; a trace is of one run")
         environment = self._environment()
-        warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
+        _warn_of_foreign_optimizers(environment.rank, self._optimizers, self._target.module)
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
         try:
@@ -295,3 +306,151 @@ class Recorder:
             transport=target.synchronizer.expected_transport(target.group),
             argv=sys.argv if self._has_argv else None,
         )
+
+
+class _OptimizerSteps:
+    """Observes the steps of ``optimizers`` between :meth:`watch` and :meth:`release`.
+
+    ``on_all_stepped`` is called once all optimizers have stepped since the last :meth:`reset`.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], on_all_stepped: Callable[[], object]) -> None:
+        self._optimizers = optimizers
+        self._on_all_stepped = on_all_stepped
+        self._hooks: list[RemovableHandle] = []
+        self._stepped: set[int] = set()
+        # As of the beginning of each step: a scheduler changes the settings afterwards.
+        self._settings: dict[int, list[hold.Fact]] = {}
+        # Nesting depth of a running step: a step that calls super().step() runs the hooks twice.
+        self._depths: dict[int, int] = {}
+
+    def watch(self) -> None:
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._begin))
+            self._hooks.append(optimizer.register_step_post_hook(self._end))
+
+    def release(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def reset(self) -> None:
+        """Start counting for the next call; steps ended by an exception are dropped, too."""
+        self._stepped.clear()
+        self._settings.clear()
+        self._depths.clear()
+
+    def settings_of(self, optimizer: torch.optim.Optimizer) -> list[hold.Fact]:
+        """The settings of the optimizer's step since the last call; empty without a step."""
+        return self._settings.get(id(optimizer), [])
+
+    @internals.disable_dynamo
+    def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        depth = self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1
+        if depth == 1:
+            facts = hold.settings(optimizer)
+            self._settings[id(optimizer)] = [
+                (name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in facts
+            ]
+
+    @internals.disable_dynamo
+    def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        depth = self._depths[id(optimizer)] = max(0, self._depths.get(id(optimizer), 0) - 1)
+        if depth == 0:
+            self._stepped.add(id(optimizer))
+            if len(self._stepped) == len(self._optimizers):
+                self._on_all_stepped()
+
+
+def _warn_of_foreign_optimizers(rank: int, optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> None:
+    """Warn, as an error would be wrong: an optimizer may hold copies of the parameters in another precision only."""
+    of_model = {id(parameter) for parameter in module.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        if not any(id(held) in of_model for group in optimizer.param_groups for held in group["params"]):
+            label = f"optimizer {index}" if len(optimizers) > 1 else "optimizer"
+            warn(
+                rank,
+                f"{label} ({type(optimizer).__name__}) holds no parameter of the model, so its steps need not be those "
+                "of the model; give the recorder the optimizer of the model (one that holds copies of the parameters "
+                "in another precision is right here)",
+            )
+
+
+class _OperationSteps:
+    """The operations of the target's module in the steps with a number in ``steps``.
+
+    No event tells of the forward passes of a plain module: a step begins with :meth:`begin`, and the record with the
+    first forward pass. Each forward pass of a wrapper calls :meth:`begin_forward`.
+    """
+
+    def __init__(self, target: Target, steps: Collection[int]) -> None:
+        self._has_any = False
+        self._steps = steps
+        self._target = target
+        self._is_plain = target.wrapper is None
+        self._capture = OperationCapture(target.module, counts_forwards=self._is_plain)
+        self._operations: Sequence[Operation] = ()
+
+    def __contains__(self, step: int) -> bool:
+        return step in self._steps
+
+    def missing(self, last: int) -> str:
+        """Text with reason and next step if there are such steps, all without operations. ``last``: the last step."""
+        if not self._steps or self._has_any:
+            return ""
+        if self._target.has_compiled_wrapper:
+            return (
+                "holds no operations: those of a compiled wrapper are not recorded; compile the module inside "
+                "(wrapper.module.compile()), or record without torch.compile"
+            )
+        return (
+            f"holds no operations: it ends with step {last}, and the recorder saw no training forward pass of the "
+            f"model in the steps of operations=; choose steps of this run, or {self._advice}"
+        )
+
+    @property
+    def _advice(self) -> str:
+        if self._is_plain:
+            return "give it the module that is called, torch.compile(module) if that is called"
+        return "call the wrapper instead of its module; compile the module inside, not the wrapper"
+
+    def begin(self, step: int) -> None:
+        """A step begins.
+
+        Raises:
+            LegacyDDPError: as :meth:`OperationCapture.start`.
+        """
+        if self._is_plain and step in self._steps and not self._capture.is_running:
+            self._capture.start()
+
+    def begin_forward(self, step: int) -> None:
+        """A forward pass of a step begins: start the record at the first, and count the micro-batch.
+
+        Raises:
+            LegacyDDPError: as :meth:`OperationCapture.start`.
+        """
+        if step not in self._steps:
+            return
+        if not self._capture.is_running:
+            self._capture.start()
+        self._capture.begin_micro_batch()
+
+    def end_backward(self) -> None:
+        """Before the exchange: end the record. After a call that failed, the next forward pass begins a new one.
+
+        Raises:
+            Exception: as :meth:`OperationCapture.stop`.
+        """
+        if self._capture.is_running:
+            self._operations = self._capture.stop()
+
+    def take(self) -> Sequence[Operation]:
+        """The operations of the step, which ends."""
+        found, self._operations = self._operations, ()
+        self._has_any |= bool(found)
+        return found
+
+    def cancel(self) -> None:
+        """End the record, if there is one, without operations. In another thread the record ends as well."""
+        with suppress(LegacyDDPError):
+            self._capture.cancel()
+        self._operations = ()

@@ -1,7 +1,7 @@
 """Strategies for Lightning. The import registers ``legacy_ddp``, ``legacy_ddp_spawn`` and ``legacy_ddp_fork``.
 
 For the package ``lightning`` only: the Trainer of ``pytorch_lightning`` has different classes and accepts none of these
-strategies. No room imports this folder. It imports the wrapper, settings and errors.
+strategies.
 """
 
 from legacy_ddp._import_error import import_error

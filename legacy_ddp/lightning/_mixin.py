@@ -1,10 +1,16 @@
-"""The common part of the strategies of the Trainer and of Fabric: the wrapper's arguments, and the registration."""
+"""The common part of the strategies of the Trainer and of Fabric: arguments, registration, end of the process."""
 
+import atexit
+import subprocess
+import sys
+import time
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
@@ -12,12 +18,38 @@ from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._checks import Checks, Level, LossScaler, as_names, resolve_checks
 from legacy_ddp._errors import UnsynchronizedStepError
 from legacy_ddp._settings import Settings
-from legacy_ddp._unsupported import refuse_unknown
+from legacy_ddp._unsupported import INSTEAD, refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.lightning._arguments import INSTEAD
-from legacy_ddp.lightning._shutdown import set_up_exit
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}
+# Enough for a rank that is about to end to show its own error. A rank that hangs takes the full time.
+_GRACE_SECONDS = 5.0
+_BUFFERS = (
+    "leave it out: rank 0's buffers are sent before validation and at the end of training, those in ignore= are not; "
+    "with Fabric call fabric.strategy.broadcast_buffers()"
+)
+_DEVICE = "leave it out: the module stays on the device that Lightning gave it"
+_GROUP = "leave it out: the strategy trains on all ranks of the job"
+_HOOK = "register it after fabric.setup(): model._forward_module.register_comm_hook(state, hook)"
+# Arguments that a strategy does not take, each with the alternative.
+_INSTEAD = {
+    **INSTEAD,
+    "broadcast_buffers": _BUFFERS,
+    "forward_sync_buffers": _BUFFERS,
+    "ddp_comm_hook": _HOOK,
+    "ddp_comm_state": _HOOK,
+    "ddp_comm_wrapper": _HOOK,
+    "device_ids": _DEVICE,
+    "device_mesh": _GROUP,
+    "dim": _DEVICE,
+    "mixed_precision": "use precision= of the Trainer or of Fabric, and reduce_dtype",
+    "model_averaging_period": "with Fabric average in the loop: backward and step inside fabric.no_backward_sync()",
+    "output_device": _DEVICE,
+    "process_group": _GROUP,
+    "reproducible": "it needs the number of items in every step, which Lightning's loop does not pass on; "
+    "wrap the model in a loop of your own, as docs/reproducible.md does",
+    "world_size": "use devices= and num_nodes= of the Trainer or of Fabric",
+}
 
 
 class StrategyMixin:
@@ -37,7 +69,7 @@ class StrategyMixin:
         find_unused_parameters: bool = False,
         **kwargs: Any,
     ) -> None:
-        refuse_unknown(type(self), kwargs, StrategyMixin.__init__, super().__init__, instead=INSTEAD)
+        refuse_unknown(type(self), kwargs, StrategyMixin.__init__, super().__init__, instead=_INSTEAD)
         del find_unused_parameters  # there is nothing to search
         # Check here, in a single process, before ranks are started.
         settings = Settings(
@@ -98,3 +130,55 @@ class StrategyMixin:
                 override=True,
                 start_method=start_method,
             )
+
+
+def end_children(launcher: object) -> None:
+    """End the ranks launched by this process as scripts; kill the ranks that do not end within the grace time.
+
+    Otherwise a rank that hangs outlives the process that launched the rank.
+    """
+    _end(_scripts(launcher))
+
+
+def set_up_exit(launcher: object) -> None:
+    """Destroy the process group at exit of this process. If an exception ends the process, end the launched ranks."""
+    _destroy_at_exit()
+    if _scripts(launcher):
+        atexit.register(_end_if_failed, _scripts(launcher))  # runs before all exit functions registered earlier
+
+
+def _scripts(launcher: object) -> list[subprocess.Popen[bytes]]:
+    """The launcher's own list of launched scripts. Empty for multiprocessing, which ends its processes itself."""
+    listed = getattr(launcher, "procs", [])
+    return listed if all(isinstance(process, subprocess.Popen) for process in listed) else []
+
+
+def _end(listed: list[subprocess.Popen[bytes]]) -> None:
+    children = list(listed)
+    # Lightning's observer thread reads this list. If it finds a failed process there, it kills this process, too,
+    # before our error is shown.
+    listed.clear()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+
+
+def _end_if_failed(listed: list[subprocess.Popen[bytes]]) -> None:
+    if getattr(sys, "last_value", None) is not None:  # the uncaught exception; Python has shown it
+        _end(listed)
+
+
+@cache
+def _destroy_at_exit() -> None:
+    # Lightning destroys the group for NCCL only. With gloo, a process that exits without destroying the group sometimes
+    # aborts in a thread of torch.
+    atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -12,8 +12,7 @@ from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._errors import LostPeerError
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
-from legacy_ddp.lightning._mixin import StrategyMixin
-from legacy_ddp.lightning._shutdown import end_children
+from legacy_ddp.lightning._mixin import StrategyMixin, end_children
 
 
 class LegacyDDPStrategy(StrategyMixin, DDPStrategy):

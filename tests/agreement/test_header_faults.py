@@ -430,6 +430,43 @@ def test_the_line_of_the_script_is_named_for_each_rank_of_different_calls() -> N
     check_agreed(run_ranks(_steps_in_two_places, 3), "DesyncError", (2,), f"\n  {lines}\n")
 
 
+def _passes_nonsense_of_its_own(rank: int) -> Outcome:
+    model = Model(small_net())
+    backward(model, 1.0)
+    return outcome_of(model, rank, partial(model.all_reduce, -1 - rank))
+
+
+def test_different_mistakes_on_all_ranks_are_one_error_that_lists_them() -> None:
+    mistake = "ValueError: sample_size is out of range: got -{}"
+    said = [f"rank {rank}: {mistake.format(rank + 1)}" for rank in range(2)]
+    check_agreed(run_ranks(_passes_nonsense_of_its_own, 2), "PeerError", (0, 1), *said)
+
+
+def _synchronise(model: Model) -> None:
+    model.all_reduce()
+
+
+def _turns_through_a_helper(rank: int) -> Outcome:
+    first, second = Model(small_net()), Model(small_net())
+    for model in (first, second):
+        backward(model, 1.0)
+    calls = (
+        lambda: _synchronise(first),  # a line of its own
+        lambda: _synchronise(second),
+    )
+    error = attempt(calls[rank == 2])
+    assert isinstance(error, LegacyDDPError)
+    return Outcome(type(error).__name__, error.ranks, str(error), True, next_call_is_right(first, rank))
+
+
+def test_calls_through_one_helper_function_are_named_by_the_lines_that_lead_there() -> None:
+    """No line was named: only the line in the helper function was compared."""
+    first = _turns_through_a_helper.__code__.co_firstlineno
+    file = "test_header_faults.py"
+    lines = f"line: rank 2 has {file}:{first + 6} in <lambda>; ranks 0-1 have {file}:{first + 5} in <lambda>"
+    check_agreed(run_ranks(_turns_through_a_helper, 3), "DesyncError", (2,), f"\n  {lines}\n")
+
+
 def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
     model = Model(small_net())
     backward(model, 1.0)

@@ -215,4 +215,4 @@ def test_a_report_dir_that_is_no_utf_8_is_named_with_escapes(tmp_path: Path) -> 
     told, _ = run_ranks(_leaves_in_a_folder_of_bytes, 2, tmp_path, lost=(CULPRIT,))
 
     assert rf"(also in {tmp_path}/r\udcff/legacy_ddp-" in told.text
-    _check_loss(told, "missing rank 1 (left after all_reduce() call 1 with SystemExit: 1")
+    _check_loss(told, "missing rank 1 (left after all_reduce() call 1 with exit status 1")

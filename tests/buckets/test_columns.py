@@ -1,6 +1,6 @@
 """Columns of a module: the same names and tensors as torch's own walk, for every tree of modules."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp._buckets.columns import parameter_columns
+from legacy_ddp._buckets.columns import ParameterWalk, parameter_columns
 from tests.helpers.torch_versions import uses_torch_jit
 
 
@@ -87,3 +87,60 @@ def test_parameters_that_change_are_seen() -> None:
 
     assert _same(module)
     assert len(_found(module)) == 4
+
+
+def _moves_a_name(net: nn.Sequential) -> None:
+    """The names of all modules end to end stay the same, and the names of the parameters do not."""
+    net[1].register_parameter("scale", net[0]._parameters.pop("scale"))
+
+
+def _fills_the_other_place(net: nn.Sequential) -> None:
+    net[2].first, net[2].second = None, net[2].first
+
+
+def _replaces(net: nn.Sequential) -> None:
+    net[0].scale = nn.Parameter(torch.ones(1))
+
+
+def _removes(net: nn.Sequential) -> None:
+    del net[0].scale
+
+
+def _adds(net: nn.Sequential) -> None:
+    net.append(nn.Linear(1, 1, bias=False))
+
+
+def _empties(net: nn.Sequential) -> None:
+    net[0].scale = None
+
+
+def _renames(net: nn.Sequential) -> None:
+    net._modules = {f"layer{name}": child for name, child in net._modules.items()}
+
+
+def _hides(net: nn.Sequential) -> None:
+    net[2].__class__ = _RenamedModule
+
+
+class _RenamedModule(nn.Module):
+    named_parameters = _Renamed.named_parameters
+
+
+@pytest.mark.parametrize(
+    "change", [_moves_a_name, _fills_the_other_place, _replaces, _removes, _adds, _empties, _renames, _hides]
+)
+def test_a_kept_walk_notices_every_change_of_the_tree(change: Callable[[nn.Sequential], None]) -> None:
+    net = nn.Sequential(nn.Module(), nn.Module(), nn.Module())
+    net[0].register_parameter("scale", nn.Parameter(torch.zeros(1)))
+    net[2].add_module("first", nn.Linear(1, 1))
+    net[2].add_module("second", None)
+    walk = ParameterWalk()
+    before = walk.columns(net)
+    assert walk.columns(net).names is before.names
+
+    change(net)
+
+    expected = _expected(net)
+    for names, tensors in (walk.columns(net), walk.columns(net)):
+        assert list(names) == [name for name, _ in expected]
+        assert all(one is other for one, (_, other) in zip(tensors, expected, strict=True))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from legacy_ddp._collectives import pending
+from legacy_ddp._collectives import comm_hook
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import run_script
 from tests.helpers.torch_versions import without_gloo_lines
@@ -60,9 +60,9 @@ def test_a_process_ends_after_the_collectives_that_its_hook_began() -> None:
 
 def test_the_wait_for_a_collective_that_never_ends_is_as_long_as_the_timeout() -> None:
     start = time.monotonic()
-    pending.wait_before_exit([threading.Event()], 0.2)
-    pending._wait()
-    pending._pending.clear()
+    comm_hook.wait_before_exit([threading.Event()], 0.2)
+    comm_hook._wait_for_pending()
+    comm_hook._pending.clear()
 
     assert 0.2 <= time.monotonic() - start < 30
 

@@ -45,10 +45,28 @@ def _failing(action: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
+def _call(model: LegacyDistributedDataParallel) -> None:
+    _step(model)
+    model.all_reduce()
+
+
 def _with_buffer() -> nn.Module:
     net = small_net()
     net.register_buffer("offset", torch.ones(2))
     return net
+
+
+class _WithStatistic(nn.Module):
+    """Its buffer changes in every forward, on each rank to another value."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.layer = rank, nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        self.seen += 1.0 + self.rank
+        return self.layer(batch)
 
 
 class _TwoDtypes(nn.Module):
@@ -81,6 +99,8 @@ def _operations(rank: int) -> Iterator[tuple[str, Kinds]]:
     yield "broadcast_buffers", kinds_of(_model(net=_with_buffer()).broadcast_buffers)
     yield "broadcast_buffers without buffers", kinds_of(_model().broadcast_buffers)
     yield "check_replicas", kinds_of(partial(check_replicas, _model()))
+    model = _model(calls=32, net=_WithStatistic(rank))
+    yield "16 calls with a known statistic", [kind for _ in range(16) for kind in kinds_of(partial(_call, model))]
     yield from _with_nonfinite_values(rank)
     yield from _with_mismatches(rank)
     yield "join", kinds_of(partial(_train_joined, _model(), 1 + rank))
@@ -158,6 +178,7 @@ _EXPECTED = {
     "broadcast_buffers": ("row, broadcast",),
     "broadcast_buffers without buffers": ("row",),
     "check_replicas": ("row",),
+    "16 calls with a known statistic": (", ".join(["row, barrier"] * 16), ", ".join(["row, allreduce"] * 16)),
     "the first NaN on one rank": ("row, 2 allgather, barrier", "row, 2 allgather, allreduce"),
     "the second NaN in a row": ("row, barrier", "row, allreduce"),
     "NaN on one rank, ignore": ("row, barrier", "row, allreduce"),

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 import legacy_ddp
-from legacy_ddp.debug._cli import main
-from legacy_ddp.debug._progress import SILENT_BYTES, progress_bar
-from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
+from legacy_ddp.debug._cli import SILENT_BYTES, main, progress_bar
+from legacy_ddp.debug._trace.records import RANK_FILE, encode
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_script
 from tests.helpers.traces import end_after, environment, lines_of, sealed, write_trace

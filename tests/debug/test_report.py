@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._page.write_page import write_page
+from legacy_ddp.debug._page.page import write_page
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import NAMES, write_trace
 

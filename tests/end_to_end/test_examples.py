@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_runs
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import (

@@ -23,7 +23,8 @@ RANKS = 3
 SLOW_END_SECONDS = 3.0
 
 
-def _train(fault: str, handling: str) -> None:
+def _train(fault: str, handling: str) -> bool:
+    """Whether the training failed, and the script has to say so by its exit status."""
     rank = int(os.environ["RANK"])
     first_to_end = 0 if fault == "disagrees" else 1
     if rank == first_to_end:
@@ -40,12 +41,15 @@ def _train(fault: str, handling: str) -> None:
     except LegacyDDPError as error:
         if handling == "exits":
             raise SystemExit(1) from error
+        if handling == "exits later":
+            return True
         if handling == "wrapped":
             raise ValueError("training failed") from error
         raise
     finally:
         if handling == "destroyed":
             dist.destroy_process_group()
+    return False
 
 
 def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
@@ -65,6 +69,8 @@ def _happen(fault: str, model: LegacyDistributedDataParallel) -> None:
         thorough("raises", "exits", 1),
         ("is killed", "exits", 1),
         ("fails in the call", "", 1),
+        ("fails in the call", "exits", 1),
+        ("fails in the call", "exits later", 1),
         ("disagrees", "wrapped", 0),  # shows the traceback
     ],
 )
@@ -81,4 +87,4 @@ def test_torchrun_names_the_rank_at_fault_as_the_root_cause_however_slowly_it_en
 
 
 if __name__ == "__main__":
-    _train(*sys.argv[1:])
+    sys.exit(_train(*sys.argv[1:]))

@@ -6,7 +6,7 @@ Also: what holds for any layout, any rows to compare and any header.
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._agreement.header import HEADER_WORDS, Header, decode_rows, encode_norm, encode_row
+from legacy_ddp._agreement.header import Header, column, decode_header, encode_header, encode_norm, flags_of
 from legacy_ddp._buckets import backward_copy
 from legacy_ddp._buckets.inventory import distinct
 from legacy_ddp._buckets.layout import Bucket, cut_runs, plan_layout
@@ -399,19 +399,26 @@ def test_named_ranks_can_be_read_back(ranks: set[int]) -> None:
 WORDS = st.integers(-(2**63), 2**63 - 1)
 
 
-@given(st.lists(st.lists(WORDS, min_size=HEADER_WORDS, max_size=HEADER_WORDS), min_size=1, max_size=5))
-def test_headers_survive_the_wire(rows: list[list[int]]) -> None:
+BYTES = st.integers(0, 255)
+FACTS = st.tuples(BYTES, BYTES, BYTES, st.integers(0, 2**32 - 1), *[WORDS] * 15)
+
+
+@given(st.lists(FACTS, min_size=1, max_size=5))
+def test_headers_survive_the_wire(rows: list[tuple[int, ...]]) -> None:
     headers = [Header(*row) for row in rows]
 
-    encoded = torch.stack([encode_row(header) for header in headers])
+    encoded = [encode_header(header) for header in headers]
 
-    assert encoded.dtype == torch.int64
-    assert decode_rows(encoded) == headers
+    assert {len(row) for row in encoded} == {128}
+    assert [decode_header(row) for row in encoded] == headers
+    assert flags_of(encoded) == [header.flags for header in headers]
+    for name in ("wrapper_id", "metric_names", "replica", "generators"):
+        assert column(encoded, name) == [getattr(header, name) for header in headers]
 
 
 @given(st.floats())
 def test_norm_survives_the_wire(norm: float) -> None:
-    header = decode_rows(encode_row(Header(flags=8, norm_bits=encode_norm(norm)))[None])[0]
+    header = decode_header(encode_header(Header(flags=8, norm_bits=encode_norm(norm))))
 
     assert str(header.local_norm) == str(norm)
-    assert header._replace(flags=0).local_norm is None
+    assert replace(header, flags=0).local_norm is None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from legacy_ddp._collectives import between_hosts
+from legacy_ddp._collectives import host_sum
 from tests.helpers.hosts import Hosts, reason_not_permitted
 from tests.helpers.tiers import thorough
 
@@ -51,7 +51,7 @@ def _train(folder: Path, *, reproducible: bool) -> None:
             equal.append(torch.equal(parameter.grad, expected))
     (line,) = [text.strip() for text in repr(model).splitlines() if "transport:" in text]
     if rank == VICTIM:
-        between_hosts.total_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        host_sum.total_of = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     try:

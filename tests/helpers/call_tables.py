@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from legacy_ddp.debug._page.call_table import CallTable
+from legacy_ddp.debug._page.calls import CallTable
 
 
 def make_call_table(

@@ -154,6 +154,16 @@ def _same_data(rank: int) -> None:
         _step(model)
 
 
+def _uncleared(rank: int) -> None:
+    model = _wrap()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(3, 2) + rank).sum().backward()
+        model.all_reduce()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
 def _statistics(rank: int) -> None:
     model = LegacyDistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.BatchNorm1d(2)))
     model(torch.ones(3, 2) + rank).sum().backward()
@@ -176,6 +186,7 @@ WARNINGS: dict[str, Callable[[int], None]] = {
     "Gradients were changed before the call": _edited_warned,
     "Uneven work": _uneven,
     "The same data": _same_data,
+    "Gradients that were not cleared": _uncleared,
     "Statistics of each rank": _statistics,
     "Merged micro-batches": _merged,
 }

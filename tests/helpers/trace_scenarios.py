@@ -8,9 +8,8 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values
+from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values
 from legacy_ddp.debug._trace.write import Writer
 
 Held = dict[tuple[int, str], Section | CallFacts]

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.line_format import PHASES
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values
+from legacy_ddp.debug._trace.records import PHASES, CallFacts, Environment, Names, Section, Values
 from legacy_ddp.debug._trace.write import Writer
 
 NAMES = {

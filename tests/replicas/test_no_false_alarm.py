@@ -100,7 +100,7 @@ def _two_optimizers_of_one_model(rank: int) -> Iterator[object]:
     for step in range(4):
         _backward(model)
         model.all_reduce()
-        for optimizer in optimizers if step % 2 else reversed(optimizers):
+        for optimizer in optimizers if (step + rank) % 2 else reversed(optimizers):
             optimizer.step()
             optimizer.zero_grad()
         yield _identical(model)

@@ -1,15 +1,25 @@
-"""Calls in a forked child, on the process group of its parent: an error at once, and a job that goes on."""
+"""Forked children of a rank: a call is an error at once, a child ends as it wants to, and the job goes on.
+
+Run as a script, this file is a job of two ranks, and their children: ``test_forked_calls.py STORE``.
+"""
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
 from legacy_ddp._transport import groups
+from legacy_ddp._watchdog import ending
 from legacy_ddp.debug import check_replicas, cross_check
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 
 
 def _in_a_child(*calls: Callable[[], object]) -> list[str]:
@@ -93,3 +103,73 @@ def _ends_of_children(rank: int) -> list[int]:
 def test_a_forked_child_leaves_the_groups_of_its_parent_alone_at_its_end(transport: str) -> None:
     """It waited for threads that only the parent has, or ended with SIGSEGV."""
     assert run_ranks(_ends_of_children, 2) == [[0], [0]]
+
+
+def _waits_of_a_child(rank: int) -> tuple[int, int]:
+    """After an error of all ranks: how many waits are due at the end of this process, and of its child."""
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+    with pytest.raises(PeerError):
+        model.all_reduce(sample_size=-1 if rank == 0 else 1)
+    waits, child = len(ending._last_turn), os.fork()
+    if child == 0:
+        os._exit(len(ending._last_turn))
+    return waits, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_forked_child_does_not_wait_for_the_end_of_other_ranks() -> None:
+    """It waited up to 11 s: it inherited the order of ends after the error."""
+    assert run_ranks(_waits_of_a_child, 2) == [(0, 0), (1, 0)]
+
+
+# Of the children of rank 0: whether the library has groups, what ends the child, and its exit code.
+ENDS = (
+    (False, "sys.exit(3)", 3),
+    (True, "sys.exit(3)", 3),
+    (True, "the end of the script", 0),
+    (True, "an exception", 1),
+    (True, "destroyed groups", 0),
+)
+
+
+def _run_job(store: str) -> str:
+    """One of two ranks, until its end; in a child of rank 0: what shall end it."""
+    rank = int(os.fork() == 0)  # before the groups: no child in the sense of this test
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    KEPT.append(dist.new_group())
+    dist.all_reduce(torch.ones(1), group=KEPT[0])
+    for has_wrapper, end, _ in ENDS:
+        if has_wrapper and len(KEPT) == 1:
+            model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+            model(torch.ones(1, 2)).sum().backward()
+            model.all_reduce()
+            KEPT.append(model)
+        if rank == 0:
+            child = os.fork()
+            if child == 0:
+                return end
+            print(has_wrapper, end, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), sep=", ", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        os.wait()
+    return ""
+
+
+def test_a_forked_child_ends_with_its_own_exit_code(tmp_path: Path) -> None:
+    """It ended with SIGSEGV, and before the first call it waited for ever, as with torch alone: at the end of the
+    interpreter torch waits for the threads of its groups, which only the parent has."""
+    done = run_script(__file__, str(tmp_path / "store"))
+
+    assert done.stdout.splitlines() == [", ".join(map(str, end)) for end in ENDS], done.stderr
+    assert done.returncode == 0
+
+
+if __name__ == "__main__":
+    KEPT: list[Any] = []  # until the interpreter ends
+    match _run_job(sys.argv[1]):
+        case "sys.exit(3)":
+            sys.exit(3)
+        case "an exception":
+            raise ValueError("of a child")
+        case "destroyed groups":
+            dist.destroy_process_group()

@@ -1,7 +1,9 @@
 """State of group, call and model after a rank is lost early, late, or by Ctrl-C."""
 
+import contextlib
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerLostError
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerError, PeerLostError
 from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import add_gradients, step, wrap
+from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
 from tests.helpers.tiers import thorough
 
 # Nothing is to take as long as the timeout, which is 30 s where no rank is silent.
@@ -209,9 +211,9 @@ def _interrupted_in(rank: int, function: str) -> tuple[str, bool]:
     "transport, function, dropped",
     [
         ("gloo", "agree_on_kinds", False),
-        ("gloo", "reduce_dense", True),
+        ("gloo", "dense_runs", True),
         ("host", "agree_on_kinds", True),  # the other rank may write from the header on
-        ("host", "sum_on_host", True),
+        ("host", "dense_runs", True),
     ],
     indirect=["transport"],
 )
@@ -240,3 +242,42 @@ def _dead_model_is_freed(rank: int) -> bool:
 
 def test_a_lost_group_does_not_keep_the_model_alive() -> None:
     assert run_ranks(_dead_model_is_freed, 2, lost=(1,))[0]
+
+
+# At the limit of open files
+
+
+def _meets_at_the_limit(rank: int, free: int) -> tuple[str, tuple[int, ...], dict[str, float | None]]:
+    """The error of the first collective, and the gradient of the next one, without the limit."""
+    before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
+    if rank == 1:
+        soft = max(map(int, os.listdir("/proc/self/fd"))) + free
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(free):
+            os.close(held.pop())
+    try:
+        with pytest.raises(PeerError) as caught:
+            wrap(timeout_seconds=30.0)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    model = wrap(timeout_seconds=30.0)
+    add_gradients(model, float(rank))
+    model.all_reduce()
+    return str(caught.value), caught.value.ranks, gradient_values(model)
+
+
+@pytest.mark.parametrize("free", [2, 12])
+def test_a_rank_at_its_limit_of_open_files_is_an_error_on_all_at_once_and_the_next_call_works(free: int) -> None:
+    """The others waited until their timeout, and a thread of gloo aborted the rank."""
+    told = run_ranks(_meets_at_the_limit, 2, free)
+
+    assert told[0] == told[1]
+    text, ranks, gradients = told[0]
+    assert (ranks, gradients) == ((1,), {"weight": 0.5})
+    assert text.startswith("first collective on this process group: rank 1 cannot open its connections: the limit of ")
+    assert "raise it with ulimit -n" in text

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from legacy_ddp._collectives import between_hosts, host_sum
+from legacy_ddp._collectives import host_sum
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
@@ -80,10 +80,10 @@ def _lost(
 
 def _at(function: str, count: int, action: partial[None]) -> None:
     """Run ``action`` at the ``count``-th call of ``function`` from now on, from 0."""
-    if not hasattr(between_hosts, function):
+    if not hasattr(host_sum, function):
         sys.setprofile(do_when(function, action, nth=count + 1))
         return
-    real = getattr(between_hosts, function)
+    real = getattr(host_sum, function)
     left = [count]
 
     def counted(*arguments: object) -> object:
@@ -92,7 +92,7 @@ def _at(function: str, count: int, action: partial[None]) -> None:
         left[0] -= 1
         return real(*arguments)
 
-    setattr(between_hosts, function, counted)
+    setattr(host_sum, function, counted)
 
 
 @pytest.mark.parametrize(
@@ -168,8 +168,8 @@ def _interrupted(rank: int, function: str, reproducible: bool) -> tuple[str, boo
 @pytest.mark.parametrize(
     "function, reproducible",
     [
-        *product(["decode_host_words", "_pieces_of", "_start", "_poll", "_divide"], [False]),
-        *product(["_pieces_of", "add_on_host", "reduce_own_shard", "give_out"], [True]),
+        *product(["decode_host_rows", "_kept_works", "_start", "_poll", "_divide"], [False]),
+        *product(["_kept_works", "add_on_host", "reduce_own_shard", "give_out"], [True]),
     ],
 )
 def test_an_interrupt_after_the_header_drops_every_gradient_on_both_hosts(

@@ -114,7 +114,7 @@ def test_a_rank_that_exits_hard_is_named_at_once(lose: Lose, victim: int, store:
 @pytest.mark.parametrize("victim, store", WHO_OR_STORE)
 def test_a_rank_that_exits_sends_its_exit_reason(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.leaves, store)
-    said = f"missing rank {victim} (left after all_reduce() call 2 with SystemExit: 3"
+    said = f"missing rank {victim} (left after all_reduce() call 2 with exit status 3"
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, said)
 
 

@@ -140,6 +140,7 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
         ([_works(0), _works(1)], ()),  # nobody waits any more
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _works(2)], (2,)),  # somebody is known to be behind
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _waits(2)], (1,)),  # it can be nobody else
+        ([_waits(0), _is_lost(1, Outcome.NOT_ASKED), _is_lost(2, Outcome.NOT_ASKED)], ()),  # it can be either
         ([_waits(0), _is_lost(1, Outcome.UNKNOWN), _is_lost(2, Outcome.ENDED)], (2,)),
         ([_waits(0), _is_lost(1, Outcome.NOT_ASKED, "dead"), _is_lost(2, Outcome.NOT_ASKED)], (1,)),
         (

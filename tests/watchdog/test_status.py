@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from legacy_ddp._watchdog.client import ANSWER_SECONDS, Endpoint, Outcome
+from legacy_ddp._watchdog.failure import Failure
 from legacy_ddp._watchdog.processes import RUNNING, own_identity
+from legacy_ddp._watchdog.propagation import FailureRecord
 from legacy_ddp._watchdog.server import StatusServer
-from legacy_ddp._watchdog.status import RankStatus, own_status, poll_ranks
+from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status, poll_ranks
 
 WORDS = "left because another rank was lost"
 
@@ -77,3 +79,25 @@ def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
     assert [one.count for one in listeners] == [1, 1, 1]
+
+
+class _Saved:
+    """A policy that keeps what is saved and what is logged."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+        self.logged: list[str] = []
+        self.save, self.notify_loss = self.saved.append, self.logged.append
+
+
+def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
+    policy: Any = _Saved()
+    peers = [listener.server.endpoint for listener in listeners]
+    record = FailureRecord(GroupView(peers[0], peers), policy)
+
+    for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
+        record.record_failure(Failure(reason, ranks=ranks), logs=True)
+
+    assert record.failure == Failure("connection lost")  # the first one ends the call
+    assert len(policy.saved) == len(policy.logged) == 2  # the third adds nothing
+    assert "missing rank 1" in policy.saved[1]

@@ -1,7 +1,8 @@
 """The first different operation of two runs of one batch, and the elements of its output. Collective."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 
@@ -9,16 +10,12 @@ from legacy_ddp._buckets.inventory import fingerprint
 from legacy_ddp._replicas.compare import LARGE_BYTES
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._transport.call import Call
-from legacy_ddp.debug._cross_check.exchange import failing_together, gather_sizes, give_to_all
-from legacy_ddp.debug._cross_check.parcel import pack, unpack
-from legacy_ddp.debug._cross_check.passes import Passes
-from legacy_ddp.debug._cross_check.place import Place
-from legacy_ddp.debug._cross_check.trial import Trial
-from legacy_ddp.debug._cross_check.verdict import RING, Witness
-from legacy_ddp.debug._cross_check.wire import difference_from, operation_from, to_json
+from legacy_ddp.debug._cross_check.batch import pack, unpack
+from legacy_ddp.debug._cross_check.run import Passes
+from legacy_ddp.debug._cross_check.trial import Trial, failing_together, gather_sizes, give_to_all
+from legacy_ddp.debug._cross_check.verdict import RING, Place, Witness
 from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value
 
 _EQUAL = "the elements are not known: the output was equal in one more run"
 _TOO_LARGE = "the elements are not known: the output is too large, sparse, or of another shape"
@@ -60,7 +57,7 @@ def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) 
         if rank == odd.rank:
             found = first_difference(own, other)
     last = own[-1].number if own else 0
-    count, last, row = call.gather_objects([len(own), last, to_json(found) if found else None])[odd.rank]
+    count, last, row = call.gather_objects([len(own), last, asdict(found) if found else None])[odd.rank]
     return Place(difference_from(row) if row else None, count=count, last=last)
 
 
@@ -75,7 +72,7 @@ def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int
         length = min(len(own), len(theirs))
         differs = (own[:length] != theirs[:length]).nonzero()
         start = int(differs[0]) if len(differs) else length
-    text = json.dumps([start, list(map(to_json, mine[start : start + _WINDOW]))] if call.groups.rank == sender else [])
+    text = json.dumps([start, list(map(asdict, mine[start : start + _WINDOW]))] if call.groups.rank == sender else [])
     data = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
     data = give_to_all(call, data, sender, gather_sizes(call, data)[sender])
     if call.groups.rank != receiver:
@@ -131,3 +128,33 @@ def _exchange_elements(
             row, note = (found.to_json(), "") if found else (None, _EQUAL)
     row, note = call.gather_objects([row, note])[receiver]
     return (ElementDifference.from_json(row) if row else None), note
+
+
+# Operations and their first difference travel as JSON values: asdict, and the way back.
+
+
+def operation_from(row: dict[str, Any]) -> Operation:
+    """The inverse of :func:`dataclasses.asdict` for an operation."""
+    values = {name: tuple(Value(**value) for value in row[name]) for name in ("inputs", "outputs")}
+    return Operation(**{**row, **values, "parameters": tuple(row["parameters"])})
+
+
+def difference_from(row: dict[str, Any]) -> OperationDifference:
+    """The inverse of :func:`dataclasses.asdict` for a difference."""
+    return OperationDifference(
+        **{
+            **row,
+            **_sides(row),
+            "differing": tuple(row["differing"]),
+            "origin": Origin(**{**row["origin"], **_writers(row["origin"])}),
+            **{name: tuple(Gap(**{**gap, **_sides(gap)}) for gap in row[name]) for name in ("earlier", "later")},
+        }
+    )
+
+
+def _sides(row: dict[str, Any]) -> dict[str, tuple[Operation, ...]]:
+    return {side: tuple(map(operation_from, row[side])) for side in ("a", "b")}
+
+
+def _writers(row: dict[str, Any]) -> dict[str, Operation | None]:
+    return {name: row[name] and operation_from(row[name]) for name in ("operation_a", "operation_b", "operation_read")}

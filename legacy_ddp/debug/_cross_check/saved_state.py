@@ -1,5 +1,7 @@
 """The state of the model and of the process around runs of a batch: set aside before, and put back bit for bit."""
 
+import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,7 +11,6 @@ from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._replicas.digest import as_bytes, is_digestible
-from legacy_ddp.debug._cross_check.generators import generator_states, restore_generators
 
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
@@ -95,3 +96,44 @@ def _put_back(present: dict[str, Any], before: Mapping[str, Any]) -> None:
     if any(present.get(name) is not tensor for name, tensor in before.items()) or len(present) != len(before):
         present.clear()
         present.update(before)
+
+
+def generator_states(module: nn.Module) -> dict[str, Any]:
+    """The states of the generators of this process, in values for a parcel."""
+    version, internal, gauss = random.getstate()
+    states: dict[str, Any] = {
+        "cpu": torch.get_rng_state(),
+        "devices": [torch.cuda.get_rng_state(device) for device in _devices(module)],
+        "python": (version, internal, gauss),
+        "modules": {name: generator.get_state() for name, generator in _held_by_modules(module)},
+    }
+    if numpy := sys.modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = (name, keys.tolist(), *map(float, rest))
+    return states
+
+
+def restore_generators(module: nn.Module, states: dict[str, Any]) -> None:
+    """The inverse of :func:`generator_states`, also for the states of a different rank."""
+    torch.set_rng_state(states["cpu"])
+    for device, state in zip(_devices(module), states["devices"], strict=False):
+        torch.cuda.set_rng_state(state, device)
+    random.setstate(states["python"])
+    for name, generator in _held_by_modules(module):
+        if name in states["modules"]:
+            generator.set_state(states["modules"][name])
+    if (numpy := sys.modules.get("numpy")) and "numpy" in states:
+        name, keys, position, has_gauss, gauss = states["numpy"]
+        numpy.random.set_state((name, keys, int(position), int(has_gauss), gauss))
+
+
+def _held_by_modules(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]:
+    """Attributes of modules, by path."""
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Generator):
+                yield f"{path}.{name}", value
+
+
+def _devices(module: nn.Module) -> list[torch.device]:
+    return sorted({parameter.device for parameter in module.parameters() if parameter.is_cuda}, key=str)

@@ -1,19 +1,21 @@
-"""Settings of the ranks with an influence on results: the explanation of a difference."""
+"""Settings of the ranks with an influence on results, and those that differ, as lines of a report."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp._compare import Difference, compare_rows
+from legacy_ddp._compare import Difference, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import shorten
-from legacy_ddp.debug._cross_check.settings_text import MODULE, RUN
 from legacy_ddp.debug._trace.environment import facts_of
 
+MODULE, RUN = "module ", "run "  # beginnings of names
+_FEW = 3  # modules with a line of their own
+_Holders = tuple[tuple[str, tuple[int, ...]], ...]
 # They differ between ranks as they should, or have no influence on a result.
 _OWN_FACTS = frozenset({"argv", "checks", "commit", "devices", "host", "pid", "seed", "transport"})
 _VALUE_COLUMNS = 60
@@ -32,7 +34,11 @@ def settings_of(
     """The settings of this rank. ``held``: the values inside of the user's function."""
     devices = {parameter.device for parameter in module.parameters()}
     facts = facts_of(group, settings, devices, (), "", None)
-    numbers = {name: shorten(repr(value), _VALUE_COLUMNS) for name, value in held.items() if not _is_tensor(value)}
+    numbers = {
+        name: shorten(repr(value), _VALUE_COLUMNS)
+        for name, value in held.items()
+        if not isinstance(value, torch.Tensor)
+    }
     values = {
         **{name: fact for name, fact in facts.items() if name not in _OWN_FACTS},
         **{f"autocast of {kind}": _autocast(kind) for kind in sorted({"cpu", *(device.type for device in devices)})},
@@ -40,6 +46,19 @@ def settings_of(
         **numbers,
     }
     return RankSettings(values, _numbers_of_rank(group))
+
+
+def _numbers_of_rank(group: dist.ProcessGroup) -> dict[str, int]:
+    """The number of this rank in the group, in the job and, where a launcher such as torchrun tells it, on its host."""
+    numbers = {"rank": dist.get_rank(group), "global rank": dist.get_rank()}
+    local = os.environ.get("LOCAL_RANK", "")
+    return {**numbers, "local rank": int(local)} if local.isdecimal() else numbers
+
+
+def _autocast(kind: str) -> str:
+    if not torch.is_autocast_enabled(kind):
+        return "off"
+    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
 
 
 def differing_settings(rows: Sequence[RankSettings]) -> tuple[Difference, ...]:
@@ -58,18 +77,41 @@ def _is_own_number(name: str, rows: Sequence[RankSettings]) -> bool:
     )
 
 
-def _numbers_of_rank(group: dist.ProcessGroup) -> dict[str, int]:
-    """The number of this rank in the group, in the job and, where a launcher such as torchrun tells it, on its host."""
-    numbers = {"rank": dist.get_rank(group), "global rank": dist.get_rank()}
-    local = os.environ.get("LOCAL_RANK", "")
-    return {**numbers, "local rank": int(local)} if local.isdecimal() else numbers
+def describe_settings(differences: Sequence[Difference]) -> Iterator[str]:
+    """A line for each setting; many modules with equal values on the same ranks have one line together."""
+    groups: dict[tuple[_Holders, str], list[str]] = {}
+    for item in differences:
+        kind = MODULE if item.name.startswith(MODULE) else item.name
+        groups.setdefault((item.holders, kind), []).append(item.name)
+    for (holders, _), names in groups.items():
+        for name in names if len(names) <= _FEW else [_name_modules(names)]:
+            yield f"{name_setting(name)}: {_values(holders)}"
 
 
-def _autocast(kind: str) -> str:
-    if not torch.is_autocast_enabled(kind):
-        return "off"
-    return str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+def name_setting(name: str) -> str:
+    """The name of a setting, for the root module in words."""
+    return "the model" if name == f"{MODULE}{''!r}" else name
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+def _name_modules(names: Sequence[str]) -> str:
+    paths = [name.removeprefix(MODULE).strip("'") for name in names]
+    if "" in paths:
+        return f"the model and {len(paths) - 1} modules inside"
+    prefix = _common_prefix(paths)
+    return f"{len(paths)} modules of {prefix!r}" if prefix else f"{len(paths)} modules, first {paths[0]!r}"
+
+
+def _common_prefix(paths: Sequence[str]) -> str:
+    """The path of the innermost module around all modules of ``paths``; empty for the model."""
+    common = []
+    for parts in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _values(holders: _Holders) -> str:
+    """The values of all ranks, by ascending ranks."""
+    sides = sorted(holders, key=lambda side: min(side[1]))
+    return "; ".join(f"{name_ranks(ranks)} {'have' if len(ranks) > 1 else 'has'} {value}" for value, ranks in sides)

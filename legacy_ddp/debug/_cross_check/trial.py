@@ -1,16 +1,69 @@
-"""The examination of one batch after a difference: two runs on every rank, with all operations. Collective."""
+"""The order of runs and exchanges: the ring of all batches, then the trial of one batch. Collective."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._error_text import error_text
+from legacy_ddp._errors import PeerError
 from legacy_ddp._transport.call import Call
-from legacy_ddp.debug._cross_check.exchange import failing_together, gathering_failures, give_to_all
-from legacy_ddp.debug._cross_check.passes import Passes
-from legacy_ddp.debug._cross_check.ring import Ring
-from legacy_ddp.debug._cross_check.verdict import LATER_REPEAT, REPEAT, RING, Digests, Verdict, judge
+from legacy_ddp.debug._cross_check.run import Passes
+from legacy_ddp.debug._cross_check.verdict import LATER_REPEAT, REPEAT, RING, Digests, Verdict, differing_batches, judge
 from legacy_ddp.debug._operations.operation import Operation
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The digests of the runs of all ranks, as in :func:`~legacy_ddp.debug._cross_check.verdict.differing_batches`.
+
+    ``sizes``: bytes of the batch of each rank, 0 without a batch. ``is_captured``: whether the runs were captured.
+    ``operations``: then of the runs on this rank, by the rank of the batch.
+    """
+
+    sizes: Sequence[int]
+    own: Sequence[Digests | None]
+    foreign: Sequence[Digests | None]
+    is_captured: bool
+    operations: dict[int, list[Operation]] = field(default_factory=dict)
+
+    @property
+    def is_different_everywhere(self) -> bool:
+        """Whether every one of several batches had other results in its second run."""
+        batches = sum(map(bool, self.sizes))
+        return 1 < batches == len(differing_batches(self.own, self.foreign))
+
+
+def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations: bool) -> Ring:
+    """Run the batch in ``data`` and the batch of the rank before; gather the digests, 16 bytes per result and rank.
+
+    Raises:
+        PeerError: a run failed, on any rank. ValueError: no rank has a batch.
+    """
+    rank, size = call.groups.rank, call.groups.size
+    with call.phase("batch"):
+        sizes = gather_sizes(call, data)
+        if not any(sizes):
+            call.mark_finished()
+            raise ValueError("no rank has a batch: got batch=None on all ranks, expected a batch on at least one rank")
+        received = pass_on(call, data, sizes)
+        with failing_together(call, "the batch of another rank"):
+            passes.check_classes(received)
+    held, operations = {rank: data, (rank - 1) % size: received}, dict[int, list[Operation]]()
+    rows = []
+    for batch, what in ((rank, "run"), ((rank - 1) % size, "run with the batch of the rank before")):
+        with call.phase("run"), failing_together(call, what):
+            digests: Digests = (0,) * len(passes.names)
+            if sizes[batch]:
+                digests, operations[batch] = passes.run(held[batch], with_operations=with_operations)
+        rows.append(digests)
+    with call.phase("compare"):
+        table = call.gather(torch.tensor(rows, device="cpu")).tolist()
+    own = [tuple(table[r][0]) if sizes[r] else None for r in range(size)]
+    foreign = [tuple(table[r][1]) if sizes[(r - 1) % size] else None for r in range(size)]
+    return Ring(sizes, own, foreign, with_operations, operations)
 
 
 @dataclass(frozen=True)
@@ -79,3 +132,89 @@ def _run_twice(
         with call.phase("run"), failing_together(call, f"run with the batch of rank {batch}"):
             digests[name], _ = passes.run(data, with_operations=False)
     return list(digests.values()), {}, f"the capture of operations failed. {failures}"
+
+
+def gather_sizes(call: Call, own: torch.Tensor) -> list[int]:
+    """The number of bytes of every rank's ``own``."""
+    sizes: list[int] = call.gather(torch.tensor([own.numel()], device="cpu")).flatten().tolist()
+    return sizes
+
+
+def pass_on(call: Call, own: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """The bytes of the previous rank in the ring; ``own`` goes to the next rank. ``sizes``: of all ranks, maybe 0."""
+    rank, size = call.groups.rank, call.groups.size
+    if size == 1:
+        return own
+    before, after = (rank - 1) % size, (rank + 1) % size
+    received = torch.empty(sizes[before], dtype=torch.uint8, device="cpu")
+    received_lengths = [sizes[before] * (other == before) for other in range(size)]
+    sent_lengths = [sizes[rank] * (other == after) for other in range(size)]
+    options = call.options("AllToAll")
+    # No send and receive: gloo closes the connection if a wait for these ends by its timer, as it does in every poll.
+    call.run(
+        call.groups.payload(received.device),
+        lambda group: group.alltoall_base(received, own, received_lengths, sent_lengths, options),
+    )
+    return received
+
+
+def give_to_all(call: Call, own: torch.Tensor, source: int, size_bytes: int) -> torch.Tensor:
+    """The tensor ``own`` of rank ``source``, of ``size_bytes`` bytes of dtype uint8 in one dimension, on every rank."""
+    if call.groups.size == 1 or not size_bytes:
+        return own
+    data = own if call.groups.rank == source else torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+    options = call.options("Broadcast")
+    options.rootRank, options.rootTensor = source, 0
+    call.run(call.groups.payload(data.device), lambda group: group.broadcast([data], options))
+    return data
+
+
+@dataclass
+class Failures:
+    """The failures of a block of work: ``ranks_by_text`` on all ranks, ``local`` on this rank."""
+
+    ranks_by_text: dict[str, list[int]] = field(default_factory=dict)
+    local: Exception | None = None
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that failed."""
+        return sorted(rank for ranks in self.ranks_by_text.values() for rank in ranks)
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name_ranks(ranks)}: {text}" for text, ranks in self.ranks_by_text.items())
+
+
+@contextmanager
+def gathering_failures(call: Call) -> Iterator[Failures]:
+    """Run local work; after it the ranks exchange failures. The object is complete after the block."""
+    failures = Failures()
+    try:
+        yield failures
+    except Exception as error:  # noqa: BLE001 - told to all ranks
+        failures.local = error
+    with call.phase("compare"):
+        texts = call.gather_objects(None if failures.local is None else error_text(failures.local))
+    for rank, text in enumerate(texts):
+        if text:
+            failures.ranks_by_text.setdefault(text, []).append(rank)
+
+
+@contextmanager
+def failing_together(call: Call, what: str) -> Iterator[None]:
+    """Run local work, with a failure on all ranks or on no rank. ``what``: name of the work in the error.
+
+    Raises:
+        PeerError: some ranks failed; the same text on every rank.
+    """
+    phase = call.phase_name
+    with gathering_failures(call) as failures:
+        yield
+    if failures.ranks:
+        raise PeerError(
+            f"{call}: {what} failed on {name_ranks(failures.ranks)}; model, gradients and random generators are as "
+            f"before. {failures}",
+            ranks=failures.ranks,
+            call=call.number,
+            phase=phase,
+        ) from failures.local

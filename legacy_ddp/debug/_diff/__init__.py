@@ -1,5 +1,1 @@
-"""Comparison of two runs, or of the ranks of one run: the first difference, its location and its explanation.
-
-``compare_runs`` and ``compare_ranks`` collect differences, ``explain`` writes sentences, ``text`` formats the result.
-Imported by the page and the command. Imports the traces.
-"""
+"""Comparison of two runs, or of the ranks of one run: the first difference, its location and its explanation."""

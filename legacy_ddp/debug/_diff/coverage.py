@@ -1,11 +1,13 @@
-"""Steps, phases and tensors which were compared on every rank, and ranks with shorter files. Pure."""
+"""What was compared on every rank, and notes about what was not. Pure."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp.debug._trace.coverage import RunCoverage, span
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS, PHASES
+from legacy_ddp.debug._diff import causes as environment_diff
+from legacy_ddp.debug._diff.result import Cause
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
+from legacy_ddp.debug._trace.run import Run, RunCoverage, span
 
 
 class ComparisonCoverage:
@@ -29,6 +31,11 @@ class ComparisonCoverage:
     def add_limit(self, steps: tuple[int, int] | None) -> None:
         """Restrict ``steps`` to the first and last step of ranks which are not added; None if they have no steps."""
         self._limits.append(steps or (0, -1))
+
+    def leave_out(self, keys: Iterable[tuple[int, str]]) -> None:
+        """Count no tensors of these steps and phases."""
+        for key in keys:
+            self._counts.pop(key, None)
 
     @property
     def any_steps(self) -> list[int]:
@@ -92,3 +99,78 @@ def format_steps(steps: Sequence[int]) -> str:
     """``steps 0-120``; with the number of steps if some in between are missing."""
     text = span((steps[0], steps[-1]))
     return text if len(steps) == steps[-1] - steps[0] + 1 else f"{text} ({len(steps):,} compared)"
+
+
+def step_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], steps: Sequence[int]) -> list[str]:
+    """Steps which only one run recorded."""
+    notes = []
+    every = [run.environments[0].every for run in runs]
+    if every[0] != every[1]:
+        notes.append(f"A recorded every {every[0]} steps, B every {every[1]}: {len(steps)} in common")
+    for run_coverage in run_coverages if steps else ():
+        if run_coverage.steps and run_coverage.steps[1] > max(steps):
+            notes.append(f"{run_coverage.label} goes on to step {run_coverage.steps[1]}")
+        if run_coverage.steps and run_coverage.steps[0] < min(steps):
+            notes.append(f"{run_coverage.label} begins with step {run_coverage.steps[0]}")
+    return notes + [note for run_coverage in run_coverages for note in run_coverage.notes()]
+
+
+def phase_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], phases: Sequence[str]) -> list[str]:
+    """Phases which only one run recorded, and optimizer phases which neither run recorded."""
+    a, b = (set(run_coverage.phases) & set(phases) for run_coverage in run_coverages)
+    notes = [
+        f"not compared: {text} {' and no '.join(phase_labels(only))}"
+        for only, text in ((b - a, "A has no"), (a - b, "B has no"))
+        if only
+    ]
+    return notes + optimizer_notes(runs, a | b)
+
+
+def optimizer_notes(runs: Iterable[Run], phases: Collection[str]) -> list[str]:
+    """A note about missing settings and state of the optimizer. ``phases``: of any file.
+
+    A model may lack buffers and an optimizer may lack state. Settings come with every step of an optimizer.
+    """
+    if "settings" in phases:
+        return []
+    if not any(environment.has_optimizer for run in runs for environment in run.environments):
+        return ["not compared: settings and state of the optimizer, for no recorder was given it (optimizer=)"]
+    missing = " and ".join(phase_labels({"settings", "optimizer"}.difference(phases)))
+    return [f"not compared: {missing}, for no optimizer step after an all_reduce() was recorded"]
+
+
+def world_size_notes(
+    runs: Sequence[Run], patterns: Sequence[str], *, inputs_compared: bool, has_operations: bool
+) -> list[str]:
+    """Parts which cannot be compared between runs of different world sizes."""
+    a, b = runs
+    _, mixed = environment_diff.causes_by_run(a.environments, b.environments)
+    parts = ["local gradients", *["inputs"] * (not inputs_compared), *["operations"] * has_operations]
+    notes = [f"world sizes {a.world_size} and {b.world_size}: {_listed(parts)} were not compared"]
+    if mixed:
+        notes.append(f"not compared, for ranks of a run differ in it: {', '.join(mixed)}")
+    return notes + local_buffer_notes(patterns)
+
+
+def local_buffer_notes(patterns: Sequence[str]) -> list[str]:
+    """Buffers of single ranks."""
+    return [f"not compared, for each rank has its own: buffers {', '.join(patterns)}"] if patterns else []
+
+
+def cause_notes(causes: Sequence[Cause]) -> list[str]:
+    """Differences around two runs which hold equal values."""
+    notes = []
+    for cause in causes:
+        sides = " and ".join(f"{value} in {label}" for label, value in cause.sides)
+        notes.append(f"{cause.what} differs and changed no bit: {sides}" + (f" ({cause.where})" if cause.where else ""))
+    return notes
+
+
+def _listed(parts: Sequence[str]) -> str:
+    """``a``, ``a and b``, or ``a, b and c``."""
+    return " and ".join(filter(None, [", ".join(parts[:-1]), parts[-1]]))
+
+
+def phase_labels(phases: Iterable[str]) -> list[str]:
+    """Labels of the phases, in the order of ``PHASES``."""
+    return [PHASE_LABELS[phase] for phase in PHASES if phase in set(phases)]

@@ -1,18 +1,26 @@
-"""Steps and phases with differences: details of the first, differing names and ranks of all. Pure."""
+"""Steps and phases with differences: details of the first, differing names and ranks of all."""
 
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import pairwise
 
+from legacy_ddp._compare import Difference, name_ranks
+from legacy_ddp.debug._diff.pair import ABSENT, Entry, EntryDifference, Keep, entries, greatest_difference
 from legacy_ddp.debug._diff.result import Divergence, Location
-from legacy_ddp.debug._diff.sections import EntryDifference, greatest_difference
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import PHASES
+from legacy_ddp.debug._trace.run import Run
 
 MAX_LOCATIONS = 10
 MAX_OTHERS = 10
 
 Key = tuple[int, int]
 """Step, and index of the phase in ``PHASES``: sorts in the order of training."""
+
+_LIKE_RANK_0 = 0
+_Group = tuple[Entry, list[int]]
+"""An entry, and the ranks which hold it."""
 
 
 @dataclass(frozen=True)
@@ -154,3 +162,81 @@ def _location(run: Sequence[Key], mask: LocationMask) -> Location:
         last_step=run[-1][0] if len(run) > 1 else None,
         steps=len(run),
     )
+
+
+class RankGroups:
+    """The ranks with equal contents in one step and phase. Ranks are added in ascending order, unless like rank 0."""
+
+    def __init__(self, world_size: int, digest: int | None) -> None:
+        self._digests = array("q", [_bits(digest)]) * world_size
+        self._contents = array("q", [_LIKE_RANK_0]) * world_size
+
+    def add_known(self, rank: int, digest: int | None) -> bool:
+        """Add a rank to an earlier rank with the same digest; False without such a rank."""
+        self._digests[rank] = _bits(digest)
+        earlier = self._digests.index(_bits(digest))
+        self._contents[rank] = self._contents[earlier]
+        return earlier < rank
+
+    def add(self, rank: int, differing: Mapping[str, object]) -> None:
+        """Add a rank by its difference to rank 0: names may come in another order, which changes a digest."""
+        self._contents[rank] = _content_digest(differing) if differing else _LIKE_RANK_0
+
+    def outside_majority(self) -> tuple[int, ...]:
+        """Ranks outside the strict majority; all ranks without a majority."""
+        found: dict[int, list[int]] = {}
+        for rank, content in enumerate(self._contents):
+            found.setdefault(content, []).append(rank)
+        return _outside_majority(sorted(found.values(), key=_greatest_first))
+
+
+def _content_digest(contents: Mapping[str, object]) -> int:
+    content = repr(sorted(contents.items())).encode()
+    return int.from_bytes(blake2b(content, digest_size=8).digest(), "little", signed=True) or 1
+
+
+def _bits(digest: int | None) -> int:
+    """Zero for a missing section."""
+    return 0 if digest is None else digest or 1
+
+
+def read_divergences(run: Run, key: Key, keep: Keep) -> list[Divergence]:
+    """The divergences between ranks in a location, in the order of names. One file is open at a time."""
+    step, phase = key[0], PHASES[key[1]]
+    groups: dict[str, dict[tuple[str, str], _Group]] = {}
+    for rank in range(run.world_size):
+        with run.open(rank, until=step) as trace:
+            for name, entry in entries(trace.section(step, phase), keep).items():
+                if entry.identity:
+                    groups.setdefault(name, {}).setdefault(entry.identity, (entry, []))[1].append(rank)
+    by_name = {name: _with_absent(list(found.values()), run.world_size) for name, found in groups.items()}
+    return [_divergence(step, phase, name, found) for name, found in by_name.items() if len(found) > 1]
+
+
+def _with_absent(groups: list[_Group], world_size: int) -> list[_Group]:
+    """The groups with a group of the remaining ranks, greatest group first."""
+    having = {rank for _, ranks in groups for rank in ranks}
+    if without := [rank for rank in range(world_size) if rank not in having]:
+        groups.append((ABSENT, without))
+    return sorted(groups, key=lambda group: _greatest_first(group[1]))
+
+
+def _divergence(step: int, phase: str, name: str, groups: list[_Group]) -> Divergence:
+    return Divergence(
+        step=step,
+        phase=phase,
+        name=name,
+        kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in groups if entry.value is not None)),
+        ranks=_outside_majority([ranks for _, ranks in groups]),
+        sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in groups),
+    )
+
+
+def _greatest_first(ranks: list[int]) -> tuple[int, list[int]]:
+    return -len(ranks), ranks
+
+
+def _outside_majority(groups: list[list[int]]) -> tuple[int, ...]:
+    """Ranks outside the strict majority; all ranks without a majority. ``groups`` begin with the greatest."""
+    difference = Difference("", tuple((str(index), tuple(ranks)) for index, ranks in enumerate(groups)))
+    return difference.suspects or tuple(sorted(rank for ranks in groups for rank in ranks))

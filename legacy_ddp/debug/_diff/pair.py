@@ -1,16 +1,148 @@
-"""The trace files of one rank in A and in B: common steps and phases, and the entries which differ there."""
+"""The trace files of one rank in A and in B: common steps and phases, and the entries that differ there."""
 
-from collections.abc import Iterator, Sequence
+import ast
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
+from math import hypot
+from pathlib import Path
 
-from legacy_ddp.debug._diff.sections import Entry, Keep, entries, entry_differences, keep_all
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp._errors import TraceError
+from legacy_ddp.debug._diff.result import Side
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import Names
+from legacy_ddp.debug._trace.records import PHASES, Names, Section
+
+FP32_DIGIT = 2.0**-23
+# Phases in which all ranks of a run are expected to hold equal values.
+SHARED_PHASES = tuple(phase for phase in PHASES if phase != "local_gradients")
+
+Keep = Callable[[str, str], bool]
+"""Whether the entry with this phase and name is compared."""
 
 # Absent at the start of a run: no call was made yet.
 _PHASES_OF_A_CALL = ("local_gradients", "reduced_gradients")
+ROUNDING_LIMIT = 1e-5
+GROWTH_LIMIT = 1e-3
+_FOLLOWED_PHASES = ("reduced_gradients", "parameters")
+_MAX_NAMED = 3
+# torch.compile(module) is a module around the module, which names its parameters so; module.compile() is not.
+_COMPILED = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The value of one name in a section. With ``value`` None the entry counts as absent, whatever its kind."""
+
+    kind: str
+    value: str | None
+    norm: float | None
+    nonfinite: int
+
+    @property
+    def identity(self) -> tuple[str, str] | None:
+        """Kind and value, which decide equality; None for an absent entry."""
+        return None if self.value is None else (self.kind, self.value)
+
+    def side(self, label: str) -> Side:
+        return Side(label, self.value, self.norm, self.nonfinite)
+
+
+ABSENT = Entry("", None, None, 0)
+
+
+@dataclass(frozen=True)
+class EntryDifference:
+    """A name with unequal entries in A and in B."""
+
+    name: str
+    a: Entry
+    b: Entry
+
+    @property
+    def kind(self) -> str:
+        """Dtype and shape; both of A and of B if they differ."""
+        kinds = {entry.kind for entry in (self.a, self.b) if entry.value is not None}
+        return f"{self.a.kind} in A, {self.b.kind} in B" if len(kinds) > 1 else kinds.pop()
+
+    @property
+    def relative(self) -> float | None:
+        """Relative difference of the norms; None if a norm is missing or leaves out non-finite elements."""
+        if self.a.norm is None or self.b.norm is None or self.a.nonfinite or self.b.nonfinite:
+            return None
+        return relative_difference(self.a.norm, self.b.norm)
+
+
+def relative_difference(a: float, b: float) -> float:
+    """Difference of two norms, divided by the greater norm."""
+    return abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0
+
+
+def greatest_difference(differences: Sequence[EntryDifference], total: float = 0.0) -> float | None:
+    """The greatest relative difference of norms; None if any is unknown.
+
+    ``total``: norm of all gradients together. A difference below the last fp32 digit of ``total`` is taken relative to
+    ``total``: the gradient of a bias before BatchNorm is zero except for rounding, and its own relative difference is
+    arbitrary.
+    """
+    shares = [share for item in differences if (share := item.relative) is not None]
+    if len(shares) < len(differences) or not shares:
+        return None
+    return max(_share_of_total(item, share, total) for item, share in zip(differences, shares, strict=True))
+
+
+def _share_of_total(item: EntryDifference, share: float, total: float) -> float:
+    distance = abs((item.a.norm or 0.0) - (item.b.norm or 0.0))
+    return min(share, distance / total) if distance < FP32_DIGIT * total else share
+
+
+def total_norm(norms: Iterable[float | None]) -> float:
+    """Norm of all tensors together, from their norms."""
+    return hypot(*(norm for norm in norms if norm is not None))
+
+
+def entries(section: Section | None, keep: Keep) -> dict[str, Entry]:
+    """The compared entries of a section, by name."""
+    if section is None:
+        return {}
+    names, values = section.names, section.values
+    rows = zip(names.names, names.kinds, values.words, values.norms, strict=True)
+    return {
+        name: Entry(kind, value, norm, values.nonfinite.get(index, 0))
+        for index, (name, kind, value, norm) in enumerate(rows)
+        if keep(names.phase, name)
+    }
+
+
+def entry_differences(a: dict[str, Entry], b: dict[str, Entry]) -> list[EntryDifference]:
+    """Names with unequal entries: first in the order of A, then the names of B alone."""
+    return [
+        EntryDifference(name, left, right)
+        for name in dict.fromkeys([*a, *b])
+        if (left := a.get(name, ABSENT)).identity != (right := b.get(name, ABSENT)).identity
+    ]
+
+
+def keep_all(_phase: str, _name: str) -> bool:
+    return True
+
+
+def keep_shared(patterns: Sequence[str]) -> Keep:
+    """Keep all entries except buffers with a name matching ``patterns``, because their values belong to one rank."""
+
+    def keep(phase: str, name: str) -> bool:
+        return phase != "buffers" or not any(fnmatchcase(_buffer_name(name), pattern) for pattern in patterns)
+
+    return keep if patterns else keep_all
+
+
+def _buffer_name(name: str) -> str:
+    """``bn.running_mean`` from ``buffer 'bn.running_mean'``."""
+    quoted = name.removeprefix("buffer ")
+    try:
+        return str(ast.literal_eval(quoted))
+    except (ValueError, SyntaxError):
+        return quoted
 
 
 def unfinished_step(trace: RankTrace) -> int | None:
@@ -20,12 +152,17 @@ def unfinished_step(trace: RankTrace) -> int | None:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two trace files. ``phases``: the phases to compare. ``keep``: selects the entries to compare."""
+    """Two trace files. ``phases``: the phases to compare. ``keep``: selects the entries to compare.
+
+    ``may_lack``: phases that one of the files may lack in a step, as a recorder leaves buffers out where it cannot see
+    their changes.
+    """
 
     a: RankTrace
     b: RankTrace
     phases: Sequence[str] = PHASES
     keep: Keep = keep_all
+    may_lack: Collection[str] = ("buffers",)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -33,45 +170,43 @@ class Pair:
         return sorted(set(self.a.steps) & set(self.b.steps))
 
     @cached_property
-    def recorded_phases(self) -> tuple[str, ...]:
-        """Phases recorded anywhere in both files."""
-        return tuple(phase for phase in self.phases if phase in self.a.phases and phase in self.b.phases)
+    def compared(self) -> list[tuple[int, str]]:
+        """The compared steps and phases, in the order of training.
 
-    def compared_phases(self, step: int) -> Iterator[str]:
-        """The compared phases of a common step.
-
-        A phase is compared if both files hold it. A phase which only one file holds is compared too (and differs),
-        with two exceptions: the unfinished step of the other file; and buffers, because a recorder omits buffers when
-        it cannot see their changes.
+        A phase is compared if both files hold it anywhere. If one of them lacks it in a step, the step differs, unless
+        the step is the unfinished one of that file, or the file may lack the phase.
         """
-        starts = step in (self.a.environment.first_step - 1, self.b.environment.first_step - 1)
-        for phase in self.recorded_phases:
-            if starts and phase in _PHASES_OF_A_CALL:
-                continue
-            missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
-            if not missing or (len(missing) == 1 and phase != "buffers" and unfinished_step(missing[0]) != step):
-                yield phase
+        both = [phase for phase in self.phases if phase in self.a.phases and phase in self.b.phases]
+        starts = {trace.environment.first_step - 1 for trace in (self.a, self.b)}
+        return [
+            (step, phase)
+            for step in self.steps
+            for phase in both
+            if not (step in starts and phase in _PHASES_OF_A_CALL) and self._is_compared(step, phase)
+        ]
 
-    def candidates(self) -> Iterator[tuple[int, str]]:
+    def _is_compared(self, step: int, phase: str) -> bool:
+        missing = [trace for trace in (self.a, self.b) if trace.digest(step, phase) is None]
+        return not missing or (len(missing) == 1 and phase not in self.may_lack and unfinished_step(missing[0]) != step)
+
+    @cached_property
+    def candidates(self) -> list[tuple[int, str]]:
         """Steps and phases with unequal digests, in the order of training.
 
         The compared entries may still be equal: the names may come in another order, or the differing entries may not
         be compared.
         """
-        for step in self.steps:
-            for phase in self.compared_phases(step):
-                if self.a.digest(step, phase) != self.b.digest(step, phase):
-                    yield step, phase
+        return [key for key in self.compared if self.a.digest(*key) != self.b.digest(*key)]
 
-    def differing_names(self, step: int, phase: str) -> tuple[list[str], tuple[str, ...]]:
-        """Names with unequal entries in A and B, and all names, of a step and phase."""
+    def differing(self, step: int, phase: str) -> tuple[dict[str, tuple[str, str] | None], tuple[str, ...]]:
+        """Names with unequal entries, each with its :attr:`Entry.identity` in B, and all names."""
         names = self.a.names(step, phase)
         if names is not None and names == self.b.names(step, phase) and self._keeps_all_of(names):
-            a, b = self.a.words(step, phase), self.b.words(step, phase)
-            return [name for name, left, right in zip(names.names, a, b, strict=True) if left != right], names.names
-        entries_a, entries_b = self.entries(step, phase)
-        differing = [item.name for item in entry_differences(entries_a, entries_b)]
-        return differing, tuple(dict.fromkeys([*entries_a, *entries_b]))
+            rows = zip(names.names, names.kinds, self.a.words(step, phase), self.b.words(step, phase), strict=True)
+            unequal = [(name, kind, right) for name, kind, left, right in rows if left != right]
+            return {name: None if word is None else (kind, word) for name, kind, word in unequal}, names.names
+        a, b = self.entries(step, phase)
+        return {item.name: item.b.identity for item in entry_differences(a, b)}, tuple(dict.fromkeys([*a, *b]))
 
     def entries(self, step: int, phase: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
         """The compared entries of a step and phase in A and in B."""
@@ -79,10 +214,7 @@ class Pair:
 
     def entry_counts(self) -> dict[tuple[int, str], int]:
         """Number of compared entries, by step and phase; without zeros."""
-        counts = {
-            (step, phase): self._entry_count(step, phase) for step in self.steps for phase in self.compared_phases(step)
-        }
-        return {key: count for key, count in counts.items() if count}
+        return {key: count for key in self.compared if (count := self._entry_count(*key))}
 
     def _entry_count(self, step: int, phase: str) -> int:
         names = self.a.names(step, phase) or self.b.names(step, phase)
@@ -92,3 +224,94 @@ class Pair:
 
     def _keeps_all_of(self, names: Names) -> bool:
         return self.keep is keep_all or all(self.keep(names.phase, name) for name in names.names)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The first name with norms more than ``GROWTH_LIMIT`` apart, empty without any; ``last``: the last step read."""
+
+    last: int
+    step: int = 0
+    name: str = ""
+
+
+def find_growth(pair: Pair, first: int) -> Growth:
+    """Compare norms from step ``first`` on, until a difference has grown. Reads two phases per step."""
+    steps = [step for step in pair.steps if step >= first]
+    for step, phase in pair.compared:
+        if step >= first and phase in _FOLLOWED_PHASES and (name := _grown_name(pair, step, phase)):
+            return Growth(steps[-1], step, name)
+    return Growth(steps[-1] if steps else first)
+
+
+def _grown_name(pair: Pair, step: int, phase: str) -> str:
+    if pair.a.digest(step, phase) == pair.b.digest(step, phase):
+        return ""
+    a, b = pair.a.section(step, phase), pair.b.section(step, phase)
+    if a is None or b is None:
+        return ""
+    # Dictionaries only where names differ: a section may hold thousands of norms.
+    norms_b = b.values.norms if a.names == b.names else [b.norms.get(name) for name in a.names.names]
+    total = total_norm(a.values.norms) if phase.endswith("gradients") else 0.0
+    for name, left, right in zip(a.names.names, a.values.norms, norms_b, strict=True):
+        if left is not None and right is not None and _has_grown(left, right, total):
+            return name
+    return ""
+
+
+def _has_grown(a: float, b: float, total: float) -> bool:
+    """Whether two norms differ by more than ``GROWTH_LIMIT``, and by more than the rounding of ``total``."""
+    distance = abs(a - b)
+    return distance > GROWTH_LIMIT * a and distance > GROWTH_LIMIT * b and distance >= FP32_DIGIT * total
+
+
+def check_same_model(pair: Pair, a: Path, b: Path) -> None:
+    """Compare names, dtypes and shapes of parameters in the first common step with recorded parameters.
+
+    Raises:
+        TraceError: the parameters differ; the text names the first few.
+    """
+    left, right = _kinds(pair, pair.a), _kinds(pair, pair.b)
+    shared = left.keys() & right.keys()
+    reshaped = [
+        f"{name} ({left[name]} in A, {right[name]} in B)"
+        for name in left
+        if name in shared and _differ(left, right, name)
+    ]
+    found = [
+        _first_few("only in A: ", [name for name in left if name not in shared]),
+        _first_few("only in B: ", [name for name in right if name not in shared]),
+        _first_few("of another kind: ", reshaped),
+    ]
+    if any(found):
+        raise TraceError(
+            f"A ({a}) and B ({b}) hold other parameters: got {'; '.join(filter(None, found))}; expected the same in "
+            f"both; {_advice(left, right)}"
+        )
+
+
+def _advice(left: Mapping[str, str], right: Mapping[str, str]) -> str:
+    a, b = ({name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right))
+    if a == b:
+        return (
+            f"the names differ by {_COMPILED!r} of torch.compile(module) alone; use module.compile(), which keeps names"
+        )
+    return "compare runs of one model"
+
+
+def _differ(a: Mapping[str, str], b: Mapping[str, str], name: str) -> bool:
+    return bool(a[name] and b[name] and a[name] != b[name])
+
+
+def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:
+    """Kinds of parameters by name; names from the environment, without kinds, if no step has parameters."""
+    for step in pair.steps:
+        if pair.a.names(step, "parameters") and pair.b.names(step, "parameters"):
+            names = trace.names(step, "parameters")
+            return dict(zip(names.names, names.kinds, strict=True)) if names else {}
+    return {f"parameter {name!r}": "" for name in trace.environment.parameters}
+
+
+def _first_few(title: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return f"{title}{', '.join(names[:_MAX_NAMED])}{more}" if names else ""

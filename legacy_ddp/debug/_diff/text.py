@@ -6,11 +6,10 @@ from typing import Any
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, name_ranks
 from legacy_ddp._text import table, wrap
-from legacy_ddp.debug._diff import operation_text
-from legacy_ddp.debug._diff.growth import ROUNDING_LIMIT
-from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, Side
-from legacy_ddp.debug._diff.sections import relative_difference
-from legacy_ddp.debug._trace.line_format import PHASE_LABELS
+from legacy_ddp.debug._diff.pair import ROUNDING_LIMIT, relative_difference
+from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, OperationFinding, Side
+from legacy_ddp.debug._operations.describe import at, numbers
+from legacy_ddp.debug._trace.records import PHASE_LABELS
 
 JSON_FORMAT = "legacy_ddp diff"
 JSON_VERSION = 1
@@ -28,7 +27,7 @@ def lines(comparison: Comparison) -> list[str]:
     if comparison.first:
         text += ["", *_first(comparison, comparison.first), "", *wrap(f"meaning: {comparison.explanation}")]
     if comparison.operations:
-        text += ["", *operation_text.lines(comparison.operations)]
+        text += ["", *operation_lines(comparison.operations)]
     if comparison.locations:
         text += ["", *_locations(comparison)]
     if comparison.metrics:
@@ -127,3 +126,33 @@ def _folders(comparison: Comparison) -> Iterator[str]:
     labels = ("A", "B") if len(comparison.folders) == 2 else ("trace",)
     for label, folder in zip(labels, comparison.folders, strict=True):
         yield from wrap(f"{label}: {folder}", "  ")
+
+
+def operation_lines(found: OperationFinding) -> Iterator[str]:
+    """The section about operations, with the first difference first."""
+    yield from wrap(f"operations of step {found.step}{_ranks(found)}: {_counts(found)}")
+    yield from wrap(f"{found.summary}{_number(found)}", "  ")
+    for item in found.details:
+        yield from wrap(item, "    ")
+    for item in found.earlier[:MAX_SIDES]:
+        yield from wrap(item, "  ")
+    yield from wrap(f"meaning: {found.meaning}", "  ")
+    if found.next_step:
+        yield from wrap(f"next: {found.next_step}", "  ")
+
+
+def _ranks(found: OperationFinding) -> str:
+    return f" on {name_ranks(found.ranks)}" if found.ranks and found.labels == ("A", "B") else ""
+
+
+def _counts(found: OperationFinding) -> str:
+    """``371 in A, 370 in B``, or ``371``."""
+    a, b = found.counts
+    numbers = f"{a:,}" if a == b else f"{a:,} {at(found.labels[0])}, {b:,} {at(found.labels[1])}"
+    return f"{numbers}, the first that differs:" if found.kind else numbers
+
+
+def _number(found: OperationFinding) -> str:
+    """The number of the first different operation in the step, on each side."""
+    first = next((row.numbers for row in found.rows if row.is_first), None)
+    return f" ({numbers(first, found.labels)})" if first else ""

@@ -1,17 +1,106 @@
-"""The first difference of two sequences of operations of the same data: two runs, or two ranks with one batch. Pure."""
+"""Alignment of two sequences of operations, and the first difference of two that had the same data. Pure.
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+Two runs have the same data, and so have two ranks with one batch. :mod:`~legacy_ddp.debug._operations.structure`
+compares ranks with data of their own.
+"""
 
-from legacy_ddp.debug._operations.blocks import Block, blocks
-from legacy_ddp.debug._operations.difference import Gap, OperationDifference, Origin, other_parameters
-from legacy_ddp.debug._operations.influence import with_influence, writes_in_place
-from legacy_ddp.debug._operations.operation import Operation, Value
-from legacy_ddp.debug._operations.order import reordered
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 
+from legacy_ddp.debug._operations.flow import with_influence
+from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value, other_parameters
+
+# Two sequences meet again where this many keys agree. One key alone would meet by chance: operations repeat.
+_MEETING = 2
+# Blocks with more items on both sides are not refined, because the time grows with the product.
+_REFINED = 400
 # Gaps before a difference or behind it, beyond which no more are kept.
 _MAX_GAPS = 10
+
+
+@dataclass(frozen=True)
+class Block:
+    """Items ``start_a`` to ``end_a`` (exclusive) of A beside items ``start_b`` to ``end_b`` of B.
+
+    ``is_common``: the keys agree, one by one. Otherwise the items are of one sequence alone, and one side may be empty.
+    """
+
+    start_a: int
+    end_a: int
+    start_b: int
+    end_b: int
+    is_common: bool
+
+    @property
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """The positions of paired items, of a common block."""
+        return zip(range(self.start_a, self.end_a), range(self.start_b, self.end_b), strict=True)
+
+
+def aligned(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[Block]:
+    """Blocks of operations with equal stage, module and name, and blocks of operations of one sequence alone."""
+    return blocks([item.key for item in a], [item.key for item in b])
+
+
+def blocks(a: Sequence[Hashable], b: Sequence[Hashable]) -> Iterator[Block]:
+    """The blocks in order, common blocks and others in turn.
+
+    After a difference the sequences meet at the nearest place (fewest items skipped) with two equal keys on both sides,
+    or at their ends. Time and memory are linear in the number of items.
+    """
+    i = j = 0
+    meetings: _Meetings | None = None
+    while i < len(a) or j < len(b):
+        length = _common_length(a, i, b, j)
+        if length:
+            yield Block(i, i + length, j, j + length, is_common=True)
+            i, j = i + length, j + length
+        if i < len(a) or j < len(b):
+            meetings = meetings or _Meetings(b)
+            next_i, next_j = meetings.nearest(a, i, j)
+            yield from _refined(a, b, Block(i, next_i, j, next_j, is_common=False))
+            i, j = next_i, next_j
+
+
+def _common_length(a: Sequence[Hashable], i: int, b: Sequence[Hashable], j: int) -> int:
+    longest = min(len(a) - i, len(b) - j)
+    return next((n for n in range(longest) if a[i + n] != b[j + n]), longest)
+
+
+class _Meetings:
+    """Positions in B by their next keys."""
+
+    def __init__(self, b: Sequence[Hashable]) -> None:
+        self._length = len(b)
+        self._positions: dict[tuple[Hashable, ...], list[int]] = {}
+        for j in range(len(b)):
+            self._positions.setdefault(tuple(b[j : j + _MEETING]), []).append(j)
+
+    def nearest(self, a: Sequence[Hashable], i: int, j: int) -> tuple[int, int]:
+        """The positions from ``i`` and ``j`` on with equal next keys, and the fewest items before; or both ends."""
+        best, fewest = (len(a), self._length), len(a) - i + self._length - j
+        for p in range(i, len(a)):
+            if p - i >= fewest:
+                break
+            positions = self._positions.get(tuple(a[p : p + _MEETING]), [])
+            index = bisect_left(positions, j)
+            if index < len(positions) and (skipped := p - i + positions[index] - j) < fewest:
+                best, fewest = (p, positions[index]), skipped
+        return best
+
+
+def _refined(a: Sequence[Hashable], b: Sequence[Hashable], block: Block) -> Iterator[Block]:
+    """The common items inside of a small block, which has single equal keys at most."""
+    left, right = a[block.start_a : block.end_a], b[block.start_b : block.end_b]
+    if max(len(left), len(right)) > _REFINED or not {*left} & {*right}:
+        yield block
+        return
+    for tag, start_a, end_a, start_b, end_b in SequenceMatcher(None, left, right, autojunk=False).get_opcodes():
+        i, j = block.start_a, block.start_b
+        yield Block(i + start_a, i + end_a, j + start_b, j + end_b, is_common=tag == "equal")
 
 
 def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> OperationDifference | None:
@@ -59,21 +148,12 @@ def _moved(
     if following.is_common or (more_a and more_b):
         return ()
     longer, start, end, more = (a, i, following.start_a, more_a) if more_a else (b, j, following.start_b, more_b)
-    if any(_key(longer[at]) != _key(longer[at + more]) for at in range(start, end)):
+    if any(longer[at].key != longer[at + more].key for at in range(start, end)):
         return ()
     if _values_differ(a[i + more_a], b[j + more_b]):
         return ()
     gap = Block(i, i + more_a, j, j + more_b, is_common=False)
     return gap, Block(gap.end_a, following.end_a, gap.end_b, following.end_b, is_common=True)
-
-
-def aligned(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[Block]:
-    """Blocks of operations with equal stage, module and name, and blocks of operations of one sequence alone."""
-    return blocks([*map(_key, a)], [*map(_key, b)])
-
-
-def _key(operation: Operation) -> tuple[str, str, str]:
-    return operation.stage, operation.module, operation.name
 
 
 def gap_of(a: Sequence[Operation], b: Sequence[Operation], block: Block) -> Gap:
@@ -113,8 +193,27 @@ def _gap_difference(
     """The gap as a difference, or the operations from there on that differ in their order alone."""
     found = sequence_difference(gap, earlier, has_effect=has_effect)
     left, right = a[gap.start_a :], b[gap.start_b :]
-    count = reordered(left, right, aligned(left, right))
+    count = _reordered(left, right)
     return replace(found, kind="order", a=tuple(left[:count]), b=tuple(right[:count])) if count else found
+
+
+def _reordered(a: Sequence[Operation], b: Sequence[Operation]) -> int:
+    """The number of operations at the beginning of A and of B that differ in their order alone; or 0.
+
+    Equal operations have the same stage, module, name, parameters and settings.
+    """
+
+    def items(part: Iterable[Operation]) -> Iterator[Hashable]:
+        return ((item.key, item.parameters, item.settings) for item in part)
+
+    surplus: Counter[Hashable] = Counter()  # of A over B
+    for block in aligned(a, b):
+        if not block.is_common:
+            surplus.update(items(a[block.start_a : block.end_a]))
+            surplus.subtract(items(b[block.start_b : block.end_b]))
+        if not any(surplus.values()):
+            return 0 if block.is_common else block.end_a
+    return 0
 
 
 def _values_differ(a: Operation, b: Operation) -> bool:
@@ -168,9 +267,10 @@ def _cause(gaps: Sequence[Gap], found: OperationDifference) -> Gap | None:
 
 def _may_write(gap: Gap, origin: Origin) -> bool:
     """Whether an operation in place stands in the gap, after the tensor was written."""
-    if gap.start_a <= (origin.writer_a or -1) or gap.start_b <= (origin.writer_b or -1):
+    starts = (gap.start_a, origin.writer_a), (gap.start_b, origin.writer_b)
+    if any(writer is not None and start <= writer for start, writer in starts):
         return False
-    return any(map(writes_in_place, (*gap.a, *gap.b)))
+    return any(item.writes_in_place for item in (*gap.a, *gap.b))
 
 
 def _origin(a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, position: int) -> Origin:

@@ -4,8 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from legacy_ddp.debug._operations.difference import Gap, OperationDifference
-from legacy_ddp.debug._operations.operation import Operation, Value
+from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Value
 
 Labels = tuple[str, str]
 """The names of the two sides in texts: ``A`` and ``B``, or ``rank 0`` and ``rank 1``."""

@@ -1,12 +1,22 @@
-"""The meaning of the first difference of two sequences of operations, and the next step. Pure."""
+"""The meaning of the first difference of two sequences of operations, and the next step: a table. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from legacy_ddp.debug._operations import explain_input, explain_sequence
-from legacy_ddp.debug._operations.describe import Labels, aspects_of, both, code_of, listed, module_of, place, short
-from legacy_ddp.debug._operations.difference import OperationDifference
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.describe import (
+    Labels,
+    aspects_of,
+    at,
+    both,
+    code_of,
+    listed,
+    module_of,
+    numbered,
+    place,
+    short,
+)
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference, Value
 
 Facts = Mapping[str, tuple[str, str]]
 """Facts of the environment with another value on each side: name, and the value of either side."""
@@ -18,7 +28,8 @@ _KERNEL_FACTS = (
 )
 # Kernels that may add to one element from several threads (torch.use_deterministic_algorithms lists them).
 _UNORDERED = ("index_add", "index_put", "scatter_add", "scatter_reduce", "embedding_dense_backward", "embedding_bag")
-CROSS_CHECK = "legacy_ddp.debug.cross_check() repeats the step on another rank and compares the elements"
+_REDUCED_DTYPES = ("bfloat16", "float16")
+_OF_A_DROPOUT = ("empty_like", "new_empty", "bernoulli_", "div_", "mul", "native_dropout")
 
 
 @dataclass(frozen=True)
@@ -29,95 +40,422 @@ class Explanation:
     next_step: str
 
 
+class Row(NamedTuple):
+    """A row of a table of explanations. In the texts ``{c.here.name}`` stands for an attribute of the case."""
+
+    applies: Callable[[Any], object]
+    meaning: str
+    next_step: str
+
+
+def always(_: object) -> bool:
+    """The condition of the last row of a table."""
+    return True
+
+
+def explain_by(rows: Iterable[Row], case: object) -> Explanation:
+    """The texts of the first row that applies to the case."""
+    row = next(row for row in rows if row.applies(case))
+    return Explanation(row.meaning.format(c=case), row.next_step.format(c=case))
+
+
 def explain(found: OperationDifference, labels: Labels = ("A", "B"), facts: Facts | None = None) -> Explanation:
     """The likely cause of a difference. ``facts``: differences of the environments of both sides."""
-    if found.kind == "input":
-        return Explanation(*explain_input.explain_input(found, labels))
-    return Explanation(*_KINDS[found.kind](found, labels, facts or {}))
+    return explain_by(_ROWS[found.kind], _Case(found, labels, facts or {}))
 
 
-def _output(found: OperationDifference, labels: Labels, facts: Facts) -> tuple[str, str]:
-    a, b = found.a[0], found.b[0]
-    kernel = [name for name in _KERNEL_FACTS if name in facts]
-    if a.generator != b.generator:
-        return _generator(found)
-    if a.settings != b.settings:
-        return (
-            "Other settings: the operation was called with other arguments.",
-            f"look at the arguments and the mode (train, eval) of {module_of(a)}",
-        )
-    if [value.kind for value in a.outputs] != [value.kind for value in b.outputs]:
-        return (
-            "Other dtype or shape of a result of equal inputs: autocast, a default dtype, or other code.",
-            f"compare autocast and the default dtype around {module_of(a)}",
-        )
-    if _layouts(a) != _layouts(b):
-        return (
-            "Other kernel: the inputs have other strides, with which torch may take another kernel or add in another "
-            "order.",
-            f"give {module_of(a)} inputs of one memory format in both, with contiguous(), and diff again",
-        )
-    if kernel:
-        sides = "; ".join(f"{name} {both(facts[name], labels)}" for name in kernel[:3])
-        return (
-            f"Other kernel, or another order of its sums: {sides}.",
-            "run both with equal values of these, and diff again",
-        )
-    if any(part in a.name for part in _UNORDERED):
-        return (
-            f"A kernel that is not deterministic: {short(a)} may add to an element from several threads, in any order.",
-            f"torch.use_deterministic_algorithms(True), and diff again; {CROSS_CHECK}",
-        )
-    return (
+@dataclass(frozen=True)
+class _Named:
+    """An operation in a text. ``side``: the side that alone has the operation, as ``in A``."""
+
+    operation: Operation
+    side: str = ""
+
+    @property
+    def name(self) -> str:
+        return short(self.operation)
+
+    @property
+    def number(self) -> str:
+        return numbered(self.operation.number)
+
+    @property
+    def place(self) -> str:
+        return place(self.operation)
+
+    @property
+    def module(self) -> str:
+        return module_of(self.operation)
+
+    @property
+    def code(self) -> str:
+        return code_of(self.operation)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A difference, with the attributes that the rows ask for."""
+
+    found: OperationDifference
+    labels: Labels
+    facts: Facts
+
+    @property
+    def here(self) -> _Named:
+        return _Named(self.found.operation)
+
+    @property
+    def a(self) -> Operation:
+        return self.found.a[0]
+
+    @property
+    def b(self) -> Operation:
+        return self.found.b[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of a differing input, or of a different parameter with equal bits; empty for no parameter."""
+        position = (self.found.passed or self.found.differing)[0]
+        return [side.parameters[position] for side in (self.a, self.b)]
+
+    @property
+    def passed(self) -> str:
+        """``'a.weight' in A, no parameter in B``."""
+        return both([repr(name) if name else "no parameter" for name in self.names], self.labels)
+
+    @property
+    def values(self) -> tuple[Value, Value]:
+        """The first differing input, of A and of B."""
+        return self.found.differing_values[0]
+
+    @property
+    def parameter(self) -> str:
+        """The name of a differing input that is the same parameter or buffer on both sides."""
+        return self.found.origin.parameter
+
+    @property
+    def reader(self) -> _Named | None:
+        """An earlier operation that read this parameter with equal bits."""
+        reader = self.found.origin.operation_read
+        return _Named(reader) if reader else None
+
+    @property
+    def writers(self) -> list[str]:
+        """``operation 6, forward of 1.act (aten::relu), in A``, for each side with a recorded writer of the input."""
+        writers = zip(self.labels, (self.found.origin.operation_a, self.found.origin.operation_b), strict=True)
+        return [f"{numbered(item.number)}, {place(item)}, {at(label)}" for label, item in writers if item]
+
+    @property
+    def side_without_writer(self) -> str:
+        return at(self.labels[self.found.origin.operation_b is None])
+
+    @property
+    def earlier_draw(self) -> _Named | None:
+        """The first random draw that one side alone made before."""
+        earlier = (item for gap in self.found.earlier for item in (*gap.a, *gap.b))
+        return next((_Named(item) for item in earlier if item.generator), None)
+
+    @property
+    def kernel_facts(self) -> str:
+        names = [name for name in _KERNEL_FACTS if name in self.facts]
+        return "; ".join(f"{name} {both(self.facts[name], self.labels)}" for name in names[:3])
+
+    @property
+    def aspects(self) -> str:
+        return listed(aspects_of(self.found))
+
+    @property
+    def sides(self) -> dict[str, Sequence[Operation]]:
+        """The operations of each side that has some, by ``in A``."""
+        return {at(label): side for label, side in zip(self.labels, (self.found.a, self.found.b), strict=True) if side}
+
+    @property
+    def side(self) -> str:
+        return next(iter(self.sides))
+
+    @property
+    def cast(self) -> _Named | None:
+        """A cast, if one side alone casts, and does nothing else."""
+        side, casts = self._only(_is_cast)
+        others = [item for item in self.sides.get(side, ()) if not _is_cast(item)]
+        is_all = all(value.digest is None for item in others for value in item.outputs)
+        return _Named(casts[0], side) if casts and is_all else None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype that the cast gives."""
+        return self.cast.operation.outputs[0].kind.partition(" ")[0] if self.cast else ""
+
+    @property
+    def compiled(self) -> _Named | None:
+        """An operation of compiled code, if one side alone runs any."""
+        side, compiled = self._only(_is_compiled)
+        return _Named(compiled[0], side) if compiled else None
+
+    @property
+    def draw(self) -> _Named | None:
+        """A random draw, if one side alone draws."""
+        side, draws = self._only(_is_draw)
+        return _Named(draws[0], side) if draws else None
+
+    @property
+    def dropout(self) -> _Named | None:
+        """The draw of a dropout, if only one side has operations, and all belong to the dropout."""
+        side, draws = self._only(_is_draw)
+        if len(self.sides) > 1 or len(draws) != 1 or not draws[0].module:
+            return None
+        own = [item.module == draws[0].module and item.base_name in _OF_A_DROPOUT for item in self.sides[side]]
+        return _Named(draws[0], side) if all(own) else None
+
+    @property
+    def normalisation(self) -> _Named | None:
+        """A normalisation, if both sides normalise."""
+        norms = [next((item for item in group if "batch_norm" in item.name), None) for group in self.sides.values()]
+        return _Named(norms[0]) if len(norms) == 2 and norms[0] and norms[1] else None
+
+    @property
+    def suspects(self) -> str:
+        """The code that may be the reason for operations of one side alone."""
+        first = self.found.operation
+        if first.stage == "after backward":
+            return "the code after backward(): gradients that it scales, clips or edits"
+        what = "the code, the mode and the hooks" if len(self.sides) > 1 else "the code and the hooks"
+        return f"{what} of {first.module or 'the model, and at the code outside of it'}"
+
+    @property
+    def modules(self) -> str:
+        return " and ".join(dict.fromkeys((module_of(self.a), module_of(self.b))))
+
+    @property
+    def effect(self) -> str:
+        """A sentence where no values differ, or no values were compared; otherwise empty."""
+        if self.found.has_effect is None:
+            return " Data of each rank's own explain it only where code depends on data."
+        if self.found.has_effect:
+            return ""
+        equal = " All operations that both sides ran have equal values"
+        if not self.found.tensors_differ:
+            return f"{equal}."
+        rest = "their order is" if self.found.kind == "order" else "operations of one side alone are"
+        return f"{equal}: {rest} the only recorded difference, and the likely cause of the tensors that differ."
+
+    def _only(self, has_trait: Callable[[Operation], bool]) -> tuple[str, list[Operation]]:
+        """The side that alone has operations with the trait, and these operations; empty if both sides have some."""
+        found = [(side, [item for item in group if has_trait(item)]) for side, group in self.sides.items()]
+        found = [(side, group) for side, group in found if group]
+        return found[0] if len(found) == 1 else ("", [])
+
+
+def has_unknown_source(found: OperationDifference) -> bool:
+    """Whether a differing input is no parameter or buffer, and no recorded operation returned its bits."""
+    if found.kind != "input" or not found.differing_values or any(_Case(found, ("A", "B"), {}).names):
+        return False
+    return found.origin.writer_a is None and found.origin.writer_b is None
+
+
+def _is_draw(operation: Operation) -> bool:
+    return bool(operation.generator)
+
+
+def _is_compiled(operation: Operation) -> bool:
+    """Whether compiled code calls the operation: with ``out=``, or in a module wrapped by torch.compile."""
+    return operation.name.rpartition(".")[2] == "out" or "_orig_mod" in operation.module.split(".")
+
+
+def _is_cast(operation: Operation) -> bool:
+    """Whether the operation turns a floating tensor into one of a reduced dtype."""
+    if not operation.name.startswith("aten::_to_copy") or not operation.inputs or not operation.outputs:
+        return False
+    before, after = (values[0].kind.partition(" ")[0] for values in (operation.inputs, operation.outputs))
+    return after in _REDUCED_DTYPES and before != after and before.startswith(("float", "bfloat"))
+
+
+CROSS_CHECK = "legacy_ddp.debug.cross_check() repeats the step on another rank and compares the elements"
+_COPIES = "look at {c.here.code}, and for copies of weights"
+_MODE = "compare model.training, and train() and eval() of {}"
+_UNKNOWN_SOURCE = (
+    "Unknown source: the input is no parameter, and no recorded operation of this step returned these bits. Possible "
+    "are a batch (or a target), a tensor kept from an earlier step, and a kernel that is not recorded, as of "
+    "torch.compile."
+)
+_FIND_SOURCE = (
+    "compare the batches (sampler, seed of the data, order, targets); look for kept tensors; run without "
+    "torch.compile, and diff again"
+)
+
+_INPUT = (
+    Row(
+        lambda c: not c.found.differing_values,
+        "One side passes more tensors.",
+        "look at the arguments of {c.here.module}",
+    ),
+    Row(
+        lambda c: c.names[0] != c.names[1],
+        "Another tensor is passed: {c.passed} (a copy, a cast, or a tensor kept from an earlier step).",
+        _COPIES,
+    ),
+    Row(
+        lambda c: c.parameter and not c.reader,
+        "The weight or buffer {c.parameter!r} came into this step with other bits, or was written inside of the "
+        "step before this operation, which no recorded operation did (NumPy, a second thread, an extension).",
+        "compare the steps before (record them too; the checkpoint, the optimizer), and look for code that writes to "
+        "weights during a step",
+    ),
+    Row(
+        lambda c: c.parameter,
+        "The weight or buffer {c.parameter!r} agreed in {c.reader.number}, and changed before {c.here.number}, which "
+        "no recorded operation did: a second thread, a stale pointer, or memory.",
+        "look for threads and extensions that write to weights during a step",
+    ),
+    Row(
+        lambda c: c.found.origin.is_argument,
+        "Other data: the differing input is an argument of the model's forward pass.",
+        "compare the batches (sampler, seed of the data, order)",
+    ),
+    Row(
+        lambda c: not c.writers and c.values[0].kind != c.values[1].kind,
+        "Data of another dtype or shape: {c.values[0].kind} and {c.values[1].kind}.",
+        "compare the batches, and dtype and shape of the tensors made from them",
+    ),
+    Row(
+        lambda c: not c.writers and c.values[0].layout,
+        f"{_UNKNOWN_SOURCE} The input is a strided view: an earlier output, written to by another thread, may also be "
+        "its source.",
+        _FIND_SOURCE,
+    ),
+    Row(lambda c: not c.writers, _UNKNOWN_SOURCE, _FIND_SOURCE),
+    Row(
+        lambda c: len(c.writers) == 2,
+        "Another tensor is passed: the output of {c.writers[0]} and of {c.writers[1]}.",
+        "look at {c.here.code}",
+    ),
+    Row(
+        always,
+        "The input is the output of {c.writers[0]}. It has changed since {c.side_without_writer}, which no recorded "
+        "operation did (a second thread, a stale pointer, memory), or it is another tensor, kept from an earlier step.",
+        "look for threads, extensions and kept tensors that share memory with this input",
+    ),
+)
+
+_OUTPUT = (
+    Row(
+        lambda c: c.a.generator != c.b.generator and c.earlier_draw,
+        "Random generator at another place: one side alone drew random numbers before, in {c.earlier_draw.place}.",
+        "look at the code that calls {c.earlier_draw.name} there",
+    ),
+    Row(
+        lambda c: c.a.generator != c.b.generator,
+        "Random generator at another place: another seed, or another number of draws before this step.",
+        "compare the seeds, and the draws between the start and this step",
+    ),
+    Row(
+        lambda c: c.a.settings != c.b.settings,
+        "Other settings: the operation was called with other arguments.",
+        "look at the arguments and the mode (train, eval) of {c.here.module}",
+    ),
+    Row(
+        lambda c: [value.kind for value in c.a.outputs] != [value.kind for value in c.b.outputs],
+        "Other dtype or shape of a result of equal inputs: autocast, a default dtype, or other code.",
+        "compare autocast and the default dtype around {c.here.module}",
+    ),
+    Row(
+        lambda c: [value.layout for value in c.a.inputs] != [value.layout for value in c.b.inputs],
+        "Other kernel: the inputs have other strides, with which torch may take another kernel or add in another "
+        "order.",
+        "give {c.here.module} inputs of one memory format in both, with contiguous(), and diff again",
+    ),
+    Row(
+        lambda c: c.kernel_facts,
+        "Other kernel, or another order of its sums: {c.kernel_facts}.",
+        "run both with equal values of these, and diff again",
+    ),
+    Row(
+        lambda c: any(part in c.a.name for part in _UNORDERED),
+        "A kernel that is not deterministic: {c.here.name} may add to an element from several threads, in any order.",
+        f"torch.use_deterministic_algorithms(True), and diff again; {CROSS_CHECK}",
+    ),
+    Row(
+        always,
         "The same kernel gave another result for the same bits: a kernel that is not deterministic, a faulty custom "
         "operation, memory or hardware.",
         CROSS_CHECK,
-    )
+    ),
+)
 
-
-def _generator(found: OperationDifference) -> tuple[str, str]:
-    drawn = [item for gap in found.earlier for item in (*gap.a, *gap.b) if item.generator]
-    if drawn:
-        return (
-            f"Random generator at another place: one side alone drew random numbers before, in {place(drawn[0])}.",
-            f"look at the code that calls {short(drawn[0])} there",
-        )
-    return (
-        "Random generator at another place: another seed, or another number of draws before this step.",
-        "compare the seeds, and the draws between the start and this step",
-    )
-
-
-def _form(found: OperationDifference, labels: Labels, _: Facts) -> tuple[str, str]:
-    nouns = aspects_of(found)
-    if found.passed:
-        return explain_input.explain_passed(found, labels)
-    if found.has_effect is None:
-        return (
-            f"{labels[0]} and {labels[1]} ran this operation with other {listed(nouns)}: another mode (train, "
-            "eval), autocast, or another configuration. Data of each rank's own explain it only where code depends on "
-            "data.",
-            f"compare mode, autocast and arguments of {module_of(found.a[0])} on these ranks",
-        )
-    if found.tensors_differ:
-        return (
-            f"No operation has other values, and tensors of the step differ. Other {listed(nouns)} are the only "
-            "recorded difference; a write that is no recorded operation is possible, too (a thread, compiled code).",
-            f"look at {code_of(found.a[0])}, and at the code after backward()",
-        )
-    return (
-        f"No value differs. Other {listed(nouns)} may lead to another kernel on another machine.",
+_FORM = (
+    Row(
+        lambda c: c.found.passed,
+        "Another tensor with equal bits is passed: {c.passed} (a copy, or a tensor kept from an earlier step). Its "
+        "gradient goes elsewhere, and later writes to the parameter do not reach a copy.",
+        _COPIES,
+    ),
+    Row(
+        lambda c: c.found.has_effect is None,
+        "{c.labels[0]} and {c.labels[1]} ran this operation with other {c.aspects}: another mode (train, eval), "
+        "autocast, or another configuration. Data of each rank's own explain it only where code depends on data.",
+        "compare mode, autocast and arguments of {c.here.module} on these ranks",
+    ),
+    Row(
+        lambda c: c.found.tensors_differ,
+        "No operation has other values, and tensors of the step differ. Other {c.aspects} are the only recorded "
+        "difference; a write that is no recorded operation is possible, too (a thread, compiled code).",
+        "look at {c.here.code}, and at the code after backward()",
+    ),
+    Row(
+        always,
+        "No value differs. Other {c.aspects} may lead to another kernel on another machine.",
         "nothing to mend, as long as all bits agree",
-    )
+    ),
+)
 
+_SEQUENCE = (
+    Row(
+        lambda c: c.cast,
+        "Other dtype: a cast to {c.dtype} {c.cast.side} alone (autocast, or a cast in the code).{c.effect}",
+        "compare autocast around the forward pass",
+    ),
+    Row(
+        lambda c: c.compiled,
+        "Compiled code {c.compiled.side} alone: {c.compiled.place}. Kernels that torch.compile generates are no "
+        "recorded operations, and may round otherwise.{c.effect}",
+        "run both with torch.compile, or both without, and diff again",
+    ),
+    Row(
+        lambda c: c.dropout,
+        "Random numbers are drawn {c.dropout.side} alone ({c.dropout.name}): dropout in training mode against eval "
+        "mode, another probability, or other code.{c.effect}",
+        _MODE.format("{c.dropout.module}"),
+    ),
+    Row(
+        lambda c: c.normalisation,
+        "The normalisation takes another form: training mode against eval mode.{c.effect}",
+        _MODE.format("{c.normalisation.module}"),
+    ),
+    Row(
+        lambda c: len(c.sides) == 2,
+        "The sides run other operations here: other code or arguments, another mode (train, eval), or another version "
+        "of torch.{c.effect}",
+        "look at {c.suspects}",
+    ),
+    Row(
+        lambda c: c.draw,
+        "Operations {c.side} alone, among them a random draw ({c.draw.name}): other code, a hook, or another path for "
+        "other values.{c.effect}",
+        "look at {c.suspects}",
+    ),
+    Row(
+        always,
+        "Operations {c.side} alone: other code, a hook, or another path for other values.{c.effect}",
+        "look at {c.suspects}",
+    ),
+)
 
-def _layouts(operation: Operation) -> list[str]:
-    return [value.layout for value in operation.inputs]
+_ORDER = (
+    Row(
+        always,
+        "Modules or functions are called in another order.{c.effect}",
+        "look at the order of calls in the code around {c.modules}",
+    ),
+)
 
-
-_KINDS: dict[str, Callable[[OperationDifference, Labels, Facts], tuple[str, str]]] = {
-    "output": _output,
-    "sequence": explain_sequence.explain_sequence,
-    "order": explain_sequence.explain_order,
-    "form": _form,
-}
+_ROWS = {"input": _INPUT, "output": _OUTPUT, "form": _FORM, "sequence": _SEQUENCE, "order": _ORDER}

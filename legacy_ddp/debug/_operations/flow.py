@@ -1,13 +1,63 @@
-"""The flow of values through the operations of a rank: results without a use in the step. Pure."""
+"""Influence of operations without a counterpart on the other operations of their side. Pure.
+
+Two runs have the same data, so that values can be compared: :func:`with_influence` asks which of the operations may be
+the cause of a difference. Ranks with data of their own have only the sequence: :meth:`Flow.influence` asks whether a
+rank could have left the operations out, and tells gradients, views and scratch tensors apart.
+"""
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from itertools import takewhile
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+from itertools import chain, takewhile
 from typing import Literal
 
-from legacy_ddp.debug._operations.bits import is_view, passes_on
-from legacy_ddp.debug._operations.operation import Operation, Value
+from legacy_ddp.debug._operations.operation import Gap, Operation, Value
+
+
+def with_influence(gaps: Sequence[Gap], a: Sequence[Operation], b: Sequence[Operation]) -> list[Gap]:
+    """The gaps of A and B, with ``has_influence`` where an operation of the gap has influence.
+
+    An operation has influence if it draws random numbers, writes in place, makes a view of a parameter or buffer (code
+    may write through the view), computes from the backward pass on (the result may be a gradient), or if a later
+    operation reads its output: an operation of both sequences, or one with influence. A view has no bits, and may read
+    each output of its shape. A copy has no influence, because its bits were there before. Time and memory are linear.
+    """
+    of_a = [range(gap.start_a, gap.start_a + len(gap.a)) for gap in gaps]
+    of_b = [range(gap.start_b, gap.start_b + len(gap.b)) for gap in gaps]
+    in_a, in_b = _influential(a, {*chain(*of_a)}), _influential(b, {*chain(*of_b)})
+    return [
+        replace(gap, has_influence=not in_a.isdisjoint(own_a) or not in_b.isdisjoint(own_b))
+        for gap, own_a, own_b in zip(gaps, of_a, of_b, strict=True)
+    ]
+
+
+def _influential(operations: Sequence[Operation], alone: Collection[int]) -> set[int]:
+    """The positions among ``alone`` of operations with influence."""
+    found: set[int] = set()
+    read: set[str] = set()  # digests, and kinds of the inputs of views, behind the position
+    for position in reversed(range(len(operations))):
+        operation = operations[position]
+        if position in alone:
+            if not _has_influence(operation, read):
+                continue
+            found.add(position)
+        read.update(value.digest or value.kind for value in operation.inputs)
+    return found
+
+
+def _has_influence(operation: Operation, read: Collection[str]) -> bool:
+    given = {value.digest for value in operation.inputs}
+    new = [value for value in operation.outputs if value.digest is not None and value.digest not in given]
+    has_views = any(value.digest is None for value in operation.outputs)
+    return (
+        bool(operation.generator)
+        or operation.may_write
+        or (has_views and any(operation.parameters))
+        or (operation.stage != "forward" and bool(new))
+        or any(value.digest in read or value.kind in read for value in new)
+    )
+
 
 Influence = Literal["none", "state", "values"]
 """``values``: on values of the step. ``state``: on a parameter or buffer alone, without a later reader in the step."""
@@ -18,7 +68,8 @@ class Flow:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._operations = operations
-        self._made: dict[str | None, int | None] = {}  # by the operation; None: it was there before
+        # The first operation that produced a digest; None if it was an input first.
+        self._made: dict[str | None, int | None] = {}
         self._reads: dict[str | None, list[int]] = defaultdict(list)
         self._writes: dict[str | None, list[int]] = defaultdict(list)
         for position, item in enumerate(operations):
@@ -38,7 +89,7 @@ class Flow:
         scalar has no influence. Random draws and computing operations of the backward pass always have influence.
         """
         own = self._operations[start:end]
-        if any(item.generator or (item.stage == "backward" and not passes_on(item)) for item in own):
+        if any(item.generator or (item.stage == "backward" and not item.passes_on) for item in own):
             return "values"
         writes = [_writes_outside(item, own[:index]) for index, item in enumerate(own)]
         if not all(any(item.parameters) for item, is_write in zip(own, writes, strict=True) if is_write):
@@ -81,12 +132,11 @@ def _pass(operation: Operation) -> tuple[int, str]:
 
 def _writes_outside(operation: Operation, before: Sequence[Operation]) -> bool:
     """Whether the operation writes to a tensor from outside of the operations ``before``."""
-    name = operation.name.partition(".")[0]
-    if "batch_norm" in name:
-        return True  # running statistics
-    if not name.endswith("_") or not operation.inputs:
+    if not operation.writes_in_place:
+        return operation.may_write
+    if not operation.inputs:
         return False
-    made = [value for item in before if not is_view(item) for value in item.outputs]
+    made = [value for item in before if not item.is_view for value in item.outputs]
     return all((value.kind, value.digest) != (operation.inputs[0].kind, operation.inputs[0].digest) for value in made)
 
 

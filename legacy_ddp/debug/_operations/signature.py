@@ -1,13 +1,19 @@
-"""Kinds of operations, by their schema: written arguments, results without defined content, views."""
+"""Facts about a single operation: its schema, its place in the model, its tensors and other arguments as text."""
 
+import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
+from torch import nn
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._replicas.state import format_type
+from legacy_ddp.debug._operations.operation import Stage
 
 _ALLOCATIONS = ("empty", "_empty", "new_empty")
 # Share memory with their input without saying so in their schema.
@@ -104,3 +110,163 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         undefined=_WORKSPACES.get(name, ()) if is_of_torch else (),
         is_asynchronous=space in _ASYNCHRONOUS,
     )
+
+
+_LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
+_CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
+
+
+class Place(NamedTuple):
+    """``is_inside``: the operation runs in a forward pass of the model, or of a part of the model."""
+
+    stage: Stage
+    module: str
+    is_inside: bool
+
+
+class Places:
+    """The places of a thread's operations, in the order of execution.
+
+    In the backward pass an operation belongs to the module with the forward pass of its node: nodes have numbers in the
+    order of their making, and the numbers at changes of the module are noted. A leaf's node belongs to the module with
+    the parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._paths = {id(child): path for path, child in module.named_modules()}
+        self._owners = {id(parameter): name.rpartition(".")[0] for name, parameter in module.named_parameters()}
+        self._first_numbers: list[int] = []  # of nodes of a module, ascending
+        self._modules: list[str] = []
+        self._next_number = 0
+
+    def find(self) -> Place | None:
+        """The place of the present operation; None for an operation of this library itself."""
+        module, file = internals.caller_of_operation(self._paths, ignored=_CAPTURES)
+        if file.startswith(_LIBRARY):
+            return None
+        stage: Stage = "backward" if internals.inside_backward() else "forward"
+        is_inside = module is not None
+        if not file and not is_inside and stage == "forward":
+            return None  # of a thread without Python code: gloo's threads copy tensors
+        if module is None:
+            module = self._module_of_node() if stage == "backward" else ""
+        self._note(module)
+        return Place(stage, module, is_inside)
+
+    def _note(self, module: str) -> None:
+        """Assign the present node and the nodes after it to ``module``."""
+        next_number = internals.next_node_number()
+        if not self._modules or self._modules[-1] != module:
+            self._first_numbers.append(max(next_number - 1, self._next_number))
+            self._modules.append(module)
+        self._next_number = next_number
+
+    def _module_of_node(self) -> str:
+        node = internals.current_node()
+        if node is None:
+            return ""
+        number = internals.node_number(node)
+        if number == internals.LEAF_NUMBER:
+            return self._owners.get(id(internals.leaf_of(node)), "")
+        index = bisect_right(self._first_numbers, number) - 1
+        return self._modules[index] if index >= 0 else ""
+
+
+class Descriptions:
+    """Dtype and shape, and layout, of tensors as text."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, tuple[str, str]] = {}
+
+    def of(self, tensor: torch.Tensor) -> tuple[str, str]:
+        """``kind`` and ``layout`` of :class:`Value`."""
+        if tensor.layout is not torch.strided or internals.has_own_dispatch(tensor) or tensor.is_nested:
+            return _foreign(tensor)
+        key = tensor.dtype, tensor.shape, tensor.stride(), tensor.device.type, tensor.is_conj(), tensor.is_neg()
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = format_type(tensor), ", ".join(_layout(tensor))
+        return found
+
+
+def _layout(tensor: torch.Tensor) -> Iterator[str]:
+    if not tensor.is_contiguous():
+        yield f"strides {tensor.stride()}"
+    if tensor.device.type != "cpu":
+        yield f"on {tensor.device.type}"
+    if tensor.is_conj():
+        yield "conjugated"
+    if tensor.is_neg():
+        yield "negated"
+
+
+def _foreign(tensor: torch.Tensor) -> tuple[str, str]:
+    """A sparse tensor, or a tensor of a class with operations of its own, which need not answer every question."""
+    name = type(tensor).__name__
+    try:
+        kind = format_type(tensor)
+    except Exception:  # noqa: BLE001 - a class of a user may raise anything
+        return name, ""
+    layout = "" if tensor.layout is torch.strided else str(tensor.layout).removeprefix("torch.")
+    return kind, layout if type(tensor) in (torch.Tensor, nn.Parameter) else f"{name} {layout}".strip()
+
+
+class ParameterNames:
+    """Names of the parameters and buffers of a module, by memory."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            key = internals.storage_key(tensor)
+            if key is not None and not internals.has_own_dispatch(tensor):
+                self._names.setdefault(key, []).append((*_span(tensor), name))
+
+    def of(self, tensor: torch.Tensor) -> list[str]:
+        """The names of parameters and buffers that share memory with the tensor."""
+        key = internals.storage_key(tensor)
+        held = self._names.get(key, ()) if key is not None else ()
+        if len(held) < 2:
+            return [name for _, _, name in held]
+        first, last = _span(tensor)
+        return [name for begin, end, name in held if begin <= last and first <= end]
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last byte of the tensor's elements in its storage."""
+    begin = int(tensor.storage_offset()) * tensor.itemsize
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + int(last + 1) * tensor.itemsize - 1
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an argument or a result, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def setting(value: object) -> str:
+    """An argument without tensors as text, equal from run to run. Objects without such a text give their type."""
+    if isinstance(value, torch.Tensor):
+        return "tensor"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(setting, value))}]"
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, torch.device):
+        return value.type
+    return type(value).__name__
+
+
+def is_setting(value: Any) -> bool:
+    """Whether an argument has anything but tensors."""
+    if isinstance(value, list | tuple):
+        return not value or any(map(is_setting, value))
+    return not isinstance(value, torch.Tensor)

@@ -15,6 +15,9 @@ Indices = NDArray[np.intp]
 MAX_COLUMNS = 400
 MAX_ROWS = 500
 MAX_POINTS = 2000
+# The classes from RAMP on are the levels of the colour ramp. FLAGGED: ranks differ, or bits without their norms.
+ABSENT, ZERO, FLAGGED, NONFINITE, RAMP = range(5)
+LEVELS = 200
 
 
 @dataclass(frozen=True)
@@ -138,3 +141,46 @@ def extremes(values: Floats, max_points: int = MAX_POINTS) -> Indices:
         ends = {int(np.nanargmin(part)), int(np.nanargmax(part))} if not np.isnan(part).all() else {0}
         kept.extend(int(start) + end for end in sorted(ends))
     return np.array(kept, dtype=np.intp)
+
+
+def classify(values: Floats, decades: float) -> tuple[NDArray[np.uint8], tuple[float, float]]:
+    """The class of every value by its logarithm, and the ends of the ramp as exponents of ten.
+
+    The ramp covers at most ``decades`` below the largest value.
+    """
+    classes = np.full(values.shape, ABSENT, dtype=np.uint8)
+    classes[values == 0] = ZERO
+    positive = np.nan_to_num(values, nan=0.0) > 0
+    logs = np.log10(values[positive])
+    if not len(logs):
+        return classes, (-1.0, 0.0)
+    high = float(logs.max())
+    low = max(float(logs.min()), high - decades)
+    low, high = (low, high) if high - low > 1e-3 else (low - 0.5, high + 0.5)
+    levels = (logs.clip(low, high) - low) / (high - low) * (LEVELS - 1)
+    classes[positive] = RAMP + levels.round().astype(np.uint8)
+    return classes, (low, high)
+
+
+def column_labels(grid: Grid) -> list[str]:
+    """The steps of every column."""
+    return [_steps(grid, column) for column in range(grid.count)]
+
+
+def _steps(grid: Grid, column: int) -> str:
+    first, last = grid.span(column)
+    begin = "start" if grid.start and column == 0 else str(first)
+    return begin if first == last else f"{begin} to {last}"
+
+
+def column_captions(grid: Grid, shown: str) -> list[str]:
+    if grid.bins.size == 1:
+        return [f"Each column stands for a recorded step, every {grid.stride}."] if grid.stride > 1 else []
+    recorded = (
+        f"{grid.bins.size} steps" if grid.stride == 1 else f"{grid.bins.size} recorded steps ({grid.width} steps)"
+    )
+    return [f"Each column stands for {recorded} and shows {shown}."]
+
+
+def row_captions(rows: Bins, items: str) -> list[str]:
+    return [f"Each row stands for {rows.size} {items} in the same way."] if rows.size > 1 else []

@@ -1,4 +1,4 @@
-"""Chart record, and the axis of steps which all charts share. Needs bokeh."""
+"""Record of a chart, its colours, and the axis of steps which all charts share. Needs bokeh."""
 
 from dataclasses import dataclass, field
 

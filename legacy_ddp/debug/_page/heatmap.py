@@ -1,29 +1,20 @@
-"""Drawing of a heat map with its hover texts. Needs bokeh."""
+"""Heat maps of a page: parameters by step, and the seconds that ranks waited. Needs bokeh."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from sys import float_info
 
 import numpy as np
-from bokeh.models import (
-    BasicTicker,
-    ColorBar,
-    ColumnDataSource,
-    CustomJSHover,
-    CustomJSTickFormatter,
-    FixedTicker,
-    HoverTool,
-    LinearColorMapper,
-    Range1d,
-    SingleIntervalTicker,
-)
+from bokeh import models
 from bokeh.palettes import interp_palette
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from legacy_ddp.debug._page.binning import Floats, Grid
-from legacy_ddp.debug._page.cell_classes import LEVELS, RAMP
-from legacy_ddp.debug._page.chart import Axis
+from legacy_ddp.debug._page import binning
+from legacy_ddp.debug._page.binning import Cells, Floats, Grid
+from legacy_ddp.debug._page.calls import NO_RANK, CallTable, Straggler, stragglers, stragglers_by_step
+from legacy_ddp.debug._page.chart import BLACK, BLUES, BROWNS, LIGHT, SKY, VERMILLION, WHITE, Axis, Chart
+from legacy_ddp.debug._page.series import ParameterCells, Series
 
 _MAX_LABEL = 22  # characters of 11 px, beside a chart
 
@@ -44,6 +35,14 @@ if (labels[value]) texts.push(labels[value])
 if (count) texts.push(`${most}${count} non-finite element${count > 1 ? "s" : ""}`)
 return texts.length ? texts.join("; ") : "nothing to note"
 """
+_DECADES = 12  # of norms
+_WAIT_DECADES = 4
+_MAX_STRAGGLERS = 8
+_CAPTIONS = (
+    "Seconds that each rank waited in the call for the headers of the others. The rank that the others waited for "
+    "waited least: a light cell under dark ones.",
+    "One rank is always the last. A rank that is last again and again, by seconds that matter, is slow.",
+)
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,12 @@ class HeatMap:
     height: int
 
 
-def draw_heat_map(axis: Axis, heat_map: HeatMap) -> figure:
+def _draw_heat_map(axis: Axis, heat_map: HeatMap) -> figure:
     rows, columns = heat_map.classes.shape
     grid = heat_map.grid
     plot = axis.plot(heat_map.row_title if heat_map.row_title == "parameter" else "rank", height=heat_map.height)
-    plot.y_range = Range1d(rows - 0.5, -0.5, bounds="auto")
-    source = ColumnDataSource({"cell": [heat_map.classes], "value": [np.nan_to_num(heat_map.values, nan=-1.0)]})
+    plot.y_range = models.Range1d(rows - 0.5, -0.5, bounds="auto")
+    source = models.ColumnDataSource({"cell": [heat_map.classes], "value": [np.nan_to_num(heat_map.values, nan=-1.0)]})
     image = plot.image(
         "cell",
         source=source,
@@ -86,7 +85,7 @@ def draw_heat_map(axis: Axis, heat_map: HeatMap) -> figure:
         y=-0.5,
         dw=columns * grid.width,
         dh=rows,
-        color_mapper=LinearColorMapper(palette=heat_map.colours, low=-0.5, high=len(heat_map.colours) - 0.5),
+        color_mapper=models.LinearColorMapper(palette=heat_map.colours, low=-0.5, high=len(heat_map.colours) - 0.5),
     )
     plot.add_tools(_hover(heat_map, [image]))
     _add_row_labels(plot, heat_map)
@@ -95,7 +94,7 @@ def draw_heat_map(axis: Axis, heat_map: HeatMap) -> figure:
     return plot
 
 
-def _hover(heat_map: HeatMap, renderers: list[object]) -> HoverTool:
+def _hover(heat_map: HeatMap, renderers: list[object]) -> models.HoverTool:
     grid = heat_map.grid
     columns = {"columns": list(heat_map.column_labels), "left": grid.left, "width": grid.width}
     cell = {
@@ -104,7 +103,7 @@ def _hover(heat_map: HeatMap, renderers: list[object]) -> HoverTool:
         "columns": grid.count,
         "most": "up to " if heat_map.binned else "",
     }
-    return HoverTool(
+    return models.HoverTool(
         renderers=renderers,
         tooltips=[
             (heat_map.row_title, "$y{custom}"),
@@ -113,10 +112,10 @@ def _hover(heat_map: HeatMap, renderers: list[object]) -> HoverTool:
             ("cell", "@cell{custom}"),
         ],
         formatters={
-            "$y": CustomJSHover(args={"rows": list(heat_map.row_labels)}, code=_ROW_CODE),
-            "$x": CustomJSHover(args=columns, code=_COLUMN_CODE),
-            "@value": CustomJSHover(code=_VALUE_CODE),
-            "@cell": CustomJSHover(args=cell, code=_CELL_CODE),
+            "$y": models.CustomJSHover(args={"rows": list(heat_map.row_labels)}, code=_ROW_CODE),
+            "$x": models.CustomJSHover(args=columns, code=_COLUMN_CODE),
+            "@value": models.CustomJSHover(code=_VALUE_CODE),
+            "@cell": models.CustomJSHover(args=cell, code=_CELL_CODE),
         },
         visible=False,
     )
@@ -124,10 +123,11 @@ def _hover(heat_map: HeatMap, renderers: list[object]) -> HoverTool:
 
 def _add_row_labels(plot: figure, heat_map: HeatMap) -> None:
     show_all = len(heat_map.row_ticks) * 13 <= heat_map.height
-    ticker = SingleIntervalTicker(interval=1) if show_all else BasicTicker(min_interval=1, desired_num_ticks=25)
+    every, some = models.SingleIntervalTicker, models.BasicTicker
+    ticker = every(interval=1) if show_all else some(min_interval=1, desired_num_ticks=25)
     ticker.num_minor_ticks = 0
     plot.yaxis.ticker = ticker
-    plot.yaxis.formatter = CustomJSTickFormatter(
+    plot.yaxis.formatter = models.CustomJSTickFormatter(
         args={"rows": list(heat_map.row_ticks)}, code='return Number.isInteger(tick) ? (rows[tick] ?? "") : ""'
     )
     plot.yaxis.major_label_text_font = "monospace"
@@ -141,9 +141,9 @@ def _add_colour_bar(plot: figure, heat_map: HeatMap) -> None:
     ticks = whole[:: max(1, -(-len(whole) // 6))] if len(whole) > 2 else np.linspace(low, high, 4)
     texts = [f"1e{tick:.0f}" if len(whole) > 2 else f"{10.0 ** min(tick, float_info.max_10_exp):.2g}" for tick in ticks]
     plot.add_layout(
-        ColorBar(
-            color_mapper=LinearColorMapper(palette=list(heat_map.colours[RAMP:]), low=low, high=high),
-            ticker=FixedTicker(ticks=ticks.tolist()),
+        models.ColorBar(
+            color_mapper=models.LinearColorMapper(palette=list(heat_map.colours[binning.RAMP :]), low=low, high=high),
+            ticker=models.FixedTicker(ticks=ticks.tolist()),
             major_label_overrides=dict(zip(ticks.tolist(), texts, strict=True)),
             major_label_text_font_size="11px",
             title=heat_map.ramp_title,
@@ -158,7 +158,7 @@ def _add_colour_bar(plot: figure, heat_map: HeatMap) -> None:
     )
 
 
-def add_column_markers(plot: figure, heat_map: HeatMap, selections: Sequence[tuple[NDArray[np.bool_], str]]) -> None:
+def _add_column_markers(plot: figure, heat_map: HeatMap, selections: Sequence[tuple[NDArray[np.bool_], str]]) -> None:
     """Draw triangles above the columns with a selected cell, because a cell may be only a pixel high."""
     rows = len(heat_map.row_labels)
     line = 12 * rows / heat_map.height
@@ -168,7 +168,7 @@ def add_column_markers(plot: figure, heat_map: HeatMap, selections: Sequence[tup
         if not len(columns):
             continue
         middles = heat_map.grid.left + (columns + 0.5) * heat_map.grid.width
-        source = ColumnDataSource({"x": middles, "y": np.full(len(columns), -0.5 - (lines + 0.5) * line)})
+        source = models.ColumnDataSource({"x": middles, "y": np.full(len(columns), -0.5 - (lines + 0.5) * line)})
         plot.scatter("x", "y", source=source, marker="inverted_triangle", size=9, color=colour)
         lines += 1
     plot.y_range.end = -0.5 - lines * line
@@ -189,5 +189,171 @@ def short_label(name: str, more: int = 0) -> str:
     return (plain if len(plain) <= room else "…" + plain[-(room - 1) :]) + after
 
 
-def colour_ramp(colours: Sequence[str]) -> list[str]:
-    return [str(colour) for colour in interp_palette(colours, LEVELS)]
+def _colour_ramp(colours: Sequence[str]) -> list[str]:
+    return [str(colour) for colour in interp_palette(colours, binning.LEVELS)]
+
+
+@dataclass(frozen=True)
+class _ParameterMap:
+    """What the cells of the map of parameters mean.
+
+    ``colours``, ``class_labels``, ``swatches``: of the classes ``ABSENT``, ``ZERO``, ``FLAGGED`` and ``NONFINITE``.
+    ``ramp_label``: of the other classes.
+    """
+
+    title: str
+    captions: tuple[str, ...]
+    colours: tuple[str, ...]
+    ramp: tuple[str, ...]
+    class_labels: tuple[str, ...]
+    ramp_label: str
+    swatches: tuple[str, ...]
+    value_title: str
+    ramp_title: str
+
+
+_NORMS = _ParameterMap(
+    title="Reduced gradients, by parameter and step",
+    captions=(
+        "The norm is that of the reduced gradient, which all ranks should hold alike (here from rank 0). Ranks differ: "
+        "in the reduced gradient, or in the parameter after the step.",
+    ),
+    colours=(WHITE, LIGHT, VERMILLION, BLACK),
+    ramp=BLUES,
+    class_labels=("no gradient", "zero", "ranks differ", "not finite"),
+    ramp_label="",
+    swatches=("no gradient", "norm is zero", "ranks differ", "NaN or infinity"),
+    value_title="norm",
+    ramp_title="2-norm",
+)
+_DIFFERENCES = _ParameterMap(
+    title="Difference of the two runs, by parameter and step",
+    captions=(
+        "A cell is the larger of two differences: that of the reduced gradient, and that of the parameter after "
+        "the step. Where bits differ, its colour is the difference of their norms over the larger norm.",
+    ),
+    colours=(WHITE, LIGHT, SKY, BLACK),
+    ramp=BROWNS,
+    class_labels=("not in both", "equal bits", "norms equal, bits differ", "not finite"),
+    ramp_label="bits differ",
+    swatches=("not in both runs", "equal bits", "norms equal, bits differ", "NaN or infinity in either run"),
+    value_title="norms apart by",
+    ramp_title="relative",
+)
+
+
+def parameter_chart(axis: Axis, series: Series) -> Chart:
+    """Norms of the reduced gradients of one run, or differences of two runs."""
+    meaning = _DIFFERENCES if len(series.calls) == 2 else _NORMS
+    parameters, cells = series.parameters, series.parameters.cells
+    if not parameters.names:
+        return Chart(meaning.title, ("Left out: the trace holds neither reduced gradients nor parameters.",))
+    heat_map = _of_parameters(parameters, meaning)
+    plot = _draw_heat_map(axis, heat_map)
+    _add_column_markers(plot, heat_map, [(cells.differs, VERMILLION), (cells.nonfinite > 0, BLACK)])
+    captions = [*meaning.captions]
+    if meaning is _DIFFERENCES:
+        each = "Ranks are compared each with its own." if series.every_rank else "Only rank 0 of both is compared."
+        captions.append(each)
+    captions.append("A triangle above a column: something in it differs (red), or is not finite (black).")
+    shown = "the largest value among them; anything that is not finite, or differs, shows"
+    captions += [*binning.column_captions(parameters.grid, shown), *binning.row_captions(cells.rows, "parameters")]
+    return Chart(meaning.title, tuple(captions), plot, tuple(zip(meaning.colours, meaning.swatches, strict=True)))
+
+
+def _of_parameters(parameters: ParameterCells, meaning: _ParameterMap) -> HeatMap:
+    names, cells, grid = parameters.names, parameters.cells, parameters.grid
+    classes, ramp = binning.classify(cells.largest, _DECADES)
+    if meaning is _DIFFERENCES:
+        classes[cells.differs & (cells.largest == 0)] = binning.FLAGGED
+        classes[cells.nonfinite > 0] = binning.NONFINITE
+    else:
+        classes[cells.nonfinite > 0] = binning.NONFINITE
+        classes[cells.differs] = binning.FLAGGED
+    spans = [cells.rows.span(row) for row in range(cells.rows.count)]
+    return HeatMap(
+        grid=grid,
+        classes=classes,
+        values=cells.largest,
+        colours=[*meaning.colours, *_colour_ramp(meaning.ramp)],
+        row_title="parameter",
+        row_labels=[_row_label(names[first : last + 1]) for first, last in spans],
+        row_ticks=[short_label(names[first].strip("'\""), last - first) for first, last in spans],
+        column_labels=binning.column_labels(grid),
+        value_title=meaning.value_title,
+        class_labels=[*meaning.class_labels, *[meaning.ramp_label] * binning.LEVELS * bool(meaning.ramp_label)],
+        ramp_title=meaning.ramp_title,
+        ramp=ramp,
+        nonfinite={int(index): int(cells.nonfinite.flat[index]) for index in np.flatnonzero(cells.nonfinite)},
+        binned=grid.bins.size > 1 or cells.rows.size > 1,
+        height=min(560, max(130, 16 * cells.rows.count)),
+    )
+
+
+def _row_label(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} parameters)"
+
+
+def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
+    title = f"Who waited for whom{f': {label}' if label else ''}"
+    if calls.world_size < 2:
+        return Chart(title, ("Left out: a single rank waits for no other rank.",))
+    if not len(calls.steps):
+        return Chart(title, ("Left out: no call is in the trace.",))
+    cells = Cells(binning.Bins.at_most(calls.world_size, binning.MAX_ROWS), grid.count)
+    for step, waited in zip(calls.steps, calls.waited.T, strict=True):
+        cells.add_values(grid.column(int(step)), waited)
+    plot = _draw_heat_map(axis, _of_waits(cells, calls, grid))
+    found = stragglers(calls.waited)
+    captions = [*binning.column_captions(grid, "the longest wait"), *binning.row_captions(cells.rows, "ranks")]
+    if label != "B":  # the chart of A has them
+        captions = [*_CAPTIONS, *captions]
+    if len(found) > _MAX_STRAGGLERS:
+        captions.append(f"{len(found) - _MAX_STRAGGLERS} more ranks were last, and cost less.")
+    swatches = ((LIGHT, "did not wait"), (WHITE, "not recorded"))
+    return Chart(title, tuple(captions), plot, swatches, _straggler_table(found, len(calls.steps)))
+
+
+def _of_waits(cells: Cells, calls: CallTable, grid: Grid) -> HeatMap:
+    classes, ramp = binning.classify(cells.largest, _WAIT_DECADES)
+    spans = [cells.rows.span(row) for row in range(cells.rows.count)]
+    ranks = [f"rank {first}" if first == last else f"ranks {first}-{last}" for first, last in spans]
+    return HeatMap(
+        grid=grid,
+        classes=classes,
+        values=cells.largest,
+        colours=[WHITE, LIGHT, WHITE, WHITE, *_colour_ramp(BLUES)],
+        row_title="who waited",
+        row_labels=ranks,
+        row_ticks=ranks,
+        column_labels=_column_labels(calls, grid),
+        value_title="seconds",
+        class_labels=["not recorded", "did not wait"],
+        ramp_title="seconds",
+        ramp=ramp,
+        nonfinite={},
+        binned=False,  # affects only counts of non-finite elements
+        height=min(560, max(100, 18 * len(ranks))),
+    )
+
+
+def _column_labels(calls: CallTable, grid: Grid) -> list[str]:
+    """Steps and most frequent straggler of every column."""
+    ranks, _ = stragglers_by_step(calls.waited)
+    columns = np.array([grid.column(int(step)) for step in calls.steps])
+    labels = binning.column_labels(grid)
+    for column in np.unique(columns):
+        in_column = ranks[columns == column]
+        found, counts = np.unique(in_column[in_column != NO_RANK], return_counts=True)
+        if len(found):
+            times = f" in {counts.max()} of {len(in_column)} steps" if len(in_column) > 1 else ""
+            labels[column] += f", waiting for rank {found[counts.argmax()]}{times}"
+    return labels
+
+
+def _straggler_table(found: Sequence[Straggler], steps: int) -> tuple[tuple[str, ...], ...]:
+    rows = [
+        (f"rank {item.rank}", f"{item.times} of {steps}", f"{item.median_seconds:.3g}", f"{item.seconds:.3g}")
+        for item in found[:_MAX_STRAGGLERS]
+    ]
+    return ("last to come", "steps", "median wait of the others [s]", "all together [s]"), *rows

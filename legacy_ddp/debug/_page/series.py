@@ -1,14 +1,235 @@
-"""Data of a page, read from traces. Every file is read once, and only the sections shown on the page are parsed."""
+"""Data of a page, read from traces: every file is read once, and only the sections shown are parsed. Needs numpy."""
 
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import hypot, isfinite, nan
+from typing import Any
 
-from legacy_ddp.debug._page.call_table import CallTable, RankCalls, call_table
-from legacy_ddp.debug._page.loop_values import LoggedValues, Metric, read_metrics
-from legacy_ddp.debug._page.parameter_cells import ParameterCells
-from legacy_ddp.debug._trace.read import Progress
+import numpy as np
+from numpy.typing import NDArray
+
+from legacy_ddp.debug._page.binning import MAX_ROWS, Bins, Cells, Floats, Grid, Indices
+from legacy_ddp.debug._page.calls import CallTable, RankCalls, RankTable, call_table
+from legacy_ddp.debug._trace.read import Progress, RankTrace
+from legacy_ddp.debug._trace.records import Names, Section
 from legacy_ddp.debug._trace.run import Run
+
+# Phases in which all ranks of a run should hold equal values. A row stands for a parameter and its gradient.
+_PHASES = ("reduced_gradients", "parameters")
+_PREFIXES = ("gradient of ", "parameter ")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """The sums of a metric over the ranks, by step, NaN if not finite. ``divisors``: of the gradients, by step."""
+
+    steps: NDArray[np.int64]
+    sums: Floats
+    divisors: Floats
+
+
+@dataclass(frozen=True)
+class LoggedText:
+    """The last text that a rank logged under a name."""
+
+    name: str
+    rank: int
+    step: int
+    text: str
+
+
+def read_metrics(trace: RankTrace) -> dict[str, Metric]:
+    """All metrics in the trace of a rank; every rank has the same sums."""
+    columns: dict[str, tuple[array[int], array[float], array[float]]] = {}
+    for step in trace.steps:
+        call = trace.call(step)
+        if call is None:
+            continue
+        for name, value in call.metrics.items():
+            steps, sums, divisors = columns.setdefault(name, (array("q"), array("d"), array("d")))
+            steps.append(step)
+            sums.append(value if isfinite(value) else nan)
+            divisors.append(call.divisor or nan)  # 0: no rank took part
+    return {
+        name: Metric(np.array(steps, dtype=np.int64), np.array(sums), np.array(divisors))
+        for name, (steps, sums, divisors) in columns.items()
+    }
+
+
+class LoggedValues:
+    """The values logged by the ranks of a run. Ranks are added in ascending order."""
+
+    def __init__(self) -> None:
+        self.texts: list[LoggedText] = []
+        self._numbers: dict[str, dict[int, dict[int, float]]] = {}
+        self._ranks = 0
+
+    def add(self, rank: int, trace: RankTrace) -> None:
+        last: dict[str, LoggedText] = {}
+        self._ranks = rank + 1
+        for step, values in trace.logged.items():
+            for name, value in values.items():
+                if isinstance(value, str):
+                    last[name] = LoggedText(name, rank, step, value)
+                else:
+                    of_rank = self._numbers.setdefault(name, {}).setdefault(rank, {})
+                    of_rank[step] = value if isfinite(value) else nan
+        self.texts += last.values()
+
+    def tables(self) -> Mapping[str, RankTable]:
+        """The numbers by name."""
+        return {name: self._table(of_ranks) for name, of_ranks in self._numbers.items()}
+
+    def _table(self, of_ranks: Mapping[int, Mapping[int, float]]) -> RankTable:
+        steps = np.array(sorted({step for values in of_ranks.values() for step in values}), dtype=np.int64)
+        table = np.full((self._ranks, len(steps)), np.nan)
+        for rank, values in of_ranks.items():
+            table[rank, np.searchsorted(steps, np.array([*values]))] = [*values.values()]
+        return RankTable(steps, table)
+
+
+class ParameterCells:
+    """Cells of parameters by step. ``names``: of parameters, in the order of the trace.
+
+    For one run ``cells.largest`` holds the norms of reduced gradients on rank 0, and ``cells.differs`` differences
+    between ranks. For two runs ``cells.largest`` holds relative differences of norms, 0 for equal norms, and
+    ``cells.differs`` differences of bits.
+    """
+
+    def __init__(self, names: Sequence[str], grid: Grid) -> None:
+        self.names = tuple(names)
+        self.grid = grid
+        self.cells = Cells(Bins.at_most(len(self.names), MAX_ROWS), self.grid.count)
+        self._index_of = {name: index for index, name in enumerate(self.names)}
+        self._indices: dict[Names, Indices] = {}
+
+    @staticmethod
+    def over(traces: Sequence[RankTrace]) -> "ParameterCells":
+        """Empty cells over the parameters and steps of these traces."""
+        return ParameterCells(_names(traces), _grid(traces))
+
+    def add_norms(self, trace: RankTrace, *, shown: bool) -> dict[int, float]:
+        """Add the reduced gradients of rank 0; with ``shown`` their norms, too.
+
+        Returns the norm of the whole reduced gradient by step, where finite.
+        """
+        totals = {}
+        for step in trace.steps:
+            section = trace.section(step, "reduced_gradients")
+            if section is None:
+                continue
+            if shown:
+                self.cells.add_values(self.grid.column(step), self._by_parameter(section)[1])
+            self._add_nonfinite(step, section)
+            norms = [norm for norm in section.values.norms if norm is not None]
+            if norms and not section.values.nonfinite and isfinite(total := hypot(*norms)):
+                totals[step] = total
+        return totals
+
+    def add_rank_differences(self, first: RankTrace, other: RankTrace) -> None:
+        """Add the differences between two ranks of a run."""
+        for step, left, right in _differing_sections(first, other):
+            self._add_differing(step, self._by_parameter(left)[0] != self._by_parameter(right)[0])
+            self._add_nonfinite(step, right)
+
+    def add_run_differences(self, a: RankTrace, b: RankTrace, known: tuple[RankTrace, RankTrace] | None = None) -> None:
+        """Add the differences between two runs on one rank.
+
+        ``known``: traces of another rank, added before. Sections with equal digests there are skipped.
+        """
+        for step, phase in _common_sections(a, b):
+            self.cells.add_values(self.grid.column(step), self._zeros(a, step, phase))
+        for step, left, right in _differing_sections(a, b, known):
+            (values, norms), (other_values, other_norms) = self._by_parameter(left), self._by_parameter(right)
+            differing = values != other_values
+            distances = np.where(differing, _relative_differences(norms, other_norms), np.nan)
+            self.cells.add_values(self.grid.column(step), distances)
+            self._add_differing(step, differing)
+            self._add_nonfinite(step, left)
+            self._add_nonfinite(step, right)
+
+    def _indices_of(self, names: Names) -> Indices:
+        """The parameter of every entry of a section; the index behind the last for parameters unknown to rank 0."""
+        if names not in self._indices:
+            found = [self._index_of.get(_parameter(name), len(self.names)) for name in names.names]
+            self._indices[names] = np.array(found, dtype=np.intp)
+        return self._indices[names]
+
+    def _by_parameter(self, section: Section) -> tuple[NDArray[Any], Floats]:
+        """Digests and norms of every parameter; None and NaN for a parameter without an entry."""
+        indices = self._indices_of(section.names)
+        digests = np.full(len(self.names) + 1, None, dtype=object)
+        digests[indices] = section.values.words
+        norms = np.full(len(self.names) + 1, np.nan)
+        norms[indices] = section.values.norms  # numpy turns None into NaN
+        return digests[:-1], norms[:-1]
+
+    def _zeros(self, trace: RankTrace, step: int, phase: str) -> Floats:
+        """0 for every parameter with an entry in a section, else NaN. Reads the section only if names vary by step."""
+        declared = trace.declared(phase)
+        values = np.full(len(self.names) + 1, np.nan)
+        if len(declared) == 1:
+            values[self._indices_of(declared[0])] = 0.0
+        elif section := trace.section(step, phase):
+            values[self._indices_of(section.names)] = 0.0
+        return values[:-1]
+
+    def _add_differing(self, step: int, differing: NDArray[np.bool_]) -> None:
+        self.cells.add_differing(self.grid.column(step), np.flatnonzero(differing))
+
+    def _add_nonfinite(self, step: int, section: Section) -> None:
+        indices = self._indices_of(section.names)
+        counts = {int(indices[index]): count for index, count in section.values.nonfinite.items()}
+        counts.pop(len(self.names), None)
+        self.cells.add_nonfinite(self.grid.column(step), counts)
+
+
+def _relative_differences(norms: Floats, others: Floats) -> Floats:
+    """Difference over the larger norm; 1 if one of two norms is missing, 0 if both are missing."""
+    larger = np.fmax(norms, others)
+    one_missing = np.isnan(norms) != np.isnan(others)
+    distance = np.divide(np.abs(norms - others), larger, out=np.zeros(len(larger)), where=larger > 0)
+    return np.where(one_missing, 1.0, np.nan_to_num(distance, nan=0.0))
+
+
+def _common_sections(a: RankTrace, b: RankTrace) -> Iterator[tuple[int, str]]:
+    """Steps and phases of the sections in both traces."""
+    for step in a.steps:
+        for phase in _PHASES:
+            if a.digest(step, phase) is not None and b.digest(step, phase) is not None:
+                yield step, phase
+
+
+def _differing_sections(
+    a: RankTrace, b: RankTrace, known: tuple[RankTrace, RankTrace] | None = None
+) -> Iterator[tuple[int, Section, Section]]:
+    for step, phase in _common_sections(a, b):
+        digests = a.digest(step, phase), b.digest(step, phase)
+        if digests[0] == digests[1] or (known and digests == tuple(trace.digest(step, phase) for trace in known)):
+            continue
+        left, right = a.section(step, phase), b.section(step, phase)
+        if left is not None and right is not None:
+            yield step, left, right
+
+
+def _names(traces: Sequence[RankTrace]) -> list[str]:
+    declared = [names.names for trace in traces for phase in _PHASES for names in trace.declared(phase)]
+    return list(dict.fromkeys(_parameter(name) for names in declared for name in names))
+
+
+def _parameter(name: str) -> str:
+    """The name without ``gradient of`` or ``parameter``."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name[len(prefix) :]
+    return name
+
+
+def _grid(traces: Sequence[RankTrace]) -> Grid:
+    steps = [(trace.environment.first_step, step) for trace in traces for step in trace.steps]
+    return Grid.of({step for first, step in steps if step >= first}, {step for first, step in steps if step < first})
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 import os
 import platform
+import re
 import shlex
+import subprocess
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -17,8 +19,18 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.inventory import distinct, fingerprint
 from legacy_ddp._buckets.layout import plan_layout
 from legacy_ddp._settings import Settings
-from legacy_ddp.debug._trace.commit import commit_of
 from legacy_ddp.debug._trace.records import NO_OPTIMIZER, Environment
+
+UNKNOWN = "not known"
+
+_LIMIT_SECONDS = 3.0
+# One process for commit and changes, and no further program that the repository names. Untracked files are left out: to
+# find them, git walks through all folders.
+_COMMAND = (
+    *("git", "-c", "core.fsmonitor=false", "status", "--porcelain=v2", "--branch", "--no-ahead-behind"),
+    *("--untracked-files=no", "--ignore-submodules=all"),
+)
+_COMMIT = re.compile(r"# branch\.oid ([0-9a-f]{40,64})")
 
 
 def environment_of(
@@ -66,7 +78,7 @@ def facts_of(
         "cpu": f"{_cpu_model()}, kernels for {torch.backends.cpu.get_cpu_capability()}",
         "devices": ", ".join(_describe(device) for device in names),
         "backend": ", ".join(_backend(group, device) for device in names),
-        "transport": transport or "not known",
+        "transport": transport or UNKNOWN,
         "threads": str(torch.get_num_threads()),
         "interop threads": str(torch.get_num_interop_threads()),
         "default dtype": _short(torch.get_default_dtype()),
@@ -157,3 +169,28 @@ def _cpu_model() -> str:
             return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or "unknown"
+
+
+def commit_of(folder: Path) -> str:
+    """Hash of the commit checked out in ``folder``, with ``, modified`` if a tracked file differs from the commit.
+
+    ``not known`` outside of a repository, without git, for an answer that takes more than three seconds, and before the
+    first commit. Writes nothing and never raises an exception for the state of ``folder``.
+    """
+    try:
+        status = subprocess.run(
+            _COMMAND,
+            cwd=folder,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # git would write to the index otherwise
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LIMIT_SECONDS,
+            check=True,
+        ).stdout.decode(errors="replace")
+    except (OSError, subprocess.SubprocessError):
+        return UNKNOWN
+    found = _COMMIT.match(status)
+    if found is None:
+        return UNKNOWN
+    is_modified = any(not line.startswith("#") for line in status.splitlines())
+    return f"{found[1]}, modified" if is_modified else found[1]

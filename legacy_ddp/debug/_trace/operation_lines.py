@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
-from legacy_ddp.debug._trace import validate
+from legacy_ddp.debug._trace import records
 
 _DIGITS = 16
 _DIGESTS = re.compile(r"[0-9a-f]*")
@@ -46,12 +46,12 @@ class Declaration:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> tuple[int, "Declaration"]:
-        found = Declaration(**validate.read_fields(Declaration, values))
+        found = Declaration(**records.read_fields(Declaration, values))
         if len(found.digested) != len(found.inputs) + len(found.outputs):
-            raise TraceError(f"{validate.FOREIGN}: key 'digested' has not one entry per tensor")
+            raise TraceError(f"{records.FOREIGN}: key 'digested' has not one entry per tensor")
         if len(found.parameters) != len(found.inputs):
-            raise TraceError(f"{validate.FOREIGN}: key 'parameters' has not one entry per input")
-        return validate.read_field(values, "number", validate.as_count), found
+            raise TraceError(f"{records.FOREIGN}: key 'parameters' has not one entry per input")
+        return records.read_field(values, "number", records.as_count), found
 
     @property
     def count(self) -> int:
@@ -114,12 +114,12 @@ def sequence_from_json(values: Mapping[str, Any], declared: Sequence[Declaration
     Raises:
         TraceError: the line has contents that no recorder writes.
     """
-    numbers = validate.read_field(values, "numbers", validate.sequence_of(validate.count_below(len(declared))))
-    micro_batch = validate.read_field(values, "micro_batch", validate.as_count)
-    digests = validate.read_field(values, "digests", validate.as_text)
+    numbers = records.read_field(values, "numbers", records.sequence_of(records.count_below(len(declared))))
+    micro_batch = records.read_field(values, "micro_batch", records.as_count)
+    digests = records.read_field(values, "digests", records.as_text)
     held = [declared[number] for number in numbers]
     if len(digests) != _DIGITS * sum(item.count for item in held) or not _DIGESTS.fullmatch(digests):
-        raise TraceError(f"{validate.FOREIGN}: key 'digests' has not {_DIGITS} hexadecimal digits per tensor")
+        raise TraceError(f"{records.FOREIGN}: key 'digests' has not {_DIGITS} hexadecimal digits per tensor")
     words = _words(digests)
     return [item.with_digests(words, micro_batch, number) for number, item in enumerate(held, start=before + 1)]
 

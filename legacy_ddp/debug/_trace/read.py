@@ -1,22 +1,36 @@
-"""Reader of the file of one rank: one scan of all lines, then sections on demand."""
+"""Reader of the file of one rank: its first line, one scan of all lines, then sections on demand."""
 
 import json
 import os
 import re
+import stat
 from array import array
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.line_format import PHASES, DamagedLineError, check, decode
-from legacy_ddp.debug._trace.open_file import first_line, open_trace, unreadable
 from legacy_ddp.debug._trace.operation_lines import Declaration, sequence_from_json
-from legacy_ddp.debug._trace.records import CallFacts, Names, Section, Values, end_reason, logged_values
-from legacy_ddp.debug._trace.validate import FOREIGN
+from legacy_ddp.debug._trace.records import (
+    FOREIGN,
+    PHASES,
+    CallFacts,
+    DamagedLineError,
+    Environment,
+    Names,
+    Section,
+    Values,
+    check,
+    check_version,
+    decode,
+    end_reason,
+    logged_values,
+)
 
+_FIRST = b'{"line":"environment","format":'
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')
 _CALL = re.compile(rb'\{"line":"call","step":(\d{1,18}),')
 _OPERATIONS = re.compile(
@@ -277,6 +291,56 @@ class RankTrace:
         if row != len(self.steps) - 1:
             raise _comes_again(step)
         return row
+
+
+def open_trace(path: Path) -> BufferedReader:
+    """The file, opened for reading.
+
+    Raises:
+        TraceError: the file cannot be opened, or is a pipe.
+    """
+    try:
+        file = open(path, "rb", opener=_open_without_waiting)  # noqa: SIM115 - the caller closes the file
+    except OSError as error:
+        raise TraceError(unreadable(path, error)) from error
+    if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise TraceError(f"{path} is a pipe, expected a file; save its output to a file")
+    return file
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """Opening a pipe would wait for a writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    return f"{path} cannot be read: {error.strerror}"
+
+
+def first_line(path: Path, file: BufferedReader) -> tuple[Environment, int]:
+    """The environment at the beginning of a file, and the length of the line in bytes.
+
+    Raises:
+        TraceError: the file begins with another line; the text names the file.
+    """
+    try:
+        beginning = file.peek(len(_FIRST))
+    except OSError as error:
+        raise TraceError(unreadable(path, error)) from error
+    if not beginning:
+        raise TraceError(f"{path} is empty, expected a trace; was the run killed before its first step?")
+    if not beginning.startswith(_FIRST):  # checked before readline(): junk may be one line of any length
+        raise TraceError(f"{path} is no trace: its first line is not what a recorder writes")
+    line = file.readline()
+    try:
+        values = decode(line)
+        check_version(values)
+        return Environment.from_json(values), len(line)
+    except DamagedLineError as error:
+        raise TraceError(f"{path}: line 1 is damaged: {error}") from error
+    except TraceError as error:
+        raise TraceError(f"{path} {error}") from error
 
 
 def _comes_again(step: int) -> DamagedLineError:

@@ -1,19 +1,244 @@
-"""The records of a trace, one dataclass per kind of line, with conversion to and from JSON objects. Pure."""
+"""The lines of a trace: encoding with a checksum, checks of every field, and a record for each kind of line. Pure.
 
-from collections.abc import Mapping
+A line is a JSON object whose last two keys are the line number and a checksum. docs/trace-format.md describes every
+line; a change of their meaning needs a new ``VERSION``. Version 2 has metrics in a call, and lines of logged values;
+version 3 has lines of operations.
+"""
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp._text import plain
-from legacy_ddp.debug._trace import validate
-from legacy_ddp.debug._trace.line_format import FORMAT, READABLE_VERSIONS, VERSION
+
+FORMAT = "legacy_ddp trace"
+VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
+
+# The phases of a step in the order of training, with their labels in texts; docs/trace-format.md has the contents.
+PHASE_LABELS = {
+    "local_gradients": "local gradients",
+    "reduced_gradients": "reduced gradients",
+    "settings": "settings",
+    "optimizer": "optimizer state",
+    "parameters": "parameters",
+    "buffers": "buffers",
+}
+PHASES = tuple(PHASE_LABELS)
+RANK_FILE = "rank-{:05d}.jsonl"
 
 MAX_INPUTS = 64
 MAX_STEP = 10**15  # more than any training takes, and less than the largest step number of a line
-NO_OPTIMIZER = "none given"  # the fact "optimizer" of a recorder without an optimizer
 MAX_WORLD_SIZE = 2**20  # for a file with a larger number, a reader would list all ranks without a file
-_int64 = validate.count_below(2**63)  # for the arrays of a page
+NO_OPTIMIZER = "none given"  # the fact "optimizer" of a recorder without an optimizer
+NOT_FINITE = ("nan", "inf", "-inf")
+FOREIGN = "has contents that no recorder writes"
+
+_END = re.compile(rb',"at":(\d{1,18}),"crc32":"([0-9a-f]{8})"\}\n')
+_LONGEST_END = len(',"at":,"crc32":"12345678"}\n') + 18
+
+T = TypeVar("T")
+Convert = Callable[[Any], T]  # raises TypeError, ValueError or OverflowError for a value of the wrong type
+
+
+class DamagedLineError(TraceError):
+    """The bytes of a line are not the bytes that a recorder wrote."""
+
+
+def encode(values: Mapping[str, Any], at: int) -> bytes:
+    """The JSON object ``values`` as line number ``at`` of a file (from 1), with the newline."""
+    checked = json.dumps(values, separators=(",", ":"), allow_nan=False).encode()[:-1] + f',"at":{at}'.encode()
+    return checked + f',"crc32":"{zlib.crc32(checked):08x}"}}\n'.encode()
+
+
+def decode(line: bytes) -> dict[str, Any]:
+    """The JSON object of a line; ``line`` includes the newline.
+
+    Raises:
+        DamagedLineError: as :func:`check`.
+    """
+    check(line)
+    try:
+        values: dict[str, Any] = json.loads(line)  # the checked end of the line is the end of an object
+    except (ValueError, RecursionError) as error:
+        raise DamagedLineError(f"it is no JSON ({error})") from error
+    return values
+
+
+def check(line: bytes) -> tuple[bytes, int]:
+    """The bytes of the line before its last two keys, and the line number.
+
+    Raises:
+        DamagedLineError: the line is torn, or the checksum does not match the bytes.
+    """
+    if not line.endswith(b"\n"):
+        raise DamagedLineError("it is torn")
+    end = _END.search(line, max(0, len(line) - _LONGEST_END))
+    if not end or zlib.crc32(memoryview(line)[: end.end(1)]) != int(end[2], 16):
+        raise DamagedLineError("its checksum is not that of its bytes")
+    return line[: end.start()], int(end[1])
+
+
+def read_fields(record: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """All fields of the dataclass ``record``, taken by name from the JSON object ``values``.
+
+    A field annotated with ``Annotated[type, convert]`` is converted by ``convert``.
+
+    Raises:
+        TraceError: as :func:`read_field`.
+    """
+    return {name: read_field(values, name, convert) for name, convert in _converters(record).items()}
+
+
+def read_field(values: Mapping[str, Any], name: str, convert: Convert[T], size: int | None = None) -> T:
+    """The converted value of one key. ``size``: the expected length of a sequence.
+
+    Raises:
+        TraceError: the key is missing, or the value has the wrong type or length.
+    """
+    try:
+        value = convert(values[name])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise TraceError(f"{FOREIGN}: key {name!r} is missing or of the wrong type") from error
+    if size is not None and isinstance(value, tuple) and len(value) != size:
+        raise TraceError(f"{FOREIGN}: key {name!r} has {len(value)} entries, expected {size}, one per name")
+    return value
+
+
+@cache
+def _converters(record: type) -> dict[str, Convert[Any]]:
+    return {name: _converter(hint) for name, hint in get_type_hints(record, include_extras=True).items()}
+
+
+def _converter(hint: Any) -> Convert[Any]:
+    """The conversion for an annotation of a field."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return arguments[1]  # type: ignore[no-any-return]
+    if origin in (Union, UnionType):
+        present = _converter(arguments[0])
+        return lambda value: None if value is None else present(value)
+    if origin is tuple and arguments[1] is not ...:
+        return pair_of(_converter(arguments[0]), _converter(arguments[1]))
+    if origin is tuple:
+        return sequence_of(_converter(arguments[0]))
+    if origin is Mapping:
+        return mapping_of(_converter(arguments[1]))
+    return _OF_TYPE[hint]
+
+
+def _exactly(kind: type[T]) -> Convert[T]:
+    def convert(value: Any) -> T:
+        if type(value) is not kind:
+            raise TypeError
+        return value
+
+    return convert
+
+
+def count_below(limit: float) -> Convert[int]:
+    def convert(value: Any) -> int:
+        if type(value) is not int or not 0 <= value < limit:
+            raise ValueError
+        return value
+
+    return convert
+
+
+as_text = _exactly(str)
+as_count = count_below(math.inf)
+
+
+def distinct_texts(value: Any) -> tuple[str, ...]:
+    names = sequence_of(as_text)(value)
+    if len({*names}) < len(names):
+        raise ValueError
+    return names
+
+
+def as_phase(value: Any) -> str:
+    if value not in PHASES:
+        raise ValueError
+    return str(value)
+
+
+def as_digests(value: Any) -> tuple[str | None, ...]:
+    return _entries(value, str)
+
+
+def as_norms(value: Any) -> tuple[float | None, ...]:
+    entries = _entries(value, float, int)
+    # Python reads 1e999, NaN and Infinity as floats; neither a page nor JSON has a place for them.
+    if not all(map(math.isfinite, filter(None, entries))):
+        raise ValueError
+    if int not in map(type, entries):
+        return entries
+    return tuple([entry if entry is None else float(entry) for entry in entries])
+
+
+def sequence_of(convert: Convert[T]) -> Convert[tuple[T, ...]]:
+    def converted(value: Any) -> tuple[T, ...]:
+        if not isinstance(value, list):
+            raise TypeError
+        return tuple(map(convert, value))
+
+    return converted
+
+
+def pair_of(first: Convert[Any], second: Convert[Any]) -> Convert[tuple[Any, Any]]:
+    def converted(value: Any) -> tuple[Any, Any]:
+        if not isinstance(value, list):
+            raise TypeError
+        left, right = value
+        return first(left), second(right)
+
+    return converted
+
+
+def _entries(value: Any, *types: type) -> tuple[Any, ...]:
+    """A sequence of these types or None, checked as a whole: a trace holds millions of entries."""
+    if not isinstance(value, list) or not {*map(type, value)} <= {*types, type(None)}:
+        raise TypeError
+    return tuple(value)
+
+
+def as_metric(value: Any) -> float:
+    """Inverse of :func:`legacy_ddp._text.plain` for a number."""
+    if isinstance(value, str) and value in NOT_FINITE:
+        return float(value)
+    return _as_number(value)
+
+
+def as_logged(value: Any) -> float | str:
+    """Inverse of :func:`legacy_ddp._text.plain`, also for a text; ``"nan"`` is NaN."""
+    return value if isinstance(value, str) and value not in NOT_FINITE else as_metric(value)
+
+
+def _as_number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(number := float(value)):
+        raise ValueError
+    return number
+
+
+def mapping_of(convert: Convert[T]) -> Convert[dict[str, T]]:
+    def converted(value: Any) -> dict[str, T]:
+        if not isinstance(value, dict):
+            raise TypeError
+        return {as_text(key): convert(item) for key, item in value.items()}
+
+    return converted
+
+
+_OF_TYPE: dict[type, Convert[Any]] = {str: as_text, int: as_count, float: _as_number, bool: _exactly(bool)}
+
+_int64 = count_below(2**63)  # for the arrays of a page
 
 
 @dataclass(frozen=True)
@@ -26,7 +251,7 @@ class Environment:
     """
 
     rank: int
-    world_size: Annotated[int, validate.count_below(MAX_WORLD_SIZE + 1)]
+    world_size: Annotated[int, count_below(MAX_WORLD_SIZE + 1)]
     every: int
     first_step: int
     started: str
@@ -46,7 +271,7 @@ class Environment:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "Environment":
-        return Environment(**validate.read_fields(Environment, values))
+        return Environment(**read_fields(Environment, values))
 
 
 @dataclass(frozen=True)
@@ -65,12 +290,9 @@ class Names:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> tuple[int, "Names"]:
-        names, number = (
-            validate.read_field(values, "names", validate.distinct_texts),
-            validate.read_field(values, "number", validate.as_count),
-        )
-        kinds = validate.read_field(values, "kinds", validate.sequence_of(validate.as_text), len(names))
-        return number, Names(validate.read_field(values, "phase", validate.as_phase), names, kinds)
+        names = read_field(values, "names", distinct_texts)
+        kinds = read_field(values, "kinds", sequence_of(as_text), len(names))
+        return read_field(values, "number", as_count), Names(read_field(values, "phase", as_phase), names, kinds)
 
 
 @dataclass(frozen=True)
@@ -93,11 +315,11 @@ class Values:
 
     @staticmethod
     def from_json(values: Mapping[str, Any], size: int) -> "Values":
-        nonfinite = validate.sequence_of(validate.pair_of(validate.count_below(size), _int64))
+        nonfinite = sequence_of(pair_of(count_below(size), _int64))
         return Values(
-            words=validate.read_field(values, "words", validate.as_digests, size),
-            norms=validate.read_field(values, "norms", validate.as_norms, size),
-            nonfinite=dict(validate.read_field(values, "nonfinite", nonfinite)),
+            words=read_field(values, "words", as_digests, size),
+            norms=read_field(values, "norms", as_norms, size),
+            nonfinite=dict(read_field(values, "nonfinite", nonfinite)),
         )
 
 
@@ -156,7 +378,7 @@ class CallFacts:
     forwards: int
     inputs: tuple[tuple[str, str], ...]
     inputs_complete: bool
-    metrics: Annotated[Mapping[str, float], validate.mapping_of(validate.as_metric)] = field(default_factory=dict)
+    metrics: Annotated[Mapping[str, float], mapping_of(as_metric)] = field(default_factory=dict)
 
     def to_json(self, step: int) -> dict[str, Any]:
         metrics = {name: plain(value) for name, value in self.metrics.items()}
@@ -164,7 +386,7 @@ class CallFacts:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "CallFacts":
-        return CallFacts(**validate.read_fields(CallFacts, {"metrics": {}, **values}))  # version 1 has no metrics
+        return CallFacts(**read_fields(CallFacts, {"metrics": {}, **values}))  # version 1 has no metrics
 
 
 def log_to_json(step: int, values: Mapping[str, float | str]) -> dict[str, Any]:
@@ -173,7 +395,7 @@ def log_to_json(step: int, values: Mapping[str, float | str]) -> dict[str, Any]:
 
 
 def logged_values(values: Mapping[str, Any]) -> dict[str, float | str]:
-    return validate.read_field(values, "values", validate.mapping_of(validate.as_logged))
+    return read_field(values, "values", mapping_of(as_logged))
 
 
 def end_to_json(step: int, reason: str) -> dict[str, Any]:
@@ -182,7 +404,7 @@ def end_to_json(step: int, reason: str) -> dict[str, Any]:
 
 
 def end_reason(values: Mapping[str, Any]) -> str:
-    return validate.read_field(values, "reason", validate.as_text)
+    return read_field(values, "reason", as_text)
 
 
 def check_version(values: Mapping[str, Any]) -> None:

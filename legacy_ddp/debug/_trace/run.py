@@ -1,20 +1,20 @@
-"""The trace of a run: a folder with one file per rank."""
+"""The trace of a run: a folder with one file per rank, the recorded steps, and the ends of the files."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from legacy_ddp._compare import name_ranks
+from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.line_format import RANK_FILE
-from legacy_ddp.debug._trace.open_file import first_line, open_trace
-from legacy_ddp.debug._trace.read import Progress, RankTrace
-from legacy_ddp.debug._trace.records import Environment
+from legacy_ddp.debug._trace.read import Progress, RankTrace, first_line, open_trace
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES, RANK_FILE, Environment
 
 _RANK_FILE = re.compile(r"rank-([0-9]{5,})\.jsonl")
 _MAX_NAMED = 3
+_MAX_GROUPS = 3
+KILLED = "killed, still running, or recorder stopped"
 
 
 @dataclass(frozen=True)
@@ -105,3 +105,138 @@ def _environment(path: Path) -> Environment:
     if path.name != RANK_FILE.format(environment.rank):
         raise TraceError(f"{path} was renamed: it is the trace of rank {environment.rank}")
     return environment
+
+
+def end_text(trace: RankTrace) -> str:
+    """``closed``, ``left by`` an exception, damaged, or without an end."""
+    if trace.damage:
+        return f"damaged at {trace.damage}"
+    if trace.torn:
+        return f"{KILLED}; its last line is torn"
+    if trace.end in ("", "closed"):
+        return trace.end or KILLED
+    return f"left by {trace.end}"
+
+
+class RunCoverage:
+    """The recorded steps of one run, and the ends of its files, collected rank by rank.
+
+    ``label``: A or B, empty for a single run. ``recorded``: the steps of any rank. ``damage``: rank and damage of each
+    damaged file. ``reasons``: the ``end`` of each file. ``nonfinite``: first step, phase index and rank with NaN or
+    infinity. ``operations``: the steps with operations, of each rank.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self.recorded: set[int] = set()
+        self.damage: list[tuple[int, str]] = []
+        self.reasons: set[str] = set()
+        self.nonfinite: tuple[int, int, int] | None = None
+        self.operations = OperationCoverage()
+        self._ends: dict[tuple[int | None, str], list[int]] = {}
+        self._phases: dict[str, list[int]] = {}
+        self._lasts: dict[int, int | None] = {}
+
+    def add(self, rank: int, trace: RankTrace) -> None:
+        """Add the file of one rank."""
+        last = self._lasts[rank] = trace.steps[-1] if trace.steps else None
+        self.recorded.update(trace.steps)
+        self._ends.setdefault((last, end_text(trace)), []).append(rank)
+        self.reasons.add(trace.end)
+        self.operations.add(rank, trace.operation_counts)
+        if trace.nonfinite:
+            step, phase = trace.nonfinite
+            found = step, PHASES.index(phase), rank
+            self.nonfinite = min(found, self.nonfinite or found)
+        for phase in trace.phases:
+            self._phases.setdefault(phase, []).append(rank)
+        if trace.damage:
+            self.damage.append((rank, f"{RANK_FILE.format(rank)}, {trace.damage}"))
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """The first and the last step of any rank, None without steps."""
+        return (min(self.recorded), max(self.recorded)) if self.recorded else None
+
+    def ended_before(self, step: int) -> list[int]:
+        """The ranks with a last step before ``step``."""
+        return [rank for rank, last in self._lasts.items() if last is None or last < step]
+
+    @property
+    def phases(self) -> Mapping[str, list[int]]:
+        """The phases of any file, each with the ranks of these files."""
+        return self._phases
+
+    def span(self) -> str:
+        """``steps 0-250``, or ``no steps``."""
+        return span(self.steps) if self.steps else "no steps"
+
+    def notes(self) -> list[str]:
+        """Notes about files without a regular end, ranks with fewer steps or operations, and NaN or infinity."""
+        prefix = f"{self.label}: " if self.label else ""
+        found = (*self._end_notes(), *self._operation_notes(), *self._nonfinite_notes())
+        return [f"{prefix}{note}" for note in found]
+
+    def _end_notes(self) -> list[str]:
+        is_even = len({last for last, _ in self._ends}) == 1
+        notes = []
+        for (last, end), ranks in self._ends.items():
+            if end == "closed" and is_even:
+                continue
+            after = f"after step {last}" if last is not None else "before its first step"
+            group = "all ranks" if ranks == [*self._lasts] and len(ranks) > 1 else name_ranks(ranks)
+            notes.append(f"{group} ended {after}" + ("" if end == "closed" else f" ({end})"))
+        return _first_few(notes, "ways in which ranks ended")
+
+    def _operation_notes(self) -> list[str]:
+        notes = [
+            f"operations of {spans(steps)} are missing on {name_ranks(ranks)}"
+            for ranks, steps in self.operations.missing()
+        ]
+        return _first_few(notes, "groups of ranks without operations of other ranks")
+
+    def _nonfinite_notes(self) -> list[str]:
+        if self.nonfinite is None:
+            return []
+        step, phase, rank = self.nonfinite
+        return [f"NaN or infinity, first in {PHASE_LABELS[PHASES[phase]]} of step {step} on rank {rank}"]
+
+
+class OperationCoverage:
+    """The steps with operations, collected rank by rank."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[frozenset[int], list[int]] = {}
+
+    def add(self, rank: int, steps: Collection[int]) -> None:
+        """Add the steps with operations of one rank."""
+        self._ranks.setdefault(frozenset(steps), []).append(rank)
+
+    @property
+    def steps(self) -> frozenset[int]:
+        """The steps with operations of any rank."""
+        return frozenset().union(*self._ranks)
+
+    def missing(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Groups of ranks, each with the ascending steps with operations of other ranks alone."""
+        every = self.steps
+        return tuple((tuple(ranks), tuple(sorted(every - own))) for own, ranks in self._ranks.items() if own != every)
+
+
+def _first_few(notes: list[str], what: str) -> list[str]:
+    return notes[:_MAX_GROUPS] + ([f"{len(notes) - _MAX_GROUPS} more {what}"] if len(notes) > _MAX_GROUPS else [])
+
+
+def spans(steps: Sequence[int]) -> str:
+    """Ascending steps as runs of consecutive numbers, ``steps 3-7, step 9``; the first ``MAX_LINES`` of these."""
+    starts = [index for index, step in enumerate(steps) if index == 0 or step != steps[index - 1] + 1]
+    ends = [start - 1 for start in (*starts[1:], len(steps))]
+    found = [span((steps[start], steps[end])) for start, end in zip(starts, ends, strict=True)]
+    more = [f"... {len(found) - MAX_LINES} more spans of steps"] if len(found) > MAX_LINES else []
+    return ", ".join(found[:MAX_LINES] + more)
+
+
+def span(steps: tuple[int, int]) -> str:
+    """``steps 3-7``, or ``step 3``."""
+    first, last = steps
+    return f"step {first}" if first == last else f"steps {first}-{last}"

@@ -1,22 +1,22 @@
-"""Summary of one trace: steps, ends, phases, norms, waiting times and environment, from one scan of every file."""
+"""Summary of one trace, from one scan of every file: steps, ends, phases, norms, waiting times and environment."""
 
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from legacy_ddp._compare import compare_rows
-from legacy_ddp._text import plain
-from legacy_ddp.debug._trace.coverage import OperationCoverage, end_text
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp._compare import MAX_LINES, MAX_SIDES, compare_rows, name_ranks
+from legacy_ddp._text import format_bytes, plain, shorten, wrap
 from legacy_ddp.debug._trace.read import Progress, RankTrace
-from legacy_ddp.debug._trace.run import Run
+from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
+from legacy_ddp.debug._trace.run import OperationCoverage, Run, end_text, span, spans
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1
+MAX_TEXT = 40  # characters of a logged text
 
 _RANK_FACTS = ("pid",)
 
@@ -144,7 +144,8 @@ class _Findings:
 
     def add(self, rank: int, trace: RankTrace) -> None:
         self.steps.update(trace.steps)
-        self.ends.setdefault(_end(trace), []).append(rank)
+        last = f" after step {trace.steps[-1]}" if trace.steps else ", no step recorded"
+        self.ends.setdefault(f"{end_text(trace)}{last}", []).append(rank)
         self.waits.add(rank, trace)
         self._add_nonfinite(rank, trace)
         self.operation_coverage.add(rank, trace.operation_counts)
@@ -227,11 +228,6 @@ class _Waits:
             self._least[row], self._least_ranks[row] = seconds, rank
 
 
-def _end(trace: RankTrace) -> str:
-    last = f" after step {trace.steps[-1]}" if trace.steps else ", no step recorded"
-    return f"{end_text(trace)}{last}"
-
-
 def _size_of(trace: RankTrace, phase: str) -> int:
     names = next((found for step in reversed(trace.steps) if (found := trace.names(step, phase))), None)
     return len(names.names) if names else 0
@@ -254,3 +250,116 @@ def _facts(run: Run) -> tuple[dict[str, str], tuple[tuple[str, tuple[tuple[str, 
     ]
     differing = {item.name: item.holders for item in compare_rows(rows).differences}
     return {fact: value for fact, value in rows[0].items() if fact not in differing}, tuple(differing.items())
+
+
+def lines(found: Summary) -> list[str]:
+    """The text of a summary, line by line."""
+    text = wrap(f"{found.folder}: {_count(found.world_size, 'rank')}, {_steps_text(found)}, begun {found.started}")
+    items = [*_ends_text(found), f"size: {_size_text(found)}", f"phases: {_phases_text(found)}"]
+    items += [*_operations_text(found), *_norms_text(found), _nonfinite_text(found), *_waiting_text(found)]
+    items += [*_metrics_text(found), *_logged_text(found)]
+    text += [line for item in items for line in wrap(item, "  ")]
+    text += ["environment of all ranks:" if found.world_size > 1 else "environment:"]
+    text += [line for fact, value in found.facts.items() for line in wrap(f"{fact}: {value}", "  ")]
+    if found.own_facts:
+        text += ["of some:"]
+    for fact, holders in found.own_facts:
+        values = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders[:MAX_SIDES]]
+        more = [f"{len(holders) - MAX_SIDES} more"] if len(holders) > MAX_SIDES else []
+        text += wrap(f"{fact}: {'; '.join([*values, *more])}", "  ")
+    return text
+
+
+def _steps_text(found: Summary) -> str:
+    if found.steps is None:
+        return "no steps"
+    every = f", every {found.every}" if found.every > 1 else ""
+    return f"{span(found.steps)} ({found.recorded:,} recorded{every})"
+
+
+def _ends_text(found: Summary) -> Iterator[str]:
+    ends = list(found.ends.items())
+    for end, ranks in ends[:MAX_SIDES]:
+        group = "all ranks" if len(ranks) == found.world_size > 1 else name_ranks(ranks)
+        yield f"end: {group}: {end}"
+    if len(ends) > MAX_SIDES:
+        yield f"... {len(ends) - MAX_SIDES} more ends"
+
+
+def _size_text(found: Summary) -> str:
+    total = format_bytes(found.size_bytes)
+    if not found.recorded:
+        return total
+    return f"{total}, {format_bytes(found.size_bytes / found.recorded / found.world_size)} a step and rank"
+
+
+def _phases_text(found: Summary) -> str:
+    return ", ".join(f"{PHASE_LABELS[phase]} {number:,}" for phase, number in found.phases.items()) or "none"
+
+
+def _operations_text(found: Summary) -> Iterator[str]:
+    if not found.operations:
+        return
+    counts = [count for _, count in found.operations]
+    least, greatest = min(counts), max(counts)
+    number = f"{least:,}" if least == greatest else f"{least:,} to {greatest:,}"
+    steps = spans([step for step, _ in found.operations])
+    yield f"operations of forward and backward: {steps} ({number} a step and rank)"
+    for ranks, lacking in found.missing_operations[:MAX_SIDES]:
+        yield f"operations missing on {name_ranks(ranks)}: {spans(lacking)}"
+    if len(found.missing_operations) > MAX_SIDES:
+        yield f"... {len(found.missing_operations) - MAX_SIDES} more groups of ranks without operations of other ranks"
+
+
+def _norms_text(found: Summary) -> Iterator[str]:
+    if found.norms:
+        norms = ", ".join(f"{norm:.6g} at step {step}" for step, norm in found.norms)
+        yield f"norm of the reduced gradients: {norms}"
+
+
+def _nonfinite_text(found: Summary) -> str:
+    first = found.nonfinite
+    if first is None:
+        return "NaN or infinity in tensors: none"
+    return (
+        f"NaN or infinity in tensors: first at step {first.step} in {PHASE_LABELS[first.phase]} of rank {first.rank}: "
+        f"{first.name}, {_count(first.count, 'element')}"
+    )
+
+
+def _waiting_text(found: Summary) -> Iterator[str]:
+    if waiting := found.waiting:
+        yield (
+            f"waiting: others waited for rank {waiting.rank} in {waiting.steps:,} of {waiting.of_steps:,} steps; "
+            f"the longest wait of a step beyond the shortest: {1000 * waiting.median_seconds:.3g} ms (median)"
+        )
+
+
+def _metrics_text(found: Summary) -> Iterator[str]:
+    for curve in found.metrics[:MAX_LINES]:
+        yield f"metric {curve.name!r}, sum over the ranks: {_ends_of_curve(curve)}"
+    yield from _more(len(found.metrics), "metrics")
+
+
+def _logged_text(found: Summary) -> Iterator[str]:
+    for curve in found.logged[:MAX_LINES]:
+        others = f" (also logged by {name_ranks(curve.ranks[1:])})" if len(curve.ranks) > 1 else ""
+        yield f"logged {curve.name!r}, rank {curve.ranks[0]}: {_ends_of_curve(curve)}{others}"
+    yield from _more(len(found.logged), "logged names")
+
+
+def _more(number: int, noun: str) -> list[str]:
+    return [f"... {number - MAX_LINES} more {noun}"] if number > MAX_LINES else []
+
+
+def _ends_of_curve(curve: Curve) -> str:
+    ends = dict([curve.first, curve.last])
+    return ", ".join(f"{_value(value)} at step {step}" for step, value in ends.items())
+
+
+def _value(value: float | str) -> str:
+    return shorten(value, MAX_TEXT) if isinstance(value, str) else f"{value:.6g}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -8,7 +8,6 @@ from typing import Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.line_format import RANK_FILE, encode
 from legacy_ddp.debug._trace.operation_lines import (
     Declaration,
     by_micro_batch,
@@ -16,7 +15,16 @@ from legacy_ddp.debug._trace.operation_lines import (
     digests_of,
     sequence_to_json,
 )
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, end_to_json, log_to_json
+from legacy_ddp.debug._trace.records import (
+    RANK_FILE,
+    CallFacts,
+    Environment,
+    Names,
+    Section,
+    encode,
+    end_to_json,
+    log_to_json,
+)
 
 
 class Writer:

@@ -13,7 +13,7 @@ from torch import nn
 from legacy_ddp import DesyncError, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp.debug import CrossCheck, cross_check
-from legacy_ddp.debug._cross_arguments import CrossCheckOptions, check_initialised
+from legacy_ddp.debug._cross import CrossCheckOptions, check_initialised
 from tests.helpers.cross_faults import Cached, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
 

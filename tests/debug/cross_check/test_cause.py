@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from legacy_ddp.debug._cross_check.explain import report_of
-from legacy_ddp.debug._cross_check.place import Place
-from legacy_ddp.debug._cross_check.report import CrossCheckReport
-from legacy_ddp.debug._cross_check.verdict import judge
+from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, Place, judge
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
 from tests.helpers.operations import changed, model, operation, rewritten, value

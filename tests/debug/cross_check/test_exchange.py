@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 from legacy_ddp.debug import cross_check
-from legacy_ddp.debug._cross_check import ring
-from legacy_ddp.debug._cross_check.exchange import pass_on
+from legacy_ddp.debug._cross_check import trial
+from legacy_ddp.debug._cross_check.trial import pass_on
 from tests.helpers.cross_faults import Net, batch_of, loss_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
@@ -23,7 +23,7 @@ def _late(*args: Any) -> Any:
 
 
 def _check(rank: int, late: int, without: int) -> bool:
-    with mock.patch.object(ring, "pass_on", _late if rank == late else pass_on):
+    with mock.patch.object(trial, "pass_on", _late if rank == late else pass_on):
         return cross_check(Net(nn.Tanh()), loss_of, None if rank == without else batch_of(rank)).agrees
 
 

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._cross_check.batch_plan import classes_in
-from legacy_ddp.debug._cross_check.parcel import pack, unknown_classes, unpack
+from legacy_ddp.debug._cross_check.batch import classes_in, pack, unknown_classes, unpack
 
 CPU = torch.device("cpu")
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp.debug._cross_check.generators import generator_states
-from legacy_ddp.debug._cross_check.saved_state import state_set_aside
+from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
 from tests.helpers.cases import bits_of
 
 

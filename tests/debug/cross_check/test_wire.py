@@ -1,10 +1,11 @@
 """Operations and differences as JSON values, and back."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
-from legacy_ddp.debug._cross_check.wire import difference_from, operation_from, to_json
+from legacy_ddp.debug._cross_check.locate import difference_from, operation_from
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
 from tests.helpers.operations import changed, model, operation, rewritten, value
@@ -16,7 +17,7 @@ POKED = (value("poked"), *STEP[7].inputs[1:])
 
 
 def test_operations_arrive_as_they_were_sent() -> None:
-    assert [operation_from(json.loads(json.dumps(to_json(item)))) for item in STEP] == STEP
+    assert [operation_from(json.loads(json.dumps(asdict(item)))) for item in STEP] == STEP
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,6 @@ def test_a_difference_arrives_with_every_record_in_it(other: list[Operation]) ->
     sent = first_difference(STEP, other)
     assert sent is not None
 
-    received = difference_from(json.loads(json.dumps(to_json(sent))))
+    received = difference_from(json.loads(json.dumps(asdict(sent))))
 
     assert repr(received) == repr(sent)  # `==` leaves out the writers

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
-from legacy_ddp.debug._diff.operation_ranks import RankOperations
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
+from legacy_ddp.debug._diff.operations import RankOperations
 from legacy_ddp.debug._diff.result import Comparison
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.run import Run, open_run

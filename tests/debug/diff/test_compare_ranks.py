@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
+from legacy_ddp.debug._diff.compare import compare_ranks
+from legacy_ddp.debug._diff.pair import SHARED_PHASES
 from legacy_ddp.debug._diff.result import Comparison, Location, Side
-from legacy_ddp.debug._diff.sections import SHARED_PHASES
-from legacy_ddp.debug._trace.line_format import RANK_FILE
+from legacy_ddp.debug._trace.records import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import KIND, NAMES, START, end_after, environment, without, write_trace
 
@@ -164,6 +164,25 @@ def test_a_difference_besides_names_in_another_order_is_found(tmp_path: Path) ->
     assert found.locations == (Location(4, "parameters", (2,), 1, 2),)
 
 
+def test_ranks_with_equal_values_and_names_in_another_order_are_one_majority(tmp_path: Path) -> None:
+    """Rank 0 stands alone in step 4; ranks 1 and 2 hold the same there, in another order of names."""
+    folder = tmp_path / "trace"
+    planted = {
+        (r, s, "parameters", f"parameter '{n}'"): (n * 16, 1.0) for r in range(3) for s in range(6) for n in "ab"
+    }
+    planted.update({(rank, 4, "parameters", WEIGHT): (DIGEST, 1.0) for rank in (1, 2)})
+    write_trace(folder, world_size=3, planted=planted)
+    turned = {**NAMES, "parameters": NAMES["parameters"][::-1]}
+    write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
+    (tmp_path / "turned" / RANK_FILE.format(2)).replace(folder / RANK_FILE.format(2))
+
+    found = compare_ranks(open_run(folder))
+
+    assert found.first is not None
+    assert (found.first.step, found.first.ranks) == (4, (0,))
+    assert found.locations == (Location(4, "parameters", (0,), 1, 2),)
+
+
 def test_a_name_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
     found = compared(tmp_path, world_size=3, planted={(1, 2, "optimizer", "exp_avg of 'b'"): (None, None)})
 
@@ -260,7 +279,7 @@ def test_environments_that_ranks_do_not_share_are_causes_but_for_seeds(tmp_path:
     ]
 
 
-def test_many_ranks_are_compared_with_one_file_open_at_a_time(tmp_path: Path) -> None:
+def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     run = open_run(
         write_trace(tmp_path / "t", world_size=200, steps=2, planted={(77, 2, "parameters", WEIGHT): (DIGEST, 1.0)})

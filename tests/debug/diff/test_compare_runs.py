@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Comparison, Location, Side
-from legacy_ddp.debug._trace.line_format import PHASES, RANK_FILE
+from legacy_ddp.debug._trace.records import PHASES, RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.traces import KIND, NAMES, START, call_facts, end_after, environment, without, write_trace
 

@@ -4,11 +4,10 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._diff.evidence import Evidence
-from legacy_ddp.debug._diff.explain import explain
-from legacy_ddp.debug._diff.growth import Growth
+from legacy_ddp.debug._diff.explain import Evidence, explain
+from legacy_ddp.debug._diff.pair import Growth
 from legacy_ddp.debug._diff.result import Divergence, Side
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import PHASES
 
 
 def explained(phase: str, **changes: Any) -> str:
@@ -22,6 +21,7 @@ def explained(phase: str, **changes: Any) -> str:
         "previous": 6,
         "inputs_known": True,
         "generators_known": True,
+        "world_size": 3,
     }
     return explain(Evidence(**{**given, **changes}))
 

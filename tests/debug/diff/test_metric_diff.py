@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp.debug._diff import text
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_runs
 from legacy_ddp.debug._diff.result import Comparison, MetricDifference
 from legacy_ddp.debug._trace.records import CallFacts
 from legacy_ddp.debug._trace.run import open_run

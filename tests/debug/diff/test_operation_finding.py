@@ -7,15 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH
-from legacy_ddp.debug._diff import operation_text
-from legacy_ddp.debug._diff.operation_finding import (
-    MAX_FIRST,
-    ROWS_AFTER,
-    ROWS_BEFORE,
-    agreement,
-    finding,
-    judge_values,
-)
+from legacy_ddp.debug._diff import text as operation_text
+from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, agreement, finding, judge_values
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding
 from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._operations.align import first_difference
@@ -88,7 +81,7 @@ def test_rows_stand_in_order_and_never_twice(data: st.DataObject) -> None:
 def test_the_text_has_80_columns_and_names_place_and_meaning() -> None:
     found = found_in(STEP, rewritten(STEP, 7, "h2(x)", "wrong"))
 
-    text = [*operation_text.lines(found)]
+    text = [*operation_text.operation_lines(found)]
 
     assert text == [
         "operations of step 41 on rank 1: 16, the first that differs:",
@@ -105,7 +98,7 @@ def test_numbers_of_operations_are_told_for_each_side_where_they_differ() -> Non
     extra = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
     wrong = rewritten(STEP, 7, "h2(x)", "wrong")
 
-    text = [*operation_text.lines(found_in(STEP, [*wrong[:2], extra, *wrong[2:]]))]
+    text = [*operation_text.operation_lines(found_in(STEP, [*wrong[:2], extra, *wrong[2:]]))]
 
     assert text[:5] == [
         "operations of step 41 on rank 1: 16 in A, 17 in B, the first that differs:",
@@ -119,7 +112,7 @@ def test_numbers_of_operations_are_told_for_each_side_where_they_differ() -> Non
 def test_groups_of_ranks_stand_in_the_text_as_labels() -> None:
     found = found_in(STEP, STEP[:5] + STEP[6:], labels=("ranks 0, 2", "rank 1"))
 
-    text = [*operation_text.lines(found)]
+    text = [*operation_text.operation_lines(found)]
 
     assert text[:2] == [
         "operations of step 41: 16 on ranks 0, 2, 15 on rank 1, the first that differs:",
@@ -128,7 +121,9 @@ def test_groups_of_ranks_stand_in_the_text_as_labels() -> None:
 
 
 def test_equal_operations_are_one_sentence() -> None:
-    text = [*operation_text.lines(agreement(3, (371, 371), ("A", "B"), "Forward and backward computed the same."))]
+    text = [
+        *operation_text.operation_lines(agreement(3, (371, 371), ("A", "B"), "Forward and backward computed the same."))
+    ]
 
     assert text == [
         "operations of step 3: 371",
@@ -157,7 +152,7 @@ def test_the_text_keeps_to_the_page_whatever_the_names(module: str, settings: st
     a = [operation("mul", ["x"], ["y"], module=module, settings=settings)]
     b = [operation("mul", ["x"], ["z"], module=module, settings=settings + "!")]
 
-    assert all(len(line) <= WIDTH for line in operation_text.lines(found_in(a, b)))
+    assert all(len(line) <= WIDTH for line in operation_text.operation_lines(found_in(a, b)))
 
 
 def test_the_section_stands_in_text_and_json_of_the_comparison() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from legacy_ddp.debug._diff.locations import Locations, merge
-from legacy_ddp.debug._diff.sections import (
+from legacy_ddp.debug._diff.pair import (
     Entry,
     EntryDifference,
     entries,

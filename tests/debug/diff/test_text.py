@@ -20,7 +20,7 @@ from legacy_ddp.debug._diff.result import (
     Side,
 )
 from legacy_ddp.debug._diff.text import as_json, lines
-from legacy_ddp.debug._trace.line_format import PHASES
+from legacy_ddp.debug._trace.records import PHASES
 
 FIRST = Divergence(
     step=3,

@@ -17,8 +17,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerLostError
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Comparison, Divergence
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.ranks import run_ranks

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp.debug._operations.align import first_difference
-from legacy_ddp.debug._operations.difference import Origin
+from legacy_ddp.debug._operations.operation import Operation, Origin
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
 STEP = model()
@@ -149,6 +149,20 @@ def test_an_extra_operation_without_effect_does_not_hide_a_write_from_elsewhere(
 
     assert found is not None
     assert (found.kind, found.start_a, found.start_b, found.origin.writer_a) == ("input", 7, 8, 5)
+
+
+@pytest.mark.parametrize("before", [[], [operation("detach", ["x"], ["x"])]], ids=["at the start", "later"])
+def test_a_write_in_place_before_the_tensor_was_made_is_not_the_cause_of_its_bits(before: list[Operation]) -> None:
+    written = operation("add_", ["count"], ["count'"])
+    product = operation("mm", ["x"], ["h"])
+
+    found = first_difference(
+        [*before, product, operation("relu", ["h"], ["r"])],
+        [*before, written, product, operation("relu", ["other"], ["r'"])],
+    )
+
+    assert found is not None
+    assert (found.kind, found.operation.name) == ("input", "aten::relu")
 
 
 def test_an_operation_of_b_alone_in_place_may_have_written_to_a_part_of_the_input() -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._operations.blocks import Block, blocks
+from legacy_ddp.debug._operations.align import Block, blocks
 
 KEYS = st.lists(st.sampled_from("abcd"), max_size=30)
 

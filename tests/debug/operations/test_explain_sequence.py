@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from legacy_ddp.debug._operations.after_backward import with_after_backward
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.describe import details, summary
-from legacy_ddp.debug._operations.difference import OperationDifference
 from legacy_ddp.debug._operations.explain import Explanation, explain
-from legacy_ddp.debug._operations.operation import Operation
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
 from tests.helpers.operations import changed, layer, model, operation, rewritten, value
 
 STEP = model()

@@ -9,9 +9,8 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import Recorder, cross_check
-from legacy_ddp.debug._diff import operation_text
-from legacy_ddp.debug._diff.compare_ranks import compare_ranks
-from legacy_ddp.debug._diff.compare_runs import compare_runs
+from legacy_ddp.debug._diff import text as operation_text
+from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._operations.capture import OperationCapture
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.cross_faults import KERNELS, BackwardDouble, Double, Net, batch_of, flip, loss_of
@@ -64,7 +63,7 @@ def test_diff_and_cross_check_number_an_operation_alike(job: tuple[Path, dict[st
     folder, told = job
     found = compare_runs(open_run(folder / stage / "good"), open_run(folder / stage / "bad")).operations
     assert found is not None
-    text = " ".join(" ".join(operation_text.lines(found)).split())
+    text = " ".join(" ".join(operation_text.operation_lines(found)).split())
 
     with open_run(folder / stage / "good").open(FAULTY_RANK) as trace:
         operations = trace.operations(1)

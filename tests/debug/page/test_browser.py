@@ -10,7 +10,7 @@ from PIL import Image
 from selenium import webdriver
 
 from legacy_ddp.debug._diff.result import Comparison
-from legacy_ddp.debug._page.render import render
+from legacy_ddp.debug._page.page import render
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
 from tests.helpers.traces import NAMES, call_facts, environment, write_trace

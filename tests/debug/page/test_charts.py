@@ -9,12 +9,9 @@ from bokeh.models import GlyphRenderer, HoverTool, Line, Scatter, VArea
 
 from legacy_ddp.debug._page.binning import Grid
 from legacy_ddp.debug._page.chart import Axis, Chart
-from legacy_ddp.debug._page.line_charts import local_norm_chart, noise_scale_chart
-from legacy_ddp.debug._page.parameter_cells import ParameterCells
-from legacy_ddp.debug._page.parameter_chart import parameter_chart
-from legacy_ddp.debug._page.rank_lines import MAX_LINES
-from legacy_ddp.debug._page.series import Series
-from legacy_ddp.debug._page.wait_chart import wait_chart
+from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
+from legacy_ddp.debug._page.line_charts import MAX_LINES, local_norm_chart, noise_scale_chart
+from legacy_ddp.debug._page.series import ParameterCells, Series
 from tests.helpers.call_tables import make_call_table
 
 AXIS = Axis.over(0.5, 6.5)

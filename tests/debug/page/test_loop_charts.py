@@ -10,8 +10,8 @@ import pytest
 from bokeh.models import Line
 
 from legacy_ddp.debug._page.chart import Axis, Chart
-from legacy_ddp.debug._page.loop_charts import MAX_CHARTS, logged_charts, metric_charts
-from legacy_ddp.debug._page.render import draw_charts
+from legacy_ddp.debug._page.line_charts import MAX_CHARTS, logged_charts, metric_charts
+from legacy_ddp.debug._page.page import draw_charts
 from legacy_ddp.debug._page.series import read_series
 from legacy_ddp.debug._trace.records import CallFacts
 from legacy_ddp.debug._trace.run import open_run

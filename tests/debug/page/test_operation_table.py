@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
-from legacy_ddp.debug._diff.operation_finding import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
+from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._page.operation_table import operation_table
-from legacy_ddp.debug._page.render import render
+from legacy_ddp.debug._page.page import render
+from legacy_ddp.debug._page.tables import operation_table
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
 from tests.helpers.operations import changed, model, numbered, operation, rewritten

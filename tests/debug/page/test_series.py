@@ -12,10 +12,9 @@ import pytest
 from legacy_ddp._errors import TraceError
 from legacy_ddp._statistics import estimate_noise
 from legacy_ddp.debug._page.binning import MAX_ROWS
-from legacy_ddp.debug._page.call_table import CallTable
-from legacy_ddp.debug._page.parameter_cells import ParameterCells
-from legacy_ddp.debug._page.rank_statistics import (
+from legacy_ddp.debug._page.calls import (
     NO_RANK,
+    CallTable,
     Straggler,
     missing_noise_reason,
     noise_scales,
@@ -24,7 +23,7 @@ from legacy_ddp.debug._page.rank_statistics import (
     stragglers,
     stragglers_by_step,
 )
-from legacy_ddp.debug._page.series import read_series
+from legacy_ddp.debug._page.series import ParameterCells, read_series
 from legacy_ddp.debug._trace.records import CallFacts
 from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.call_tables import make_call_table

@@ -14,10 +14,8 @@ import pytest
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._diff.result import Comparison, Verdict
 from legacy_ddp.debug._page.heatmap import short_label
-from legacy_ddp.debug._page.render import render
-from legacy_ddp.debug._page.write_page import publish, reserved, write_page
-from legacy_ddp.debug._trace.line_format import RANK_FILE
-from legacy_ddp.debug._trace.records import Environment
+from legacy_ddp.debug._page.page import publish, render, reserved, write_page
+from legacy_ddp.debug._trace.records import RANK_FILE, Environment
 from legacy_ddp.debug._trace.run import Run, open_run
 from tests.helpers.paths import ROOT
 from tests.helpers.traces import NAMES, call_facts, end_after, environment, without, write_trace
@@ -421,7 +419,7 @@ class Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
 try:
-    from legacy_ddp.debug._page.write_page import write_page
+    from legacy_ddp.debug._page.page import write_page
 except ModuleNotFoundError as error:
     print(error.name)
 """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from legacy_ddp.debug._trace import commit
-from legacy_ddp.debug._trace.commit import UNKNOWN, commit_of
+from legacy_ddp.debug._trace import environment
+from legacy_ddp.debug._trace.environment import UNKNOWN, commit_of
 
 _IDENTITY = ("-c", "user.name=n", "-c", "user.email=n@example.org")
 
@@ -95,7 +95,7 @@ def test_a_git_that_does_not_answer_is_not_waited_for(
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-    monkeypatch.setattr(commit, "_LIMIT_SECONDS", 0.2)
+    monkeypatch.setattr(environment, "_LIMIT_SECONDS", 0.2)
 
     start = time.monotonic()
     assert commit_of(repository) == UNKNOWN

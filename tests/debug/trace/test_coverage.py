@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._trace.coverage import RunCoverage, span, spans
-from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug._trace.run import RunCoverage, open_run, span, spans
 from tests.helpers.operations import operation
 from tests.helpers.traces import end_after, environment, write_trace
 

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import Names, Section, Values
+from legacy_ddp.debug._trace.records import PHASES, Names, Section, Values
 from legacy_ddp.debug._trace.write import Writer
 from tests.helpers.trace_scenarios import (
     Scenario,

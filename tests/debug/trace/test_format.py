@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._trace.line_format import PHASES
 from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import PHASES
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.paths import ROOT
 from tests.helpers.small_models import add_gradients, wrap

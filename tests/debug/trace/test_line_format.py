@@ -9,9 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.line_format import DamagedLineError, check, decode, encode
 from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import CallFacts, Environment, Names, Section, Values, check_version, end_reason
+from legacy_ddp.debug._trace.records import (
+    CallFacts,
+    DamagedLineError,
+    Environment,
+    Names,
+    Section,
+    Values,
+    check,
+    check_version,
+    decode,
+    encode,
+    end_reason,
+)
 from tests.helpers.trace_scenarios import (
     JSON,
     Scenario,

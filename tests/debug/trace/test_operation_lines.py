@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from legacy_ddp import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Value
-from legacy_ddp.debug._trace.line_format import encode
 from legacy_ddp.debug._trace.operation_lines import Declaration, declaration_of, digests_of, sequence_from_json
 from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import encode
 from legacy_ddp.debug._trace.run import open_run
-from legacy_ddp.debug._trace.summary import summarise
-from legacy_ddp.debug._trace.summary_text import lines
+from legacy_ddp.debug._trace.summary import lines, summarise
 from legacy_ddp.debug._trace.write import Writer
 from tests.helpers.traces import environment, sealed
 

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._trace.line_format import PHASES, encode
-from legacy_ddp.debug._trace.records import Names
+from legacy_ddp.debug._trace.records import PHASES, Names, encode
 from tests.helpers.trace_scenarios import JSON, contents_of, trace_of
 from tests.helpers.traces import call_facts, environment, lines_of, sealed, write_trace
 

@@ -1,0 +1,114 @@
+"""The interface of a check: the facts that a rank tells, and the errors and warnings that follow on all ranks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import Header
+from legacy_ddp._agreement.mismatch import Mismatch, Precedence
+from legacy_ddp._buckets.plan import Plan, Planner
+from legacy_ddp._collectives.pack import Packed
+from legacy_ddp._errors import AgreedError
+from legacy_ddp._settings import Settings
+from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._transport.call import Call
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The parameters to check: their settings, their planner, and their wrapper, None for a function without one."""
+
+    settings: Settings
+    planner: Planner
+    wrapper: nn.Module | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """What this rank brings to a call. ``counter``: of backward passes. ``header``: the facts for the other ranks."""
+
+    call: Call
+    plan: Plan
+    packed: Packed
+    counter: BackwardCounter
+    header: Header
+
+
+class Check:
+    """A check of a set of parameters. A subclass overrides the methods that it needs; the methods here do nothing.
+
+    Every rank has an object of every check, whatever its settings. ``is_on``: the settings of this rank want the check,
+    and it was not closed. ``precedence``: the place of the error of :meth:`mismatch` among such errors.
+
+    Settings may differ between ranks. So a decision that ranks make together (an error, an exchange) follows from the
+    facts of all ranks, of which one is a flag that the rank takes part, and from memory that is equal on all ranks.
+
+    The methods are called in this order: ``facts``, ``mismatch``, ``compare``, ``end``, ``observe``. An error in one of
+    them ends the call, and the later methods are not called: what ``facts`` has consumed is then gone.
+
+    Example: legacy_ddp/_collectives/warn_once.py has short checks.
+    """
+
+    precedence = Precedence.OTHER
+    is_on = True
+
+    def __init__(self, subject: Subject) -> None:
+        """Local; may set :attr:`is_on`."""
+
+    def facts(self, step: LocalStep) -> None:
+        """Local, before the exchange: write facts of this rank to ``step.header``. An error reaches all ranks."""
+
+    def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
+        """The error that follows from the headers of all ranks alone. Pure; called on every rank, also without
+        ``is_on``, and only if the headers differ."""
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """The text of a warning that every rank finds, None without one. May raise an AgreedError, on all ranks.
+
+        May be collective, but only where the facts of all ranks decide so. No gradient has moved yet.
+        """
+
+    def end(self, step: LocalStep) -> None:
+        """Local: every parameter has its new gradient."""
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """The text of a warning of rank 0 alone, after the call, None without one. Asked until there is a text. Never
+        collective."""
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward of the wrapper begins: local, and without effect on the forward."""
+
+    def restart(self) -> None:
+        """All ranks got the parameters of one rank: a difference between earlier calls is repaired."""
+
+    def forget(self) -> None:
+        """The gradients since the last call are dropped."""
+
+
+class CheckList:
+    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain."""
+
+    def __init__(self, checks: Sequence[Check]) -> None:
+        self.all = checks
+        self.with_facts = _overriding(checks, "facts")
+        self.with_compare = _overriding(checks, "compare")
+        self.with_end = _overriding(checks, "end")
+        self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
+        self.with_forward = _overriding(checks, "begin_forward")
+        self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
+            (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
+        ]
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[str]:
+        """The texts of rank 0 for a call. A check with a text is not asked again."""
+        for check in tuple(self.observing):
+            if text := check.observe(step, agreement):
+                self.observing.remove(check)
+                yield text
+
+
+def _overriding(checks: Sequence[Check], method: str) -> list[Check]:
+    base: Callable[..., object] = getattr(Check, method)
+    return [check for check in checks if getattr(type(check), method) is not base]

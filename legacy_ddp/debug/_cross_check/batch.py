@@ -1,0 +1,302 @@
+"""A batch on the way to another rank: a description as JSON values, and the bytes of the tensors. Pure.
+
+Nothing is pickled: a received description makes containers, numbers and texts. A class (a named tuple, a dataclass, a
+mapping) is made again only if the receiver's own batch holds an instance of the same class.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+Classes = Mapping[str, type]
+_EXACT = (bool, int, float, str)
+_SEQUENCES: Sequence[type] = (list, tuple, torch.Size)
+_NOTHING: Mapping[int, str] = {}
+MAX_DEPTH = 100  # containers inside of each other; Python's recursion ends at about 300 of them
+_STEP = "pass tensors in lists, tuples, dicts, named tuples or dataclasses, with numbers and texts"
+_ALIGNMENT = 64  # of torch's allocations: a tensor at another address may use another kernel
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """All state for a run besides the shared parameters: see :func:`pack`.
+
+    ``generators``: states of the random generators. ``tensors``: by name, the parameters and buffers with values of the
+    batch's rank alone.
+    """
+
+    batch: Any
+    generators: Any
+    tensors: Mapping[str, torch.Tensor]
+
+
+def pack(batch: object, generators: Any, own: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """One dimension of uint8 on the CPU: batch, generators and the tensors ``own``.
+
+    A tensor keeps dtype, shape, strides and ``requires_grad``. Elements between the elements of a tensor travel with
+    it.
+
+    Raises:
+        TypeError: see :func:`_describe`.
+    """
+    tensors: list[torch.Tensor] = []
+    description = {
+        "batch": _describe(batch, "batch", tensors),
+        "generators": _describe(generators, "generators", tensors),
+        "own": _describe(dict(own), "own", tensors),
+    }
+    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
+    text = json.dumps({**description, "tensors": [_layout(tensor) for tensor in tensors]}).encode("ascii")
+    pieces = [
+        torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8),
+        *map(_span, tensors),
+    ]
+    return torch.cat([piece for data in pieces for piece in (data, _padding(data))])
+
+
+def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel:
+    """The inverse of :func:`pack`, in new memory. Tensors from an accelerator are put on ``device``.
+
+    Raises:
+        TypeError: the batch holds a class missing in ``classes``.
+    """
+    description, start = _description(data)
+    tensors = []
+    for layout in description["tensors"]:
+        tensors.append(_tensor(data[start : start + layout["bytes"]], layout, device))
+        start += _padded(layout["bytes"])
+    return Parcel(
+        _rebuild(description["batch"], tensors, classes),
+        _rebuild(description["generators"], tensors, {}),
+        _rebuild(description["own"], tensors, {}),
+    )
+
+
+def unknown_classes(data: torch.Tensor, classes: Classes) -> list[str]:
+    """The names of the classes in the batch of a parcel, without the names in ``classes``."""
+    description, _ = _description(data)
+    return sorted(_class_names(description["batch"]) - set(classes))
+
+
+def classes_in(batch: object) -> dict[str, type]:
+    """The classes of named tuples, dataclasses and mappings in ``batch``, by the names in descriptions."""
+    return {_class_name(kind): kind for kind in _walk_classes(batch)}
+
+
+def _description(data: torch.Tensor) -> tuple[dict[str, Any], int]:
+    """The description in a parcel, and the place behind it."""
+    length = int.from_bytes(bytes(data[:8].tolist()), "little")
+    return json.loads(bytes(data[8 : 8 + length].tolist())), _padded(8 + length)
+
+
+def _layout(tensor: torch.Tensor) -> dict[str, Any]:
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "strides": list(tensor.stride()),
+        "bytes": _span_numel(tensor) * tensor.itemsize,
+        "host": tensor.device.type == "cpu",
+        "grad": tensor.requires_grad,
+    }
+
+
+def _span_numel(tensor: torch.Tensor) -> int:
+    """The number of elements from the first to the last of ``tensor`` in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _span(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes from the first to the last element of ``tensor``, for any strides: expanded, sliced, overlapping."""
+    return tensor.detach().as_strided((_span_numel(tensor),), (1,)).cpu().view(torch.uint8)
+
+
+def _tensor(data: torch.Tensor, layout: Mapping[str, Any], device: torch.device) -> torch.Tensor:
+    span = data.clone().view(getattr(torch, layout["dtype"]))
+    span = span if layout["host"] else span.to(device)
+    return span.as_strided(layout["shape"], layout["strides"]).detach().requires_grad_(layout["grad"])
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padding(data: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(_padded(data.numel()) - data.numel(), dtype=torch.uint8, device="cpu")
+
+
+def _describe(batch: object, where: str, tensors: list[torch.Tensor], outer: Mapping[int, str] = _NOTHING) -> Any:
+    """The JSON value for ``batch``; its tensors are appended to ``tensors``. ``where``: name of the batch in errors.
+
+    ``outer``: the containers around ``batch``, the name of each by its id.
+
+    Raises:
+        TypeError: a value that cannot be sent to another rank; the text names its place in the batch.
+        ValueError: a container inside of itself, or more than ``MAX_DEPTH`` containers inside of each other.
+    """
+    if batch is None or type(batch) in _EXACT:
+        return batch
+    if isinstance(batch, torch.Tensor):
+        _check_tensor(batch, where)
+        tensors.append(batch)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(batch, bytes):
+        return {"bytes": batch.hex()}
+    if type(batch) is complex:
+        return {"complex": [batch.real, batch.imag]}
+    _check_nesting(batch, where, outer)
+    inner = {**outer, id(batch): where}
+    if type(batch) in _SEQUENCES:
+        items = [_describe(item, f"{where}[{index}]", tensors, inner) for index, item in enumerate(batch)]  # type: ignore[arg-type, var-annotated]
+        return {type(batch).__name__: items}
+    if _is_record(batch):
+        fields = {name: _describe(value, f"{where}.{name}", tensors, inner) for name, value in _fields(batch)}
+        return {"class": _class_name(type(batch)), "fields": fields}
+    if isinstance(batch, Mapping):
+        _check_constructor(batch, where)
+        keys = [_describe_key(key, where) for key in batch]
+        values = [_describe(value, f"{where}[{key!r}]", tensors, inner) for key, value in batch.items()]
+        pairs = list(map(list, zip(keys, values, strict=True)))
+        return {"dict": pairs} if type(batch) is dict else {"class": _class_name(type(batch)), "items": pairs}
+    why = ", whose constructor does not take all fields" if dataclasses.is_dataclass(batch) else ""
+    raise TypeError(f"{where} is of a type that cannot be sent to another rank: got {_kind(batch)}{why}; {_STEP}")
+
+
+def _describe_key(key: object, where: str) -> Any:
+    if key is None or type(key) in _EXACT:
+        return key
+    if type(key) is tuple:
+        return {"tuple": [_describe_key(item, where) for item in key]}
+    raise TypeError(f"{where} has a key that cannot be sent to another rank: got {_kind(key)}; {_STEP}")
+
+
+def _check_nesting(batch: object, where: str, outer: Mapping[int, str]) -> None:
+    """Raises a ValueError for a container inside of itself, or too deep."""
+    if id(batch) in outer:
+        raise ValueError(f"{outer[id(batch)]} contains itself, at {where}: expected a batch without cycles")
+    if len(outer) >= MAX_DEPTH:
+        first = next(iter(outer.values()))
+        raise ValueError(
+            f"{first} is nested too deeply: expected at most {MAX_DEPTH} containers inside of each other; pass a "
+            "flatter batch"
+        )
+
+
+def _check_constructor(mapping: Mapping[Any, Any], where: str) -> None:
+    """Raises a TypeError for a mapping that its class cannot make from a dict, as a defaultdict."""
+    try:
+        type(mapping)(dict(mapping))  # type: ignore[call-arg]
+    except Exception as error:
+        raise TypeError(
+            f"{where} is of a type that cannot be sent to another rank: got {_kind(mapping)}, whose constructor takes "
+            "no dict; pass a dict"
+        ) from error
+
+
+def _check_tensor(tensor: torch.Tensor, where: str) -> None:
+    """Raises a TypeError for a tensor without plain bytes of its own."""
+    if type(tensor) is not torch.Tensor:
+        problem, step = f"a {type(tensor).__name__}", "pass a plain tensor"
+    elif tensor.layout is not torch.strided or tensor.is_nested:
+        problem, step = "a sparse or nested tensor", "pass a dense tensor, and make the sparse one inside run()"
+    elif tensor.is_quantized or tensor.is_meta:
+        problem, step = "a tensor that is quantized or on the meta device", "pass a tensor with plain values"
+    elif tensor.grad_fn is not None:
+        problem, step = "a tensor with a grad_fn, the result of other tensors of this rank", "detach() it"
+    else:
+        return
+    raise TypeError(f"{where} cannot be sent to another rank: got {problem}; {step}")
+
+
+def _kind(value: object) -> str:
+    kind = type(value)
+    return f"a {kind.__name__}" if kind.__module__ == "builtins" else f"a {_class_name(kind)}"
+
+
+def _rebuild(value: Any, tensors: Sequence[torch.Tensor], classes: Classes) -> Any:
+    """The batch for a JSON value of :func:`_describe`.
+
+    Raises:
+        TypeError: a class is not in ``classes``.
+    """
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return tensors[value["tensor"]]
+    if "bytes" in value:
+        return bytes.fromhex(value["bytes"])
+    if "complex" in value:
+        return complex(*value["complex"])
+    for kind in _SEQUENCES:
+        if kind.__name__ in value:
+            return kind(_rebuild(item, tensors, classes) for item in value[kind.__name__])
+    if "fields" in value:
+        fields = {name: _rebuild(item, tensors, classes) for name, item in value["fields"].items()}
+        return _find_class(value["class"], classes)(**fields)
+    pairs = value["dict"] if "dict" in value else value["items"]
+    built = {_rebuild_key(key): _rebuild(item, tensors, classes) for key, item in pairs}
+    return built if "dict" in value else _find_class(value["class"], classes)(built)
+
+
+def _rebuild_key(key: Any) -> Any:
+    return tuple(map(_rebuild_key, key["tuple"])) if isinstance(key, dict) else key
+
+
+def _find_class(name: str, classes: Classes) -> Any:
+    if name not in classes:
+        raise TypeError(
+            f"the batch of another rank holds a {name}, and the batch of this rank holds none: expected batches of one "
+            "structure on all ranks; use the same classes on all ranks"
+        )
+    return classes[name]
+
+
+def _class_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class_names(value: Any) -> set[str]:
+    """The names of the classes that a JSON value of :func:`_describe` needs."""
+    if isinstance(value, dict):
+        own = {value["class"]} if "class" in value else set()
+        return own.union(*map(_class_names, value.values()))
+    return set().union(*map(_class_names, value)) if isinstance(value, list) else set()
+
+
+def _walk_classes(batch: object) -> Iterator[type]:
+    if _is_record(batch):
+        yield type(batch)
+        for _, value in _fields(batch):
+            yield from _walk_classes(value)
+    elif isinstance(batch, Mapping):
+        if type(batch) is not dict:
+            yield type(batch)
+        for value in batch.values():
+            yield from _walk_classes(value)
+    elif type(batch) in _SEQUENCES:
+        for value in batch:  # type: ignore[attr-defined]
+            yield from _walk_classes(value)
+
+
+def _is_record(batch: object) -> bool:
+    """Whether ``batch`` is a named tuple, or an instance of a dataclass whose constructor takes its fields."""
+    return _is_named_tuple(batch) or (
+        dataclasses.is_dataclass(batch)
+        and not isinstance(batch, type)
+        and all(field.init for field in dataclasses.fields(batch))
+    )
+
+
+def _is_named_tuple(batch: object) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(batch, tuple) and hasattr(batch, "_fields")
+
+
+def _fields(batch: object) -> list[tuple[str, Any]]:
+    if _is_named_tuple(batch):
+        return list(zip(batch._fields, batch, strict=True))  # type: ignore[attr-defined]
+    return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]  # type: ignore[arg-type]

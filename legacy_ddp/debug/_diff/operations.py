@@ -1,0 +1,394 @@
+"""The first difference of recorded operations, between two runs or between the ranks of one run."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from legacy_ddp._compare import MAX_SIDES, MISSING, name_ranks
+from legacy_ddp.debug._diff.coverage import format_steps
+from legacy_ddp.debug._diff.pair import Pair
+from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
+from legacy_ddp.debug._operations.align import aligned, differing, first_difference
+from legacy_ddp.debug._operations.describe import Labels, alone, at, before, details, short, summary
+from legacy_ddp.debug._operations.explain import Facts, explain
+from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
+from legacy_ddp.debug._operations.structure import Structure
+from legacy_ddp.debug._trace.read import RankTrace
+from legacy_ddp.debug._trace.records import Environment
+from legacy_ddp.debug._trace.run import Run, span
+
+ROWS_BEFORE, ROWS_AFTER = 6, 8
+# Of the operations of one side alone, at the first difference.
+MAX_FIRST = 12
+
+Judge = Callable[[Operation, Operation], str]
+"""The comparison of two operations at the same place, in words."""
+
+_LABELS: Labels = ("A", "B")
+# Phases with tensors that operations of forward and backward write. Others follow from the reduction or the optimizer.
+_WRITTEN = ("local_gradients", "parameters", "buffers")
+_SAME_COMPUTATION = "Forward and backward computed the same."
+_UNSEEN = (
+    "Forward and backward computed the same, as far as recorded: gradients were written to after backward, or by "
+    "another thread, or inside of a kernel that the record does not see (compiled code)."
+)
+# Groups of ranks with other operations; more are not told apart, because each is kept in memory.
+_MAX_GROUPS = 4
+_HIDDEN = "other data hide the rest, as a constant in the loss: legacy_ddp.debug.cross_check() compares it"
+
+
+def finding(
+    step: int,
+    operations: tuple[Sequence[Operation], Sequence[Operation]],
+    found: OperationDifference,
+    *,
+    counts: tuple[int, int],
+    labels: Labels,
+    ranks: Sequence[int],
+    facts: Facts,
+    judge: Judge,
+) -> OperationFinding:
+    """The record of a difference between the operations of both sides.
+
+    ``operations``: those that were compared, of ``counts`` in the step. ``facts``: see :func:`explain`.
+    """
+    explanation = explain(found, labels, facts)
+    first = found.operation
+    return OperationFinding(
+        step=step,
+        labels=labels,
+        ranks=tuple(ranks),
+        counts=counts,
+        kind=found.kind,
+        summary=summary(found, labels),
+        meaning=explanation.meaning,
+        next_step=explanation.next_step,
+        stage=first.stage,
+        module=first.module,
+        name=first.name,
+        details=tuple(details(found, labels)),
+        earlier=tuple(before(gap, labels) for gap in found.earlier),
+        rows=tuple(_Table(*operations, labels, judge).rows(found)),
+    )
+
+
+def agreement(step: int, counts: tuple[int, int], labels: Labels, meaning: str) -> OperationFinding:
+    """The record of a step with equal operations."""
+    text = f"all {counts[0]:,} operations agree" if counts[0] > 1 else "the only operation agrees"
+    return OperationFinding(step, labels, (), counts, "", text, meaning)
+
+
+def with_operations(headline: str, verdict: Verdict, found: OperationFinding | None) -> str:
+    """The headline, which for equal tensors says of differing operations that they differ."""
+    return f"{headline}; operations differ, see below" if verdict == "same" and found else headline
+
+
+def differing_facts(a: Environment, b: Environment) -> Facts:
+    """The facts with another value on each side."""
+    sides = {
+        name: (a.facts.get(name, MISSING), b.facts.get(name, MISSING)) for name in dict.fromkeys([*a.facts, *b.facts])
+    }
+    return {name: both for name, both in sides.items() if both[0] != both[1]}
+
+
+def judge_values(a: Operation, b: Operation) -> str:
+    """For sequences of the same data."""
+    inputs, outputs = differing(a.inputs, b.inputs), differing(a.outputs, b.outputs)
+    if inputs:
+        return "inputs differ"
+    if outputs:
+        return "inputs agree, output differs"
+    return "agrees" if a == b else "values agree, settings differ"
+
+
+class _Table:
+    """Rows of operations of both sides."""
+
+    def __init__(self, a: Sequence[Operation], b: Sequence[Operation], labels: Labels, judge: Judge) -> None:
+        self._a, self._b, self._labels, self._judge = a, b, labels, judge
+
+    def rows(self, found: OperationDifference) -> Iterator[OperationRow]:
+        """The operations of the difference, and the nearest before and after."""
+        start_a, start_b = found.start_a, found.start_b
+        end_a, end_b = start_a + len(found.a), start_b + len(found.b)
+        before_a, before_b = (range(max(0, start - ROWS_BEFORE), start) for start in (start_a, start_b))
+        yield from self._aligned(before_a, before_b)
+        if found.kind in ("sequence", "order"):
+            result = "in another order" if found.kind == "order" else ""
+            yield from self._single(range(start_a, min(end_a, start_a + MAX_FIRST)), 0, result, is_first=True)
+            yield from self._single(range(start_b, min(end_b, start_b + MAX_FIRST)), 1, result, is_first=True)
+        else:
+            yield self._pair(start_a, start_b, is_first=True)
+        after_a, after_b = (
+            range(end, min(len(side), end + ROWS_AFTER)) for end, side in ((end_a, self._a), (end_b, self._b))
+        )
+        yield from self._aligned(after_a, after_b)
+
+    def _aligned(self, a: range, b: range) -> Iterator[OperationRow]:
+        for block in aligned(self._a[a.start : a.stop], self._b[b.start : b.stop]):
+            if block.is_common:
+                for i, j in block.pairs:
+                    yield self._pair(a.start + i, b.start + j)
+            else:
+                yield from self._single(a[block.start_a : block.end_a], 0)
+                yield from self._single(b[block.start_b : block.end_b], 1)
+
+    def _pair(self, i: int, j: int, *, is_first: bool = False) -> OperationRow:
+        a, b = self._a[i], self._b[j]
+        return _row(a, (a.number, b.number), self._judge(a, b), is_first=is_first)
+
+    def _single(
+        self, positions: Iterable[int], side: int, result: str = "", *, is_first: bool = False
+    ) -> Iterator[OperationRow]:
+        result = result or f"only {at(self._labels[side])}"
+        for index in positions:
+            operation = (self._a, self._b)[side][index]
+            numbers = (operation.number, None) if side == 0 else (None, operation.number)
+            yield _row(operation, numbers, result, is_first=is_first)
+
+
+def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:
+    return OperationRow(numbers, operation.stage, operation.module, short(operation), result, is_first)
+
+
+class RunOperations:
+    """The first different operation of each step and rank. Ranks are added in ascending order."""
+
+    def __init__(self) -> None:
+        self._findings: dict[tuple[int, int], OperationFinding] = {}
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._recorded: dict[str, set[int]] = {label: set() for label in _LABELS}
+
+    def add_rank(self, rank: int, pair: Pair, until: int | None) -> None:
+        """Compare the operations of a rank in all steps up to ``until``. Memory: the operations of one step."""
+        for label, trace in zip(_LABELS, (pair.a, pair.b), strict=True):
+            self._recorded[label].update(trace.operation_counts)
+        for step in sorted({*pair.a.operation_counts} & {*pair.b.operation_counts}):
+            if until is None or step <= until:
+                self._compare(rank, pair, step)
+
+    def finding(self, first: Divergence | None) -> OperationFinding | None:
+        """The first different operation in the step of the first divergence, else in any step.
+
+        None if the step has no operations in both, or if no step of runs without a divergence has a difference.
+        """
+        if first is None:
+            return self._first(min(self._findings, default=(0, 0))[0])
+        if first.step not in self._counts:
+            return None
+        meaning = _UNSEEN if first.phase == "local_gradients" else _SAME_COMPUTATION
+        return self._first(first.step, first.ranks) or agreement(first.step, self._counts[first.step], _LABELS, meaning)
+
+    def notes(self, first: Divergence | None) -> Iterator[str]:
+        """Notes about steps with equal operations, about steps of one run alone, and about the first different step."""
+        if first is None and self._counts and not self._findings:
+            yield f"operations of {format_steps(sorted(self._counts))} agree"
+        if first is None or first.phase != "local_gradients":
+            yield from self._without_common_steps()
+            return
+        if first.step in self._counts:
+            return
+        lacking = [label for label in _LABELS if first.step not in self._recorded[label]]
+        yield (
+            f"operations of step {first.step} were not recorded in {' and '.join(lacking)}; to find the first that "
+            f"differs, record again with operations=range({first.step}, {first.step + 1})"
+        )
+
+    def _without_common_steps(self) -> Iterator[str]:
+        """A note if both runs have operations of other steps, or one run alone has operations."""
+        a, b = self._recorded.values()
+        if (a or b) and not a & b:
+            sides = [f"for {span((min(steps), max(steps))) if steps else 'none'} in" for steps in (a, b)]
+            yield f"operations: recorded {sides[0]} A and {sides[1]} B: not compared"
+
+    def _compare(self, rank: int, pair: Pair, step: int) -> None:
+        operations = with_after_backward(pair.a.operations(step)), with_after_backward(pair.b.operations(step))
+        counts = len(operations[0]), len(operations[1])
+        self._counts.setdefault(step, counts)
+        facts = differing_facts(pair.a.environment, pair.b.environment)
+        if found := first_difference(*operations):
+            self._findings[step, rank] = finding(
+                step,
+                operations,
+                _with_tensors(found, pair, step),
+                counts=counts,
+                labels=_LABELS,
+                ranks=(rank,),
+                facts=facts,
+                judge=judge_values,
+            )
+
+    def _first(self, step: int, preferred: tuple[int, ...] = ()) -> OperationFinding | None:
+        """The finding on the lowest of the preferred ranks, or of all ranks; with all ranks of equal findings."""
+        found = {rank: item for (of_step, rank), item in self._findings.items() if of_step == step}
+        if not found:
+            return None
+        chosen = found[min([rank for rank in found if rank in preferred] or found)]
+        alike = [rank for rank, item in found.items() if _place(item) == _place(chosen)]
+        return replace(chosen, ranks=tuple(sorted(alike)))
+
+
+def _with_tensors(found: OperationDifference, pair: Pair, step: int) -> OperationDifference:
+    """The difference, with what the trace tells about arguments of forward passes and about tensors of the step."""
+    differs = (phase for of_step, phase in pair.candidates if of_step == step)
+    return replace(
+        found,
+        origin=replace(found.origin, is_argument=_is_argument(found, pair, step)),
+        tensors_differ=found.has_effect is False and next(differs, "") in _WRITTEN,
+    )
+
+
+def _is_argument(found: OperationDifference, pair: Pair, step: int) -> bool:
+    """Whether the first differing input is an argument of the forward passes, in both runs."""
+    if found.kind != "input" or not found.differing_values:
+        return False
+    for trace, value in zip((pair.a, pair.b), found.differing_values[0], strict=True):
+        call = trace.call(step)
+        if call is None or value.digest not in {digest for _, digest in call.inputs}:
+            return False
+    return True
+
+
+def _place(found: OperationFinding) -> tuple[str, ...]:
+    return found.kind, found.stage, found.module, found.name
+
+
+@dataclass
+class _Group:
+    """Ranks with the same structure; ``operations``: of ``first``, a rank with the fewest operations of its own."""
+
+    first: int
+    operations: tuple[Operation, ...]
+    ranks: list[int]
+
+
+class RankOperations:
+    """The first step in which ranks ran other operations. Every file is read once more, and again for this step."""
+
+    def __init__(self, run: Run, micro_batches: Mapping[int, Sequence[int]]) -> None:
+        """``micro_batches``: of every rank, for the steps with operations on all ranks, ascending."""
+        self.finding: OperationFinding | None = None
+        self._run = run
+        self._micro_batches = micro_batches
+        parameters = {*run.environments[0].parameters}
+        self._is_shared: Callable[[str], bool] = parameters.__contains__
+        self._unused: dict[int, str] = {}  # of each rank, the first
+        self._further: list[str] = []
+        first = self._first_difference()
+        groups = self._groups(first) if first is not None else []
+        if first is not None and len(groups) > 1:
+            self.finding = self._compare(first, *groups[:2])
+            self._further = [self._further_difference(groups[:index], groups[index]) for index in range(2, len(groups))]
+        elif first is not None:  # agreement as far as data leave it is not transitive
+            self._further = [f"operations of step {first} differ between two ranks, and a third agrees with both"]
+        self._agreeing = [step for step in micro_batches if first is None or step < first]
+        compared = [step for step in micro_batches if first is None or step <= first]
+        self._uneven = next((step for step in compared if len({*micro_batches[step]}) > 1), None)
+
+    def notes(self) -> Iterator[str]:
+        """Notes about equal operations, further ranks with a difference, and other numbers of micro-batches."""
+        if self._agreeing:
+            yield (
+                f"operations of {format_steps(self._agreeing)} agree between ranks, as far as data leave them equal; "
+                f"{_HIDDEN}"
+            )
+        yield from self._further
+        yield from (self._unused[rank] for rank in sorted(self._unused)[:MAX_SIDES])
+        if self._uneven is not None:
+            yield _uneven(self._uneven, self._micro_batches[self._uneven])
+
+    def _first_difference(self) -> int | None:
+        """The first step with a rank unlike the rank with most micro-batches. Two files are open at a time."""
+        first: int | None = None
+        fullest = {step: numbers.index(max(numbers)) for step, numbers in self._micro_batches.items()}
+        for reference in sorted({*fullest.values()}):
+            steps = [step for step, rank in fullest.items() if rank == reference]
+            with self._run.open(reference, until=steps[-1]) as most:
+                for rank in range(self._run.world_size):
+                    steps = [step for step in steps if first is None or step < first]
+                    if rank != reference and steps:
+                        with self._run.open(rank, until=steps[-1]) as trace:
+                            first = next(
+                                (step for step in steps if self._differ(step, (reference, rank), most, trace)), first
+                            )
+        return first
+
+    def _differ(self, step: int, ranks: tuple[int, int], a: RankTrace, b: RankTrace) -> bool:
+        return self._compared(step, ranks, a.operations(step), b.operations(step)).difference is not None
+
+    def _groups(self, step: int) -> list[_Group]:
+        """The groups of ranks, greatest first. One file is open at a time."""
+        groups: list[_Group] = []
+        numbers = self._micro_batches[step]
+        # Ranks with most micro-batches first: a rank is compared with the first rank of a group.
+        for rank in sorted(range(self._run.world_size), key=lambda rank: (-numbers[rank], rank)):
+            with self._run.open(rank, until=step) as trace:
+                operations = trace.operations(step)
+            same = next((group for group in groups if self._is_same(step, group, rank, operations)), None)
+            if same:
+                same.ranks.append(rank)
+                if numbers[rank] == numbers[same.first] and len(operations) < len(same.operations):
+                    same.first, same.operations = rank, operations
+            elif len(groups) < _MAX_GROUPS:
+                groups.append(_Group(rank, operations, [rank]))
+        return sorted(groups, key=lambda group: (-len(group.ranks), min(group.ranks)))
+
+    def _is_same(self, step: int, group: _Group, rank: int, operations: Sequence[Operation]) -> bool:
+        return self._compared(step, (group.first, rank), group.operations, operations).difference is None
+
+    def _compared(self, step: int, ranks: tuple[int, int], a: Sequence[Operation], b: Sequence[Operation]) -> Structure:
+        """The comparison of two ranks. Notes the operations that one rank ran alone without influence."""
+        found = Structure(a, b, self._is_shared)
+        for gap in found.unused:
+            for rank, other, own in ((ranks[0], ranks[1], gap.a), (ranks[1], ranks[0], gap.b)):
+                if own:
+                    self._unused.setdefault(rank, _unused(step, (rank, other), own))
+        return found
+
+    def _compare(self, step: int, most: _Group, fewer: _Group) -> OperationFinding | None:
+        compared = self._compared(step, (most.first, fewer.first), most.operations, fewer.operations)
+        if compared.difference is None:
+            return None
+        has_majority = 2 * len(most.ranks) > self._run.world_size
+        everyone = range(self._run.world_size)
+        return finding(
+            step,
+            (compared.a, compared.b),
+            compared.difference,
+            counts=(len(most.operations), len(fewer.operations)),
+            labels=(name_ranks(most.ranks), name_ranks(fewer.ranks)),
+            ranks=[rank for rank in everyone if rank not in most.ranks or not has_majority],
+            facts=differing_facts(*(self._run.environments[group.ranks[0]] for group in (most, fewer))),
+            judge=compared.judge,
+        )
+
+    def _further_difference(self, others: Sequence[_Group], group: _Group) -> str:
+        """A note about ranks outside of the finding: their difference to the ranks that they agree with for longest."""
+
+        def difference(other: _Group) -> OperationDifference | None:
+            return Structure(other.operations, group.operations, self._is_shared).difference
+
+        found = [(item.start_b, item, other) for other in others if (item := difference(other)) is not None]
+        if not found:
+            return f"operations of {name_ranks(group.ranks)} differ, too"
+        _, item, other = max(found, key=lambda entry: entry[0])
+        labels = name_ranks(other.ranks), name_ranks(group.ranks)
+        return f"operations of {labels[1]} differ, too, first from {labels[0]}: {summary(item, labels)}"
+
+
+def _unused(step: int, ranks: tuple[int, int], operations: Sequence[Operation]) -> str:
+    """A note about operations without influence, of the first rank alone."""
+    labels = f"rank {ranks[0]}", f"rank {ranks[1]}"
+    alone_there = next(alone(operations, (), labels))
+    return f"operations without influence, first in step {step}, against {labels[1]}: {alone_there}"
+
+
+def _uneven(step: int, micro_batches: Sequence[int]) -> str:
+    """A note about other numbers of micro-batches."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(micro_batches):
+        ranks.setdefault(number, []).append(rank)
+    numbers = ", ".join(f"{number} on {name_ranks(ranks[number])}" for number in sorted(ranks))
+    return (
+        f"ranks took other numbers of micro-batches, first in step {step}: {numbers}; only operations of common "
+        "micro-batches were compared"
+    )

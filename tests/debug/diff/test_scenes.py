@@ -1,0 +1,235 @@
+"""Text and JSON of `legacy-ddp diff` for a set of scenes, byte for byte.
+
+A change of a message by intention: `python -m tests.debug.diff.test_scenes` writes scenes.txt again; read its diff.
+"""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from contextlib import chdir, redirect_stdout
+from dataclasses import replace
+from functools import partial
+from hashlib import blake2b
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from legacy_ddp.debug._cli import main
+from legacy_ddp.debug._operations.operation import Operation, Value
+from legacy_ddp.debug._trace.records import Environment
+from tests.helpers.operations import model, numbered, rewritten
+from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
+
+EXPECTED = Path(__file__).with_name("scenes.txt")
+WORD, OTHER = "ab" * 8, "cd" * 8
+FIRST = {phase: names[0] for phase, names in NAMES.items()}
+Given = dict[str, Any]
+
+
+def planted(*wheres: tuple[int, int, str], value: tuple[Any, ...] = (WORD, 3.5)) -> Given:
+    """Another entry in the first name of each phase. ``wheres``: rank, step and phase."""
+    return {"planted": {(rank, step, phase, FIRST[phase]): value for rank, step, phase in wheres}}
+
+
+def facts(**changes: str) -> Given:
+    """Other facts in the environment of every rank."""
+
+    def changed(rank: int, world_size: int) -> Environment:
+        plain = environment(rank, world_size)
+        return environment(rank, world_size, facts={**plain.facts, **changes})
+
+    return {"environments": changed}
+
+
+def calls(**changes: Any) -> Given:
+    """Other facts about the call of step 3 on rank 1."""
+    return {"calls": lambda step, rank: call_facts(step, rank, **(changes if (step, rank) == (3, 1) else {}))}
+
+
+def steps(first_step: int, **changes: Any) -> Given:
+    return {"environments": lambda rank, size: environment(rank, size, first_step=first_step, **changes)}
+
+
+def with_operations(wrong: bool) -> Given:
+    """Operations of step 3, with a wrong product on rank 1."""
+
+    def of(step: int, rank: int) -> Sequence[Operation]:
+        sequence = model() if not (wrong and rank == 1) else rewritten(model(), 7, "h2(x)", "wrong")
+        return numbered(_with_digests(sequence)) if step == 3 else ()
+
+    return {"operations": of}
+
+
+def _with_digests(sequence: Sequence[Operation]) -> list[Operation]:
+    """The operations with digests of 16 hexadecimal digits in place of short texts."""
+
+    def words(values: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(
+            replace(item, digest=blake2b(str(item.digest).encode(), digest_size=8).hexdigest()) for item in values
+        )
+
+    return [replace(item, inputs=words(item.inputs), outputs=words(item.outputs)) for item in sequence]
+
+
+LATER = ("local_gradients", "reduced_gradients", "settings", "optimizer", "parameters", "buffers")
+GRADIENTS = {**NAMES, "optimizer": (), "settings": ()}
+OTHER_INPUTS = (("int64 (16, 64)", WORD), ("int64 (16, 64)", f"{16 * 3 + 9:016x}"))
+SMALL = (WORD, 1.375 * (1 + 1e-7))
+
+# Name: the run, and a second run; {} for a run as it is.
+TWO_RUNS: dict[str, tuple[Given, Given]] = {
+    "equal": ({}, {}),
+    **{f"{phase} at the start": ({}, planted((1, 0, phase))) for phase in START},
+    **{f"{phase} at step 3": ({}, planted((1, 3, phase))) for phase in LATER},
+    "missing in B": ({}, planted((0, 2, "optimizer"), value=(None, None))),
+    "not finite": ({}, planted((0, 2, "parameters"), value=(WORD, 1.0, 7))),
+    "rounding that stays": ({}, planted((0, 3, "parameters"), value=SMALL)),
+    "rounding that grows": (
+        {},
+        {
+            "planted": {
+                **planted((0, 3, "parameters"), value=SMALL)["planted"],
+                **planted((0, 5, "parameters"))["planted"],
+            }
+        },
+    ),
+    "several places": (
+        {"world_size": 3},
+        {"world_size": 3, **planted((0, 4, "buffers"), (1, 2, "parameters"), (2, 2, "optimizer"))},
+    ),
+    "a schedule, then tensors": ({}, planted((0, 2, "settings"), (0, 3, "parameters"))),
+    "data": ({}, {**planted((1, 3, "local_gradients")), **calls(inputs=OTHER_INPUTS)}),
+    "shape and generators": (
+        {},
+        {**planted((1, 3, "local_gradients")), **calls(inputs=(("int64 (8, 64)", WORD),), generators=WORD)},
+    ),
+    "micro-batches": ({}, {**planted((1, 3, "local_gradients")), **calls(micro_batches=3, forwards=3)}),
+    "sample_size": ({}, {**planted((1, 3, "reduced_gradients")), **calls(sample_size=32)}),
+    "inputs not known": (
+        calls(inputs_complete=False),
+        {**planted((1, 3, "local_gradients")), **calls(inputs_complete=False)},
+    ),
+    "seed and threads": (facts(), {**planted((0, 0, "parameters")), **facts(seed="1", threads="8")}),
+    "threads changed no bit": (facts(), facts(threads="8")),
+    "gradients alone": ({"names": GRADIENTS}, {"names": GRADIENTS, **planted((0, 3, "parameters"))}),
+    "no buffers in B": ({}, {"names": {**NAMES, "buffers": ()}}),
+    "no common step": ({}, steps(20)),
+    "a resumed run": ({"steps": 8}, {"steps": 5, **steps(4), **planted((0, 3, "parameters"))}),
+    "only the start": ({}, {"steps": 0}),
+    "a shorter run": ({}, {"steps": 3}),
+    "other intervals": ({}, steps(1, every=2)),
+    "settings and tensors in one step": ({}, planted((0, 3, "settings"), (0, 3, "parameters"))),
+    "settings and weights at the start": ({}, planted((0, 0, "settings"), (0, 0, "parameters"))),
+    "metrics": ({}, calls(metrics={"loss": 1.5})),
+    "operations": (with_operations(wrong=False), {**planted((1, 3, "local_gradients")), **with_operations(wrong=True)}),
+    "operations without a difference of tensors": (with_operations(wrong=False), with_operations(wrong=True)),
+    "world sizes": ({}, {"world_size": 4}),
+    "world sizes, different": (
+        {},
+        {"world_size": 4, **planted(*[(rank, 3, "reduced_gradients") for rank in range(4)])},
+    ),
+    "world sizes, reproducible": (
+        facts(reproducible="True"),
+        {
+            "world_size": 4,
+            **facts(reproducible="True"),
+            **planted(*[(rank, 3, "reduced_gradients") for rank in range(4)]),
+        },
+    ),
+    "world sizes, ranks of B differ": ({}, {"world_size": 4, **planted((2, 3, "parameters"))}),
+}
+ONE_RUN: dict[str, Given] = {
+    "equal": {"world_size": 3},
+    "one rank": {"world_size": 1},
+    **{f"{phase} at the start": {"world_size": 3, **planted((1, 0, phase))} for phase in START},
+    **{f"{phase} at step 3": {"world_size": 3, **planted((1, 3, phase))} for phase in LATER},
+    "rank 0 against the others": {"world_size": 3, **planted((0, 3, "parameters"))},
+    "no majority": planted((1, 2, "parameters"), (1, 3, "parameters"), (0, 5, "buffers")),
+    "each its own": {
+        "world_size": 4,
+        "planted": {(rank, 3, "buffers", "buffer 'mean'"): (f"{rank:016x}", 1.0) for rank in range(4)},
+    },
+    "missing on a rank": {"world_size": 3, **planted((2, 3, "optimizer"), value=(None, None))},
+    "two names": {
+        "world_size": 3,
+        "planted": {(1, 2, "parameters", name): (WORD, 2.0) for name in NAMES["parameters"]},
+    },
+    "not finite": {"world_size": 3, **planted((1, 2, "parameters"), value=(WORD, 1.0, 3))},
+    "facts": {
+        "world_size": 3,
+        "environments": lambda rank, size: environment(
+            rank, size, facts={"threads": str(rank // 2), "seed": str(rank)}
+        ),
+    },
+    "ended by an error": {"end": "ReplicaDivergenceError"},
+    "only the start": {"steps": 0},
+    "operations": with_operations(wrong=True),
+}
+# Name: the run, and what happens to its files.
+DAMAGED: dict[str, Callable[[Path], object]] = {
+    "a rank ends early": lambda folder: end_after(folder / "rank-00001.jsonl", 2),
+    "a rank recorded no step": lambda folder: end_after(folder / "rank-00001.jsonl", None),
+    "no optimizer on rank 1": lambda folder: without(folder / "rank-00001.jsonl", lambda line: b'"optimizer"' in line),
+    "a damaged line": lambda folder: _damage(folder / "rank-00001.jsonl"),
+}
+
+
+def _damage(path: Path) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:20], lines[20].replace(b":", b";", 1), *lines[21:]]))
+
+
+def outputs(*folders: Path) -> str:
+    """Exit status, text and JSON of the command, with the names of the folders alone."""
+    names = [folder.name for folder in folders]
+    with chdir(folders[0].parent):
+        with redirect_stdout(StringIO()) as text:
+            status = main(["diff", *names])
+        with redirect_stdout(StringIO()) as members:
+            main(["diff", "--json", *names])
+    return f"exit status {status}\n{text.getvalue()}{json.dumps(json.loads(members.getvalue()))}\n"
+
+
+def scenes() -> dict[str, Callable[[Path], str]]:
+    """All scenes by name; each writes its traces below a folder."""
+    pairs = {f"two runs: {name}": partial(_compared, given={"a": a, "b": b}) for name, (a, b) in TWO_RUNS.items()}
+    single = {f"one run: {name}": partial(_compared, given={"run": given}) for name, given in ONE_RUN.items()}
+    harmed = {f"one run: {name}": partial(_harmed, harm) for name, harm in DAMAGED.items()}
+    beside = {f"two runs: {name}": partial(_harmed, harm, beside=True) for name, harm in DAMAGED.items()}
+    return {**pairs, **single, **harmed, **beside}
+
+
+def _compared(path: Path, given: dict[str, Given]) -> str:
+    return outputs(*[write_trace(path / name, **of_run) for name, of_run in given.items()])
+
+
+def _harmed(harm: Callable[[Path], object], path: Path, *, beside: bool = False) -> str:
+    """A run with a file that was harmed, alone or beside a whole one."""
+    folders = [write_trace(path / name, world_size=3) for name in ("a", "b")]
+    harm(folders[1])
+    return outputs(*folders) if beside else outputs(folders[1])
+
+
+def expected() -> dict[str, str]:
+    parts = EXPECTED.read_text(encoding="utf-8").split("=== ")[1:]
+    return {name: text for name, _, text in (part.partition("\n") for part in parts)}
+
+
+@pytest.mark.parametrize("name", scenes())
+def test_the_command_answers_as_before(tmp_path: Path, name: str) -> None:
+    assert scenes()[name](tmp_path) == expected()[name]
+
+
+def test_every_scene_is_tested() -> None:
+    assert [*expected()] == [*scenes()]
+
+
+if __name__ == "__main__":
+    with EXPECTED.open("w", encoding="utf-8") as file:
+        for name, scene in scenes().items():
+            with TemporaryDirectory() as folder:
+                file.write(f"=== {name}\n{scene(Path(folder))}")
+    print(f"wrote {os.path.relpath(EXPECTED)}")
