@@ -81,6 +81,7 @@ def _outlive_groups(rank: int, directory: Path) -> list[Any]:
     return seen
 
 
+@pytest.mark.usefixtures("transport")
 def test_destroyed_groups_are_named_and_a_new_default_group_is_taken_up(tmp_path: Path) -> None:
     for seen in run_ranks(_outlive_groups, 2, tmp_path):
         destroyed, works, mesh_destroyed, *missing = seen[:5]
