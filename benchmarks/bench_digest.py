@@ -31,7 +31,7 @@ from legacy_ddp import LegacyDistributedDataParallel
 
 AIM = 0.01
 # All that runs outside of a difference: the digest, its place in the header, and the notes about steps.
-TIMED = ("begin_forward", "digest_of", "compare", "end_call", "begin_step", "end_step", "covers")
+TIMED = ("begin_forward", "digest_of", "note_agreement", "compare", "end_call", "begin_step", "end_step", "covers")
 RESULTS_WITHOUT = {"digest_of": 0, "covers": False}  # None for the others
 TENSORS, NUMEL = 1000, 16
 Made = tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]
