@@ -34,7 +34,10 @@ _Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]
 
 
 class _Place(NamedTuple):
-    """A tensor of the replica, found through its owner: a new tensor of equal size may take its place."""
+    """Where a tensor of the replica is: the dictionary ``owner`` has it under ``key``.
+
+    The tensor itself is not kept, because the script may replace it by a new tensor of equal size.
+    """
 
     name: str
     owner: Mapping[str, torch.Tensor | None]

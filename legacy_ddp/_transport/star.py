@@ -127,7 +127,10 @@ class Star:
         return found
 
     def give_up(self) -> None:
-        """Tell the other ranks that this rank has waited too long, before :meth:`close`: no connection broke."""
+        """Tell the other ranks that this rank gives up because its timeout has passed; call this before :meth:`close`.
+
+        Without this message the others would take the closed connection for a lost rank.
+        """
         self._tell(_LATE, self.rank)
 
     def close(self) -> None:

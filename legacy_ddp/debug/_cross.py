@@ -230,7 +230,7 @@ def _check_functions(module: object, run: object) -> None:
 
 
 def _check_group(model: nn.Module, process_group: object) -> None:
-    """Raise a ValueError for a group beside the group of a wrapper."""
+    """Raise a ValueError if ``process_group`` is given although ``model`` is a wrapper, which has its own group."""
     if process_group is not None and isinstance(internals.inside_of_compiled(model), LegacyDistributedDataParallel):
         raise ValueError(
             "process_group is the wrapper's own, expected None; leave it out, or pass the module inside of the wrapper"

@@ -473,7 +473,7 @@ class _RankComparison(_Comparison):
         return {"kind": "ranks", "world_size": self._run.world_size}
 
     def operations(self, first: Divergence | None) -> tuple[OperationFinding | None, Iterator[str]]:
-        """Up to the step of the first divergence. Every file is read once more."""
+        """Compare the operations of all steps up to ``first``. Reads every trace file a second time."""
         compared = {k: v for k, v in self._micro_batches.items() if first is None or k <= first.step}
         found = RankOperations(self._run, compared)
         return found.finding, found.notes()

@@ -376,7 +376,7 @@ class RankOperations:
 
 
 def _unused(step: int, ranks: tuple[int, int], operations: Sequence[Operation]) -> str:
-    """A note about operations without influence, of the first rank alone."""
+    """A note about operations that only the first of two ranks made, and whose results no other operation used."""
     labels = f"rank {ranks[0]}", f"rank {ranks[1]}"
     alone_there = next(alone(operations, (), labels))
     return f"operations without influence, first in step {step}, against {labels[1]}: {alone_there}"

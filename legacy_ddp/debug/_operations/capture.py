@@ -205,7 +205,7 @@ class _Running:
 
 
 class _Observer:
-    """The operations of a record.
+    """Collects the operations of one record while they run.
 
     ``keep``: positions of operations with outputs to copy to :attr:`kept`. ``counts_forwards``: as for the capture.
     """

@@ -201,7 +201,7 @@ def _layout(tensor: torch.Tensor) -> Iterator[str]:
 
 
 def _foreign(tensor: torch.Tensor) -> tuple[str, str]:
-    """A sparse tensor, or a tensor of a class with operations of its own, which need not answer every question."""
+    """Describe a sparse tensor, or a tensor of a subclass. Such a tensor may not support every attribute read here."""
     name = type(tensor).__name__
     try:
         kind = format_type(tensor)

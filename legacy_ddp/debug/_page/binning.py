@@ -22,7 +22,7 @@ LEVELS = 200
 
 @dataclass(frozen=True)
 class Bins:
-    """``total`` consecutive items, in bins of ``size``; the last bin may be smaller."""
+    """``total`` consecutive items, divided into bins of ``size`` items; the last bin may have fewer items."""
 
     total: int
     size: int

@@ -47,7 +47,7 @@ class Run:
         return tuple(self.folder / RANK_FILE.format(rank) for rank in range(self.world_size))
 
     def open(self, rank: int, progress: Progress = lambda _: None, until: int | None = None) -> RankTrace:
-        """The scanned file of one rank, or its steps up to ``until``. ``progress`` gets the number of bytes read.
+        """Read the trace file of one rank, up to step ``until`` if given. ``progress`` gets the number of bytes read.
 
         Raises:
             TraceError: the file cannot be read.
