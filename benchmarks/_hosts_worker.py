@@ -19,7 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _measure import Summary, Variant, measure, parse, process_group, round_ratios, summarize, write_results
+from _measure import (
+    Summary,
+    Variant,
+    measure,
+    parse,
+    process_group,
+    round_ratios,
+    summarize,
+    write_results,
+)
 from _workloads import LAYERS, WRAPPERS, Transformer, predict_tokens, step, tokens
 from bench_agree import median_interval
 from torch import nn

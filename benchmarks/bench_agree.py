@@ -29,8 +29,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from _interrupt import quiet_interrupt
-from _measure import Variant, measure, parse, print_table, process_group, round_ratios, summarize, write_results
-from _scaling import ROW_BYTES, Network, doubling_hops, fit_alpha, limits, ring_hops, seconds_per_row
+from _measure import (
+    Variant,
+    measure,
+    parse,
+    print_table,
+    process_group,
+    round_ratios,
+    summarize,
+    write_results,
+)
+from _scaling import (
+    ROW_BYTES,
+    Network,
+    doubling_hops,
+    fit_alpha,
+    limits,
+    ring_hops,
+    seconds_per_row,
+)
 from _workloads import LAYERS, Transformer, predict_tokens, step, tokens
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel

@@ -18,7 +18,17 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 from _interrupt import quiet_interrupt
-from _measure import Variant, measure, parse, print_aims, print_table, process_group, summarize, verdicts, write_results
+from _measure import (
+    Variant,
+    measure,
+    parse,
+    print_aims,
+    print_table,
+    process_group,
+    summarize,
+    verdicts,
+    write_results,
+)
 from bench_debug import MAIN_JOB, language_model
 from torch import nn
 

@@ -27,7 +27,15 @@ from _ranks import (
     require_identical_replicas,
     restore_random_state,
 )
-from _text import BYTE_VALUES, Text, TextError, bigram_bits, bigram_bits_per_byte, cut_windows, read_text
+from _text import (
+    BYTE_VALUES,
+    Text,
+    TextError,
+    bigram_bits,
+    bigram_bits_per_byte,
+    cut_windows,
+    read_text,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 

@@ -4,7 +4,16 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import (
+    Any,
+    Literal,
+    Protocol,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    runtime_checkable,
+)
 
 from legacy_ddp._argument_errors import argument_errors
 

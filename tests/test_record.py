@@ -11,7 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, DesyncError, LegacyDistributedDataParallel, RankRow, SyncRecord, all_reduce_gradients
+from legacy_ddp import (
+    Checks,
+    DesyncError,
+    LegacyDistributedDataParallel,
+    RankRow,
+    SyncRecord,
+    all_reduce_gradients,
+)
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, wrap

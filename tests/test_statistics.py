@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, NoiseScale, SyncRecord, all_reduce_gradients
+from legacy_ddp import (
+    Checks,
+    LegacyDistributedDataParallel,
+    NoiseScale,
+    SyncRecord,
+    all_reduce_gradients,
+)
 from legacy_ddp._statistics import (
     SUSPICIOUS_CALLS,
     LimitDetector,

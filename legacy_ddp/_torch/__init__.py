@@ -11,18 +11,6 @@ from torch._C import Future  # then() returns this type, not torch.futures.Futur
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.utils.weak import WeakIdKeyDictionary
 
-from legacy_ddp._torch.compiler import (
-    begin_range,
-    disable_dynamo,
-    has_compiled_call,
-    inside_backward,
-    inside_of_compiled,
-    is_profiling,
-    is_tracing,
-    profiled,
-    skip_tracing,
-    skip_tracing_below,
-)
 from legacy_ddp._torch.dispatch import (
     LEAF_NUMBER,
     LowestMode,
@@ -50,39 +38,47 @@ from legacy_ddp._torch.groups import (
     operation_options,
     registered_groups,
 )
-from legacy_ddp._torch.guards import TensorGuards
 from legacy_ddp._torch.hooks import (
     accumulate_hooks,
     add_accumulate_hook,
     attach_hooks,
     before_every_step,
+    begin_range,
+    disable_dynamo,
+    has_compiled_call,
     identity,
+    inside_backward,
+    inside_of_compiled,
+    is_profiling,
+    is_tracing,
+    profiled,
+    skip_tracing,
+    skip_tracing_below,
     without_accumulate_hooks,
 )
-from legacy_ddp._torch.memory import (
+from legacy_ddp._torch.tensors import (
+    TensorGuards,
+    all_scalers,
+    calling_scaler,
     flattened,
     foreach_copy,
     foreach_norm,
     grad_dtypes,
+    has_unscaled,
     is_only_in_grad,
+    largest_used_scaler,
     preserved_versions,
     ref_counts,
+    running_statistics,
+    statistics_names,
     storage_handles,
     storage_key,
     storage_use_count,
     under_own_storage,
-    weak_storage,
-)
-from legacy_ddp._torch.training import (
-    all_scalers,
-    calling_scaler,
-    has_unscaled,
-    largest_used_scaler,
-    running_statistics,
-    statistics_names,
     unsaved_buffer_names,
     updated_statistics_names,
     version_of,
+    weak_storage,
 )
 
 __all__ = [

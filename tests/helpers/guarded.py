@@ -9,10 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from legacy_ddp import (
-    LegacyDistributedDataParallel,
-    UnsynchronizedStepError,
-)
+from legacy_ddp import LegacyDistributedDataParallel, UnsynchronizedStepError
 
 Model = LegacyDistributedDataParallel
 

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from legacy_ddp import (
-    PeerError,
-    PeerLostError,
-    UnsynchronizedStepError,
-)
+from legacy_ddp import PeerError, PeerLostError, UnsynchronizedStepError
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import error_of

@@ -16,11 +16,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from legacy_ddp import (
-    Checks,
-    UnsynchronizedStepError,
-    all_reduce_gradients,
-)
+from legacy_ddp import Checks, UnsynchronizedStepError, all_reduce_gradients
 from tests.helpers import logged_warnings
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.paths import ROOT

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError, PeerError, PeerLostError
+from legacy_ddp import (
+    Checks,
+    LegacyDDPError,
+    LegacyDistributedDataParallel,
+    LostPeerError,
+    PeerError,
+    PeerLostError,
+)
 from tests.helpers.interrupts import error_after_interrupt
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks

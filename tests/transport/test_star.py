@@ -17,12 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._transport.host_card import new_token
-from legacy_ddp._transport.host_row import (
-    MAX_SEGMENTS,
-    SegmentIds,
-    decode_host_rows,
-    encode_host_row,
-)
+from legacy_ddp._transport.host_row import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Descriptors, Star, StarLostError, StarTimeoutError
 from legacy_ddp._transport.star_setup import StarListener, connect
 

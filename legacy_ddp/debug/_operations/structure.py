@@ -8,13 +8,7 @@ from itertools import groupby
 from legacy_ddp.debug._operations.align import agree, aligned, gap_of, last_reader, sequence_difference
 from legacy_ddp.debug._operations.describe import aspects, sizes
 from legacy_ddp.debug._operations.flow import Flow, Influence
-from legacy_ddp.debug._operations.operation import (
-    Gap,
-    Operation,
-    OperationDifference,
-    Origin,
-    Value,
-)
+from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value
 
 _ARGUMENT = re.compile(r", (?=\w+=)")
 _NUMBER = re.compile(r"(?<![\w.])-?(?:\d[\w.+-]*|inf\b|nan\b)")
