@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from legacy_ddp._buckets.columns import parameter_columns
-from legacy_ddp._buckets.plan import Plan
+from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._checks import Checks, Level, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.arguments import Arguments, Metrics

@@ -25,7 +25,7 @@ from legacy_ddp._agreement.header import (
 )
 from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, Mismatch, Precedence, find_failure, find_mismatch
 from legacy_ddp._argument_errors import add_explanation
-from legacy_ddp._buckets.gradient import ABSENT, DENSE
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
 from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.call import Call

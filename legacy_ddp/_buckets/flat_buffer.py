@@ -1,9 +1,4 @@
-"""The flat tensor of a bucket: packing gradients into slots, and giving the slots to ``.grad``. No communication.
-
-A gradient is not copied if it already is the view of its slot. Safety comes from reference counts: if anything besides
-these gradients refers to memory of the flat tensor (a gradient kept by the user, two gradients swapped by hand, a
-transposed gradient), the call packs into a fresh flat tensor and leaves the old memory to its other holders.
-"""
+"""Kinds of gradient, and the refusal of unusable gradients."""
 
 import threading
 from bisect import bisect_right
@@ -13,12 +8,61 @@ from dataclasses import dataclass
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, check_gradient, is_plain, kinds_of
-from legacy_ddp._buckets.layout import Bucket, Run
+from legacy_ddp._buckets.layout import Bucket, Run, Slot, wire_dtype
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.views import SlotViews
-from legacy_ddp._buckets.wire import wire_dtype
+from legacy_ddp._errors import GradientError
 from legacy_ddp._settings import Settings
+
+ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse gradient
+
+
+def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
+    """The kind of each gradient: ABSENT, DENSE, or SPARSE + sparse_dim."""
+    return [
+        ABSENT if grad is None else DENSE if grad.layout is torch.strided else SPARSE + grad.sparse_dim()
+        for grad in grads
+    ]
+
+
+def has_nonzero(grad: torch.Tensor) -> bool:
+    """Whether any element is not zero."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    # The norm is 20 times as fast as any(), but may underflow.
+    return bool(torch.linalg.vector_norm(values)) or bool(values.any())
+
+
+def is_plain(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
+    """Whether ``grad`` is a plain dense gradient exactly as planned."""
+    return (
+        grad.layout is torch.strided
+        and grad.device == bucket.device
+        and grad.dtype == bucket.dtype
+        and grad.shape == slot.shape
+        and grad.stride() == slot.stride
+        and not (grad.requires_grad or grad.is_inference())
+    )
+
+
+def check_gradient(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> None:
+    """Refuse a gradient unusable for reduction.
+
+    Raises:
+        GradientError: ``grad`` requires grad, has a shape or dtype other than planned, or an unsupported layout.
+    """
+    if grad.requires_grad:
+        problem = "requires grad: got create_graph=True, expected a plain gradient; detach it before all_reduce()"
+    elif grad.layout not in (torch.strided, torch.sparse_coo):
+        problem = f"has layout {grad.layout}, expected strided or sparse_coo; convert it before all_reduce()"
+    elif grad.shape != slot.shape:
+        problem = (
+            f"has shape {tuple(grad.shape)}, expected {tuple(slot.shape)}; assign a gradient of the parameter's shape"
+        )
+    elif grad.dtype != bucket.dtype:
+        problem = f"has dtype {grad.dtype}, expected {bucket.dtype}; cast it, or set grad_dtype on the parameter"
+    else:
+        return
+    raise GradientError(f"grad of {slot.name!r} {problem}", parameter=slot.name)
 
 
 class FlatBuffer:

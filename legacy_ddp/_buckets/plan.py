@@ -1,22 +1,216 @@
-"""The plan: the slot, the buffer and the parameter of every gradient. Made again only when the parameters change."""
+"""The comparison of parameters with the planned parameters. Runs in every call, in few steps per parameter."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
-from legacy_ddp._buckets.backward_copy import BackwardCopy
-from legacy_ddp._buckets.columns import Columns, ParameterWalk
+from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer, SlotResult
-from legacy_ddp._buckets.inventory import distinct
-from legacy_ddp._buckets.layout import Bucket, Layout, plan_layout
+from legacy_ddp._buckets.layout import Bucket, Layout, distinct, plan_layout
 from legacy_ddp._buckets.segment import SegmentPolicy
-from legacy_ddp._buckets.signature import Signature
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._step_guard.backward_hook import PassiveHook, only_backward_hook, remove_hooks
+
+
+class Signature:
+    """All properties of parameters on which a plan depends. Keeps no parameter alive.
+
+    Identities show which tensors have several names. A new tensor may get the identity of a deleted tensor; the counter
+    notices, because the new tensor lacks the hooks of the old tensor.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        self._identities = _identities(names, tensors)
+        first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+        self._first = sorted(first.values())  # index of the first name of each tensor
+        kinds = set(self._identities[2])
+        self._has_lazy = any(issubclass(kind, (UninitializedParameter, UninitializedBuffer)) for kind in kinds)
+        shaped = self._shaped(tensors)
+        self._facts = _facts(shaped)
+        self._guards = internals.TensorGuards(shaped)
+
+    def matches(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a plan for these parameters would be the same plan."""
+        if (names, list(map(id, tensors)), list(map(type, tensors))) != self._identities:
+            return False
+        shaped = self._shaped(tensors) if self._has_lazy or len(self._first) < len(tensors) else tensors
+        if self._guards.match(shaped) and internals.grad_dtypes(shaped) == self._facts[0]:
+            return True
+        if _facts(shaped) != self._facts:
+            return False
+        self._guards = internals.TensorGuards(shaped)  # autocast or inference settings differ from the last call
+        return True
+
+    def _shaped(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Each tensor once, without lazy tensors, which have no shape yet."""
+        distinct = tensors if len(self._first) == len(tensors) else [tensors[index] for index in self._first]
+        if self._has_lazy:
+            return [tensor for tensor in distinct if not is_lazy(tensor)]
+        return distinct
+
+
+def _identities(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[Sequence[str], list[int], list[type]]:
+    return names, list(map(id, tensors)), list(map(type, tensors))
+
+
+def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype | None], Sequence[tuple[object, ...]]]:
+    facts = [(each.requires_grad, each.dtype, each.device, each.shape, each.stride()) for each in tensors]
+    return internals.grad_dtypes(tensors), facts
+
+
+_WALKS = frozenset({"named_parameters", "named_modules", "_named_members"})
+
+
+class Columns(NamedTuple):
+    """All names of every tensor, and the tensor of each name."""
+
+    names: Sequence[str]
+    tensors: Sequence[torch.Tensor]
+
+
+def columns(named: Iterable[tuple[str, torch.Tensor]]) -> Columns:
+    """The columns of named tensors. A lasting tuple per tensor would start Python's garbage collector often."""
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    for name, tensor in named:
+        names.append(name)
+        tensors.append(tensor)
+    return Columns(names, tensors)
+
+
+def parameter_columns(module: nn.Module) -> Columns:
+    """The same as ``module.named_parameters(remove_duplicate=False)``."""
+    return ParameterWalk().columns(module)
+
+
+class ParameterWalk:
+    """Walks over the parameters of a module. Names are made again only if they changed since the walk before.
+
+    Keeps nothing but names alive.
+    """
+
+    def __init__(self) -> None:
+        self._tree: list[object] = []
+        self._names: list[str] = []
+
+    def columns(self, module: nn.Module) -> Columns:
+        """The same as ``module.named_parameters(remove_duplicate=False)``, in a tenth of the time.
+
+        Modules with a walk of their own are asked for it.
+        """
+        tree: list[object] = []  # for every module its own names, and the places without a module
+        tensors: list[torch.Tensor | None] = []
+        stack: list[nn.Module | None] = [module]
+        while stack:
+            current = stack.pop()
+            if current is None:
+                tree.append(None)
+                continue
+            own, children = current._parameters, current._modules
+            is_plain = isinstance(own, dict) and isinstance(children, dict)
+            is_usual = is_plain and current.__dict__.keys().isdisjoint(_WALKS)
+            if not (is_usual and _has_usual_walk(type(current))):  # type: ignore[arg-type]  # a class has a hash
+                return columns(module.named_parameters(remove_duplicate=False))
+            tree.append((*own, None, *children))
+            tensors += own.values()
+            stack += reversed(children.values())
+        if tree != self._tree:
+            self._tree, self._names = tree, list(_names_in(module, ""))
+        present = [tensor for tensor in tensors if tensor is not None]
+        if len(present) == len(tensors):
+            return Columns(self._names, present)
+        names = [name for name, tensor in zip(self._names, tensors, strict=True) if tensor is not None]
+        return Columns(names, present)
+
+
+def _names_in(module: nn.Module, prefix: str) -> Iterator[str]:
+    """The names of all parameters, also of places without a parameter."""
+    for name in module._parameters:
+        yield prefix + name
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _names_in(child, f"{prefix}{name}.")
+
+
+@lru_cache(maxsize=256)
+def _has_usual_walk(kind: type[nn.Module]) -> bool:
+    return all(getattr(kind, walk) is getattr(nn.Module, walk) for walk in _WALKS)
+
+
+# Smaller gradients are cheaper to copy all together. Other devices copy all together at any size: not measured there.
+SMALLEST_BYTES = 64 * 1024
+
+
+class BackwardCopy:
+    """The hooks on the parameters of a plan. Keeps no parameter alive."""
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._thread = _BackwardThread()
+        weakref.finalize(self, remove_hooks, self._handles)
+
+    def attach(self, parameters_of: Iterable[tuple[FlatBuffer, Sequence[torch.Tensor]]]) -> None:
+        """Move the gradients of these parameters to their buffers from now on; replaces all earlier hooks."""
+        remove_hooks(self._handles)
+        for buffer, parameters in parameters_of:
+            for index, parameter in enumerate(parameters):
+                if buffer.as_views and buffer.bucket.device.type == "cpu" and parameter.nbytes >= SMALLEST_BYTES:
+                    self._handles.append(parameter.register_hook(self._thread.before_accumulation))  # type: ignore[no-untyped-call]
+                    hook = _MoveHook(buffer, index, self._thread)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+
+class _BackwardThread:
+    """The thread of all backward passes over the parameters of a plan, as long as there is a single thread.
+
+    torch adds to a ``.grad`` under a lock, but runs post-accumulate hooks outside of the lock. If a hook replaces
+    ``.grad`` while a second thread adds to the old gradient, the sum is lost and the heap is corrupted. Therefore a
+    second thread ends the moves for good, before its first addition: tensor hooks run before torch adds, and wait for a
+    move in progress.
+    """
+
+    def __init__(self) -> None:
+        self.is_single = True
+        self.moving = threading.Lock()
+        self._ident: int | None = None
+
+    @internals.skip_tracing  # traced, the hook would return at once and notice no thread
+    @unserializable_hook  # type: ignore[untyped-decorator]  # torch.save() warns of the hooks of a tensor otherwise
+    def before_accumulation(self, _: torch.Tensor) -> None:
+        """A tensor hook: the calling thread is about to add to a gradient."""
+        if torch.compiler.is_compiling() or self._ident == threading.get_ident():
+            return
+        with self.moving:
+            self.is_single = self.is_single and self._ident is None
+            self._ident = threading.get_ident()
+
+
+class _MoveHook(PassiveHook):
+    def __init__(self, buffer: FlatBuffer, index: int, thread: _BackwardThread) -> None:
+        self.buffer = buffer
+        self.index = index
+        self.thread = thread
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        # Compiled autograd traces hooks. Several wrappers on one parameter have several slots for the gradient: counter
+        # hooks that run after the move would not notice that the gradient is new.
+        if torch.compiler.is_compiling() or (counting := only_backward_hook(parameter)) is None:
+            return
+        with self.thread.moving:
+            if self.thread.is_single and (moved := self.buffer.move_to_slot(self.index, parameter)) is not None:
+                counting.left_version = moved._version
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.columns import parameter_columns
-from legacy_ddp._buckets.inventory import Named, build_inventory, check_dense, distinct, inventory_digest
+from legacy_ddp._buckets.layout import Named, build_inventory, check_dense, distinct, inventory_digest
+from legacy_ddp._buckets.plan import parameter_columns
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.operation import Operation

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._buckets.layout import as_real
 from legacy_ddp._collectives.dense import fill_missing
 from legacy_ddp._collectives.reduce import Payload, Reducer
 from legacy_ddp._compare import name_ranks

@@ -9,11 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE
-from legacy_ddp._buckets.inventory import gradient_dtype
-from legacy_ddp._buckets.layout import Run, cut_runs
-from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, FlatBuffer
+from legacy_ddp._buckets.layout import Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._collectives.reduce import Payload, Reducer
 from legacy_ddp._reproducible.leaf_sums import LeafSums
 from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce

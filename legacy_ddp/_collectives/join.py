@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._argument_errors import argument_errors
-from legacy_ddp._buckets.columns import parameter_columns
+from legacy_ddp._buckets.plan import parameter_columns
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.arguments import Arguments
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters

@@ -9,8 +9,8 @@ from typing import SupportsIndex
 import torch
 
 from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
-from legacy_ddp._buckets.gradient import ABSENT, DENSE, SPARSE, has_nonzero
-from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, has_nonzero
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._collectives.arguments import Arguments

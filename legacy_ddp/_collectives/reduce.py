@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from legacy_ddp._agreement.agree import Agreement, agree_on_kinds
-from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.gradient import ABSENT, DENSE
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, FlatBuffer
 from legacy_ddp._buckets.layout import Layout, Run
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.pack import Packed

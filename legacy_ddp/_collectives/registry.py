@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.columns import Columns
+from legacy_ddp._buckets.plan import Columns
 from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings, resolve_transport

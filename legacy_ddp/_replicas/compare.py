@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._compare import Difference, compare_rows, name_ranks
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,

@@ -10,7 +10,7 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._argument_errors import argument_errors
-from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._replicas.hash_lanes import (
     MIN_LANES,
     count_words,

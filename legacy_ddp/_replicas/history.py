@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.inventory import distinct, fingerprint
+from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.compare import add_moved, compare_items, find_moved
 from legacy_ddp._replicas.digest import digest_all

@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.inventory import Named, distinct
+from legacy_ddp._buckets.layout import Named, distinct
 from legacy_ddp._replicas.state import MEMBERSHIP, NONE, StateItem, format_type
 
 MAX_NAMED = 3

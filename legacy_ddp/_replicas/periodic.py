@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 
 from torch import nn
 
-from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.compare import add_moved, compare_items, find_moved
 from legacy_ddp._replicas.forward_digests import ForwardDigests

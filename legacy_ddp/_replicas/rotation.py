@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.layout import distinct
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas.attribution import AT_START
 from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, find_moved

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.inventory import Named
+from legacy_ddp._buckets.layout import Named
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.digest import digest_each, is_digestible
 from legacy_ddp._settings import Settings

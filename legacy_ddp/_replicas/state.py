@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.inventory import Named, check_dense, distinct, fingerprint
+from legacy_ddp._buckets.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 from legacy_ddp._replicas.element_pair import format_element
 

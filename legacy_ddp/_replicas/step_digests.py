@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._buckets.layout import fingerprint
 
 
 @dataclass

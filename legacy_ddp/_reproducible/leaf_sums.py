@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from legacy_ddp._buckets.flat_buffer import FlatBuffer
-from legacy_ddp._buckets.gradient import ABSENT
+from legacy_ddp._buckets.flat_buffer import ABSENT, FlatBuffer
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._reproducible.partial_sums import PartialSums

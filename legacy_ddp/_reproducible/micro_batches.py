@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.gradient import SPARSE, has_nonzero, kinds_of
+from legacy_ddp._buckets.flat_buffer import SPARSE, has_nonzero, kinds_of
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._error_text import error_line

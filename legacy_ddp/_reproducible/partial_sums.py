@@ -6,9 +6,8 @@ has the sum of 2^k leaves, the oldest leaves first. Each sum is a node of the tr
 
 import torch
 
-from legacy_ddp._buckets.layout import Bucket
+from legacy_ddp._buckets.layout import Bucket, wire_dtype
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
-from legacy_ddp._buckets.wire import wire_dtype
 
 _CONVERTED_NUMEL = 2**18  # elements at a time: all at once, fresh memory takes five times as long
 

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._buckets.layout import Run
-from legacy_ddp._buckets.wire import as_real
+from legacy_ddp._buckets.layout import Run, as_real
 from legacy_ddp._transport.call import Call
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.inventory import inventory_digest
+from legacy_ddp._buckets.layout import inventory_digest
 from legacy_ddp._checks import as_names
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.check import divergence_error

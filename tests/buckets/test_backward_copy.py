@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._buckets import flat_buffer
-from legacy_ddp._buckets.backward_copy import SMALLEST_BYTES
+from legacy_ddp._buckets.plan import SMALLEST_BYTES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.torch_versions import HAS_GRAD_DTYPE
 

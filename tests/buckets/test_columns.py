@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from legacy_ddp._buckets.columns import ParameterWalk, parameter_columns
+from legacy_ddp._buckets.plan import ParameterWalk, parameter_columns
 from tests.helpers.torch_versions import uses_torch_jit
 
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from legacy_ddp._buckets.inventory import distinct
-from legacy_ddp._buckets.layout import Bucket, Layout, Slot, cut_runs, plan_layout
+from legacy_ddp._buckets.layout import Bucket, Layout, Slot, cut_runs, distinct, plan_layout
 from legacy_ddp._settings import Settings
 
 

@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import swap_tensors
 
-from legacy_ddp._buckets import signature as signature_module
-from legacy_ddp._buckets.columns import columns
-from legacy_ddp._buckets.signature import Signature
+from legacy_ddp._buckets import plan as signature_module
+from legacy_ddp._buckets.plan import Signature, columns
 from tests.helpers.torch_versions import needs_grad_dtype
 
 Named = list[tuple[str, torch.Tensor]]

@@ -19,9 +19,8 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
 from legacy_ddp._agreement.header import Header, column, decode_header, encode_header, encode_norm, flags_of
-from legacy_ddp._buckets import backward_copy
-from legacy_ddp._buckets.inventory import distinct
-from legacy_ddp._buckets.layout import Bucket, cut_runs, plan_layout
+from legacy_ddp._buckets import plan
+from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
 from tests.helpers.ranks import run_ranks
@@ -163,7 +162,7 @@ def _train_all(trainings: Sequence[Training], rank: int) -> list[list[Seen]]:
 
 
 def _train(training: Training, rank: int) -> list[Seen]:
-    backward_copy.SMALLEST_BYTES = 0 if training.moves else 2**40
+    plan.SMALLEST_BYTES = 0 if training.moves else 2**40
     module = _Modules(training, backwards=rank % 2 == 1)
     wrapped = LegacyDistributedDataParallel(module, checks=Checks(uneven="allow"), **training.options)
     generator = torch.Generator().manual_seed(rank)

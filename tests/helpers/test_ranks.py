@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook
 
-from legacy_ddp._buckets import backward_copy
+from legacy_ddp._buckets import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
 
@@ -119,7 +119,7 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "logger": lambda: logging.getLogger("legacy_ddp").setLevel(logging.DEBUG),
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
-    "constant": lambda: setattr(backward_copy, "SMALLEST_BYTES", 1),
+    "constant": lambda: setattr(plan, "SMALLEST_BYTES", 1),
     "process group": lambda: dist.new_group([0]),
     "child": lambda: subprocess.Popen(["sleep", "2"]),
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp._buckets.inventory import distinct
+from legacy_ddp._buckets.layout import distinct
 from legacy_ddp._replicas.membership import describe_membership, parameter_groups
 
 Tensors = list[nn.Parameter]

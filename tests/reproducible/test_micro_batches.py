@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._buckets import backward_copy
+from legacy_ddp._buckets import plan
 from legacy_ddp._reproducible.partial_sums import PartialSums
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
@@ -22,7 +22,7 @@ Model = LegacyDistributedDataParallel
 
 def _model() -> Model:
     """A smaller and a larger parameter; backward puts both gradients into their slots at once."""
-    backward_copy.SMALLEST_BYTES = 0
+    plan.SMALLEST_BYTES = 0
     return wrap_reproducible([torch.ones(3), torch.ones(1)])
 
 

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._buckets import backward_copy, private_fork
+from legacy_ddp._buckets import plan, private_fork
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
@@ -295,7 +295,7 @@ def test_zero_grad_drops_the_micro_batches_before_it(*, set_to_none: bool, last_
 
 def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
     """What was kept from every block and what the call left, where backward puts gradients into their slots."""
-    backward_copy.SMALLEST_BYTES = 0
+    plan.SMALLEST_BYTES = 0
     wrapped = wrap_reproducible([torch.ones(3)])
     kept = []
     for _ in range(2):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._buckets import backward_copy
+from legacy_ddp._buckets import plan
 from legacy_ddp._transport.peer_memory import PeerMemory
 from tests.helpers import tiers
 from tests.helpers.cases import all_bits, get_gradients
@@ -71,7 +71,7 @@ def test_the_divisor_may_exceed_64_bits(transport: str) -> None:
 
 def _kept(rank: int, each: int) -> tuple[list[float], list[float]]:
     """What gradients kept in every step hold at the end, and the results."""
-    backward_copy.SMALLEST_BYTES = 0
+    plan.SMALLEST_BYTES = 0
     model = wrap_reproducible([torch.ones(3)], transport="host")
     kept, results = [], []
     for step in range(5):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._buckets.inventory import fingerprint
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._replicas.compare import LARGE_BYTES
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._transport.call import Call

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.inventory import distinct, fingerprint
+from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._collectives.observers import private_forwards
 from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.inventory import distinct, fingerprint
-from legacy_ddp._buckets.layout import plan_layout
+from legacy_ddp._buckets.layout import distinct, fingerprint, plan_layout
 from legacy_ddp._settings import Settings
 from legacy_ddp.debug._trace.records import NO_OPTIMIZER, Environment
 
