@@ -57,7 +57,7 @@ from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 STEP_AIMS = {1: 1.05, 4: 1.03}  # from this update-freq on: info/off
 HEADER_AIM = 0.03  # of a step

@@ -60,7 +60,7 @@ from legacy_ddp._agreement.agree import agree
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 MODELS = ("transformer", "resnet", "tiny")
 TRANSFORMER_AIMS = {"ours, off, views": 0.42, "ours, info, views": 0.55}

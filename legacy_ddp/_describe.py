@@ -8,7 +8,7 @@ import torch.distributed as dist
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import format_bytes
-from legacy_ddp._transport.process_group import GroupHandle
+from legacy_ddp._transport.groups import GroupHandle
 
 
 def describe_wrapper(

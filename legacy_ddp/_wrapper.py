@@ -25,8 +25,8 @@ from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import CommHook, Settings, Transport, names_to_ignore, resolve_transport
-from legacy_ddp._transport.operation import Operation
-from legacy_ddp._transport.process_group import GroupHandle
+from legacy_ddp._transport.groups import GroupHandle
+from legacy_ddp._transport.rows import Operation
 from legacy_ddp._unsupported import refuse_attribute, refuse_unknown
 from legacy_ddp._watchdog import FORWARD, process_activity
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
 
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 HEADER_VERSION = 2
 

@@ -17,7 +17,7 @@ from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
 from legacy_ddp._frames import script_lines
 from legacy_ddp._reproducible.splits import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.gather import Gatherer
+from legacy_ddp._transport.wait import Gatherer
 
 IGNORED = "it ignored (ignore=)"
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"

@@ -21,8 +21,8 @@ from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._transport.operation import Operation
-from legacy_ddp._transport.process_group import resolve_group
+from legacy_ddp._transport.groups import resolve_group
+from legacy_ddp._transport.rows import Operation
 
 
 @internals.disable_dynamo

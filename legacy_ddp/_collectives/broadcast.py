@@ -13,7 +13,7 @@ from legacy_ddp._buckets.layout import Named, build_inventory, check_dense, dist
 from legacy_ddp._buckets.plan import parameter_columns
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._transport.call import Call, check_can_communicate
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 CHUNK_BYTES = 32 * 2**20
 

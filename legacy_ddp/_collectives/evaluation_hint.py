@@ -11,7 +11,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._log import warn
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import GroupState
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 _SPEAKER = 1  # the rank that warns
 

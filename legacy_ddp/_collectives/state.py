@@ -28,7 +28,7 @@ from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 
 class Synchronizer:

@@ -24,8 +24,8 @@ from legacy_ddp._reproducible.splits import why_no_nodes
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.host_row import MAX_BUCKETS, SegmentIds
 from legacy_ddp._transport.peer_memory import PeerMemory
+from legacy_ddp._transport.rows import MAX_BUCKETS, SegmentIds
 
 HOST, GLOO = "host", "gloo"
 

@@ -28,7 +28,7 @@ from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
 from legacy_ddp._replicas.step_digests import StepDigests
 from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 
 Rows = dict[str, dict[str, str]]
 

@@ -16,10 +16,10 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
 from legacy_ddp._settings import Settings
 from legacy_ddp._traceback import shorten_display
-from legacy_ddp._transport.gather import Gatherer
 from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.host_meeting import HostMeeting
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.hosts import HostMeeting
+from legacy_ddp._transport.rows import Operation
+from legacy_ddp._transport.wait import Gatherer
 from legacy_ddp._watchdog import USER_CODE, end_after, forget_turn, process_activity
 
 _FIRST_WARNED_CALL = 3

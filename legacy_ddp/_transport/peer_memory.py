@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from legacy_ddp._buckets.segment import Segment, map_segment, no_memory_text
-from legacy_ddp._transport.gather import Gatherer
-from legacy_ddp._transport.host_row import SegmentIds
+from legacy_ddp._transport.rows import SegmentIds
+from legacy_ddp._transport.wait import Gatherer
 
 _MAX_KEPT_VIEWS = 4
 

@@ -16,7 +16,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.registry import synchronizer_of
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import names_to_ignore
-from legacy_ddp._transport.process_group import resolve_group
+from legacy_ddp._transport.groups import resolve_group
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._trace.records import MAX_STEP
 

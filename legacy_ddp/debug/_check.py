@@ -20,7 +20,7 @@ from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._transport.call import check_can_communicate
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of
 
 What = Literal[hold.Kind, "rng"]

@@ -25,7 +25,7 @@ from legacy_ddp._replicas.check import divergence_error
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
 from legacy_ddp.debug._cross_check.batch import classes_in, pack

@@ -12,7 +12,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._agreement.mismatch import find_other_meaning
-from legacy_ddp._transport.operation import Operation
+from legacy_ddp._transport.rows import Operation
 from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net

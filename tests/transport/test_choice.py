@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, TransportError
-from legacy_ddp._transport import host_card, host_meeting
+from legacy_ddp._transport import hosts
 from tests.helpers import logged_warnings
 from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
@@ -42,7 +42,7 @@ def _wrap_with(rank: int, fault: str, transport: str) -> LegacyDistributedDataPa
     if rank == 1 and fault == "file size":  # Python ignores SIGXFSZ
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     if rank == 1 and fault == "other host":
-        host_meeting.own_card = lambda: {**host_card.own_card(), "boot": "another one"}
+        hosts.own_card = lambda: {**hosts.own_card(), "boot": "another one"}
     model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
     if rank == 1 and fault == "open files":
         _leave_open_files(2)  # for its own segment, and for one of two others
@@ -286,11 +286,11 @@ def _moves_to_several_hosts(rank: int) -> Said:
     model = wrap(transport="host")
     step(model, 1.0)
     model.process_group = dist.new_group([0, 1])
-    own_card = host_meeting.own_card
+    own_card = hosts.own_card
     if rank == 1:
-        host_meeting.own_card = lambda: {**host_card.own_card(), "boot": "another one"}
+        hosts.own_card = lambda: {**hosts.own_card(), "boot": "another one"}
     said = error_of(step, model, 1.0)
-    host_meeting.own_card = own_card
+    hosts.own_card = own_card
     return said
 
 

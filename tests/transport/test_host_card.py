@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._transport.host_card import MAX_RANKS, find_hosts, own_card, why_gloo
+from legacy_ddp._transport.hosts import MAX_RANKS, find_hosts, own_card, why_gloo
 
 APART = {
     "boot": "they run on different hosts",

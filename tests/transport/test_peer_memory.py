@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._transport.host_row import SegmentIds
 from legacy_ddp._transport.peer_memory import PeerMemory
+from legacy_ddp._transport.rows import SegmentIds
 from legacy_ddp._transport.star import Descriptors
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from legacy_ddp import TransportError
 from legacy_ddp._buckets import private_fork
-from legacy_ddp._transport import star_setup
+from legacy_ddp._transport import star
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
@@ -77,7 +77,7 @@ def _refused(call: str, number: int) -> Iterator[None]:
         owner, name, _ = FUNCTIONS[call]
         before = getattr(owner, name)
     else:
-        owner, name, before = star_setup, "_new_socket", star_setup._new_socket
+        owner, name, before = star, "_new_socket", star._new_socket
     setattr(owner, name, refuse if call in (*FUNCTIONS, "socket") else lambda: _socket_without(call, refuse))
     try:
         yield

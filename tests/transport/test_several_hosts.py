@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._transport import groups, host_meeting, star_setup
+from legacy_ddp._transport import groups, star
+from legacy_ddp._transport import hosts as host_meeting
 from legacy_ddp._transport.peer_memory import PeerMemory
 from tests.helpers import logged_warnings
 from tests.helpers.claimed_hosts import on_host
@@ -154,7 +155,7 @@ def test_gloo_carries_what_is_no_plain_dense_sum(transport: str) -> None:
 
 def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
     """Rank 3 cannot connect to its hub, or to the other host."""
-    connect_star, connect_group = star_setup.connect, groups.Groups.connect
+    connect_star, connect_group = star.connect, groups.Groups.connect
 
     def fails(*_: object) -> None:
         raise OSError("no more sockets") if fault == "star" else RuntimeError("connectFullMesh failed")

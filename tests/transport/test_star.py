@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._transport.host_card import new_token
-from legacy_ddp._transport.host_row import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
-from legacy_ddp._transport.star import Descriptors, Star, StarLostError, StarTimeoutError
-from legacy_ddp._transport.star_setup import StarListener, connect
+from legacy_ddp._transport.hosts import new_token
+from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
+from legacy_ddp._transport.star import Descriptors, Star, StarListener, StarLostError, StarTimeoutError, connect
 
 T = TypeVar("T")
 HEADERS = st.binary(min_size=128, max_size=128)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from legacy_ddp._transport import host_meeting, star_setup
-from legacy_ddp._transport.star_setup import StarListener, connect
+from legacy_ddp._transport import hosts, star
+from legacy_ddp._transport.star import StarListener, connect
 from tests.helpers.namespaces import reason_not_permitted
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import step, wrap
@@ -73,7 +73,7 @@ def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tu
     tempfile.tempdir = folder
     os.umask(0)
     flooder, got = _Flooder() if rank == 0 else None, []
-    why_gloo, chosen = host_meeting.why_gloo, []
+    why_gloo, chosen = hosts.why_gloo, []
 
     def flood_first(cards: Sequence[Mapping[str, str]]) -> str:
         if flooder is not None:
@@ -81,14 +81,14 @@ def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tu
         dist.barrier()
         return why_gloo(cards)
 
-    host_meeting.why_gloo = flood_first
+    hosts.why_gloo = flood_first
     try:
         for _ in range(group_count):
             model = wrap(process_group=dist.new_group([0, 1]), checks="off")
             mean = step(model, 1.0 + rank)
             chosen.append((model.all_reduce().transport, mean))
     finally:
-        host_meeting.why_gloo = why_gloo
+        hosts.why_gloo = why_gloo
         if flooder is not None:
             flooder.end()
     return chosen, got
@@ -144,8 +144,8 @@ def test_where_no_socket_can_be_made_nothing_is_left(
             raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(star_setup, "_new_socket", lambda: Refused(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-    monkeypatch.setattr(star_setup, "_PLACES", (None, str(tmp_path)))
+    monkeypatch.setattr(star, "_new_socket", lambda: Refused(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    monkeypatch.setattr(star, "_PLACES", (None, str(tmp_path)))
     with pytest.raises(PermissionError):
         StarListener(2)
     assert list(tmp_path.iterdir()) == []
@@ -154,16 +154,16 @@ def test_where_no_socket_can_be_made_nothing_is_left(
 def _interrupted(rank: int, folder: str) -> None:
     """Ctrl-C in the meeting of every rank."""
     tempfile.tempdir = folder
-    why_gloo = host_meeting.why_gloo
+    why_gloo = hosts.why_gloo
 
     def interrupt(_: object) -> str:
         dist.barrier()
         raise KeyboardInterrupt
 
-    host_meeting.why_gloo = interrupt
+    hosts.why_gloo = interrupt
     with pytest.raises(KeyboardInterrupt):
         wrap(checks="off")
-    host_meeting.why_gloo, tempfile.tempdir = why_gloo, None
+    hosts.why_gloo, tempfile.tempdir = why_gloo, None
 
 
 def test_a_meeting_that_is_interrupted_leaves_no_directory(transport: str, tmp_path: Path) -> None:

@@ -1,9 +1,32 @@
-"""The message of a rank before a call, with stars: its segments (of flat tensors and sums) and its header. Pure."""
+"""The operations that the ranks of a group call together."""
 
 import struct
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
+
+
+class Operation(IntEnum):
+    """The kinds of calls; the value travels in the header."""
+
+    label: str  # for error messages and reports, without a Python call
+
+    CONSTRUCTION = 1, "construction"
+    BROADCAST_PARAMETERS = 2, "broadcast_parameters()"
+    BROADCAST_BUFFERS = 3, "broadcast_buffers()"
+    ALL_REDUCE = 4, "all_reduce()"
+    CHECK_REPLICAS = 5, "check_replicas()"
+    CROSS_CHECK = 6, "cross_check()"
+
+    def __new__(cls, value: int, label: str) -> "Operation":
+        operation = int.__new__(cls, value)
+        operation._value_, operation.label = value, label
+        return operation
+
+    def __str__(self) -> str:
+        return self.label
+
 
 MAX_BUCKETS = 6  # one per supported dtype
 MAX_SEGMENTS = 2 * MAX_BUCKETS
