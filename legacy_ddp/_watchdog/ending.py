@@ -1,20 +1,63 @@
-"""The end of a process after an error: the error behind the end, and the order in which the processes end.
+"""The SystemExit that ended the script, for exit functions: Python drops a SystemExit before it calls them.
 
-A launcher looks at its processes about ten times a second. It names the first process that has ended with an error,
-and the lowest rank if several have ended since its last look. A rank that learned of the fault of another rank
-therefore ends later than the process of that rank.
+Two facts stay. The outermost frame of the main thread shows whether the script returned or was left by an exception.
+And ``sys.exit()``, wrapped here, keeps the status of its last call.
 """
 
+import dis
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TypeGuard
+from functools import cache, wraps
+from types import FrameType
+from typing import NoReturn, TypeGuard
 
 from legacy_ddp._error_text import error_line
-from legacy_ddp._watchdog.missing_ranks import LEFT_NORMALLY
-from legacy_ddp._watchdog.processes import RUNNING, Identity, state_of
-from legacy_ddp._watchdog.script_end import script_exit
+from legacy_ddp._watchdog.client import RUNNING, Identity, state_of
+from legacy_ddp._watchdog.status import LEFT_NORMALLY
+
+_outermost: list[FrameType] = []  # of the main thread; one at most
+_last_status: list[object] = []  # of sys.exit(); one at most
+
+
+@cache
+def watch_exit() -> None:
+    """From now on, remember the status of ``sys.exit()``."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+    if frame is not None:
+        _outermost.append(frame)
+    sys_exit = sys.exit
+
+    @wraps(sys_exit)
+    def keep_status(status: object = None, /) -> NoReturn:
+        _last_status[:] = [status]
+        sys_exit(status)  # type: ignore[arg-type]  # Python takes any object
+
+    sys.exit = keep_status
+
+
+def script_exit() -> SystemExit | None:
+    """At the end of the process: a SystemExit with the status of the last ``sys.exit()``; None after another end.
+
+    The script may have left by ``raise SystemExit``, or by the ``exit()`` of interactive sessions: then the text says
+    that the status is not known.
+    """
+    if not any(map(_was_left_by_an_exception, _outermost)):
+        return None
+    return SystemExit(*(_last_status or ["its status is not known here"]))
+
+
+def _was_left_by_an_exception(frame: FrameType) -> bool:
+    running: FrameType | None = sys._getframe()
+    while running is not None and running is not frame:
+        running = running.f_back
+    last = frame.f_code.co_code[frame.f_lasti]
+    return running is None and not dis.opname[last].startswith("RETURN")
+
 
 # From the end of the awaited processes to the end of this process.
 _HEAD_START_SECONDS = 1.0

@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from legacy_ddp import Checks
-from legacy_ddp._watchdog.client import Outcome, request_all
-from legacy_ddp._watchdog.processes import DEAD, own_identity, state_of
+from legacy_ddp._watchdog.client import DEAD, Outcome, own_identity, request_all, state_of
 from legacy_ddp._watchdog.server import StatusServer
 from tests.helpers.listening import WARN_SECONDS, Training, listen, said
 from tests.helpers.paths import ROOT

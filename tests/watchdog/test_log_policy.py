@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watchdog.log_policy import WarningPolicy
-from legacy_ddp._watchdog.report import Report
+from legacy_ddp._watchdog.report import Report, WarningPolicy
 
 BAD = Report(
     head="a call: ranks have waited; missing rank 1",

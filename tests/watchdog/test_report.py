@@ -8,12 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._watchdog.activity import Sample
-from legacy_ddp._watchdog.client import Endpoint, Outcome
-from legacy_ddp._watchdog.failure import Failure
-from legacy_ddp._watchdog.missing_ranks import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
-from legacy_ddp._watchdog.processes import DEAD, own_identity
+from legacy_ddp._watchdog.client import DEAD, Endpoint, Failure, Outcome, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
-from legacy_ddp._watchdog.status import RankStatus, build_rows, own_status
+from legacy_ddp._watchdog.status import (
+    LEFT_AFTER_LOSS,
+    LEFT_NORMALLY,
+    RankStatus,
+    Row,
+    build_rows,
+    missing_ranks,
+    own_status,
+)
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
 

@@ -13,17 +13,24 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watchdog.addresses import own_hosts, reachable
 from legacy_ddp._watchdog.client import (
+    DEAD,
+    RUNNING,
+    STOPPED,
+    UNKNOWN,
     Endpoint,
+    Identity,
     Message,
     Outcome,
     decode_endpoint,
     encode_message,
+    own_hosts,
+    own_identity,
+    reachable,
     request,
     request_all,
+    state_of,
 )
-from legacy_ddp._watchdog.processes import DEAD, RUNNING, STOPPED, UNKNOWN, Identity, own_identity, state_of
 from legacy_ddp._watchdog.server import StatusServer
 
 # A server in another process, which can be stopped and killed; prints its endpoint and waits.

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from legacy_ddp._watchdog.client import ANSWER_SECONDS, Endpoint, Outcome
-from legacy_ddp._watchdog.failure import Failure
-from legacy_ddp._watchdog.processes import RUNNING, own_identity
-from legacy_ddp._watchdog.propagation import FailureRecord
+from legacy_ddp._watchdog.client import ANSWER_SECONDS, RUNNING, Endpoint, Failure, Outcome, own_identity
 from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.status import GroupView, RankStatus, own_status, poll_ranks
+from legacy_ddp._watchdog.watchdog import FailureRecord
 
 WORDS = "left because another rank was lost"
 
