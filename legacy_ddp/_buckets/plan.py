@@ -20,8 +20,7 @@ from legacy_ddp._buckets.flat_buffer import FlatBuffer, SlotResult
 from legacy_ddp._buckets.layout import Bucket, Layout, distinct, plan_layout
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.backward_hook import PassiveHook, only_backward_hook, remove_hooks
+from legacy_ddp._step_guard.backward_counter import BackwardCounter, PassiveHook, only_backward_hook, remove_hooks
 
 
 class Signature:

@@ -13,7 +13,7 @@ from legacy_ddp._collectives.edited_values import EditedValues
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import EditedGradientError
 from legacy_ddp._statistics import comparable_norm
-from legacy_ddp._step_guard.unscaled import unscaled_ids, watch_scalers
+from legacy_ddp._step_guard.step_counter import unscaled_ids, watch_scalers
 from legacy_ddp._text import wrap
 
 _FINDINGS = {

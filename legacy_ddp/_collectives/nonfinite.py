@@ -20,7 +20,7 @@ from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
-from legacy_ddp._step_guard.unscaled import used_scaler, watch_scalers
+from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
 from legacy_ddp._text import TIE, wrap
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups

@@ -13,7 +13,7 @@ from legacy_ddp._buckets.plan import Columns
 from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings, resolve_transport
-from legacy_ddp._step_guard.backward_hook import PassiveHook
+from legacy_ddp._step_guard.backward_counter import PassiveHook
 
 
 def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, Callable[[], Columns]]:

@@ -23,9 +23,8 @@ from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.check import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import watch_uses
+from legacy_ddp._step_guard.backward_counter import StepPolicy, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
-from legacy_ddp._step_guard.policy import StepPolicy
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation

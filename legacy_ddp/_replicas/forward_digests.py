@@ -13,8 +13,8 @@ from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.shared_buffers import SharedBuffers
 from legacy_ddp._replicas.stepped import SteppedOptimizers
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.policy import StepPolicy
-from legacy_ddp._step_guard.step_observer import StepObserver
+from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.step_counter import StepObserver
 
 
 class ForwardDigests(StepObserver):

@@ -20,8 +20,8 @@ from legacy_ddp._replicas.state_history import StateHistory
 from legacy_ddp._replicas.step_digests import StepDigests
 from legacy_ddp._replicas.stepped import SteppedOptimizers
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.policy import StepPolicy
-from legacy_ddp._step_guard.step_observer import StepObserver
+from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.step_counter import StepObserver
 from legacy_ddp._transport.call import Call
 
 

@@ -13,7 +13,7 @@ from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.rotation import with_evidence
 from legacy_ddp._replicas.shared_buffers import gather_digests
 from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.policy import StepPolicy
+from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
 
