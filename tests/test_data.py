@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
-from legacy_ddp._reproducible.splits import aligned_splits, is_aligned
+from legacy_ddp._reproducible.tree_reduce import aligned_splits, is_aligned
 from legacy_ddp.data import GlobalBatchSampler, micro_batch_rng
 
 Step = list[list[int]]  # micro-batches, in their order

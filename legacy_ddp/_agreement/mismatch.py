@@ -15,7 +15,7 @@ from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, PeerError
 from legacy_ddp._frames import script_lines
-from legacy_ddp._reproducible.splits import format_splits, is_aligned
+from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.wait import Gatherer
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, FlatBuffer
 from legacy_ddp._buckets.layout import Run, as_real, cut_runs, gradient_dtype
 from legacy_ddp._collectives.reduce import Payload, Reducer
-from legacy_ddp._reproducible.leaf_sums import LeafSums
+from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._reproducible.tree_reduce import TreeInput, tree_reduce
 from legacy_ddp._transport.call import Call
 

@@ -20,7 +20,7 @@ from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._reproducible.splits import why_no_nodes
+from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._reproducible.splits import why_no_nodes
+from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 
 Ranks = tuple[int, ...]
 
