@@ -6,10 +6,9 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._collectives.check import Check, LocalStep, Subject
-from legacy_ddp._replicas.check import ReplicaDigests, divergence_error
+from legacy_ddp._replicas.compare import ReplicaDigests, divergence_error
 from legacy_ddp._replicas.history import StepHistory
-from legacy_ddp._replicas.periodic import PeriodicDigests
-from legacy_ddp._replicas.rotation import RotatingDigests
+from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 
 _WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
 

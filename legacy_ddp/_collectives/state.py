@@ -20,7 +20,7 @@ from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.check import ReplicaDigests
+from legacy_ddp._replicas.compare import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import StepPolicy, watch_uses

@@ -11,9 +11,16 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from legacy_ddp._replicas.element_kinds import classify
-from legacy_ddp._replicas.element_pair import Pair, by_blocks, find_differences
-from legacy_ddp._replicas.element_text import format_bits, format_share, format_value, unravel_index
+from legacy_ddp._replicas.element_kinds import (
+    Pair,
+    by_blocks,
+    classify,
+    find_differences,
+    format_bits,
+    format_share,
+    format_value,
+    unravel_index,
+)
 from legacy_ddp._text import WIDTH, wrap
 
 

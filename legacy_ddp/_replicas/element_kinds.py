@@ -1,31 +1,213 @@
-"""Classification of the difference between two tensors.
-
-The first matching entry of ``CLASSES`` is the kind. Narrow kinds come before wide kinds; if two kinds match, the kind
-that explains more comes first:
-
-one bit      a single bit of a single element, even if rounding can cause the same (the text then says this)
-same values  every differing pair is equal as numbers: 0.0 and -0.0, or two NaNs
-permutation  the same elements, bit by bit, at different indices
-scaled       99 % of the nonzero elements are a common factor times the reference, within rounding. Before ``same bit``:
-             a changed sign of every element matches both
-same bit     the same bit of several elements. Of fewer than 20 elements only if rounding cannot cause the same: half of
-             all steps by 1 ulp change the lowest bit alone
-rounding     all elements are finite and a few ulp apart: by their own ulp or, where terms of a sum cancel, by the ulp
-             of the greatest element
-non-finite   NaN or inf on a single side
-rows         at least half of the elements in less than half of the rows (dimension 0)
-everything   at least 90 % of the elements
-some         any other difference
-"""
+"""The elements in which two tensors differ, as bits and as numbers."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from math import frexp, isfinite, ldexp
 
 import torch
 from torch import Tensor
 
-from legacy_ddp._replicas.element_pair import Pair, by_blocks, tolerance, ulp_apart
-from legacy_ddp._replicas.element_text import MANTISSA_BITS, format_bit, format_rows, unravel_index
+BLOCK = 2**20
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """The bits of two tensors, ``[numel, parts]``, and ``where`` the tensors differ: flat indices, ascending.
+
+    A complex number has two parts, other numbers have a single part; ``dtype`` is the dtype of a part. ``own``,
+    ``reference`` and the properties derived from them hold only the elements that differ.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    all_own: Tensor
+    all_reference: Tensor
+    where: Tensor
+
+    @cached_property
+    def own(self) -> Tensor:
+        return self.all_own[self.where]
+
+    @cached_property
+    def reference(self) -> Tensor:
+        return self.all_reference[self.where]
+
+    @cached_property
+    def own_numbers(self) -> Tensor:
+        return as_numbers(self.own, self.dtype)
+
+    @cached_property
+    def reference_numbers(self) -> Tensor:
+        return as_numbers(self.reference, self.dtype)
+
+    @cached_property
+    def finite(self) -> Tensor:
+        return self.own_numbers.isfinite() & self.reference_numbers.isfinite()
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The rows that hold a difference, ascending."""
+        rows: Tensor = torch.unique_consecutive(self.where // self.row_numel)
+        return rows
+
+    @property
+    def unchanged_nonzero(self) -> int:
+        """The number of nonzero parts in the elements that are equal."""
+        unchanged = torch.ones(len(self.all_own), dtype=torch.bool, device=self.where.device)
+        unchanged[self.where] = False
+        return int(torch.count_nonzero(as_numbers(self.all_own[unchanged], self.dtype)))
+
+    @property
+    def row_numel(self) -> int:
+        return len(self.all_own) // self.shape[0]
+
+    @property
+    def count(self) -> int:
+        return len(self.where)
+
+
+def find_differences(own: Tensor, reference: Tensor) -> Pair:
+    """The difference of two tensors of the same shape and dtype."""
+    own_bits, reference_bits = _bits(own), _bits(reference)
+    where = (own_bits != reference_bits).any(dim=1).nonzero().flatten()
+    return Pair(own.shape, _part_dtype(own.dtype), own_bits, reference_bits, where)
+
+
+def format_element(tensor: Tensor) -> str:
+    """The text of a tensor with a single element; texts of equal dtype are equal only if the bits are."""
+    bits = _bits(tensor)[0].cpu()
+    text = format_value(bits, tensor.dtype)
+    return f"{text} ({format_bits(bits)})" if "nan" in text else text
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The bits of the elements as integers, ``[numel, parts]``."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor.unsqueeze(-1)
+    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parts.dtype.itemsize]
+    return parts.contiguous().view(-1).view(integer).view(-1, parts.shape[-1])
+
+
+def _part_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to read a part of an element with; bytes for bool and packed floats."""
+    part = dtype.to_real() if dtype.is_complex else dtype
+    return part if part in MANTISSA_BITS or part in _INTEGERS else torch.uint8
+
+
+def as_numbers(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of the bits. In float32 for narrow floats, whose differences and ratios fit; otherwise in float64."""
+    narrow = dtype.is_floating_point and dtype.itemsize < 4
+    return bits.view(dtype).to(torch.float32 if narrow else torch.float64)
+
+
+def by_blocks(step: Callable[[Tensor, Tensor], Tensor], own: Tensor, reference: Tensor) -> Tensor:
+    """``step(own, reference)``, block by block, so temporaries do not grow with the tensors."""
+    starts = range(0, len(own), BLOCK)
+    return torch.cat([step(own[start : start + BLOCK], reference[start : start + BLOCK]) for start in starts])
+
+
+def ulp_apart(own: Tensor, reference: Tensor) -> Tensor:
+    """The distance of floats, given their bits, in ulp. 0 between 0.0 and -0.0; negative if 64 bits overflow."""
+    return (_ordered(own) - _ordered(reference)).abs()
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """Integers in the order of the floats: 1 for each ulp, 0 for both zeros. Wrong for 8-bit floats without a sign."""
+    magnitude = bits.to(torch.int64) & torch.iinfo(bits.dtype).max
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    """Relative and absolute tolerance for two roundings; 0 for 8-bit floats: too few bits to recognise a factor."""
+    if dtype not in MANTISSA_BITS:
+        return 2.0**-51, 0.0  # integers, by way of float64
+    if MANTISSA_BITS[dtype] < 7:
+        return 0.0, 0.0
+    relative = 2.0 ** (1 - MANTISSA_BITS[dtype])
+    return relative, relative * torch.finfo(dtype).tiny
+
+
+SPANS = 3  # spans of rows that are named before "and ... more"
+MANTISSA_BITS = {
+    torch.float64: 52,
+    torch.float32: 23,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e4m3fnuz: 3,
+    torch.float8_e5m2: 2,
+    torch.float8_e5m2fnuz: 2,
+    torch.float8_e8m0fnu: 0,
+}
+
+
+def format_value(bits: Tensor, dtype: torch.dtype) -> str:
+    """The shortest text that rounds to the element with these bits, ``[parts]``, and to no other element."""
+    if dtype.is_complex:
+        real, imaginary = (_shortest(part, dtype.to_real()) for part in bits)
+        return f"{real}{'' if imaginary.startswith('-') else '+'}{imaginary}j"
+    if dtype in MANTISSA_BITS:
+        return _shortest(bits[0], dtype)
+    if dtype == torch.bool:
+        return str(bool(bits[0]))
+    # A packed float holds two numbers: its byte is shown.
+    return str(bits.view(torch.uint8 if dtype.is_floating_point else dtype)[0].item())
+
+
+def _shortest(bits: Tensor, dtype: torch.dtype) -> str:
+    number = float(bits.unsqueeze(0).view(dtype).double())
+    for digits in range(1, 18):
+        text = float(f"{number:.{digits}g}")
+        if float(torch.tensor([text], dtype=torch.float64).to(dtype).double()) == number:
+            return repr(text)
+    return repr(number)  # NaN
+
+
+def format_bits(bits: Tensor) -> str:
+    """Hexadecimal text, as ``0x7fc00001``; the two parts of a complex number are separated by a comma."""
+    digits = 2 * bits.dtype.itemsize
+    return ", ".join(f"0x{part % 16**digits:0{digits}x}" for part in bits.tolist())
+
+
+def format_bit(bit: int, dtype: torch.dtype) -> str:
+    """``bit 22 (mantissa)``; bit 0 is the least significant bit."""
+    if dtype not in MANTISSA_BITS:
+        return f"bit {bit}"
+    # float8_e8m0fnu has exponent bits only.
+    if bit == 8 * dtype.itemsize - 1 and dtype != torch.float8_e8m0fnu:
+        return f"bit {bit} (sign)"
+    return f"bit {bit} ({'mantissa' if bit < MANTISSA_BITS[dtype] else 'exponent'})"
+
+
+def format_share(count: int, total: int) -> str:
+    """``count`` in percent of ``total``, never rounded to 0 % or 100 %."""
+    if 0 < count < 0.001 * total:
+        return "under 0.1 %"
+    return "over 99.9 %" if 0.999 * total < count < total else f"{100 * count / total:.1f} %"
+
+
+def format_rows(rows: Tensor, total: int) -> str:
+    """``rows 3, 7-9 and 12 more of 1000``. ``rows``: row numbers, ascending."""
+    # No loop over the rows: there may be millions.
+    last = (rows.diff() != 1).nonzero().flatten()
+    firsts = torch.cat([rows[:1], rows[last[:SPANS] + 1]])[:SPANS].tolist()
+    lasts = torch.cat([rows[last[:SPANS]], rows[-1:]])[:SPANS].tolist()
+    spans = [f"{first}-{last}" if last > first else str(first) for first, last in zip(firsts, lasts, strict=True)]
+    more = len(rows) - sum(last - first + 1 for first, last in zip(firsts, lasts, strict=True))
+    text = f"{', '.join(spans)} and {more} more" if more else ", ".join(spans)
+    return f"{'row' if len(rows) == 1 else 'rows'} {text} of {total}"
+
+
+def unravel_index(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
+    """The index of the element at ``flat_index`` in logical order."""
+    index = []
+    for size in reversed(shape):
+        flat_index, remainder = divmod(flat_index, size)
+        index.append(remainder)
+    return tuple(reversed(index))
+
 
 SAMPLE = 2**16  # the median of this many quotients gives the factor
 

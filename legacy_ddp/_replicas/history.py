@@ -1,28 +1,111 @@
-"""Digests of one rank at each phase since its last call."""
+"""The optimizers that stepped since the last call."""
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
+from legacy_ddp._replicas.attribution import StepDigests
 from legacy_ddp._replicas.compare import add_moved, compare_items, find_moved
-from legacy_ddp._replicas.digest import digest_all
-from legacy_ddp._replicas.membership import describe_membership
+from legacy_ddp._replicas.digest import checksum, digest_all
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.shared_buffers import SharedBuffers, gather_digests
-from legacy_ddp._replicas.state_history import StateHistory
-from legacy_ddp._replicas.step_digests import StepDigests
-from legacy_ddp._replicas.stepped import SteppedOptimizers
+from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepObserver
 from legacy_ddp._transport.call import Call
+
+
+class SteppedOptimizers:
+    """The optimizers that made a step since the last call, with the hyperparameters of their last step, and whether
+    they had any state before.
+
+    A scheduler may have made the present hyperparameters equal again, and the step has given state to an optimizer
+    that had lost its state. Keeps no optimizer alive.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Mapping[str, Any]]]
+        self._groups = weakref.WeakKeyDictionary()
+        self._had_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the begin of a step."""
+        self._had_state[optimizer] = any(optimizer.state.values())  # a parameter may have an empty state
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the end of a step."""
+        # Copied and not yet described: an optimizer may have hundreds of parameter groups.
+        self._groups[optimizer] = [
+            {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
+        ]
+        if not any(reference() is optimizer for reference in self._stepped):
+            self._stepped.append(weakref.ref(optimizer))
+
+    def clear(self) -> None:
+        """Begin with the steps after a call."""
+        self._stepped.clear()
+
+    @property
+    def alive(self) -> list[torch.optim.Optimizer]:
+        """The optimizers, in the order of their first steps."""
+        return [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
+
+    def settings_of(self, optimizer: torch.optim.Optimizer) -> Iterator[state.Fact]:
+        """The hyperparameters as of the last step, and whether there was state before it."""
+        yield from state.settings_in(self._groups[optimizer])
+        yield state.EARLIER_STATE, "some" if self._had_state.get(optimizer) else state.NONE
+
+
+class StateHistory:
+    """Compares the state after a step with the state before the next step. Local."""
+
+    def __init__(self) -> None:
+        self._after_step: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+        self._was_changed = self._is_recurring = False
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._was_changed |= self._has_changed(optimizer)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._after_step[optimizer] = _checksum_of(optimizer)
+
+    def end_call(self) -> None:
+        """Separate the steps after a successful call from the steps before it."""
+        self._is_recurring, self._was_changed = self._was_changed, False
+
+    def restart(self) -> None:
+        """Discard the evidence, so that a repair of the state is not evidence."""
+        self._after_step.clear()
+        self._was_changed = False
+
+    def snapshot(self) -> tuple[bool, bool]:
+        """Whether state changed outside of a step: before a step since the last call, and since the last step."""
+        if self._is_recurring:
+            return False, False
+        return self._was_changed, any(self._has_changed(optimizer) for optimizer in list(self._after_step))
+
+    def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
+        return optimizer in self._after_step and self._after_step[optimizer] != _checksum_of(optimizer)
+
+
+def _checksum_of(optimizer: torch.optim.Optimizer) -> int:
+    values = [value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values()]
+    # A subclass may not have bytes of its own and is not checked.
+    return checksum([value for value in values if type(value) is torch.Tensor and comparable(value) is value])
 
 
 class _AtStep(NamedTuple):

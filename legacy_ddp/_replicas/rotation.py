@@ -1,26 +1,133 @@
-"""Digests in turns: a part of the replica in every call, the whole replica in 16 calls. The check of level ``info``."""
+"""Division of tensors into parts of about equal cost, for digests in turns. Pure."""
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.layout import distinct
+from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._buckets.plan import Planner
+from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import AT_START
 from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, find_moved
-from legacy_ddp._replicas.forward_digests import ForwardDigests
-from legacy_ddp._replicas.membership import list_some
-from legacy_ddp._replicas.memory_checksum import add_memory, has_memory
-from legacy_ddp._replicas.parts import MAX_PARTS, Piece, divide
+from legacy_ddp._replicas.digest import add_memory, has_memory
+from legacy_ddp._replicas.history import SteppedOptimizers
 from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.state import SharedBuffers, gather_digests, list_some, parameter_groups
 from legacy_ddp._settings import Settings
+from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.step_counter import StepObserver
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
+
+MAX_PARTS = 16
+SMALLEST_PART = 2**15  # bytes: less would save no time
+TENSOR_COST = 2**14  # the cost of a tensor besides its bytes: a thousand small tensors go to all parts
+_ALIGNMENT = 64
+
+
+class Piece(NamedTuple):
+    """Bytes ``start`` to ``stop`` of the tensor with number ``tensor``."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+def divide(sizes: Sequence[int]) -> list[list[Piece]]:
+    """At most ``MAX_PARTS`` parts, which together cover every byte of tensors with these ``sizes`` once.
+
+    A large tensor is cut into pieces, at multiples of 64 bytes. Depends on the sizes alone: equal on all ranks.
+    """
+    total = sum(size + TENSOR_COST for size in sizes)
+    count = max(1, min(MAX_PARTS, total // SMALLEST_PART))
+    # With room for the cost of the two cuts of a part.
+    share = total // count + 2 * TENSOR_COST + _ALIGNMENT
+    parts: dict[int, list[Piece]] = {}
+    used = 0
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            part = used // share
+            room = (part + 1) * share - used - TENSOR_COST
+            if room < min(size - start, _ALIGNMENT):
+                used = (part + 1) * share
+                continue
+            stop = size if room >= size - start else start + room - room % _ALIGNMENT
+            parts.setdefault(part, []).append(Piece(index, start, stop))
+            used += TENSOR_COST + stop - start
+            start = stop
+    return list(parts.values()) or [[]]
+
+
+class ForwardDigests(StepObserver):
+    """Takes a digest in the first training forward since the last call, if the next call compares replicas.
+
+    Later, a loop may hold other weights for a moment (sharpness-aware minimisation). Subclasses choose the calls and
+    the tensors.
+    """
+
+    def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
+        super().__init__(policy)
+        self.buffers = SharedBuffers(settings)
+        self.optimizers = SteppedOptimizers()
+        self._wrapper = weakref.ref(wrapper)
+        self._settings = settings
+        self._next_call = 1
+        self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """Take the digest for the next call, in the first training forward since the last call."""
+        # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
+        with suppress(Exception), torch.no_grad():
+            self.buffers.begin_forward(self._module)
+            if is_training and self._taken is None and self._is_due(self._next_call):
+                self._taken = self._next_call, self._digest(self._next_call)
+
+    def restart(self) -> None:
+        """Discard the digest, after a broadcast of parameters."""
+        self._taken = None
+
+    def begin_step(self, optimizer: torch.optim.Optimizer, **_: bool) -> None:
+        """Note whether the optimizer has state."""
+        self.optimizers.begin(optimizer)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
+        self.optimizers.add(optimizer)
+        self._taken = None
+
+    def _is_due(self, number: int) -> bool:
+        """Whether call ``number`` compares replicas."""
+        raise NotImplementedError
+
+    def _digest(self, number: int) -> int:
+        """The digest for call ``number``."""
+        raise NotImplementedError
+
+    @property
+    def _module(self) -> nn.Module:
+        wrapper: Any = self._wrapper()
+        module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
+        return module
+
+    def _shared(self) -> list[state.StateItem]:
+        """All parameters and shared buffers."""
+        module = self._module
+        return [*state.parameters(module, self._settings.ignore), *self.buffers.items(module)]
+
+    def _items(self) -> Iterator[state.StateItem]:
+        """All that a report compares."""
+        module, optimizers = self._module, self.optimizers.alive
+        yield from self._shared()
+        yield from state.optimizer_items(optimizers, module, self.optimizers.settings_of)
+        yield from parameter_groups(optimizers, module, self._settings.ignore)
+
 
 _CAUSE = (
     "a write outside of a step(), another start (seed, checkpoint), a step() of its own (learning rate, optimizer "
@@ -334,3 +441,70 @@ def _dictionaries(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor | Non
         for owner in (child._parameters, child._buffers):
             if isinstance(owner, dict):  # not of a scripted module, which has no dictionaries
                 yield owner
+
+
+class PeriodicDigests(ForwardDigests):
+    """Digests parameters and shared buffers for call 1, N + 1, 2 N + 1, ..., and nothing for the calls between.
+
+    As in every call at level ``"detail"``, parameters are digested in the first training forward since the last call.
+    """
+
+    def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
+        super().__init__(wrapper, settings, policy)
+        self._of_parameters = 0  # the part of the last digest
+        self._agreed: weakref.WeakKeyDictionary[Groups, int] = weakref.WeakKeyDictionary()  # the last call that agreed
+
+    def digest_of(self, call: Call) -> int | None:
+        """The digest for ``call``; None for a call between."""
+        self.forget_failed_step()
+        if not self._is_due(call.number):
+            return None
+        with call.phase("digest"):
+            self.ids = frozenset(map(id, self._module.parameters()))
+            if self._taken is None or self._taken[0] != call.number:
+                self._taken = call.number, self._digest(call.number)
+            return self._taken[1]
+
+    def note_agreement(self, call: Call) -> None:
+        """Remember the last call that agreed."""
+        self._agreed[call.groups] = call.number
+
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
+        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
+        last = self._agreed.get(call.groups, 0)
+        if len(set(digests.values())) <= 1:
+            self.note_agreement(call)
+            return None
+        self._taken = None
+        with call.phase("compare"):
+            if self.buffers.learn(call, self._module, left_out):
+                digests = gather_digests(call, self._join_digests(), left_out)
+        if len(set(digests.values())) <= 1:
+            self.note_agreement(call)
+            return None
+        moved = find_moved(call, self._digest_parameters() != self._of_parameters)
+        report = compare_items(call, list(self._items()), None, left_out=left_out)
+        # Optimizers may differ by design (sharded state); a digest may belong to a moment that has passed.
+        if not any(item.kind in ("parameters", "buffers") for item in report.differences):
+            return None
+        return add_moved(with_evidence(call, report, last), moved, digests)
+
+    def end_call(self, call: Call) -> None:
+        """Begin with the time after a successful call."""
+        self._taken, self._next_call = None, call.number + 1
+        if self._is_due(call.number):
+            self.optimizers.clear()
+
+    def _is_due(self, number: int) -> bool:
+        return (number - 1) % self._settings.checks.every == 0
+
+    def _digest(self, _: int) -> int:
+        self._of_parameters = self._digest_parameters()
+        return self._join_digests()
+
+    def _join_digests(self) -> int:
+        """One digest of the parameters, as of their last digest, and of the present buffers."""
+        return fingerprint(f"{self._of_parameters} {state.digest_items(self.buffers.items(self._module))}".encode())
+
+    def _digest_parameters(self) -> int:
+        return state.digest_items(state.parameters(self._module, self._settings.ignore))

@@ -3,7 +3,7 @@
 import json
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -11,9 +11,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
-from legacy_ddp._replicas.element_pair import format_element
+from legacy_ddp._replicas.element_kinds import format_element
+from legacy_ddp._settings import Settings
+from legacy_ddp._transport.call import Call
 
 Fact = tuple[str, torch.Tensor | str]
 NONE = "none"  # in place of a gradient
@@ -218,3 +221,135 @@ def format_type(tensor: torch.Tensor, device: str = "") -> str:
     """Dtype, shape and layout, with the text ``device`` before the layout."""
     layout = " sparse" if tensor.is_sparse else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{device}{layout}"
+
+
+MAX_NAMED = 3
+
+
+def parameter_groups(
+    optimizers: Sequence[torch.optim.Optimizer], module: nn.Module, ignore: Collection[str]
+) -> list[StateItem]:
+    """The parameter group of each parameter of ``module``, ``NONE`` for a parameter in no optimizer.
+
+    Empty if there is no optimizer.
+    """
+    groups: dict[int, list[str]] = {}
+    for number, optimizer in enumerate(optimizers):
+        of = f" of optimizer {number}" if len(optimizers) > 1 else ""
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                groups.setdefault(id(parameter), []).append(f"{index}{of}")
+    named = distinct(module.named_parameters(remove_duplicate=False), ignore) if optimizers else []
+    return [
+        StateItem("optimizer", f"{MEMBERSHIP} of {item.name!r}", ", ".join(groups.get(id(item.tensor), [NONE])))
+        for item in named
+    ]
+
+
+def describe_membership(optimizers: Iterable[torch.optim.Optimizer], named: Sequence[Named]) -> tuple[str, bool]:
+    """The parameters ``named`` and other tensors that ``optimizers`` hold, as text; and whether a parameter is stale.
+
+    A stale parameter was replaced in the model after the optimizer was made: no optimizer holds the new parameter, but
+    an optimizer holds a tensor of the same type that is not in the model.
+    """
+    held = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)}
+    known = {id(item.tensor) for item in named}
+    foreign = [format_type(tensor) for key, tensor in held.items() if key not in known]
+    missing = [item for item in named if item.tensor.requires_grad and id(item.tensor) not in held]
+    parts = [f"{len(known & held.keys())} of the model's {len(named)} parameters"]
+    if missing:
+        parts.append(f"without {list_some([repr(item.name) for item in missing])}")
+    if foreign:
+        what = "a tensor that is" if len(foreign) == 1 else f"{len(foreign)} tensors that are"
+        parts.append(f"with {what} not in the model: {list_some(foreign)}")
+    return ", ".join(parts), any(format_type(item.tensor) in foreign for item in missing)
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def list_some(texts: Sequence[str]) -> str:
+    """The first texts, and the number of the others."""
+    more = [f"and {len(texts) - MAX_NAMED} more"] if len(texts) > MAX_NAMED else []
+    return " ".join([", ".join(texts[:MAX_NAMED]), *more])
+
+
+class SharedBuffers:
+    """Chooses the buffers to compare.
+
+    Left out: ``ignore``, ``Checks(local_buffers=)``, buffers that are not saved, and statistics found by :meth:`learn`.
+    Running statistics of a frozen normalisation layer are compared, therefore: no rank has updated them.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._marks: dict[str, int] | None = None
+        self.statistics: set[str] = set()
+        self.has_run = False  # a forward or a backward of this rank has begun since the mark
+
+    def named(self, module: nn.Module) -> list[Named]:
+        """The buffers to compare, with all their names, sorted."""
+        return [item for item in self.saved(module) if item.name not in self.statistics]
+
+    def saved(self, module: nn.Module) -> list[Named]:
+        """The buffers to compare, and those that :meth:`learn` has found to be statistics."""
+        left_out = {*self._settings.ignore, *internals.unsaved_buffer_names(module)}
+        return named_buffers(module, left_out, self._settings.checks.local_buffers)
+
+    def items(self, module: nn.Module) -> list[StateItem]:
+        """An item for each buffer to compare."""
+        return buffer_items(self.named(module))
+
+    def mark(self, module: nn.Module) -> None:
+        """Remember the present bits: the buffers are equal on all ranks now, or are meant to be.
+
+        A copy of a wrapper has no marks, and every buffer counts as changed: the earlier training may have changed the
+        buffer.
+        """
+        self._marks = _digest(self.named(module))
+        self.has_run = False
+
+    def begin_forward(self, module: nn.Module) -> None:
+        """A forward with gradients begins. The first forward marks again: a checkpoint may have been loaded since."""
+        is_first, self.has_run = not self.has_run, True
+        if is_first and self._marks is not None:
+            self._marks = _digest(self.named(module))
+
+    def learn(self, call: Call, module: nn.Module, left_out: Collection[int]) -> bool:
+        """Collective: find statistics, which differ now and have changed since the mark: on every rank, or, if the
+        buffer belongs to a normalisation layer, on a rank where the layer is in training.
+
+        A write to a buffer on some ranks leaves the bits of the mark on the other ranks. Returns whether there are new
+        statistics; equal on all ranks that compare the same buffers.
+        """
+        present, marks = _digest(self.named(module)), self._marks or {}
+        updated = internals.updated_statistics_names(module)
+        changed = {name for name, bits in present.items() if marks.get(name) != bits}
+        # A rank that had no data yet cannot tell.
+        own = {
+            name: [not self.has_run or name in changed, name in changed & updated, bits]
+            for name, bits in present.items()
+        }
+        rows: list[dict[str, Any]] = call.gather_objects(own)
+        compared = [row for rank, row in enumerate(rows) if rank not in left_out]
+        unknown = [True, False, 0]  # a buffer that this rank left out before, or does not have
+        found = set()
+        for name in set[str]().union(*compared):  # not of this rank alone: every rank finds the same names
+            may_have_changed, is_updated, bits = zip(*(row.get(name, unknown) for row in compared), strict=True)
+            if len(set(bits)) > 1 and (all(may_have_changed) or any(is_updated)):
+                found.add(name)
+        self.statistics |= found
+        return bool(found)
+
+
+def gather_digests(call: Call, digest: int, left_out: Collection[int]) -> dict[int, int]:
+    """Collective: the digest of every rank but ``left_out``."""
+    digests = call.gather(torch.tensor([digest], device="cpu")).flatten().tolist()
+    return {rank: value for rank, value in enumerate(digests) if rank not in left_out}
+
+
+def _digest(named: Collection[Named]) -> dict[str, int]:
+    """The digest of each buffer with digestible bits."""
+    tensors = {item.name: item.tensor for item in named if is_digestible(item.tensor)}
+    return dict(zip(tensors, digest_each(tensors.values()), strict=True))

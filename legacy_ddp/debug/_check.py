@@ -14,11 +14,10 @@ from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import inventory_digest
 from legacy_ddp._checks import as_names
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._replicas.check import divergence_error
-from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
+from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._replicas.history import StepHistory
-from legacy_ddp._replicas.membership import parameter_groups
 from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.state import parameter_groups
 from legacy_ddp._transport.call import check_can_communicate
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp.debug._arguments import Optimizers, Target, as_optimizers, target_of

@@ -21,8 +21,7 @@ from legacy_ddp._buckets.layout import build_inventory, distinct, inventory_dige
 from legacy_ddp._checks import as_names
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._replicas.check import divergence_error
-from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers
+from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.rows import Operation

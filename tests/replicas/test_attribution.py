@@ -11,13 +11,13 @@ from legacy_ddp._compare import Difference
 from legacy_ddp._replicas.attribution import (
     NOTHING,
     Attribution,
+    StepDigests,
     add_evidence,
     add_reading_of_buffers,
     attribute_digests,
     attribute_kinds,
     attribute_values,
 )
-from legacy_ddp._replicas.step_digests import StepDigests
 
 # A step on the gradients that the call left, from parameters 1 to 2, and the buffers that follow.
 CLEAN = StepDigests(

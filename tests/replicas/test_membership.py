@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from legacy_ddp._buckets.layout import distinct
-from legacy_ddp._replicas.membership import describe_membership, parameter_groups
+from legacy_ddp._replicas.state import describe_membership, parameter_groups
 
 Tensors = list[nn.Parameter]
 

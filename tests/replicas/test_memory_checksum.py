@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._replicas.memory_checksum import add_memory, has_memory
+from legacy_ddp._replicas.digest import add_memory, has_memory
 
 pytestmark = pytest.mark.fast
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._replicas.parts import MAX_PARTS, SMALLEST_PART, TENSOR_COST, divide
+from legacy_ddp._replicas.rotation import MAX_PARTS, SMALLEST_PART, TENSOR_COST, divide
 
 _SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 2**22)), max_size=200)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp._replicas.state_history import StateHistory
+from legacy_ddp._replicas.history import StateHistory
 from tests.helpers.replica_observations import flip_lowest
 
 Change = Callable[[torch.optim.Optimizer], object]
