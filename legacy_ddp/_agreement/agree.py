@@ -1,13 +1,16 @@
-"""Exchange of call headers, and the result of a match.
+"""Comparison of the headers of all ranks: the error for the first mismatch.
 
-Collective. Nothing here touches a gradient: after an agreed error every ``.grad`` is as before the call, and the next
-call may succeed.
+Every rank reads the same rows and therefore finds the same error. Functions with the argument ``call`` are collective
+after a mismatch: the ranks exchange details.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property, reduce
-from operator import and_, or_
+from enum import IntEnum
+from functools import cached_property, partial, reduce
+from itertools import zip_longest
+from operator import and_, itemgetter, or_
 
 import torch
 
@@ -23,12 +26,249 @@ from legacy_ddp._agreement.header import (
     flags_of,
     is_equal,
 )
-from legacy_ddp._agreement.mismatch import LAYOUT_ADVICE, Mismatch, Precedence, find_failure, find_mismatch
 from legacy_ddp._argument_errors import add_explanation
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
+from legacy_ddp._compare import Finding, compare_rows, name_ranks
 from legacy_ddp._error_text import error_text
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
+from legacy_ddp._frames import script_lines
+from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
 from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.wait import Gatherer
+
+IGNORED = "it ignored (ignore=)"
+LAYOUT_ADVICE = "make the module and the settings alike on every rank"
+
+
+class Precedence(IntEnum):
+    """The order of the errors about ranks in the same call with the same layout: only the first is raised.
+
+    Facts, which are evidence against a rank, come before numbers, for which only a majority can name a rank.
+    """
+
+    REPEAT = 1
+    STEPPED = 2
+    STEPS = 3
+    PARTICIPATION = 4
+    SPLIT = 5
+    UNEVEN = 6
+    METRICS = 7
+    OTHER = 8
+
+
+Mismatch = Callable[[Sequence[Header]], AgreedError | None]
+
+
+def find_mismatch(
+    call: Call,
+    rows: Sequence[Header],
+    inventory: Mapping[str, str],
+    mismatches: Sequence[tuple[Precedence, Mismatch]] = (),
+    metrics: Sequence[str] = (),
+    *,
+    layout_advice: str = LAYOUT_ADVICE,
+) -> AgreedError | None:
+    """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call.
+
+    ``mismatches``: of the checks, in any order. ``metrics``: the names of this rank's metrics. ``layout_advice``: the
+    next step after different layouts.
+    """
+    return (
+        find_failure(call, rows, "")
+        or _find_other_call(call, rows)
+        or _find_other_layout(call, rows, inventory, layout_advice)
+        or find_other_meaning(rows, [*mismatches, (Precedence.METRICS, partial(_find_other_metrics, call, metrics))])
+    )
+
+
+def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> AgreedError | None:
+    """The error for failed ranks; None also if all ranks failed with the same text. ``own_text``: of this rank's error.
+
+    Collective if a rank failed.
+    """
+    failed = [rank for rank, row in enumerate(rows) if row.flags & Flag.FAILED]
+    if not failed:
+        return None
+    texts = call.gather_objects(own_text)
+    if len(failed) == len(rows) and len(set(texts)) == 1:
+        return None
+    who, listed = name_ranks(failed), "; ".join(f"rank {rank}: {texts[rank]}" for rank in failed)
+    text = f"{who} failed before the exchange, so nothing was exchanged and no gradient changed. {listed}"
+    return agreed_error(PeerError, rows, text, failed)
+
+
+def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
+    """The error for different calls. Collective after a difference: the module and the line of every rank."""
+    if len({(row.version, row.wrapper_id, row.operation, row.call, row.source) for row in rows}) == 1:
+        return None
+    details = call.gather_objects({"module": call.module_class, "lines": script_lines()})
+    wrappers = _name_wrappers(rows, [of_rank["module"] for of_rank in details])
+    calls = [
+        {"header version": str(row.version), "wrapper": wrapper, "call": row.call_name, "src": str(row.source)}
+        for row, wrapper in zip(rows, wrappers, strict=True)
+    ]
+    findings = (compare_rows(calls), _find_other_line([of_rank["lines"] for of_rank in details]))
+    text = "\n".join(str(finding) for finding in findings if finding)
+    text = f"ranks met in different calls:\n{text}\nlet every rank make the same calls in the same order"
+    # A line is no evidence: a rank may make the same call from another line.
+    return agreed_error(DesyncError, rows, text, compare_rows(calls).ranks)
+
+
+def _find_other_line(stacks: Sequence[Sequence[str]]) -> Finding:
+    """The innermost lines that differ: ranks may make their calls in one helper function, from different lines."""
+    depths = zip_longest(*stacks, fillvalue="no line of a script")
+    different = next((lines for lines in depths if len({*lines}) > 1), ())
+    return compare_rows([{"line": line} for line in different])
+
+
+def _name_wrappers(rows: Sequence[Header], classes: Sequence[str]) -> list[str]:
+    """The wrapper of each rank: the class of its module if that is enough to tell the wrappers apart."""
+    distinct = {(row.wrapper_id, name) for row, name in zip(rows, classes, strict=True)}
+    holders = Counter(name for _, name in distinct)
+    return [
+        name if name and holders[name] == 1 else f"wrapper {row.wrapper_id}{name and f' ({name})'}"
+        for row, name in zip(rows, classes, strict=True)
+    ]
+
+
+def _find_other_layout(
+    call: Call, rows: Sequence[Header], inventory: Mapping[str, str], advice: str
+) -> AgreedError | None:
+    if len({row.layout for row in rows}) == 1:
+        return None
+    details = call.gather_objects({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
+    finding = compare_rows(_with_ignored([(of_rank["inventory"], of_rank["ignored"]) for of_rank in details]))
+    text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
+    error = agreed_error(LayoutError, rows, text, finding.ranks)
+    names = [item.name for item in finding.differences]
+    if len(names) == 1 and names[0].startswith("parameter "):
+        error.parameter = names[0].removeprefix("parameter ").strip("'")
+    return error
+
+
+def _with_ignored(ranks: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> list[dict[str, str]]:
+    """The inventory of each rank, with the names in its ``ignore`` that another rank does not ignore.
+
+    A name that no other rank compares is no difference: a tensor of this rank alone is ignored for this reason.
+    """
+    compared = {name for inventory, _ in ranks for name in inventory}
+    rows = []
+    for inventory, ignored in ranks:
+        names = [f"{kind} {name!r}" for kind in ("parameter", "buffer") for name in ignored]
+        rows.append({**{name: IGNORED for name in names if name in compared}, **inventory})
+    return rows
+
+
+def find_other_meaning(
+    rows: Sequence[Header], mismatches: Sequence[tuple[Precedence, Mismatch]] = ()
+) -> AgreedError | None:
+    """The error for ranks in the same all_reduce() with different meanings. ``mismatches``: in addition to the errors
+    that need no check."""
+    finders = sorted([*_ALWAYS_FOUND, *mismatches], key=itemgetter(0))
+    return next((problem for _, find in finders if (problem := find(rows)) is not None), None)
+
+
+def _find_repeat(rows: Sequence[Header]) -> AgreedError | None:
+    ranks = _ranks_alone_with(Flag.REPEAT, rows)
+    return (
+        _slipped(rows, ranks, "no backward since the last call, gradients unchanged: an extra call") if ranks else None
+    )
+
+
+def _find_skipped_call(rows: Sequence[Header]) -> AgreedError | None:
+    """Weights change for other reasons, too. Together with more backward passes than elsewhere it was an unshared
+    step."""
+    ranks = _ranks_alone_with(Flag.STEPPED, rows)
+    if not ranks or not _describe_backwards(rows):
+        return None
+    return _slipped(rows, ranks, "weights changed between its first backward and now: a skipped call")
+
+
+def describe_uneven_work(rows: Sequence[Header]) -> Finding | None:
+    """The numbers of micro-batches, if the participants differ. A block of ``reproducible=True`` is a micro-batch, also
+    an empty block."""
+    return _describe_counts(rows, [row.leaves or row.micro_batches for row in rows])
+
+
+def _describe_backwards(rows: Sequence[Header]) -> Finding | None:
+    """The numbers of backward passes, if the participants differ."""
+    return _describe_counts(rows, [row.micro_batches for row in rows])
+
+
+def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Finding | None:
+    ranks = _participants(rows)
+    if len({micro_batches[rank] for rank in ranks}) <= 1:
+        return None
+    return compare_rows([{"micro-batches since the last call": str(micro_batches[rank])} for rank in ranks], ranks)
+
+
+def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
+    arguments = {Participation.PLAIN: "sample_size=None", Participation.SAMPLES: "an int sample_size"}
+    ranks = [rank for rank, row in enumerate(rows) if row.participation != Participation.SKIP]
+    finding = compare_rows([{"argument": arguments[Participation(rows[rank].participation)]} for rank in ranks], ranks)
+    if not finding:
+        return None
+    text = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"
+    return agreed_error(DesyncError, rows, text, finding.ranks)
+
+
+def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
+    """The error for a split of micro-batches unsuitable for a tree. A rank without gradients counts as zeros."""
+    ranks = _participants(rows)
+    most = max((rows[rank].leaves for rank in ranks), default=0)
+    if not most:
+        return None
+    finding = compare_rows([{"micro-batches": str(rows[rank].leaves)} for rank in ranks], ranks)
+    if not finding and is_aligned(len(rows), most):
+        return None
+    found = str(finding) if finding else f"  {most} on each of {len(rows)} ranks, which is no power of two"
+    splits = format_splits(len(rows) * most)
+    text = f"micro-batches are not split over the ranks as reproducible=True needs it:\n{found}\n{splits}"
+    return agreed_error(DesyncError, rows, text, finding.ranks)
+
+
+def _find_other_metrics(call: Gatherer, names: Sequence[str], rows: Sequence[Header]) -> AgreedError | None:
+    """The error for metrics of different names. Collective after a difference."""
+    ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks count as zeros
+    if len({rows[rank].metric_names for rank in ranks}) <= 1:
+        return None
+    held = call.gather_objects(list(names))
+    finding = compare_rows([{f"metric {name!r}": "a value" for name in held[rank]} for rank in ranks], ranks)
+    advice = "pass metrics= with equal names on every rank, with 0.0 on a rank without data"
+    return agreed_error(DesyncError, rows, f"ranks bring different metrics:\n{finding}\n{advice}", finding.ranks)
+
+
+_ALWAYS_FOUND: Sequence[tuple[Precedence, Mismatch]] = (
+    (Precedence.REPEAT, _find_repeat),
+    (Precedence.STEPPED, _find_skipped_call),
+    (Precedence.PARTICIPATION, _find_mixed_participation),
+    (Precedence.SPLIT, _find_bad_split),
+)
+
+
+def _participants(rows: Sequence[Header]) -> list[int]:
+    return [rank for rank, row in enumerate(rows) if row.takes_part]
+
+
+def _ranks_alone_with(flag: int, rows: Sequence[Header]) -> list[int]:
+    """The participants with ``flag``; empty if all participants have the flag: then the loop works like this."""
+    participants = _participants(rows)
+    ranks = [rank for rank in participants if rows[rank].flags & flag]
+    return ranks if len(ranks) < len(participants) else []
+
+
+def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> AgreedError:
+    lines = [f"{name_ranks(ranks)}: {reading}", str(_describe_backwards(rows) or "")]
+    lines.append("call all_reduce() once per step on every rank")
+    return agreed_error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
+
+
+def agreed_error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:
+    """An error made from the rows alone. Names no call if the ranks are in different calls."""
+    names = {row.call_name for row in rows}
+    shared = len(names) == 1
+    text = f"{names.pop()}: {text}" if shared else text[0].upper() + text[1:]
+    return kind(text, ranks=ranks, call=rows[0].call if shared else None, phase="agree")
 
 
 class Agreement:

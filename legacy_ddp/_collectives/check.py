@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.agree import Agreement, Mismatch, Precedence
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._agreement.mismatch import Mismatch, Precedence
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._errors import AgreedError

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from legacy_ddp._agreement.agree import Precedence, agreed_error
 from legacy_ddp._agreement.header import Flag, Header
-from legacy_ddp._agreement.mismatch import Precedence, agreed_error
 from legacy_ddp._collectives.check import Check, LocalStep, Subject
 from legacy_ddp._compare import compare_rows
 from legacy_ddp._errors import AgreedError, DesyncError

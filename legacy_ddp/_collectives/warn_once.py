@@ -4,9 +4,8 @@ import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.agree import Agreement, Precedence, agreed_error, describe_uneven_work
 from legacy_ddp._agreement.header import Flag, Header, Participation
-from legacy_ddp._agreement.mismatch import Precedence, agreed_error, describe_uneven_work
 from legacy_ddp._collectives.check import Check, LocalStep, Subject
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError

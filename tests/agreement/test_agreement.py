@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._agreement.agree import find_other_meaning
 from legacy_ddp._agreement.header import Flag, Header, Participation
-from legacy_ddp._agreement.mismatch import find_other_meaning
 from legacy_ddp._transport.rows import Operation
 from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.agree import Agreement, agreed_error
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._agreement.mismatch import agreed_error
 from legacy_ddp._collectives import checks
 from legacy_ddp._collectives.check import Check, LocalStep
 from legacy_ddp._compare import name_ranks
