@@ -15,12 +15,10 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._checks import Checks, Level, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
-from legacy_ddp._collectives.arguments import Arguments, Metrics
-from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
-from legacy_ddp._collectives.construct import construct
+from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters, construct
 from legacy_ddp._collectives.join import Joining
-from legacy_ddp._collectives.observers import are_forwards_private
-from legacy_ddp._collectives.state import Synchronizer
+from legacy_ddp._collectives.pack import Arguments, Metrics
+from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
 from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord

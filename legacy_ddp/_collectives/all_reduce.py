@@ -12,13 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
 from legacy_ddp._buckets.plan import Columns
-from legacy_ddp._collectives.arguments import Arguments, Metrics
 from legacy_ddp._collectives.check import LocalStep
 from legacy_ddp._collectives.metrics import sum_metrics
-from legacy_ddp._collectives.pack import pack
+from legacy_ddp._collectives.pack import Arguments, Metrics, pack
 from legacy_ddp._collectives.reduce import Reduced, discarding_after
-from legacy_ddp._collectives.registry import synchronizer_of
-from legacy_ddp._collectives.state import Synchronizer
+from legacy_ddp._collectives.state import Synchronizer, synchronizer_of
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._transport.groups import resolve_group

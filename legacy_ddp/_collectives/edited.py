@@ -1,20 +1,108 @@
-"""Detection of gradients that were unscaled or clipped between backward and the call.
+"""Evidence in the values of edited gradients: new directions, and magnitudes that end at a limit. Local to a rank."""
 
-A constant factor before the call is a way to average, and silent: an edit alone is no evidence. The evidence is a
-GradScaler that has unscaled, or edited gradients of new directions with the same norm, or the same greatest element, in
-call after call. While gradients are as backward left them, the cost is a look at a single gradient and at the headers.
-Of edited gradients a sample is read; all gradients only after evidence in the sample.
-"""
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+import torch
 
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
+from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.check import Check, LocalStep, Subject
-from legacy_ddp._collectives.edited_values import EditedValues
+from legacy_ddp._collectives.pack import Packed, pieces_of
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import EditedGradientError
-from legacy_ddp._statistics import comparable_norm
+from legacy_ddp._statistics import RECENT_NORMS, LimitDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import unscaled_ids, watch_scalers
 from legacy_ddp._text import wrap
+
+_SAMPLE = 2**16  # elements that are searched for the greatest
+_EQUAL_GREATEST = 3  # of the calls below, with the same greatest element
+_GREATEST_CALLS = 16  # with edited gradients
+_DIRECTION = 2**12  # elements that stand for the direction
+_SAME_DIRECTION = 0.999  # cosine
+_NEAR = 1 - 2**-6  # of the limit: a few steps of bf16
+
+
+class EditedValues:
+    """The values of the last edited gradients of a rank.
+
+    A limit means something only if gradients differ otherwise. Norms and greatest elements repeat, too, where training
+    repeats its data and hardly moves, and where every element is a sign.
+    """
+
+    def __init__(self) -> None:
+        self._directions: deque[torch.Tensor] = deque(maxlen=RECENT_NORMS)
+        self._norms = LimitDetector()
+        self._greatest: deque[float] = deque(maxlen=_GREATEST_CALLS)
+
+    def limits(self, plan: Plan, packed: Packed, norm: float) -> int:
+        """The flags of the limits at which the gradients seem to end; ``norm``: of all gradients together."""
+        pieces = pieces_of(plan, packed)
+        if not self._have_new_direction(pieces):
+            return 0
+        return (Flag.NORM_CLIPPED if self._norms.add(norm) else 0) | (
+            Flag.VALUE_CLIPPED if self._have_limit(plan, packed, pieces) else 0
+        )
+
+    def _have_new_direction(self, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether the gradients point another way than in each of the last calls, and are not all of one magnitude."""
+        values = [piece.to("cpu", torch.float32) for piece in _thin_out(pieces, _DIRECTION)]
+        sample = torch.cat(values) if values else torch.zeros(0, device="cpu")
+        sizes = sample[sample != 0].abs()
+        if not sizes.numel() or bool(sizes.min() == sizes.max()):
+            return False
+        direction = sample / torch.linalg.vector_norm(sample)
+        is_new = all(
+            abs(float(earlier @ direction)) < _SAME_DIRECTION
+            for earlier in self._directions
+            if earlier.numel() == direction.numel()
+        )
+        self._directions.append(direction)
+        return is_new
+
+    def _have_limit(self, plan: Plan, packed: Packed, pieces: Sequence[torch.Tensor]) -> bool:
+        """Whether the greatest element is the same as in earlier calls, as after a clip by value."""
+        greatest = max(map(_greatest, _thin_out(pieces, _SAMPLE)), default=0.0)
+        self._greatest.append(greatest)
+        if not greatest or self._greatest.count(greatest) < _EQUAL_GREATEST:
+            return False
+        self._greatest.clear()  # without the evidence below: look again after as many calls
+        return _is_limit(plan, packed, greatest)
+
+
+def _thin_out(pieces: Sequence[torch.Tensor], count: int) -> Iterator[torch.Tensor]:
+    """About ``count`` elements of all pieces, at most twice as many; complex elements as pairs."""
+    # An odd step, so that the sample is not a single column of a matrix.
+    step = sum(piece.numel() for piece in pieces) // count | 1
+    for piece in pieces:
+        if piece.numel():
+            yield (torch.view_as_real(piece) if piece.is_complex() else piece).flatten()[::step]
+
+
+def _greatest(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, math.inf))
+
+
+def _is_limit(plan: Plan, packed: Packed, limit: float) -> bool:
+    """Whether the elements of several matrices pile up at ``limit``, more of them there than just below.
+
+    The greatest element of a gradient of few bits may repeat by chance, without a pile. Biases do not count: under an
+    absolute loss they are sums of signs, equal in every bias that adds to the result.
+    """
+    piles = 0
+    for _, grad in packed.grads(plan):
+        if grad is None or not grad.numel():
+            continue
+        values = grad.values() if grad.is_sparse else grad
+        sizes = (torch.view_as_real(values) if values.is_complex() else values).abs()
+        if bool((sizes > limit).any()):
+            return False
+        at_limit = int((sizes == limit).sum())
+        piles += grad.dim() > 1 and at_limit > 1 and at_limit > int((sizes >= _NEAR * limit).sum()) - at_limit
+    return piles > 1
+
 
 _FINDINGS = {
     Flag.UNSCALED: "unscaled by a GradScaler",

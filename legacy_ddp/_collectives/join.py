@@ -20,8 +20,8 @@ from legacy_ddp._agreement.header import Flag
 from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.plan import parameter_columns
 from legacy_ddp._collectives.all_reduce import all_reduce
-from legacy_ddp._collectives.arguments import Arguments
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
+from legacy_ddp._collectives.pack import Arguments
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._transport.groups import GroupHandle

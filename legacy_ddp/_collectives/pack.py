@@ -1,10 +1,10 @@
-"""Local gradients of an all_reduce, checked and packed into flat tensors, and their header."""
+"""Arguments of an all_reduce, as given by the caller."""
 
 import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import SupportsIndex
+from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
 
@@ -13,12 +13,21 @@ from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, has_nonzero
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._collectives.arguments import Arguments
 from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
 from legacy_ddp._transport.call import Call, check_can_communicate
+
+Metrics = Mapping[str, SupportsFloat] | None
+
+
+class Arguments(NamedTuple):
+    """Not checked yet; docs of :meth:`LegacyDistributedDataParallel.all_reduce` have the meaning of each."""
+
+    sample_size: SupportsIndex | None = None
+    skip: bool = False
+    metrics: Metrics = None
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,96 @@
-"""State of a set of parameters between calls."""
+"""Callbacks for the events of a wrapper or module."""
 
 import weakref
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from functools import cache, lru_cache, partial
+from typing import Any, Generic, Never, ParamSpec
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.plan import Plan, Planner
+from legacy_ddp._argument_errors import argument_errors
+from legacy_ddp._buckets.plan import Columns, Plan, Planner
+from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.check import Subject
-from legacy_ddp._collectives.checks import make_checks
+from legacy_ddp._collectives.checks import Replicas, make_checks
 from legacy_ddp._collectives.evaluation_hint import EvaluationHint
-from legacy_ddp._collectives.observers import Observers, are_forwards_private
-from legacy_ddp._collectives.replicas import Replicas
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.compare import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._settings import Settings
-from legacy_ddp._step_guard.backward_counter import StepPolicy, watch_uses
+from legacy_ddp._settings import Settings, resolve_transport
+from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
+
+P = ParamSpec("P")
+
+
+class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
+    """Callbacks of an event, by the id of the handle."""
+
+    @argument_errors
+    def add(self, callback: Callable[P, object]) -> RemovableHandle:
+        """Call ``callback`` at every event from now on, until the handle's ``remove()``.
+
+        Raises:
+            TypeError: ``callback`` is not callable.
+        """
+        if not callable(callback):
+            raise TypeError(f"callback is not callable: got {callback!r}, expected callback(record)")
+        handle = RemovableHandle(self)
+        self[handle.id] = callback
+        return handle
+
+    def notify(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Call every callback, in the order of registration."""
+        for callback in tuple(self.values()):
+            callback(*args, **kwargs)
+
+
+class Observers:
+    """Events of a wrapper or module. An event without callbacks is false, so that a call path tests one attribute."""
+
+    def __init__(self) -> None:
+        # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).
+        self.forward: Event[[tuple[Any, ...], Mapping[str, Any]]] = Event()
+        # A call begins, outside of the modes of torch that a call sets: callback(). No exception.
+        self.called: Event[[]] = Event()
+        # Local gradients by name, before the exchange: callback(grads). An exception ends the call on all ranks.
+        self.local: Event[[Mapping[str, torch.Tensor | None]]] = Event()
+        # A call succeeded, also a call of a rank that has left join(): callback(record).
+        self.reduced: Event[[SyncRecord]] = Event()
+        # all_reduce(), or all_reduce_gradients(), is about to return: callback(record). An exception leaves the call.
+        self.returned: Event[[SyncRecord]] = Event()
+
+
+# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
+_private_blocks: list[None] = []
+
+
+@contextmanager
+def private_forwards() -> Iterator[None]:
+    """For the block, forward passes, operations and ``no_sync()`` blocks are no part of the user's step."""
+    _private_blocks.append(None)
+    try:
+        yield
+    finally:
+        _private_blocks.pop()
+
+
+def are_forwards_private() -> bool:
+    """Whether a block of :func:`private_forwards` is open in this process."""
+    return bool(_private_blocks)
 
 
 class Synchronizer:
@@ -149,3 +212,83 @@ class Synchronizer:
             check.forget()
         if self.leaves is not None:
             self.leaves.end_step()
+
+
+def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tuple[Synchronizer, Callable[[], Columns]]:
+    """The synchronizer of a module or of parameters, and a function for the names of the parameters.
+
+    The synchronizer lives as long as the module, or the first of the parameters. A wrong argument raises its error when
+    the function is called: inside the call, which announces the error to the other ranks. Without a process
+    group the error is raised at once.
+    """
+    try:
+        if isinstance(module_or_params, nn.Module):
+            synchronizer = _of_module(module_or_params)
+            return synchronizer, partial(synchronizer.planner.walk.columns, module_or_params)
+        parameters = _tensors(module_or_params)
+        return _of_parameters(parameters), lambda: Columns(_numbers(len(parameters)), parameters)
+    except (TypeError, ValueError) as error:
+        if not dist.is_initialized():
+            raise
+        return Synchronizer(Settings(checks=_UNGUARDED)), partial(_raise, error)
+
+
+_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
+_of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
+
+
+def _new(module_class: str = "") -> Synchronizer:
+    settings = Settings(transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED))
+    return Synchronizer(settings, module_class=module_class)
+
+
+def _of_module(module: nn.Module) -> Synchronizer:
+    if module not in _of_modules:
+        _of_modules[module] = _new(type(module).__name__)
+    return _of_modules[module]
+
+
+@cache
+def _of_nothing() -> Synchronizer:
+    return _new()
+
+
+class _SynchronizerHook(PassiveHook):
+    """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak reference to the
+    parameter would not do: torch refuses to swap the contents of a tensor with weak references."""
+
+    def __init__(self) -> None:
+        self.synchronizer = _new()
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        pass
+
+
+def _of_parameters(parameters: Sequence[torch.Tensor]) -> Synchronizer:
+    if not parameters:
+        return _of_nothing()
+    (hooks,) = internals.accumulate_hooks(parameters[:1])
+    hook = next((hook for hook in hooks.values() if isinstance(hook, _SynchronizerHook)), None)
+    if hook is None:
+        hook = _SynchronizerHook()
+        if parameters[0].is_leaf:  # the call refuses a tensor that is no leaf
+            internals.add_accumulate_hook(parameters[0], hook)
+    return hook.synchronizer
+
+
+def _tensors(given: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    parameters = list(given) if isinstance(given, Iterable) else [given]
+    others = [type(parameter).__name__ for parameter in parameters if not isinstance(parameter, torch.Tensor)]
+    if others:
+        raise TypeError(f"module_or_params is unusable: got {others[0]}, expected a module or its parameters (tensors)")
+    return parameters
+
+
+@lru_cache(maxsize=4)
+def _numbers(count: int) -> list[str]:
+    """Names of parameters by their position."""
+    return [f"{index:06d}" for index in range(count)]
+
+
+def _raise(error: Exception) -> Never:
+    raise error

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import distinct, fingerprint
-from legacy_ddp._collectives.observers import private_forwards
+from legacy_ddp._collectives.state import private_forwards
 from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items
 from legacy_ddp.debug._cross_check.batch import Classes, Parcel, unknown_classes, unpack

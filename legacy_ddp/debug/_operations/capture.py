@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._collectives.observers import are_forwards_private
+from legacy_ddp._collectives.state import are_forwards_private
 from legacy_ddp._errors import LegacyDDPError
 from legacy_ddp._replicas.digest import CHUNK_BYTES, digest_each, is_digestible
 from legacy_ddp.debug._operations.operation import Operation, Stage, Value
