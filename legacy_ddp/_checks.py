@@ -15,7 +15,7 @@ from typing import (
     runtime_checkable,
 )
 
-from legacy_ddp._argument_errors import argument_errors
+from legacy_ddp._errors import argument_errors
 
 ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow

@@ -19,11 +19,16 @@ LegacyDDPError(RuntimeError)
 └── TraceError             local: a trace that cannot be written, read or compared
 """
 
+import os
+import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import ContextDecorator
+from importlib import import_module
+from types import TracebackType
 from typing import Any, ClassVar
 
-from legacy_ddp._error_text import how_to_explain
-from legacy_ddp._text import encodable
+from legacy_ddp._text import encodable, how_to_explain
 
 
 class LegacyDDPError(RuntimeError):
@@ -300,3 +305,63 @@ for _item in tuple(globals().values()):
     if isinstance(_item, type) and issubclass(_item, LegacyDDPError):
         _item.__module__ = "legacy_ddp"
         _item.anchor, _item._section = _item.__name__.lower(), _item.__name__
+
+
+_LIBRARY = os.path.join(os.path.dirname(__file__), "")
+
+
+class ArgumentErrors(ContextDecorator):
+    """Adds the command to a TypeError or ValueError raised by the library inside the block or the decorated function.
+
+    The section is about both classes, which are Python's own, and thus cannot bring the command themselves. Errors
+    raised by other code inside the block (a module, a hook) stay as they are.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            add_explanation(error)
+
+
+def add_explanation(error: BaseException) -> None:
+    """Add the command to ``error``, if it is a TypeError or ValueError raised by the library."""
+    if not isinstance(error, TypeError | ValueError) or not _is_of_library(error.__traceback__):
+        return
+    note = how_to_explain("TypeError" if isinstance(error, TypeError) else "ValueError")
+    if note not in getattr(error, "__notes__", ()):  # of an inner block
+        error.add_note(note)
+
+
+def _is_of_library(trace: TracebackType | None) -> bool:
+    """Whether the frame that raised belongs to the library."""
+    return all(frame.f_code.co_filename.startswith(_LIBRARY) for frame, _ in list(traceback.walk_tb(trace))[-1:])
+
+
+argument_errors = ArgumentErrors()
+
+
+def import_error(text: str) -> ImportError:
+    """An ImportError with the command that explains it at its end, as all errors of the library."""
+    error = ImportError(text)
+    error.add_note(how_to_explain("ImportError"))
+    return error
+
+
+def check_system() -> None:
+    """Refuse a system that is neither Linux nor like it, such as Windows.
+
+    Raises:
+        ImportError: Python has no fcntl here.
+    """
+    try:
+        import_module("fcntl")
+    except ModuleNotFoundError:
+        raise import_error(
+            "legacy_ddp does not run on this system: got a Python without fcntl "
+            f"(sys.platform {sys.platform!r}), expected Linux, or macOS without shared memory; "
+            "on Windows use the Windows Subsystem for Linux"
+        ) from None

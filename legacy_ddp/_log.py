@@ -1,12 +1,204 @@
-"""Warnings and log records; each record of the logger ``legacy_ddp`` has the attribute ``rank``."""
+"""Frames of the call stack that are no place in the script of a user."""
 
+import contextlib
 import logging
+import os
 import sys
+import sysconfig
+import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby, islice, takewhile
+from types import FrameType, TracebackType
+from typing import Any
 
-from legacy_ddp._frames import script_level
-from legacy_ddp._text import format_bytes
+import torch
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._errors import LegacyDDPError, UnsynchronizedStepError
+from legacy_ddp._text import first_line, format_bytes, shorten
+
+LIBRARY = os.path.join(os.path.dirname(__file__), "")
+# Frames of these files between the script and the library, or between two frames of the library.
+INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
+_MAX_COLUMNS = 200  # compiled code may have any name
+_MAX_LINES = 16  # recursion may have thousands
+
+
+def script_level() -> int:
+    """The ``stacklevel`` with which ``warnings.warn()`` in the caller names the last line before torch and the library.
+
+    1, the line of the caller, in a thread without such a line.
+    """
+    frames = enumerate(_outward(sys._getframe(1)), start=1)
+    return next((level for level, frame in frames if not _is_inner(frame)), 1)
+
+
+def script_lines() -> list[str]:
+    """``train.py:12 in main``: the lines of the script that lead to the library, the innermost first, 16 at most.
+
+    Empty in a thread without such a line.
+    """
+    frames = (frame for frame in _outward(sys._getframe(1)) if not _is_inner(frame))
+    return [_line_of(frame) for frame in islice(frames, _MAX_LINES)]
+
+
+def _line_of(frame: FrameType) -> str:
+    code = frame.f_code
+    return shorten(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}", _MAX_COLUMNS)
+
+
+def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_inner(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(INNER)
+
+
+TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
+_STYLES = ("short", "full")
+# Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
+_ELSEWHERE = "_legacy_ddp_shown_by"
+
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def check_traceback_variable() -> None:
+    """Refuse an unknown value of ``LEGACY_DDP_TRACEBACK``.
+
+    Raises:
+        ValueError: with the value.
+    """
+    style = os.environ.get(TRACEBACK_VARIABLE)
+    if style and style not in _STYLES:
+        raise ValueError(f"environment variable {TRACEBACK_VARIABLE}: got {style!r}, expected one of {_STYLES}")
+
+
+def shorten_display(error: BaseException, *, is_agreed: bool = False, rank: int = 0, first: int = 0) -> None:
+    """Shorten the traceback of ``error``, if no code catches it and the process ends.
+
+    ``is_agreed``: every rank of the group raises this error. Then rank 0 of the group, which is rank ``first`` of the
+    job, shows the traceback. ``rank``: of this process in the group.
+    """
+    if is_agreed:
+        vars(error)[_ELSEWHERE] = f"rank {first}" if rank else ""
+    hook = sys.excepthook
+    while (inner := internals.inner_excepthook(hook)) is not None:
+        hook = inner
+    if hook is sys.__excepthook__:
+        sys.excepthook = ShortDisplay(sys.excepthook)
+
+
+class ShortDisplay:
+    """The hook: shows an error of the library by ``previous``, shortened."""
+
+    def __init__(self, previous: Hook) -> None:
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Show ``error``, as ``sys.excepthook`` does."""
+        if os.environ.get(TRACEBACK_VARIABLE) not in (None, "", "short"):
+            self._previous(kind, error, trace)
+        elif (place := vars(error).get(_ELSEWHERE)) and _next(error) is None:
+            line = _line(error, place)
+            self._previous(type(line), line, None)
+        else:
+            with _shortened(error):
+                self._previous(kind, error, error.__traceback__)
+
+
+def _line(error: BaseException, place: str) -> BaseException:
+    """An exception displayed as type and first line of ``error``, this rank's line of the script, and ``place``."""
+    kind = type(error)
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    stand_in: type[BaseException] = type(kind.__name__, (Exception,), names)
+    text = f"{first_line(error).removesuffix(':')}{_script_line(error)}"
+    return stand_in(f"{text} (raised on all ranks; text and traceback are in the output of {place})")
+
+
+def _script_line(error: BaseException) -> str:
+    """``, at train.py:12 in main``: the last line before the library; empty if no other code is in the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    before = takewhile(lambda frame: not frame.filename.startswith(LIBRARY), frames)
+    of_script = [frame for frame in before if not frame.filename.startswith(INNER)]
+    return "".join(f", at {os.path.basename(last.filename)}:{last.lineno} in {last.name}" for last in of_script[-1:])
+
+
+def _next(error: BaseException) -> BaseException | None:
+    """The exception displayed before ``error``: its cause, or the exception under way when ``error`` was raised."""
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+@contextmanager
+def _shortened(error: BaseException) -> Iterator[None]:
+    """Take the inner frames out of ``error`` and the displayed exceptions behind it, for the time of the block."""
+    whole: list[tuple[BaseException, TracebackType | None]] = []
+    shown: BaseException | None = error
+    while shown is not None and all(shown is not other for other, _ in whole):
+        whole.append((shown, shown.__traceback__))
+        shown = _next(shown)
+    try:
+        for shown, trace in whole:
+            # An argument of the wrong kind, behind the error of all ranks.
+            is_cause = isinstance(error, LegacyDDPError) and isinstance(shown, TypeError | ValueError)
+            if is_cause or _hides_frames(shown):
+                shown.__traceback__ = _outer_frames(trace)
+            if isinstance(shown, UnsynchronizedStepError):
+                shown.__traceback__ = _script_frames(trace) or shown.__traceback__
+        yield
+    finally:
+        for shown, trace in whole:
+            shown.__traceback__ = trace
+
+
+def _hides_frames(error: BaseException) -> bool:
+    """Whether the place of ``error`` inside the library says nothing to a reader: the text says all, or the place of a
+    Ctrl-C is chance."""
+    is_argument = isinstance(error, TypeError | ValueError) and _ELSEWHERE in vars(error)
+    return is_argument or isinstance(error, LegacyDDPError | KeyboardInterrupt)
+
+
+def _outer_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` with a single frame of the library in place of every run of inner frames around the library."""
+    outer: list[TracebackType] = []
+    for is_inner, run in groupby(_links(trace), lambda link: _file(link).startswith(INNER)):
+        frames = list(run)
+        of_library = [link for link in frames if _file(link).startswith(LIBRARY)]
+        outer += of_library[:1] if is_inner and of_library else frames
+    return _linked(outer)
+
+
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """``trace`` without the frames of installed packages: a step() is found by the line of the script.
+
+    No rank knows whether other ranks raise the same error, so every rank shows it.
+    """
+    return _linked([link for link in _links(trace) if not _file(link).startswith((*INNER, *_INSTALLED))])
+
+
+def _linked(links: Sequence[TracebackType]) -> TracebackType | None:
+    trace = None
+    for link in reversed(links):
+        trace = TracebackType(trace, link.tb_frame, link.tb_lasti, link.tb_lineno)
+    return trace
+
+
+def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _file(link: TracebackType) -> str:
+    return link.tb_frame.f_code.co_filename
+
 
 LOGGER = logging.getLogger("legacy_ddp")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from legacy_ddp._agreement.header import Header, decode_header
-from legacy_ddp._argument_errors import argument_errors
+from legacy_ddp._errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._text import format_bytes, plain, printable, table, wrap
 

@@ -1,4 +1,4 @@
-"""The wrapper: constructor and public methods."""
+"""Text for ``print(model)``: layout, group and settings of a wrapper. Pure, except for the rank in the group."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._checks import Checks, Level, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
@@ -19,13 +20,20 @@ from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_param
 from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.pack import Arguments, Metrics
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
-from legacy_ddp._describe import describe_wrapper
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._settings import CommHook, Settings, Transport, names_to_ignore, resolve_transport
+from legacy_ddp._settings import (
+    CommHook,
+    Settings,
+    Transport,
+    names_to_ignore,
+    refuse_attribute,
+    refuse_unknown,
+    resolve_transport,
+)
+from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.groups import GroupHandle
 from legacy_ddp._transport.rows import Operation
-from legacy_ddp._unsupported import refuse_attribute, refuse_unknown
 from legacy_ddp._watchdog import FORWARD, process_activity
 
 if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a default --strict refuses the bare class
@@ -34,6 +42,46 @@ if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a 
     ModuleT_co = DefaultedTypeVar("ModuleT_co", bound=nn.Module, covariant=True, default=nn.Module)
 else:
     ModuleT_co = TypeVar("ModuleT_co", bound=nn.Module, covariant=True)
+
+
+def describe_wrapper(
+    layout: Layout | None,
+    group: GroupHandle,
+    transport_text: Callable[[dist.ProcessGroup], str],
+    settings: Settings,
+) -> str:
+    """A few lines. Never raises.
+
+    ``layout``: the last layout, None before the first plan. ``transport_text``: the transport on a group, may be empty.
+    """
+    return "\n".join([*_layout_lines(layout), *_group_lines(group, transport_text), _settings_line(settings)])
+
+
+def _layout_lines(layout: Layout | None) -> Iterator[str]:
+    if layout is None:
+        yield "no layout planned yet"
+        return
+    for index, bucket in enumerate(layout.buckets):
+        size = format_bytes(bucket.numel * bucket.dtype.itemsize)
+        yield f"bucket {index}: {bucket.label}, {len(bucket.slots):,} tensors, {bucket.numel:,} elements, {size}"
+    if not layout.buckets:
+        yield "no trainable parameters"
+
+
+def _group_lines(group: GroupHandle, transport_text: Callable[[dist.ProcessGroup], str]) -> list[str]:
+    with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
+        found = group.resolve()
+        lines = [f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"]
+        return lines + [f"transport: {text}" for text in [transport_text(found)] if text]
+    return ["group: none available"]
+
+
+def _settings_line(settings: Settings) -> str:
+    defaults = Settings()
+    changed = {name: value for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    changed.pop("transport", None)  # shown with the group
+    checks = changed.pop("checks", None) or repr(settings.checks.level)
+    return ", ".join([*(f"{name}={value!r}" for name, value in changed.items()), f"checks={checks}"])
 
 
 class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):

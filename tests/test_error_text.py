@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp import LayoutError
-from legacy_ddp._error_text import MAX_LINE, MAX_TEXT, error_line, error_text, first_line
+from legacy_ddp._text import MAX_LINE, MAX_TEXT, error_line, error_text, first_line
 
 
 class MuteError(Exception):

@@ -13,19 +13,14 @@ LAYERS = (
     "_statistics",
     "_compare",
     "_text",
-    "_error_text",
     "_errors",
-    "_argument_errors",
-    "_import_error",
     "_fork",
     "_torch",
-    "_frames",
-    "_traceback",
+    "_log",
     "_step_guard",
     "_checks",
     "_settings",
     "_buckets",
-    "_log",
     "_watchdog",
     "_transport",
     "_reproducible",
@@ -33,8 +28,6 @@ LAYERS = (
     "_record",
     "_replicas",
     "_collectives",
-    "_describe",
-    "_unsupported",
     "_wrapper",
     "__init__",
     "debug/_operations",
@@ -82,11 +75,11 @@ LAZY = [(PACKAGE / "__init__.py", PACKAGE / "data.py"), (PACKAGE / "__init__.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_every_file_is_in_a_known_room() -> None:
+def test_every_file_is_in_a_known_layer() -> None:
     assert {_layer(path) for path in FILES} == set(LAYERS)
 
 
-def test_no_import_goes_to_a_later_room() -> None:
+def test_no_import_goes_to_a_later_layer() -> None:
     place = {layer: index for index, layer in enumerate(LAYERS)}
 
     assert [
@@ -97,7 +90,7 @@ def test_no_import_goes_to_a_later_room() -> None:
     ] == []
 
 
-def test_every_room_that_is_a_folder_says_what_it_holds() -> None:
+def test_every_layer_that_is_a_folder_says_what_it_holds() -> None:
     for layer in LAYERS:
         if (PACKAGE / layer).is_dir():
             text = ast.get_docstring(ast.parse((PACKAGE / layer / "__init__.py").read_text(encoding="utf-8")))

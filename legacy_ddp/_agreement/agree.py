@@ -26,13 +26,12 @@ from legacy_ddp._agreement.header import (
     flags_of,
     is_equal,
 )
-from legacy_ddp._argument_errors import add_explanation
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
-from legacy_ddp._error_text import error_text
-from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError
-from legacy_ddp._frames import script_lines
+from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError, add_explanation
+from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
+from legacy_ddp._text import error_text
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.wait import Gatherer
 

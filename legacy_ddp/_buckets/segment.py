@@ -17,7 +17,7 @@ import torch
 
 from legacy_ddp._buckets.layout import Bucket
 from legacy_ddp._buckets.private_fork import Mapping, map_shared
-from legacy_ddp._error_text import system_error_text
+from legacy_ddp._text import system_error_text
 
 # As in the headers of Linux: a Python that was built with an old C library lacks the names, and memfd_create().
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING = 1, 2

@@ -14,9 +14,9 @@ from legacy_ddp._buckets.layout import Named, build_inventory, check_dense, dist
 from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._collectives.transport_choice import Transport
+from legacy_ddp._log import check_traceback_variable
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
-from legacy_ddp._traceback import check_traceback_variable
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.rows import Operation
 

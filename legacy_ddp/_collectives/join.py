@@ -17,13 +17,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.header import Flag
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.plan import parameter_columns
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters
 from legacy_ddp._collectives.pack import Arguments
 from legacy_ddp._collectives.state import Synchronizer
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._transport.groups import GroupHandle
 from legacy_ddp._watchdog import OUT_OF_DATA, USER_CODE, process_activity
 

@@ -10,7 +10,7 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._error_text import error_line
+from legacy_ddp._text import error_line
 from legacy_ddp._transport.call import Call
 
 

@@ -18,10 +18,9 @@ from legacy_ddp._checks import LossScaler
 from legacy_ddp._collectives.check import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._compare import MAX_LINES, name_ranks
-from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
-from legacy_ddp._text import TIE, wrap
+from legacy_ddp._text import TIE, error_line, wrap
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
 from legacy_ddp._checks import Checks, resolve_checks
 from legacy_ddp._collectives.check import Subject
@@ -22,7 +21,7 @@ from legacy_ddp._collectives.checks import Replicas, make_checks
 from legacy_ddp._collectives.evaluation_hint import EvaluationHint
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._collectives.warn_once import Warnings
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.compare import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves

@@ -16,12 +16,12 @@ from legacy_ddp._collectives.host_sum import BetweenHostsReducer, HostReducer
 from legacy_ddp._collectives.pack import Packed, allocate_for_gloo
 from legacy_ddp._collectives.reduce import Reducer, Route
 from legacy_ddp._collectives.warn_once import Warnings
-from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 from legacy_ddp._settings import Settings
+from legacy_ddp._text import error_line
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.peer_memory import PeerMemory

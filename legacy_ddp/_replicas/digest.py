@@ -12,8 +12,8 @@ from itertools import accumulate
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.layout import fingerprint
+from legacy_ddp._errors import argument_errors
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -11,10 +11,10 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.flat_buffer import SPARSE, has_nonzero, kinds_of
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import SegmentPolicy
-from legacy_ddp._error_text import error_line
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._text import error_line
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._buckets.layout import Run, as_real
+from legacy_ddp._errors import argument_errors
 from legacy_ddp._transport.call import Call
 
 

@@ -8,8 +8,8 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import UnsynchronizedStepError
+from legacy_ddp._log import shorten_display
 from legacy_ddp._step_guard.backward_counter import BackwardHook, is_any_counting
-from legacy_ddp._traceback import shorten_display
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

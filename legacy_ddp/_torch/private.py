@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from legacy_ddp._import_error import import_error
+from legacy_ddp._errors import import_error
 
 OLDEST = "2.8"
 SEEN = "2.8 to 2.15"

@@ -14,8 +14,8 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
+from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
-from legacy_ddp._traceback import shorten_display
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.hosts import HostMeeting
 from legacy_ddp._transport.rows import Operation

@@ -18,12 +18,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._checks import Checks
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._error_text import error_text, system_error_text
-from legacy_ddp._errors import LegacyDDPError, LostPeerError, PeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._errors import (
+    LegacyDDPError,
+    LostPeerError,
+    PeerError,
+    PeerLostError,
+    SyncTimeoutError,
+    argument_errors,
+)
 from legacy_ddp._fork import run_in_children
+from legacy_ddp._text import error_text, system_error_text
 from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from legacy_ddp._error_text import system_error_text
+from legacy_ddp._text import system_error_text
 from legacy_ddp._transport.groups import check_descriptors, descriptors_of_gloo
 from legacy_ddp._transport.star import Star, StarListener, connect
 from legacy_ddp._transport.wait import Gatherer

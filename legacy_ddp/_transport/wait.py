@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._error_text import first_line
 from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._text import first_line
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.rows import SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import OnSlice, Star, StarLostError, StarTimeoutError

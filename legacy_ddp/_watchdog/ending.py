@@ -14,7 +14,7 @@ from functools import cache, wraps
 from types import FrameType
 from typing import NoReturn, TypeGuard
 
-from legacy_ddp._error_text import error_line
+from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import RUNNING, Identity, state_of
 from legacy_ddp._watchdog.status import LEFT_NORMALLY
 

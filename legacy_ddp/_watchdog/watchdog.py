@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._error_text import error_line
 from legacy_ddp._fork import run_in_children
+from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import (
     MAX_CONCURRENT_REQUESTS,
     Endpoint,

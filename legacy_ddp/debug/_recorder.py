@@ -15,13 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._collectives.metrics import read_numbers
-from legacy_ddp._error_text import error_text
-from legacy_ddp._errors import LegacyDDPError
+from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
+from legacy_ddp._text import error_text
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import (
     Optimizers,

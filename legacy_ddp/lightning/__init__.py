@@ -4,7 +4,7 @@ For the package ``lightning`` only: the Trainer of ``pytorch_lightning`` has dif
 strategies.
 """
 
-from legacy_ddp._import_error import import_error
+from legacy_ddp._errors import import_error
 
 try:
     from lightning.fabric import strategies as _of_fabric

@@ -10,8 +10,7 @@ from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 
-from legacy_ddp._argument_errors import argument_errors
-from legacy_ddp._errors import LostPeerError
+from legacy_ddp._errors import LostPeerError, argument_errors
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.lightning._mixin import StrategyMixin, end_children
 

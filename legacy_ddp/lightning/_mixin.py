@@ -14,11 +14,9 @@ import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
-from legacy_ddp._argument_errors import argument_errors
 from legacy_ddp._checks import Checks, Level, LossScaler, as_names, resolve_checks
-from legacy_ddp._errors import UnsynchronizedStepError
-from legacy_ddp._settings import Settings
-from legacy_ddp._unsupported import INSTEAD, refuse_unknown
+from legacy_ddp._errors import UnsynchronizedStepError, argument_errors
+from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 
 _START_METHODS = {"legacy_ddp": "popen", "legacy_ddp_spawn": "spawn", "legacy_ddp_fork": "fork"}

@@ -8,8 +8,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from legacy_ddp._argument_errors import argument_errors
-from legacy_ddp._errors import LostPeerError
+from legacy_ddp._errors import LostPeerError, argument_errors
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.lightning._mixin import StrategyMixin, end_children

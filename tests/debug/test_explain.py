@@ -5,7 +5,7 @@ import re
 import pytest
 
 import legacy_ddp
-from legacy_ddp._import_error import import_error
+from legacy_ddp._errors import import_error
 from legacy_ddp.debug._cli import main
 from legacy_ddp.debug._explain import Section, find, read_sections, section_lines
 from tests.helpers.paths import ROOT

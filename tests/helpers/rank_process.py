@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from legacy_ddp._traceback import ShortDisplay
+from legacy_ddp._log import ShortDisplay
 from tests.helpers import logged_warnings
 from tests.helpers.process_state import process_state
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._error_text import error_text
 from legacy_ddp._errors import PeerError
+from legacy_ddp._text import error_text
 from legacy_ddp._transport.call import Call
 from legacy_ddp.debug._cross_check.run import Passes
 from legacy_ddp.debug._cross_check.verdict import LATER_REPEAT, REPEAT, RING, Digests, Verdict, differing_batches, judge
