@@ -28,7 +28,14 @@ from legacy_ddp._agreement.header import (
 )
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
 from legacy_ddp._compare import Finding, compare_rows, name_ranks
-from legacy_ddp._errors import AgreedError, DesyncError, LayoutError, LegacyDDPError, PeerError, add_explanation
+from legacy_ddp._errors import (
+    AgreedError,
+    DesyncError,
+    LayoutError,
+    LegacyDDPError,
+    PeerError,
+    add_explanation,
+)
 from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
 from legacy_ddp._text import error_text

@@ -27,12 +27,10 @@ from legacy_ddp._transport.rows import Operation
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
 from legacy_ddp.debug._cross_check.batch import classes_in, pack
-from legacy_ddp.debug._cross_check.explain import report_of
-from legacy_ddp.debug._cross_check.held import held_modules, held_statistics, held_values
+from legacy_ddp.debug._cross_check.explain import RankSettings, differing_settings, report_of, settings_of
 from legacy_ddp.debug._cross_check.locate import locate
-from legacy_ddp.debug._cross_check.run import Passes, Run, Runner
+from legacy_ddp.debug._cross_check.run import Passes, Run, Runner, held_modules, held_statistics, held_values
 from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
-from legacy_ddp.debug._cross_check.settings import RankSettings, differing_settings, settings_of
 from legacy_ddp.debug._cross_check.trial import run_ring, try_batch
 from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp.debug._cross_check.held import held_values
+from legacy_ddp.debug._cross_check.run import held_values
 
 MODEL = nn.Linear(2, 1)
 WEIGHTS = torch.ones(3)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from legacy_ddp._compare import compare_rows
-from legacy_ddp.debug._cross_check.settings import RankSettings, describe_settings, differing_settings
+from legacy_ddp.debug._cross_check.explain import RankSettings, describe_settings, differing_settings
 
 
 def _lines(names: Sequence[str]) -> list[str]:

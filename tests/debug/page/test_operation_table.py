@@ -11,8 +11,7 @@ from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._page.page import render
-from legacy_ddp.debug._page.tables import operation_table
+from legacy_ddp.debug._page.page import operation_table, render
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
 from tests.helpers.operations import changed, model, numbered, operation, rewritten
