@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._torch.hooks import skip_tracing_below
+from legacy_ddp._torch.tensors import skip_tracing_below
 
 # The operation, its arguments, its keyword arguments; returns the result of the operation.
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legacy_ddp._statistics import estimate_noise, find_straggler
-from legacy_ddp.debug._page.binning import Floats
+from legacy_ddp.debug._page.chart import Floats
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.run import KILLED
 

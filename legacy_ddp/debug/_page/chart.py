@@ -1,9 +1,192 @@
-"""Record of a chart, its colours, and the axis of steps which all charts share. Needs bokeh."""
+"""Down-sampling of steps and parameters to the size of a screen. Bins keep extreme values. Pure; needs numpy."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import gcd
 
+import numpy as np
 from bokeh.models import BasicTickFormatter, CrosshairTool, Range1d, Span
 from bokeh.plotting import figure
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
+
+# On a page of 800 pixels a column is at least a pixel wide and a row a pixel high, so no cell vanishes.
+MAX_COLUMNS = 400
+MAX_ROWS = 500
+MAX_POINTS = 2000
+# The classes from RAMP on are the levels of the colour ramp. FLAGGED: ranks differ, or bits without their norms.
+ABSENT, ZERO, FLAGGED, NONFINITE, RAMP = range(5)
+LEVELS = 200
+
+
+@dataclass(frozen=True)
+class Bins:
+    """``total`` consecutive items, divided into bins of ``size`` items; the last bin may have fewer items."""
+
+    total: int
+    size: int
+
+    @staticmethod
+    def at_most(total: int, count: int) -> "Bins":
+        return Bins(total, max(1, -(-total // count)))
+
+    @property
+    def count(self) -> int:
+        return -(-self.total // self.size)
+
+    @cached_property
+    def starts(self) -> Indices:
+        return np.arange(self.count, dtype=np.intp) * self.size
+
+    def span(self, number: int) -> tuple[int, int]:
+        """The first and the last item of a bin."""
+        return number * self.size, min(self.total, (number + 1) * self.size) - 1
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Columns of equal width over steps recorded at equal intervals.
+
+    ``first``: the first step. ``stride``: interval between steps. ``bins``: of steps; each bin is a column. ``start``:
+    the first step stands for the state before training.
+    """
+
+    first: int
+    stride: int
+    bins: Bins
+    start: bool = False
+
+    @staticmethod
+    def of(steps: Collection[int], starts: Collection[int] = (), max_columns: int = MAX_COLUMNS) -> "Grid":
+        """``starts``: steps before the first of ``steps``. They get the position before it, at any distance."""
+        known = sorted(set(steps)) or sorted(set(starts)) or [0]
+        stride = gcd(*(step - known[0] for step in known)) or 1
+        before = known[0] - min(starts, default=known[0])
+        first = known[0] - max(0, -(-before // stride)) * stride
+        start = bool(starts) and (before > 0 or not steps)
+        return Grid(first, stride, Bins.at_most((known[-1] - first) // stride + 1, max_columns), start)
+
+    @property
+    def count(self) -> int:
+        """Number of columns."""
+        return self.bins.count
+
+    @property
+    def width(self) -> int:
+        """Width of a column, in steps."""
+        return self.bins.size * self.stride
+
+    @property
+    def left(self) -> float:
+        """Left edge of the first column; every step is in the middle of its interval."""
+        return self.first - self.stride / 2
+
+    @property
+    def last(self) -> int:
+        return self.first + (self.bins.total - 1) * self.stride
+
+    def holds(self, steps: Collection[int]) -> bool:
+        """Whether the grid has a position for each of these steps."""
+        return all(self.first <= step <= self.last and not (step - self.first) % self.stride for step in steps)
+
+    def column(self, step: int) -> int:
+        return (step - self.first) // self.stride // self.bins.size
+
+    def span(self, column: int) -> tuple[int, int]:
+        """The first and the last step of a column."""
+        first, last = self.bins.span(column)
+        return self.first + first * self.stride, self.first + last * self.stride
+
+
+class Cells:
+    """Table of cells by row and column, each with the extremes of its items.
+
+    ``largest``: the largest value, NaN without any. ``nonfinite``: the largest number of non-finite elements.
+    ``differs``: whether any item differs.
+    """
+
+    def __init__(self, rows: Bins, columns: int) -> None:
+        self.rows = rows
+        self.largest = np.full((rows.count, columns), np.nan)
+        self.nonfinite = np.zeros((rows.count, columns), dtype=np.int64)
+        self.differs = np.zeros((rows.count, columns), dtype=np.bool_)
+
+    def add_values(self, column: int, values: Floats) -> None:
+        """Add a value for every item of the rows; NaN for no value."""
+        binned = np.fmax.reduceat(values, self.rows.starts) if len(values) else values
+        np.fmax(self.largest[:, column], binned, out=self.largest[:, column])
+
+    def add_nonfinite(self, column: int, counts: Mapping[int, int]) -> None:
+        """Add numbers of non-finite elements, by item."""
+        for item, count in counts.items():
+            row = item // self.rows.size
+            self.nonfinite[row, column] = max(count, self.nonfinite[row, column])
+
+    def add_differing(self, column: int, items: Indices) -> None:
+        """Add differing items."""
+        self.differs[items // self.rows.size, column] = True
+
+
+def extremes(values: Floats, max_points: int = MAX_POINTS) -> Indices:
+    """Indices of the points of a line: all, or the smallest and the largest value of each of ``max_points / 2`` bins.
+
+    A bin without any value keeps a NaN, which draws a gap.
+    """
+    if len(values) <= max_points:
+        return np.arange(len(values), dtype=np.intp)
+    kept: list[int] = []
+    for start in (bins := Bins.at_most(len(values), max_points // 2)).starts:
+        part = values[start : start + bins.size]
+        ends = {int(np.nanargmin(part)), int(np.nanargmax(part))} if not np.isnan(part).all() else {0}
+        kept.extend(int(start) + end for end in sorted(ends))
+    return np.array(kept, dtype=np.intp)
+
+
+def classify(values: Floats, decades: float) -> tuple[NDArray[np.uint8], tuple[float, float]]:
+    """The class of every value by its logarithm, and the ends of the ramp as exponents of ten.
+
+    The ramp covers at most ``decades`` below the largest value.
+    """
+    classes = np.full(values.shape, ABSENT, dtype=np.uint8)
+    classes[values == 0] = ZERO
+    positive = np.nan_to_num(values, nan=0.0) > 0
+    logs = np.log10(values[positive])
+    if not len(logs):
+        return classes, (-1.0, 0.0)
+    high = float(logs.max())
+    low = max(float(logs.min()), high - decades)
+    low, high = (low, high) if high - low > 1e-3 else (low - 0.5, high + 0.5)
+    levels = (logs.clip(low, high) - low) / (high - low) * (LEVELS - 1)
+    classes[positive] = RAMP + levels.round().astype(np.uint8)
+    return classes, (low, high)
+
+
+def column_labels(grid: Grid) -> list[str]:
+    """The steps of every column."""
+    return [_steps(grid, column) for column in range(grid.count)]
+
+
+def _steps(grid: Grid, column: int) -> str:
+    first, last = grid.span(column)
+    begin = "start" if grid.start and column == 0 else str(first)
+    return begin if first == last else f"{begin} to {last}"
+
+
+def column_captions(grid: Grid, shown: str) -> list[str]:
+    if grid.bins.size == 1:
+        return [f"Each column stands for a recorded step, every {grid.stride}."] if grid.stride > 1 else []
+    recorded = (
+        f"{grid.bins.size} steps" if grid.stride == 1 else f"{grid.bins.size} recorded steps ({grid.width} steps)"
+    )
+    return [f"Each column stands for {recorded} and shows {shown}."]
+
+
+def row_captions(rows: Bins, items: str) -> list[str]:
+    return [f"Each row stands for {rows.size} {items} in the same way."] if rows.size > 1 else []
+
 
 LEFT, RIGHT, HEIGHT = 190, 120, 220
 GREY, BLACK, VERMILLION = "#767676", "#000000", "#d55e00"

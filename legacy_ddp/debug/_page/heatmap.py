@@ -10,10 +10,22 @@ from bokeh.palettes import interp_palette
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
-from legacy_ddp.debug._page import binning
-from legacy_ddp.debug._page.binning import Cells, Floats, Grid
+from legacy_ddp.debug._page import chart
 from legacy_ddp.debug._page.calls import NO_RANK, CallTable, Straggler, stragglers, stragglers_by_step
-from legacy_ddp.debug._page.chart import BLACK, BLUES, BROWNS, LIGHT, SKY, VERMILLION, WHITE, Axis, Chart
+from legacy_ddp.debug._page.chart import (
+    BLACK,
+    BLUES,
+    BROWNS,
+    LIGHT,
+    SKY,
+    VERMILLION,
+    WHITE,
+    Axis,
+    Cells,
+    Chart,
+    Floats,
+    Grid,
+)
 from legacy_ddp.debug._page.series import ParameterCells, Series
 
 _MAX_LABEL = 22  # characters of 11 px, beside a chart
@@ -142,7 +154,7 @@ def _add_colour_bar(plot: figure, heat_map: HeatMap) -> None:
     texts = [f"1e{tick:.0f}" if len(whole) > 2 else f"{10.0 ** min(tick, float_info.max_10_exp):.2g}" for tick in ticks]
     plot.add_layout(
         models.ColorBar(
-            color_mapper=models.LinearColorMapper(palette=list(heat_map.colours[binning.RAMP :]), low=low, high=high),
+            color_mapper=models.LinearColorMapper(palette=list(heat_map.colours[chart.RAMP :]), low=low, high=high),
             ticker=models.FixedTicker(ticks=ticks.tolist()),
             major_label_overrides=dict(zip(ticks.tolist(), texts, strict=True)),
             major_label_text_font_size="11px",
@@ -190,7 +202,7 @@ def short_label(name: str, more: int = 0) -> str:
 
 
 def _colour_ramp(colours: Sequence[str]) -> list[str]:
-    return [str(colour) for colour in interp_palette(colours, binning.LEVELS)]
+    return [str(colour) for colour in interp_palette(colours, chart.LEVELS)]
 
 
 @dataclass(frozen=True)
@@ -257,19 +269,19 @@ def parameter_chart(axis: Axis, series: Series) -> Chart:
         captions.append(each)
     captions.append("A triangle above a column: something in it differs (red), or is not finite (black).")
     shown = "the largest value among them; anything that is not finite, or differs, shows"
-    captions += [*binning.column_captions(parameters.grid, shown), *binning.row_captions(cells.rows, "parameters")]
+    captions += [*chart.column_captions(parameters.grid, shown), *chart.row_captions(cells.rows, "parameters")]
     return Chart(meaning.title, tuple(captions), plot, tuple(zip(meaning.colours, meaning.swatches, strict=True)))
 
 
 def _of_parameters(parameters: ParameterCells, meaning: _ParameterMap) -> HeatMap:
     names, cells, grid = parameters.names, parameters.cells, parameters.grid
-    classes, ramp = binning.classify(cells.largest, _DECADES)
+    classes, ramp = chart.classify(cells.largest, _DECADES)
     if meaning is _DIFFERENCES:
-        classes[cells.differs & (cells.largest == 0)] = binning.FLAGGED
-        classes[cells.nonfinite > 0] = binning.NONFINITE
+        classes[cells.differs & (cells.largest == 0)] = chart.FLAGGED
+        classes[cells.nonfinite > 0] = chart.NONFINITE
     else:
-        classes[cells.nonfinite > 0] = binning.NONFINITE
-        classes[cells.differs] = binning.FLAGGED
+        classes[cells.nonfinite > 0] = chart.NONFINITE
+        classes[cells.differs] = chart.FLAGGED
     spans = [cells.rows.span(row) for row in range(cells.rows.count)]
     return HeatMap(
         grid=grid,
@@ -279,9 +291,9 @@ def _of_parameters(parameters: ParameterCells, meaning: _ParameterMap) -> HeatMa
         row_title="parameter",
         row_labels=[_row_label(names[first : last + 1]) for first, last in spans],
         row_ticks=[short_label(names[first].strip("'\""), last - first) for first, last in spans],
-        column_labels=binning.column_labels(grid),
+        column_labels=chart.column_labels(grid),
         value_title=meaning.value_title,
-        class_labels=[*meaning.class_labels, *[meaning.ramp_label] * binning.LEVELS * bool(meaning.ramp_label)],
+        class_labels=[*meaning.class_labels, *[meaning.ramp_label] * chart.LEVELS * bool(meaning.ramp_label)],
         ramp_title=meaning.ramp_title,
         ramp=ramp,
         nonfinite={int(index): int(cells.nonfinite.flat[index]) for index in np.flatnonzero(cells.nonfinite)},
@@ -300,12 +312,12 @@ def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
         return Chart(title, ("Left out: a single rank waits for no other rank.",))
     if not len(calls.steps):
         return Chart(title, ("Left out: no call is in the trace.",))
-    cells = Cells(binning.Bins.at_most(calls.world_size, binning.MAX_ROWS), grid.count)
+    cells = Cells(chart.Bins.at_most(calls.world_size, chart.MAX_ROWS), grid.count)
     for step, waited in zip(calls.steps, calls.waited.T, strict=True):
         cells.add_values(grid.column(int(step)), waited)
     plot = _draw_heat_map(axis, _of_waits(cells, calls, grid))
     found = stragglers(calls.waited)
-    captions = [*binning.column_captions(grid, "the longest wait"), *binning.row_captions(cells.rows, "ranks")]
+    captions = [*chart.column_captions(grid, "the longest wait"), *chart.row_captions(cells.rows, "ranks")]
     if label != "B":  # the chart of A has them
         captions = [*_CAPTIONS, *captions]
     if len(found) > _MAX_STRAGGLERS:
@@ -315,7 +327,7 @@ def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
 
 
 def _of_waits(cells: Cells, calls: CallTable, grid: Grid) -> HeatMap:
-    classes, ramp = binning.classify(cells.largest, _WAIT_DECADES)
+    classes, ramp = chart.classify(cells.largest, _WAIT_DECADES)
     spans = [cells.rows.span(row) for row in range(cells.rows.count)]
     ranks = [f"rank {first}" if first == last else f"ranks {first}-{last}" for first, last in spans]
     return HeatMap(
@@ -341,7 +353,7 @@ def _column_labels(calls: CallTable, grid: Grid) -> list[str]:
     """Steps and most frequent straggler of every column."""
     ranks, _ = stragglers_by_step(calls.waited)
     columns = np.array([grid.column(int(step)) for step in calls.steps])
-    labels = binning.column_labels(grid)
+    labels = chart.column_labels(grid)
     for column in np.unique(columns):
         in_column = ranks[columns == column]
         found, counts = np.unique(in_column[in_column != NO_RANK], return_counts=True)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._text import shorten
-from legacy_ddp.debug._page.binning import MAX_POINTS, Bins, Floats, Grid, extremes
 from legacy_ddp.debug._page.calls import (
     MAX_OUTLIERS,
     OUTLIER_FACTOR,
@@ -21,7 +20,7 @@ from legacy_ddp.debug._page.calls import (
     noise_scales,
     outliers,
 )
-from legacy_ddp.debug._page.chart import BLACK, Axis, Chart
+from legacy_ddp.debug._page.chart import BLACK, MAX_POINTS, Axis, Bins, Chart, Floats, Grid, extremes
 from legacy_ddp.debug._page.series import LoggedValues, Metric
 
 MAX_CHARTS = 8  # of metrics, and of logged values

@@ -8,9 +8,9 @@ from itertools import dropwhile
 from pathlib import Path
 
 import bokeh
+import jinja2
 from bokeh.embed import components
 from bokeh.resources import Resources
-from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
@@ -19,8 +19,7 @@ from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._diff.text import lines
 from legacy_ddp.debug._operations.describe import at
-from legacy_ddp.debug._page.binning import Grid
-from legacy_ddp.debug._page.chart import Axis, Chart
+from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
 from legacy_ddp.debug._page.line_charts import local_norm_chart, logged_charts, metric_charts, noise_scale_chart
 from legacy_ddp.debug._page.series import Series, read_series
@@ -140,7 +139,9 @@ def render(
     script, divisions = components(plots) if plots else ("", ())  # a trace without any step has no chart
     remaining = iter(divisions)
     environment = environment_rows(runs, [calls.ends for calls in series.calls])
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, keep_trailing_newline=True
+    )
     return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         page_tag=PAGE_TAG,
         title="Report: " + " against ".join(run.folder.name or str(run.folder) for run in runs),

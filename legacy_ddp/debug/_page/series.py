@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from legacy_ddp.debug._page.binning import MAX_ROWS, Bins, Cells, Floats, Grid, Indices
 from legacy_ddp.debug._page.calls import CallTable, RankCalls, RankTable, call_table
+from legacy_ddp.debug._page.chart import MAX_ROWS, Bins, Cells, Floats, Grid, Indices
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import Names, Section
 from legacy_ddp.debug._trace.run import Run

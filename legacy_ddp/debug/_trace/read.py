@@ -13,7 +13,6 @@ from typing import Any
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.operation_lines import Declaration, sequence_from_json
 from legacy_ddp.debug._trace.records import (
     FOREIGN,
     PHASES,
@@ -29,6 +28,7 @@ from legacy_ddp.debug._trace.records import (
     end_reason,
     logged_values,
 )
+from legacy_ddp.debug._trace.write import Declaration, sequence_from_json
 
 _FIRST = b'{"line":"environment","format":'
 _VALUES = re.compile(rb'\{"line":"values","step":(\d{1,18}),"phase":"(\w{1,20})","names":(\d{1,18}),"words":')

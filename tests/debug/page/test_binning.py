@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._page.binning import Bins, Cells, Grid, extremes
+from legacy_ddp.debug._page.chart import Bins, Cells, Grid, extremes
 
 VALUES = st.one_of(st.just(float("nan")), st.floats(min_value=0, max_value=1e30))
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from bokeh.models import GlyphRenderer, HoverTool, Line, Scatter, VArea
 
-from legacy_ddp.debug._page.binning import Grid
-from legacy_ddp.debug._page.chart import Axis, Chart
+from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
 from legacy_ddp.debug._page.line_charts import MAX_LINES, local_norm_chart, noise_scale_chart
 from legacy_ddp.debug._page.series import ParameterCells, Series

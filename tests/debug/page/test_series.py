@@ -11,7 +11,6 @@ import pytest
 
 from legacy_ddp._errors import TraceError
 from legacy_ddp._statistics import estimate_noise
-from legacy_ddp.debug._page.binning import MAX_ROWS
 from legacy_ddp.debug._page.calls import (
     NO_RANK,
     CallTable,
@@ -23,6 +22,7 @@ from legacy_ddp.debug._page.calls import (
     stragglers,
     stragglers_by_step,
 )
+from legacy_ddp.debug._page.chart import MAX_ROWS
 from legacy_ddp.debug._page.series import ParameterCells, read_series
 from legacy_ddp.debug._trace.records import CallFacts
 from legacy_ddp.debug._trace.run import Run, open_run

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from legacy_ddp import TraceError
 from legacy_ddp.debug._operations.operation import Operation, Value
-from legacy_ddp.debug._trace.operation_lines import Declaration, declaration_of, digests_of, sequence_from_json
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import encode
 from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.summary import lines, summarise
-from legacy_ddp.debug._trace.write import Writer
+from legacy_ddp.debug._trace.write import Declaration, Writer, declaration_of, digests_of, sequence_from_json
 from tests.helpers.traces import environment, sealed
 
 DIGESTS = st.integers(0, 2**64 - 1).map("{:016x}".format)
