@@ -1,4 +1,10 @@
-"""Frames of the call stack that are no place in the script of a user."""
+"""Warnings and log records, each with the attribute ``rank``, and the display of an error at the end of a process.
+
+An error of all ranks is a single traceback for a job, with a single line of the library. A failed call chains
+``sys.excepthook``. The chained hook changes the display alone: the exception keeps its traceback, and every exception
+of other code goes to the hook of before as it is. A process with a display of its own (a hook of the script, IPython)
+is left alone.
+"""
 
 import contextlib
 import logging

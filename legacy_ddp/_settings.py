@@ -1,4 +1,4 @@
-"""Arguments of the constructor but the checks, checked once."""
+"""Arguments of the constructor, checked once; and what to do in place of an argument or attribute without effect."""
 
 import inspect
 import os

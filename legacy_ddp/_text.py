@@ -1,4 +1,8 @@
-"""Layout of text on a page of 80 columns, and values as JSON has them. Pure."""
+"""Text on a page of 80 columns, values as JSON has them, and texts of exceptions. Pure.
+
+The text of a user's exception goes into reports, files and messages to other ranks. It may be megabytes, may hold a
+file name that is no UTF-8, and its ``__str__`` may raise: here it gets a bounded length and valid UTF-8.
+"""
 
 import errno
 import math

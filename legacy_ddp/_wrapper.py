@@ -1,4 +1,4 @@
-"""Text for ``print(model)``: layout, group and settings of a wrapper. Pure, except for the rank in the group."""
+"""The wrapper: constructor, public methods, and the text of ``print(model)``."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress

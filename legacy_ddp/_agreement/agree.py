@@ -1,7 +1,8 @@
-"""Comparison of the headers of all ranks: the error for the first mismatch.
+"""Exchange of call headers, and the error for the first mismatch, equal on all ranks.
 
 Every rank reads the same rows and therefore finds the same error. Functions with the argument ``call`` are collective
-after a mismatch: the ranks exchange details.
+after a mismatch: the ranks exchange details. Nothing here touches a gradient: after an agreed error every ``.grad`` is
+as before the call, and the next call may succeed.
 """
 
 from collections import Counter

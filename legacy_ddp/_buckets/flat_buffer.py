@@ -1,4 +1,9 @@
-"""Kinds of gradient, and the refusal of unusable gradients."""
+"""The flat tensor of a bucket: packing gradients into slots, and giving the slots to ``.grad``. No communication.
+
+A gradient is not copied if it already is the view of its slot. Safety comes from reference counts: if anything besides
+these gradients refers to memory of the flat tensor (a gradient kept by the user, two gradients swapped by hand, a
+transposed gradient), the call packs into a fresh flat tensor and leaves the old memory to its other holders.
+"""
 
 import threading
 from bisect import bisect_right

@@ -1,4 +1,7 @@
-"""The form in which a bucket is sent or added: its dtype, and complex numbers as pairs of real numbers."""
+"""The layout of flat tensors: a slot with a fixed offset for every named parameter, planned alike on all ranks.
+
+It follows from the inventory: the accepted tensors with their names, in the same order on all ranks.
+"""
 
 import hashlib
 import json

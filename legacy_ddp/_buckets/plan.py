@@ -1,4 +1,11 @@
-"""The comparison of parameters with the planned parameters. Runs in every call, in few steps per parameter."""
+"""The plan: the slot, the buffer and the parameter of every gradient. Made again only when the parameters change.
+
+Every call compares the present parameters with those of the plan, in few steps per parameter.
+
+The plan also places the hooks that copy large gradients to their slots while backward still runs. A gradient just
+computed by backward is in the caches, and after the copy its memory is free for the next gradient. A step then needs
+one copy of the gradients in memory and not two, touches fewer fresh pages, and the call has less to copy.
+"""
 
 import threading
 import weakref

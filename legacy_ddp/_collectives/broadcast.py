@@ -1,4 +1,4 @@
-"""Checks of the constructor, and comparison of the plan over the ranks. Collective."""
+"""What the constructor compares over the ranks, and the broadcast of the tensors of a source rank. Collective."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 

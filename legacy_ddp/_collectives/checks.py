@@ -1,4 +1,4 @@
-"""The check for ranks with different numbers of optimizer steps between two calls."""
+"""The checks of a call, in the order in which they are asked. The longer checks have files of their own."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,10 @@
-"""Evidence in the values of edited gradients: new directions, and magnitudes that end at a limit. Local to a rank."""
+"""Detection of gradients that were unscaled or clipped between backward and the call.
+
+A constant factor before the call is a way to average, and silent: an edit alone is no evidence. The evidence is a
+GradScaler that has unscaled, or edited gradients of new directions with the same norm, or the same greatest element, in
+call after call. While gradients are as backward left them, the cost is a look at a single gradient and at the headers.
+Of edited gradients a sample is read; all gradients only after evidence in the sample.
+"""
 
 import math
 from collections import deque

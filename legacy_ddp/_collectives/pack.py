@@ -1,4 +1,4 @@
-"""Arguments of an all_reduce, as given by the caller."""
+"""Local gradients of an all_reduce with its arguments, checked and packed into flat tensors, and their header."""
 
 import math
 import operator

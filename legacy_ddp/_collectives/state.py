@@ -1,4 +1,4 @@
-"""Callbacks for the events of a wrapper or module."""
+"""State of a set of parameters between calls: the synchronizer of a wrapper, of a module, or of parameters alone."""
 
 import weakref
 from collections import OrderedDict

@@ -1,4 +1,7 @@
-"""Digests of one rank at the phases since the last call, and the evidence of this rank alone."""
+"""Attribution of a difference between replicas: phase, cause and implicated ranks. Pure.
+
+The evidence of each rank is its digests at the phases since the last call.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The digests of a rank for its calls, and the error for different replicas."""
+"""Exchange after a difference between replicas: descriptions, digests and tensors of the items that differ."""
 
 import json
 from collections import Counter

@@ -1,7 +1,22 @@
-"""CRC-32 of the memory of tensors on the CPU: one pass over the bytes, without an operation of torch.
+"""Digests of tensors: 64 bits for all bits of a tensor, in order. Equal bits give equal digests on every device.
 
-A fifth of the time of a digest (:mod:`legacy_ddp._replicas.digest`) for the tensors of one call. 32 bits: two unequal
-memories have the same checksum with probability 2**-32. A change within 32 neighbouring bits always shows.
+A digest is the sum mod 2**64 of the lane states of the tensor's bytes, xor the number of bytes. The bytes, padded with
+zeros to 64-bit words, form rows; a lane is a column of words. The state of every lane begins with the key of the lane
+and takes in the words of the column, then two words of zero::
+
+    state = fold(word + MULTIPLIER * state)        fold(x) = x ^ (x >> 32), a logical shift
+
+Without the fold a column would be a polynomial mod 2**64, where two flips of bit 63 cancel: the digest would miss a
+negated float64 tensor. The product carries low bits up, and the fold brings high bits down. Each step is invertible, so
+a single changed word always changes the state.
+
+``MULTIPLIER`` is the multiplier of Knuth's MMIX generator (The Art of Computer Programming 2, 3.3.4). Keys are the
+states of splitmix64 from 0 on. The finish by shift, xor and multiplication in turn is also from splitmix64 (Steele,
+Lea, Flood 2014, "Fast splittable pseudorandom number generators", OOPSLA).
+
+:func:`add_memory` is a CRC-32 of memory on the CPU, one pass over the bytes without an operation of torch, in a fifth
+of the time of a digest. Two unequal memories have the same checksum with probability 2**-32. A change within 32
+neighbouring bits always shows.
 """
 
 import ctypes

@@ -1,4 +1,22 @@
-"""The elements in which two tensors differ, as bits and as numbers."""
+"""Classification of the difference between two tensors, and its text with values, bits and indices.
+
+The first matching entry of ``CLASSES`` is the kind. Narrow kinds come before wide kinds; if two kinds match, the kind
+that explains more comes first:
+
+one bit      a single bit of a single element, even if rounding can cause the same (the text then says this)
+same values  every differing pair is equal as numbers: 0.0 and -0.0, or two NaNs
+permutation  the same elements, bit by bit, at different indices
+scaled       99 % of the nonzero elements are a common factor times the reference, within rounding. Before ``same bit``:
+             a changed sign of every element matches both
+same bit     the same bit of several elements. Of fewer than 20 elements only if rounding cannot cause the same: half of
+             all steps by 1 ulp change the lowest bit alone
+rounding     all elements are finite and a few ulp apart: by their own ulp or, where terms of a sum cancel, by the ulp
+             of the greatest element
+non-finite   NaN or inf on a single side
+rows         at least half of the elements in less than half of the rows (dimension 0)
+everything   at least 90 % of the elements
+some         any other difference
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass

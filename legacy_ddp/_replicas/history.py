@@ -1,4 +1,4 @@
-"""The optimizers that stepped since the last call."""
+"""Digests of one rank at each phase since its last call: optimizers that stepped, and changes outside of steps."""
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence

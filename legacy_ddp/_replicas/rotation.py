@@ -1,4 +1,8 @@
-"""Division of tensors into parts of about equal cost, for digests in turns. Pure."""
+"""Digests taken in the forward pass for the next call: in turns, or of the whole replica in every Nth call.
+
+In turns, the check of level ``info``: a part of the replica in every call, the whole replica in 16 calls. In every Nth
+call, the check of ``Checks("detail", every=N)``.
+"""
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""Items that replicas should share, as this rank holds them: parameters, buffers, gradients, optimizers."""
+"""Items that replicas should share, as this rank holds them: parameters, buffers, gradients, optimizers.
+
+Also which parameters the optimizers hold, and which buffers replicas share: all but statistics of each rank's own
+data.
+"""
 
 import json
 import random

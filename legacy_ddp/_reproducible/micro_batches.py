@@ -1,4 +1,10 @@
-"""Zeros in place of one gradient, which show whether the user cleared the gradients after they were removed."""
+"""The micro-batches of this rank's step: the leaves of the reproducible sum.
+
+A leaf is the gradient accumulated by one outermost no_sync() block, or the gradient accumulated after the last block
+and before the call. At the end of a block the gradients go to the flat tensors, and every ``.grad`` is cleared, except
+the smallest: zeros take its place. These zeros are a sentinel: ``zero_grad()`` changes them, and then the leaves are
+dropped as gradients would be.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,8 @@
-"""Partial sums of the leaves of one bucket, in the order of a fixed tree. No communication.
+"""Partial sums of this rank's leaves since the last call, in the order of a fixed tree. No communication.
 
 The sums are a binary counter: after n leaves there is a sum for every 1 among the binary digits of n. The digit for 2^k
-has the sum of 2^k leaves, the oldest leaves first. Each sum is a node of the tree, whatever leaves follow.
+has the sum of 2^k leaves, the oldest leaves first. Each sum is a node of the tree, whatever leaves follow. The last
+leaf lies in the buffers' flat tensors until a new leaf comes or the call adds all leaves.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""Splits of a step's micro-batches over ranks, and which splits give sums in the same order. Pure.
+"""Reduction over a process group in the order of a tree over the micro-batches of all ranks. Collective (payload).
+
+Each run is cut into a shard per rank of the group. A rank receives its shard from all other ranks, adds in the order of
+the tree, divides, and broadcasts the result. A rank sends 2 (W - 1) / W of the bytes, as in a ring all-reduce. No sum
+depends on the place of its element, on the transport, or on the owner of the shard.
 
 Micro-batches are the leaves of a binary tree. Rank r of W ranks with K micro-batches each holds leaves r K to
 r K + K - 1. The sum of a rank is a node of the tree if K is a power of two, or if there is no other rank. The sum of a

@@ -1,4 +1,9 @@
-"""The rules for optimizer steps on the parameters of one counter."""
+"""Counts of backward passes per parameter since the last call.
+
+The largest count is the number of micro-batches. The number is too high if a layer runs inside several re-entrant
+checkpoint segments, or if a dropped gradient was zeroed in place. The number is too low if several losses each use a
+part of the model, and with ``create_graph=True``. The number is for warnings and never for arithmetic.
+"""
 
 import sys
 import threading

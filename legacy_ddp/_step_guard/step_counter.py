@@ -1,4 +1,4 @@
-"""Observers of optimizer steps: which steps begin and end, of all optimizers of the process."""
+"""Optimizer steps of the process: their observers, their number between two calls, and the GradScaler of each."""
 
 import weakref
 from collections.abc import Sequence

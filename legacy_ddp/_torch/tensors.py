@@ -1,4 +1,4 @@
-"""Memory of tensors: copies, norms, dtypes of gradients, and counts of references."""
+"""Tensors of torch: their memory, comparison of many, hooks on them; compiler and tracer; gradient scalers."""
 
 import gc
 import sys

@@ -1,4 +1,12 @@
-"""Lookup of the user's process group, again in every call."""
+"""Private process groups of a parent group: the user's collectives are never paired with headers or payloads.
+
+Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: it is collective over
+the whole world, and its names depend on the number of groups that a rank already owns.
+
+All members arrive at the store of the group before any of them connects, and a rank that cannot connect tells the
+others in the store. Without this step such a rank would end in an error of gloo, or be aborted by a thread of gloo,
+while the other ranks wait for its connections until their timeout.
+"""
 
 import atexit
 import json

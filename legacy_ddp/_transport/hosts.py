@@ -1,4 +1,8 @@
-"""Cards of ranks: facts about the host of a rank. The cards of all ranks show the hosts of a group."""
+"""The hosts of a group: the cards of its ranks, the star of each host, and the groups between hosts.
+
+A card has facts about the host of a rank; the cards of all ranks show which ranks share a host. Collective, once per
+group.
+"""
 
 import os
 import secrets

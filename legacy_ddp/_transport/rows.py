@@ -1,4 +1,4 @@
-"""The operations that the ranks of a group call together."""
+"""What a rank sends before a call on a host: the operation, its segments of memory, and its header. Pure."""
 
 import struct
 from collections.abc import Sequence

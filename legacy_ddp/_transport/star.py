@@ -3,6 +3,10 @@
 Sequenced packets keep the borders of messages. Every wait ends after :data:`SLICE_SECONDS`, so that signal handlers run
 and a caller can give up; also where signals come more often: select.poll() keeps its deadline, a receive with
 SO_RCVTIMEO would begin again. The first byte of a message is its kind.
+
+The hub listens in a directory of mode 0700: processes of other users can neither connect nor fill the queue of
+connections. An abstract name would be in /proc/net/unix for every user of the host, and any of them could fill the
+queue. The caller lets all ranks agree after each step: connect, then accept. No step waits for another rank.
 """
 
 import array

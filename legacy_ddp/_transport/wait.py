@@ -1,4 +1,4 @@
-"""Waiting for the other ranks: in slices, with a deadline, and with an error about the missing ranks."""
+"""Waiting for the other ranks in slices and with a deadline, and small exchanges: rows, JSON values and maxima."""
 
 import json
 import re

@@ -1,4 +1,9 @@
-"""The failure that ended a call for good."""
+"""Requests to the status servers of other ranks: one line of JSON each way over TCP.
+
+A store would be the usual place for the status of ranks. But reading a store blocks while the store's owner is stopped,
+every rank would write all the time, and everything would be lost with the owner. A request needs no third process, and
+there is none until a rank waits. A failed request is information, too: a closed port means an ended process.
+"""
 
 import fcntl
 import json

@@ -1,7 +1,12 @@
-"""The SystemExit that ended the script, for exit functions: Python drops a SystemExit before it calls them.
+"""The end of a process after an error: the error behind the end, and the order in which the processes end.
 
-Two facts stay. The outermost frame of the main thread shows whether the script returned or was left by an exception.
-And ``sys.exit()``, wrapped here, keeps the status of its last call.
+A launcher looks at its processes about ten times a second. It names the first process that has ended with an error,
+and the lowest rank if several have ended since its last look. A rank that learned of the fault of another rank
+therefore ends later than the process of that rank.
+
+Python drops a SystemExit before it calls exit functions. Two facts stay. The outermost frame of the main thread shows
+whether the script returned or was left by an exception. And ``sys.exit()``, wrapped here, keeps the status of its last
+call.
 """
 
 import dis

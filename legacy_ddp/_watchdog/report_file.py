@@ -1,4 +1,4 @@
-"""Signal handlers below Python, in C."""
+"""The report file of a process: reports, and the stacks at a SIGTERM, whose handler is below Python, in C."""
 
 import ctypes
 import errno

@@ -1,4 +1,7 @@
-"""Threads of the watchdog, and tasks that run outside of the training thread."""
+"""Status server of a rank: answers requests of other ranks and notices the end of neighbouring processes.
+
+Its threads, and the tasks of the watchdog, run outside of the training thread.
+"""
 
 import hmac
 import json

@@ -1,4 +1,4 @@
-"""Evaluation of the status of all ranks: which ranks are missing, and which of them make progress. Pure."""
+"""The status of this rank, polls of all ranks, and their evaluation: which are missing, and which make progress."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence

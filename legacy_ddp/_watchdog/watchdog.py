@@ -1,4 +1,7 @@
-"""Propagation of a failure: the record on this rank, the final report, and the broadcast to the other ranks."""
+"""The watchdog of a rank: position in calls, answers to other ranks, warnings, and propagation of a failure.
+
+One rank composes the report on a wait or a failure, and the other ranks fetch it.
+"""
 
 import os
 import threading

@@ -1,4 +1,8 @@
-"""Settings of the ranks with an influence on results, and those that differ, as lines of a report."""
+"""The words of a report: the evidence, the place, the cause, the settings that differ, and the next step. Pure.
+
+Both sides of a cross-check have the same batch and, on one rank, the same code and settings. Fewer causes are possible
+than between two traces.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,7 @@
-"""Down-sampling of steps and parameters to the size of a screen. Bins keep extreme values. Pure; needs numpy."""
+"""Record of a chart, its colours, its axis of steps, and the down-sampling to the size of a screen. Needs bokeh.
+
+Bins keep extreme values.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Tables of a page: operations around the first difference, and environments. Needs bokeh."""
+"""The page of ``legacy-ddp report``: a single HTML file which loads nothing. Needs bokeh."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,7 @@
-"""Lines of a trace for the operations of a step: declarations of operations, and sequences of them. Pure.
+"""Writer of the file of one rank. Writes whole lines, so that a SIGKILL leaves whole lines.
 
-A declaration has all that is equal from step to step; a sequence has the numbers of the declarations, and the digests.
+A step has lines for its operations. A declaration has all that is equal from step to step; a sequence has the numbers
+of the declarations, and the digests.
 """
 
 import errno
