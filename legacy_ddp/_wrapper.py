@@ -183,7 +183,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             if init_sync:
                 self.broadcast_parameters()
                 self.broadcast_buffers()
-            self._synchronizer.note_new_buffers(module)
+            self._synchronizer.note_new_buffers()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Never communicates, so evaluating on one rank is safe."""

@@ -82,7 +82,7 @@ def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist
     """Collective: give every rank the buffers of rank ``src``, except ignored buffers."""
     named = module.named_buffers(remove_duplicate=False)
     _broadcast_named(synchronizer, Operation.BROADCAST_BUFFERS, group, named, kind="buffer", src=src)
-    synchronizer.note_new_buffers(module)
+    synchronizer.note_new_buffers()
 
 
 def _broadcast_named(

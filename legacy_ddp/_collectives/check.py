@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._errors import AgreedError
+from legacy_ddp._log import warn
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
 from legacy_ddp._transport.call import Call
@@ -47,7 +49,7 @@ class Check:
     The methods are called in this order: ``facts``, ``mismatch``, ``compare``, ``end``, ``observe``. An error in one of
     them ends the call, and the later methods are not called: what ``facts`` has consumed is then gone.
 
-    Example: legacy_ddp/_collectives/warn_once.py has short checks.
+    Example: legacy_ddp/_collectives/checks.py has short checks.
     """
 
     precedence = Precedence.OTHER
@@ -82,6 +84,9 @@ class Check:
     def restart(self) -> None:
         """All ranks got the parameters of one rank: a difference between earlier calls is repaired."""
 
+    def restart_buffers(self) -> None:
+        """All ranks hold equal buffers, or are meant to: at construction, and after a broadcast of the buffers."""
+
     def forget(self) -> None:
         """The gradients since the last call are dropped."""
 
@@ -111,3 +116,33 @@ class CheckList:
 def _overriding(checks: Sequence[Check], method: str) -> list[Check]:
     base: Callable[..., object] = getattr(Check, method)
     return [check for check in checks if getattr(type(check), method) is not base]
+
+
+class Pending(NamedTuple):
+    """``rank``: of the log record. ``is_everywhere``: every rank has this text."""
+
+    rank: int
+    text: str
+    is_everywhere: bool = False
+
+
+class Warnings:
+    """The warnings of a set of parameters that wait for the end of the call."""
+
+    def __init__(self) -> None:
+        self.pending: list[Pending] = []
+
+    def add(self, text: str) -> None:
+        """Add a warning of rank 0."""
+        self.pending.append(Pending(0, text))
+
+    def add_everywhere(self, call: Call, text: str) -> None:
+        """Add a warning with the same text on every rank, unless it is empty."""
+        if text:
+            self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
+
+    def emit(self) -> None:
+        """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
+        while self.pending:
+            rank, text, is_everywhere = self.pending.pop(0)
+            warn(rank, text, is_everywhere=is_everywhere)

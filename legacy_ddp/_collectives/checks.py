@@ -1,22 +1,33 @@
 """The checks of a call, in the order in which they are asked. The longer checks have files of their own."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
+from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import Agreement, Precedence, agreed_error
-from legacy_ddp._agreement.header import Flag, Header
+from legacy_ddp._agreement.agree import Agreement, Precedence, agreed_error, describe_uneven_work
+from legacy_ddp._agreement.header import Flag, Header, Participation
 from legacy_ddp._collectives.check import Check, CheckList, LocalStep, Subject
 from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
-from legacy_ddp._collectives.warn_once import MergedMicroBatches, SameData, UnclearedGradients, UnevenWork
-from legacy_ddp._compare import compare_rows
+from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError
+from legacy_ddp._log import warn
 from legacy_ddp._replicas.compare import ReplicaDigests, divergence_error
 from legacy_ddp._replicas.history import StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
+from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import StepCounter
+from legacy_ddp._transport.groups import Groups
+
+
+def _reference(subject: Subject) -> Callable[[], nn.Module | None]:
+    """A weak reference to the wrapper, which refers to its checks."""
+    return (lambda: None) if subject.wrapper is None else weakref.ref(subject.wrapper)
 
 
 class EqualSteps(Check):
@@ -75,6 +86,7 @@ class Replicas(Check):
         elif checks.rotates_digests and wrapper is not None:
             self.digests = RotatingDigests(wrapper, settings, planner)
         self.is_on = self.digests is not None
+        self._wrapper = _reference(subject)
 
     def facts(self, step: LocalStep) -> None:
         if self.digests is not None and (digest := self.digests.digest_of(step.call)) is not None:
@@ -121,6 +133,193 @@ class Replicas(Check):
         if self.digests is not None:
             self.digests.restart()
 
+    def restart_buffers(self) -> None:
+        wrapper: Any = self._wrapper()
+        if self.digests is not None and wrapper is not None:
+            with torch.no_grad():
+                self.digests.buffers.mark(wrapper.module)
+
+
+class UnevenWork(Check):
+    """Ranks bring different numbers of micro-batches to a plain mean: a warning, or an error on all ranks.
+
+    With ``sample_size`` every item counts the same, however a rank cuts its items into micro-batches. The setting is
+    equal on all ranks.
+    """
+
+    precedence = Precedence.UNEVEN
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.uneven == "warn"
+        self._raises = subject.settings.checks.uneven == "raise"
+
+    def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
+        if not self._raises or not (finding := describe_uneven_work(rows)):
+            return None
+        return agreed_error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        if agreement.is_uniform or agreement.sample_size is not None:
+            return None
+        finding = describe_uneven_work(agreement.rows)
+        if not finding:
+            return None
+        return (
+            f"{step.call}: ranks bring uneven work (warned once):\n{finding}\n"
+            "pass all_reduce(sample_size=...) if they should, or see legacy_ddp.Checks(uneven=...)"
+        )
+
+
+class SameData(Check):
+    """Ranks have the same data: equal norms of local gradients, call after call.
+
+    Gradients that do not depend on the data have equal norms, too. Data themselves are not compared: a digest of the
+    inputs would cost every forward.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.warns_of_same_data
+        # By process group; only while norms are equal, so that an ordinary call costs one set.
+        self._streaks: weakref.WeakKeyDictionary[Groups, SameDataDetector] = weakref.WeakKeyDictionary()
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """The warning after ``SUSPICIOUS_CALLS`` calls."""
+        norms = agreement.column("norm_bits")
+        if len(set(norms)) == len(norms):
+            if self._streaks:
+                self._streaks.pop(step.call.groups, None)
+            return None
+        # Without a backward pass since the last call (of this wrapper, or of a second wrapper of the parameters) the
+        # gradients are the result of that call, equal on all ranks.
+        comparable = [
+            comparable_norm(row.local_norm, row.finite) if row.micro_batches and not row.flags & Flag.REDUCED else None
+            for row in agreement.rows
+        ]
+        groups = self._streaks.setdefault(step.call.groups, SameDataDetector()).add(comparable)
+        if not groups:
+            return None
+        who = " and ".join(f"on {name_ranks(ranks)}" for ranks in groups)
+        return (
+            f"{step.call}: norms of local gradients are equal {who}, to the last bit, for {SUSPICIOUS_CALLS} calls "
+            "(warned once):\n"
+            "either these ranks read the same data (same sampler seed, no DistributedSampler, ...),\n"
+            "or their gradients do not depend on the data (dead ReLUs, a loss term of the weights alone, ...);\n"
+            "only norms were compared: look at a batch of each of these ranks; see legacy_ddp.Checks(same_data=...)"
+        )
+
+
+class UnclearedGradients(Check):
+    """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing.
+
+    Several calls for one step are no sign, and gradients that were cleared in part are not, either.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.level != "off"
+
+    def facts(self, step: LocalStep) -> None:
+        header = step.header
+        if header.participation == Participation.PLAIN and step.counter.added_to_used_results(step.plan.parameters):
+            header.flags |= Flag.UNCLEARED
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        if not agreement.some_flags & Flag.UNCLEARED:
+            return None
+        ranks = agreement.ranks_with(Flag.UNCLEARED)
+        return (
+            f"{step.call}: on {name_ranks(ranks)} backward added to gradients that a step had used already, in every\n"
+            "parameter that it reached (warned once): the steps now use the old gradients again;\n"
+            "call zero_grad() once per step, between step() and the next backward(), on every rank"
+        )
+
+
+class MergedMicroBatches(Check):
+    """Several backward passes were added as a single leaf of the tree."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.reproducible and subject.settings.checks.level != "off"
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        merged = {rank: row for rank, row in enumerate(agreement.rows) if 0 < row.leaves < row.micro_batches}
+        if not merged:
+            return None
+        row = next(iter(merged.values()))
+        return (
+            f"{step.call}: {name_ranks(merged)} ran several backward passes in one micro-batch (warned once):\n"
+            f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
+            "or another split of them over ranks gives other bits"
+        )
+
+
+_SPEAKER = 1  # the rank that warns of an evaluation
+
+
+class EvaluationHint(Check):
+    """Running statistics that every rank has updated on its own data: told once, by rank 1, at the first forward in
+    eval mode after training and a call.
+
+    Rank 0 may evaluate alone: it has the statistics that torch DDP would give to all ranks. If all ranks evaluate, rank
+    1 is among them.
+
+    Nothing is communicated: statistics that a rank has updated on data of its own differ from those of the other ranks.
+    Whether a rank has updated them is known from the version counters of the buffers. Layers with a buffer that is
+    ignored, or named in ``Checks(local_buffers=)``, do not count.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        settings = subject.settings
+        self.is_on = settings.checks.level != "off" and subject.wrapper is not None
+        self._wrapper = _reference(subject)
+        self._left_out = (*settings.ignore, *settings.checks.local_buffers)
+        self._has_reduced = False
+        self._is_speaker = False
+        self._awaits_training = True  # the mode of the next forward to look at: other forwards cost one comparison
+        self._versions: dict[str, int] | None = None  # by layer, at the first training forward since a broadcast
+
+    def end(self, step: LocalStep) -> None:
+        groups = step.call.groups
+        if groups.size > 1:
+            self._has_reduced, self._is_speaker = True, groups.rank == _SPEAKER
+
+    def restart_buffers(self) -> None:
+        self._awaits_training, self._versions = True, None
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        if is_training is not self._awaits_training or not self.is_on:
+            return
+        self._awaits_training = not is_training
+        layers = self._layers()
+        if is_training:
+            if self._versions is None:
+                self._versions = {name: version for name, (_, version) in layers.items()}
+            self.is_on = bool(layers)
+            return
+        marks = self._versions or {}
+        updated = {name: kind for name, (kind, version) in layers.items() if version > marks.get(name, version)}
+        if self._has_reduced and updated:
+            self.is_on = False
+            if self._is_speaker:
+                warn(_SPEAKER, _describe_evaluation(updated))
+
+    def _layers(self) -> dict[str, tuple[str, int]]:
+        """Kind and version of each layer with statistics that count."""
+        wrapper: Any = self._wrapper()  # not None: its forward runs
+        return {
+            layer: (kind, sum(map(internals.version_of, buffers.values())))
+            for layer, kind, buffers in internals.running_statistics(wrapper.module)
+            if not any(fnmatchcase(name, pattern) for name in buffers for pattern in self._left_out)
+        }
+
+
+def _describe_evaluation(layers: dict[str, str]) -> str:
+    name, kind = next(iter(layers.items()))
+    return (
+        f"evaluation after training: the running statistics of {len(layers)} layer{'s' * (len(layers) > 1)}, "
+        f"first {name!r} ({kind}), are of each rank's own data;\n"
+        "in eval mode ranks give different results, and so does a checkpoint of each rank (told once);\n"
+        "call broadcast_buffers() on every rank before an evaluation and before a checkpoint"
+    )
+
 
 CHECKS: tuple[type[Check], ...] = (
     EqualSteps,
@@ -131,6 +330,7 @@ CHECKS: tuple[type[Check], ...] = (
     SameData,
     UnclearedGradients,
     MergedMicroBatches,
+    EvaluationHint,
 )
 
 

@@ -16,11 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
 from legacy_ddp._checks import Checks, resolve_checks
-from legacy_ddp._collectives.check import Subject
+from legacy_ddp._collectives.check import Subject, Warnings
 from legacy_ddp._collectives.checks import Replicas, make_checks
-from legacy_ddp._collectives.evaluation_hint import EvaluationHint
 from legacy_ddp._collectives.transport_choice import Transport
-from legacy_ddp._collectives.warn_once import Warnings
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.compare import ReplicaDigests
@@ -103,9 +101,6 @@ class Synchronizer:
         self.observers = Observers()
         self.warnings = Warnings()
         self.checks = make_checks(Subject(settings, self.planner, wrapper))
-        self.evaluation_hint: EvaluationHint | None = None
-        if settings.checks.level != "off" and wrapper is not None:
-            self.evaluation_hint = EvaluationHint(wrapper, settings)
         if settings.checks.guards_steps:
             guard_steps()
         if settings.checks.level != "off":
@@ -172,9 +167,6 @@ class Synchronizer:
             self.leaves.drop_if_cleared()
         for check in self.checks.with_forward:
             check.begin_forward(is_training=is_training)
-        hint = self.evaluation_hint
-        if hint is not None and hint.awaits_training is is_training and hint.begin_awaited(self._group_states.values()):
-            self.evaluation_hint = None
         if self.observers.forward:
             self.observers.forward.notify(args, kwargs)
 
@@ -196,13 +188,10 @@ class Synchronizer:
         for check in self.checks.all:
             check.restart()
 
-    def note_new_buffers(self, module: nn.Module) -> None:
+    def note_new_buffers(self) -> None:
         """Note that all ranks hold equal buffers, or should: at construction and after a broadcast."""
-        if self.digests is not None:
-            with torch.no_grad():
-                self.digests.buffers.mark(module)
-        if self.evaluation_hint is not None:
-            self.evaluation_hint.restart()
+        for check in self.checks.all:
+            check.restart_buffers()
 
     def forget_step(self) -> None:
         """Forget the counts and the micro-batches since the last call."""
