@@ -51,7 +51,7 @@ def layers() -> str:
     """The folders of the package in the order of imports."""
     rows: Sequence[tuple[str, Sequence[tuple[str, str]]]] = (
         ("tools", (("debug/", "recorder, command"), ("lightning/", "strategies"), ("data", "sampler"))),
-        ("front", (("_wrapper", "the class"), ("_unsupported", "other arguments"), ("_describe", "print(model)"))),
+        ("front", (("_wrapper", "the class: constructor, methods, print(model)"),)),
         ("operations", (("_collectives/", "all_reduce, broadcast, join: one line for each stage"),)),
         ("checks", (("_agreement/", "headers"), ("_replicas/", "digests"), ("_record", "of a call"))),
         ("transport", (("_transport/", "groups, calls"), ("_reproducible/", "tree sums"))),

@@ -20,9 +20,8 @@ from legacy_ddp._errors import (
     TraceError,
     TransportError,
     UnsynchronizedStepError,
-    check_system,
 )
-from legacy_ddp._lazy import lazy_names
+from legacy_ddp._imports import check_system, lazy_names
 from legacy_ddp._statistics import NoiseScale
 
 check_system()

@@ -20,11 +20,9 @@ LegacyDDPError(RuntimeError)
 """
 
 import os
-import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import ContextDecorator
-from importlib import import_module
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -349,19 +347,3 @@ def import_error(text: str) -> ImportError:
     error = ImportError(text)
     error.add_note(how_to_explain("ImportError"))
     return error
-
-
-def check_system() -> None:
-    """Refuse a system that is neither Linux nor like it, such as Windows.
-
-    Raises:
-        ImportError: Python has no fcntl here.
-    """
-    try:
-        import_module("fcntl")
-    except ModuleNotFoundError:
-        raise import_error(
-            "legacy_ddp does not run on this system: got a Python without fcntl "
-            f"(sys.platform {sys.platform!r}), expected Linux, or macOS without shared memory; "
-            "on Windows use the Windows Subsystem for Linux"
-        ) from None

@@ -9,11 +9,11 @@ import legacy_ddp
 PACKAGE = Path(legacy_ddp.__file__).parent
 # A folder is one layer; a module outside of folders is another. docs/design.md says what each holds.
 LAYERS = (
-    "_lazy",
     "_statistics",
     "_compare",
     "_text",
     "_errors",
+    "_imports",
     "_fork",
     "_torch",
     "_log",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from legacy_ddp._errors import check_system
+from legacy_ddp._imports import check_system
 from tests.helpers.scripts import fork_ranks, fork_script
 
 # A script here begins in a process that has imported the package on Linux.
