@@ -31,6 +31,12 @@ from legacy_ddp._watchdog.client import (
     own_identity,
 )
 
+_MAX_UNAUTHENTICATED = 128
+# Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
+_ACCEPT_PAUSE_SECONDS = 0.1
+# How long a rank that ends waits for the first connection of the neighbour before it. Most ranks have it for long.
+_FAREWELL_SECONDS = ANSWER_SECONDS / 2
+
 
 class BackgroundTasks:
     """A thread per task, and a reserve thread for tasks when no more threads can be started.
@@ -99,13 +105,6 @@ def _start(target: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=target, name="legacy_ddp watchdog", daemon=True)
     thread.start()
     return thread
-
-
-_MAX_UNAUTHENTICATED = 128
-# Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
-_ACCEPT_PAUSE_SECONDS = 0.1
-# How long a rank that ends waits for the first connection of the neighbour before it. Most ranks have it for long.
-_FAREWELL_SECONDS = ANSWER_SECONDS / 2
 
 
 class StatusServer:
