@@ -1,0 +1,232 @@
+"""A device in pure Python: tensors in memory of the host, with operations that count waits of the host.
+
+:func:`install` gives this process the device type ``sim``. Every operation runs on a CPU tensor of the same memory.
+Operations are issued in order, as on a stream. A result of a collective (:mod:`tests.helpers.simulated_group`) is there
+only after its wait, as on an accelerator: :data:`device` notes operations that touch memory of a collective before.
+
+The private names of torch are those of torch 2.13. Limits: one device, no streams, no sparse tensors.
+"""
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_map
+
+import legacy_ddp
+
+NAME = "sim"
+_PACKAGE = str(Path(legacy_ddp.__file__).parent)
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_aten = torch.ops.aten
+# They look at shape and strides alone: the kernels of the CPU make views of any memory.
+_VIEWS = (_aten.view.default, _aten.as_strided.default, _aten.unfold.default, _aten._reshape_alias.default)
+_SETTERS = (_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset, _aten.set_.source_Tensor)
+# They give a value, or a shape, to the host.
+_WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default, _aten.masked_select.default)
+
+
+@dataclass
+class InFlight:
+    """A collective: the memory that it uses, and whether the stream waits for its end."""
+
+    memory: list[tuple[int, int]]
+    done: threading.Event = field(default_factory=threading.Event)
+    is_awaited: bool = False
+
+    def uses(self, start: int, stop: int) -> bool:
+        return any(start < end and begin < stop for begin, end in self.memory)
+
+
+class SimulatedDevice:
+    """What torch asks a module of a device, and what a test looks at.
+
+    ``host_waits``: by line of the library. ``races``: operations on memory of a collective that was not awaited.
+    ``has_float64``: without it, a tensor of doubles is a TypeError, as on some accelerators.
+    """
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.host_waits: Counter[str] = Counter()
+        self.races: list[str] = []
+        self.has_float64 = True
+        self.in_flight: list[InFlight] = []
+        self.generator.manual_seed(0)
+
+    def before(self, operation: Any, tensors: list[torch.Tensor]) -> None:
+        """An operation on ``tensors`` is issued: it runs after the collectives that were awaited."""
+        for collective in list(self.in_flight):
+            if collective.is_awaited:
+                collective.done.wait()
+                self.in_flight.remove(collective)
+            elif any(collective.uses(*_extent(tensor)) for tensor in tensors):
+                self.races.append(f"{operation} at {_place()}")
+
+    def wait_for_host(self) -> None:
+        """The host reads a value: it waits for everything that was issued."""
+        self.host_waits[_place()] += 1
+
+    # The interface of torch.<device>.
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def manual_seed(self, seed: int) -> None:
+        self.generator.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def get_rng_state(self, _device: object = None) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_rng_state(self, state: torch.Tensor, _device: object = None) -> None:
+        self.generator.set_state(state)
+
+
+device = SimulatedDevice()
+
+
+@cache
+def install() -> SimulatedDevice:
+    """Give this process the device type ``sim``; it cannot be taken away again."""
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=device)
+    library = torch.library.Library("_", "IMPL")
+    library.fallback(_run, "PrivateUse1")
+    _libraries.append(library)
+    return device
+
+
+_libraries: list[torch.library.Library] = []  # the fallback ends with its library
+
+
+def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    tensors = [tensor for tensor in _tensors([args, kwargs]) if tensor.device.type == NAME]
+    if operation in _VIEWS or operation in _SETTERS:
+        return operation.redispatch(_CPU, *args, **kwargs)
+    device.before(operation, tensors)
+    if operation in _WAITS or (operation is _aten._copy_from.default and args[1].device.type == "cpu"):
+        device.wait_for_host()
+    if operation is _aten._copy_from.default:
+        on_cpu(args[1]).copy_(on_cpu(args[0]))
+        return args[1]
+    if operation is _aten.resize_.default:
+        return _resize(*args)
+    return _run_on_cpu(operation, args, kwargs)
+
+
+def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    originals: dict[int, torch.Tensor] = {}
+
+    def alias(value: Any) -> Any:
+        if isinstance(value, torch.device):
+            return torch.device("cpu")
+        if not isinstance(value, torch.Tensor) or value.device.type != NAME:
+            return value
+        result = on_cpu(value)
+        originals[id(result)] = value
+        return result
+
+    args, kwargs = tree_map(alias, (args, kwargs))
+    kwargs.pop("pin_memory", None)
+    if any(argument.name == "generator" for argument in operation._schema.arguments):
+        kwargs["generator"] = kwargs.get("generator") or device.generator
+    results = operation(*args, **kwargs)
+
+    def back(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if (original := originals.get(id(value))) is None:
+            return on_device(value)
+        if original.shape != value.shape:  # an output that was resized
+            _adopt(original, value)
+        return original
+
+    return tree_map(back, results)
+
+
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A CPU tensor of the same memory."""
+    if tensor.device.type != NAME:
+        return tensor
+    storage = tensor.untyped_storage()
+    shared = _storage(storage, torch.device("cpu")) if storage.nbytes() else torch.UntypedStorage(0)
+    result = torch.empty(0, dtype=tensor.dtype)
+    result.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
+    result = torch._conj(result) if tensor.is_conj() else result
+    return torch._neg_view(result) if tensor.is_neg() else result
+
+
+def on_device(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the device with the memory of a CPU tensor."""
+    if not device.has_float64 and tensor.dtype in (torch.float64, torch.complex128):
+        raise TypeError(f"the device has no {tensor.dtype}")
+    return _adopt(torch._C._acc.create_empty_tensor((0,), tensor.dtype), tensor)
+
+
+def _adopt(tensor: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    storage = _storage(source.untyped_storage(), torch.device(NAME, 0))
+    operation = _aten.set_.source_Storage_storage_offset
+    return operation.redispatch(_CPU, tensor, storage, source.storage_offset(), source.shape, source.stride())
+
+
+def _storage(storage: torch.UntypedStorage, where: torch.device) -> torch.UntypedStorage:
+    result: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), where, storage.nbytes())
+    result.memory = storage  # stays alive for as long as the result
+    return result
+
+
+def _resize(tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
+    resized = torch.empty(size, dtype=tensor.dtype)
+    old = on_cpu(tensor).flatten()[: resized.numel()]
+    resized.view(-1)[: old.numel()] = old
+    return _adopt(tensor, resized)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in torch.utils._pytree.tree_leaves(values):
+        if isinstance(value, torch.Tensor):
+            yield value
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of ``tensor`` and after the last."""
+    start = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size() * bool(tensor.numel())
+
+
+def extents(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+    """The memory of ``tensors``, as :class:`InFlight` has it."""
+    return [_extent(tensor) for tensor in tensors]
+
+
+def _place() -> str:
+    """The line of the library that called; empty for a line of a test."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            return f"{frame.f_code.co_filename[len(_PACKAGE) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

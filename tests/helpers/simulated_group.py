@@ -1,0 +1,124 @@
+"""Process groups for the simulated device: their collectives run in a thread, some time after they were issued.
+
+The wait of a collective orders the later operations of the device, and does not stop the host, as with NCCL. The group
+counts the collectives that were issued on it, in order, for all threads of the process.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Work
+
+from tests.helpers.simulated_device import NAME, InFlight, device, extents, install, on_cpu
+
+BACKEND = "simccl"
+
+
+class SimulatedWork(Work):
+    """A collective on the device."""
+
+    def __init__(self, collective: InFlight, *, waits: bool) -> None:
+        super().__init__()
+        self._collective = collective
+        self._waits = waits
+
+    def wait(self, _timeout: timedelta = timedelta()) -> bool:
+        """Order later operations of the device after the collective; the host goes on."""
+        self._collective.is_awaited |= self._waits
+        return True
+
+    def is_completed(self) -> bool:
+        return self._collective.done.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed()
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class SimulatedGroup(dist.ProcessGroup):
+    """``delay_seconds``: from the issue of a collective to its begin. ``waits``: False makes every wait do nothing."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._gloo = ProcessGroupGloo(store, rank, size, timeout)
+        self._timeout = timeout
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], InFlight]] = queue.SimpleQueue()
+        self.issued = 0
+        self.delay_seconds = 0.02
+        self.waits = True
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    @property
+    def options(self) -> Any:
+        return type("Options", (), {"_timeout": self._timeout})
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(NAME), torch.device("cpu")]
+
+    def _get_backend(self, _where: torch.device) -> Any:
+        return self
+
+    def name(self) -> str:
+        return BACKEND
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        return BACKEND
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.issued
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:
+        return self._issue([*tensors], lambda group, values: group.allreduce(values, opts or dist.AllreduceOptions()))
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:
+        return self._issue([*tensors], lambda group, values: group.broadcast(values, opts or dist.BroadcastOptions()))
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        (out,), (own,) = outputs, inputs
+        options = opts or dist.AllgatherOptions()
+        return self._issue([own, *out], lambda group, values: group.allgather([values[1:]], values[:1], options))
+
+    def alltoall_base(self, output: Any, own: Any, out_sizes: Any, own_sizes: Any, opts: Any = None) -> Work:
+        options = opts or dist.AllToAllOptions()
+        return self._issue(
+            [output, own], lambda group, values: group.alltoall_base(*values, out_sizes, own_sizes, options)
+        )
+
+    def barrier(self, opts: Any = None) -> Work:
+        return self._gloo.barrier(opts or dist.BarrierOptions())
+
+    def _issue(self, tensors: list[torch.Tensor], collective: Callable[[Any, list[torch.Tensor]], Any]) -> Work:
+        values = [on_cpu(tensor) for tensor in tensors]
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            return collective(self._gloo, values)  # type: ignore[no-any-return]
+        self.issued += 1
+        flight = InFlight(extents(tensors))
+        device.in_flight.append(flight)
+        self._queue.put((lambda: collective(self._gloo, values).wait(), flight))
+        return SimulatedWork(flight, waits=self.waits)
+
+    def _serve(self) -> None:
+        while True:
+            run, flight = self._queue.get()
+            time.sleep(self.delay_seconds)
+            run()
+            flight.done.set()
+
+
+def new_group() -> SimulatedGroup:
+    """Collective: a group of all ranks for tensors of the device."""
+    install()
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=[NAME])
+    group = dist.new_group(backend=BACKEND)
+    assert isinstance(group, SimulatedGroup)
+    return group
