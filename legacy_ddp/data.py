@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import argument_errors
 from legacy_ddp._reproducible.tree_reduce import aligned_splits, format_splits, is_aligned
+from legacy_ddp._torch import device as devices
 
 __all__ = ["GlobalBatchSampler", "aligned_splits", "micro_batch_rng"]
 
@@ -193,7 +194,7 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
 
     ``step``: number of the optimizer step, from 0. ``index``: number of the micro-batch in the step of all ranks, as in
     :attr:`GlobalBatchSampler.micro_batches`. ``seed``: of the training. The block seeds torch's generators of the CPU
-    and of the current CUDA device and restores them at its end; NumPy's and Python's generators do not change.
+    and of the current device and restores them at its end; NumPy's and Python's generators do not change.
 
     Raises:
         TypeError, ValueError: an argument that is no int of at least 0.
@@ -207,13 +208,17 @@ def micro_batch_rng(step: int, index: int, *, seed: int = 0) -> Iterator[None]:
     """
     for name, value in (("step", step), ("index", index), ("seed", seed)):
         _check_int(name, value, 0)
-    has_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if has_cuda else []):
-        block_seed = _seed("micro-batch", seed, step, index)
+    block_seed, device = _seed("micro-batch", seed, step, index), devices.accelerator()
+    before = None if device is None else devices.generator_state(device)
+    with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(block_seed)
-        if has_cuda:
-            torch.cuda.manual_seed(block_seed)
-        yield
+        if device is not None:
+            devices.seed_generator(device, block_seed)
+        try:
+            yield
+        finally:
+            if device is not None and before is not None:
+                devices.set_generator_state(device, before)
 
 
 def _seed(*parts: object) -> int:

@@ -11,6 +11,7 @@ from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._text import error_line
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 
@@ -52,9 +53,7 @@ def read_numbers(owner: str, values: Mapping[str, object], expected: str = _NUMB
         _require_one_real_element(f"{owner}[{name!r}]", value)
     found = {name: _number(f"{owner}[{name!r}]", value, expected) for name, value in values.items() if name not in away}
     if away:
-        device = next(iter(away.values())).device
-        scalars = [value.detach().reshape(()).to(device, torch.float64, non_blocking=True) for value in away.values()]
-        found.update(zip(away, torch.stack(scalars).tolist(), strict=True))
+        found.update(zip(away, devices.read_scalars(list(away.values())), strict=True))
     return {name: found[name] for name in values}
 
 

@@ -17,6 +17,7 @@ from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call, check_can_communicate
 
 Metrics = Mapping[str, SupportsFloat] | None
@@ -274,13 +275,15 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
         else:
             away.append(norm)
     if away:  # one wait for the device, whatever the number of pieces
-        read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
+        read += devices.read_scalars(away)
     return read
 
 
 def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
     if piece.is_complex():
         piece = torch.view_as_real(piece)
+    if wide:
+        piece = devices.where_doubles_are(piece)
     narrow = torch.float32 if piece.dtype in (torch.float16, torch.bfloat16) else piece.dtype
     norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow)
     return norm

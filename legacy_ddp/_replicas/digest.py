@@ -29,6 +29,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import argument_errors
+from legacy_ddp._torch import device as devices
 
 MULTIPLIER = 6364136223846793005
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -99,8 +100,7 @@ def sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     _advance(state, [_padded(tensors), zero, zero])
     # Cumulative sums and their differences wrap around: the results are exact mod 2**64.
     cumulative = torch.cat([zero, state]).cumsum(0)
-    # On the host for any default device. Pinned, because the host would wait for the copy of pageable memory.
-    ends = torch.tensor([0, *accumulate(lanes)], device="cpu", pin_memory=device.type == "cuda")
+    ends = devices.host_tensor_for([0, *accumulate(lanes)], device)
     return cumulative[ends.to(device, non_blocking=True)].diff()
 
 

@@ -20,6 +20,7 @@ from legacy_ddp._buckets.layout import Named, check_dense, distinct, fingerprint
 from legacy_ddp._replicas.digest import digest_all, digest_each, is_digestible
 from legacy_ddp._replicas.element_kinds import format_element
 from legacy_ddp._settings import Settings
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 Fact = tuple[str, torch.Tensor | str]
@@ -163,8 +164,7 @@ def digest_generators(module: nn.Module) -> int:
 
 def digest_torch_generators(module: nn.Module) -> int:
     """A digest of torch's generators, of the CPU and of the devices of ``module``. Dropout uses these generators."""
-    devices = sorted({parameter.device for parameter in module.parameters() if parameter.is_cuda}, key=str)
-    states = [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
+    states = [torch.get_rng_state(), *map(devices.generator_state, devices.devices_of(module.parameters()))]
     return fingerprint(repr(digest_each(states)).encode())
 
 

@@ -10,12 +10,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
 from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.hosts import HostMeeting
 from legacy_ddp._transport.rows import Operation
@@ -228,11 +227,11 @@ def check_can_communicate(call: Call) -> None:
     """Refuse a call at a moment in which no collective may run.
 
     Raises:
-        LegacyDDPError: inside backward, or while a CUDA graph is captured.
+        LegacyDDPError: inside backward, or while a graph of the device is captured.
     """
     if internals.inside_backward():
         raise LegacyDDPError(
             f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"
         )
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise LegacyDDPError(f"{call.operation} was called while a CUDA graph is captured; end the capture before it")
+    if devices.is_capturing():
+        raise LegacyDDPError(f"{call.operation} was called while a graph is captured; end the capture before it")

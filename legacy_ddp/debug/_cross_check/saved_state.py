@@ -11,6 +11,7 @@ from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._replicas.digest import as_bytes, is_digestible
+from legacy_ddp._torch import device as devices
 
 _NOTHING: Mapping[str, torch.Tensor] = {}
 
@@ -103,7 +104,7 @@ def generator_states(module: nn.Module) -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     states: dict[str, Any] = {
         "cpu": torch.get_rng_state(),
-        "devices": [torch.cuda.get_rng_state(device) for device in _devices(module)],
+        "devices": [devices.generator_state(device) for device in devices.devices_of(module.parameters())],
         "python": (version, internal, gauss),
         "modules": {name: generator.get_state() for name, generator in _held_by_modules(module)},
     }
@@ -116,8 +117,8 @@ def generator_states(module: nn.Module) -> dict[str, Any]:
 def restore_generators(module: nn.Module, states: dict[str, Any]) -> None:
     """The inverse of :func:`generator_states`, also for the states of a different rank."""
     torch.set_rng_state(states["cpu"])
-    for device, state in zip(_devices(module), states["devices"], strict=False):
-        torch.cuda.set_rng_state(state, device)
+    for device, state in zip(devices.devices_of(module.parameters()), states["devices"], strict=False):
+        devices.set_generator_state(device, state)
     random.setstate(states["python"])
     for name, generator in _held_by_modules(module):
         if name in states["modules"]:
@@ -133,7 +134,3 @@ def _held_by_modules(module: nn.Module) -> Iterator[tuple[str, torch.Generator]]
         for name, value in vars(child).items():
             if isinstance(value, torch.Generator):
                 yield f"{path}.{name}", value
-
-
-def _devices(module: nn.Module) -> list[torch.device]:
-    return sorted({parameter.device for parameter in module.parameters() if parameter.is_cuda}, key=str)

@@ -18,6 +18,7 @@ from torch import nn
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import distinct, fingerprint, plan_layout
 from legacy_ddp._settings import Settings
+from legacy_ddp._torch.device import device_name, library_facts
 from legacy_ddp.debug._trace.records import NO_OPTIMIZER, Environment
 
 UNKNOWN = "not known"
@@ -75,7 +76,7 @@ def facts_of(
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": f"{_cpu_model()}, kernels for {torch.backends.cpu.get_cpu_capability()}",
-        "devices": ", ".join(_describe(device) for device in names),
+        "devices": ", ".join(device_name(device) for device in names),
         "backend": ", ".join(_backend(group, device) for device in names),
         "transport": transport or UNKNOWN,
         "threads": str(torch.get_num_threads()),
@@ -97,7 +98,7 @@ def facts_of(
         "host": platform.node(),
         "pid": str(os.getpid()),
     }
-    return {**facts, **_cuda_facts()} if any(device.startswith("cuda") for device in names) else facts
+    return {**facts, **library_facts({name.split(":")[0] for name in names})}
 
 
 def _local_buffers(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
@@ -123,31 +124,10 @@ def _backend(group: dist.ProcessGroup, device: str) -> str:
         return "none"
 
 
-def _cuda_facts() -> dict[str, str]:
-    return {
-        "cuda": str(torch.version.cuda),
-        "cudnn": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
-        "nccl": _nccl_version(),
-        "cudnn.benchmark": str(torch.backends.cudnn.benchmark),
-        "cudnn.deterministic": str(torch.backends.cudnn.deterministic),
-        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "not set"),
-    }
-
-
-def _nccl_version() -> str:
-    if not dist.is_nccl_available():
-        return "none"
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-
-
 def _package_version() -> str:
     import legacy_ddp  # not at the top: this file is loaded while legacy_ddp is being imported
 
     return legacy_ddp.__version__
-
-
-def _describe(device: str) -> str:
-    return f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device
 
 
 def _determinism() -> str:

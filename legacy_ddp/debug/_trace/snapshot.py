@@ -15,6 +15,7 @@ from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.digest import digest_each
+from legacy_ddp._torch import device as devices
 from legacy_ddp.debug._trace.records import MAX_INPUTS, CallFacts, Names, Section, Values
 
 Measured = tuple[str | None, float | None, int]
@@ -174,7 +175,7 @@ def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
     """
     tensors = [_coalesced(value) for value in values if isinstance(value, torch.Tensor)]
     digests = iter(digest_each(tensors))
-    norms = iter(_finite_norms([tensor for tensor in tensors if _has_numbers(tensor.dtype)]))
+    norms = iter(_finite_norms([devices.where_doubles_are(tensor) for tensor in tensors if _has_numbers(tensor.dtype)]))
     return [
         (f"{next(digests) % 2**64:016x}", *(next(norms) if _has_numbers(value.dtype) else (None, 0)))
         if isinstance(value, torch.Tensor)
