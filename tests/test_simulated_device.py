@@ -1,6 +1,7 @@
 """Training on the simulated device: the weights of one process on the joined batch, and the faults that it shows."""
 
 import contextlib
+import random
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp.data import micro_batch_rng
+from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
@@ -92,3 +95,51 @@ def test_waits_that_do_nothing_are_found_as_races_and_give_other_weights() -> No
     for weights, _, races in run_ranks(partial(_train, settings={}, waits=False), 2, fresh=True):
         assert any("_collectives/" in race for race in races)
         assert not all(torch.allclose(mine, one) for mine, one in zip(weights, expected, strict=True))
+
+
+def _looks_at_generators(rank: int) -> tuple[list[str], list[float], bool]:
+    """The reports about generators, the draws of a micro-batch, and whether the device's generator is as before."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
+    device.manual_seed(5)
+    before = device.get_rng_state()
+    with micro_batch_rng(step=1, index=2):
+        drawn = torch.rand(3, device="sim").cpu().tolist()
+    is_restored = torch.equal(device.get_rng_state(), before)
+    random.seed(0)
+    alike = str(check_replicas(model, what=("rng",)))
+    device.manual_seed(rank)
+    return [alike, str(check_replicas(model, what=("rng",)))], drawn, is_restored
+
+
+def test_the_generator_of_a_device_is_seeded_by_micro_batch_and_compared_between_ranks() -> None:
+    results = run_ranks(_looks_at_generators, 2, fresh=True)
+
+    for (alike, different), _, is_restored in results:
+        assert "random generators are equal" in alike
+        assert "random generators differ" in different
+        assert is_restored
+    assert results[0][1] == results[1][1]
+
+
+def _logs_metrics(rank: int, *, has_float64: bool) -> tuple[dict[str, float], int]:
+    group = new_group()
+    device.has_float64 = has_float64
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
+    model(torch.ones(1, 3, device="sim")).sum().backward()
+    device.host_waits.clear()
+    record = model.all_reduce(
+        metrics={
+            "loss": torch.tensor(0.5 + rank, device="sim"),
+            "half": torch.tensor(1.5, dtype=torch.float16, device="sim"),
+            "items": torch.tensor(2**53 - 1 - rank, device="sim"),
+        }
+    )
+    return dict(record.metrics), sum(device.host_waits.values())
+
+
+@pytest.mark.parametrize("has_float64", [True, False])
+def test_metrics_on_a_device_cost_one_wait_and_keep_the_digits_of_integers(has_float64: bool) -> None:
+    for metrics, waits in run_ranks(partial(_logs_metrics, has_float64=has_float64), 2, fresh=True):
+        assert metrics == {"loss": 2.0, "half": 3.0, "items": float(2**54 - 3)}
+        assert waits == 1
