@@ -52,7 +52,9 @@ def _starts_processes(name: str) -> bool:
         value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "") for value in values
     }
     others = {helper for helper in helpers - {name} if helper and helper.startswith("tests.helpers.")}
-    return subprocess in values or bool(others & _STARTERS) or any(map(_starts_processes, others))
+    return (
+        any(value is subprocess for value in values) or bool(others & _STARTERS) or any(map(_starts_processes, others))
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import check_replicas
+from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
@@ -143,3 +145,63 @@ def test_metrics_on_a_device_cost_one_wait_and_keep_the_digits_of_integers(has_f
     for metrics, waits in run_ranks(partial(_logs_metrics, has_float64=has_float64), 2, fresh=True):
         assert metrics == {"loss": 2.0, "half": 3.0, "items": float(2**54 - 3)}
         assert waits == 1
+
+
+def _mixes_collectives(rank: int, *, is_checked: bool) -> tuple[str, list[float], list[float], list[float]]:
+    """The error of a call, the gradients after it and after the next call, and the script's own sum."""
+    group = new_group()
+    checks = Checks() if is_checked else "off"
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), process_group=group, checks=checks)
+    own = torch.full((1,), 100.0, device="sim")
+    (model(torch.ones(1, 1, device="sim")) * (rank + 1)).sum().backward()
+
+    work = dist.all_reduce(own, group=group, async_op=True) if rank == 0 else None
+    error = attempt(model.all_reduce)
+    first = model.module.weight.grad.cpu().flatten().tolist()
+    work = work or dist.all_reduce(own, group=group, async_op=True)
+    work.wait()
+    if is_checked:
+        model.all_reduce()
+    return str(error or ""), first, model.module.weight.grad.cpu().flatten().tolist(), own.cpu().tolist()
+
+
+def test_a_collective_of_the_script_in_another_order_is_an_error_and_never_added_to_gradients() -> None:
+    for rank, (error, first, second, own) in enumerate(
+        run_ranks(partial(_mixes_collectives, is_checked=True), 2, fresh=True)
+    ):
+        assert error.startswith("all_reduce() call 1: ranks have issued different numbers of collectives on process_g")
+        assert "collectives since the last call: rank 1 has 0; rank 0 has 1" in error
+        assert (first, second, own) == ([rank + 1.0], [1.5], [200.0])
+
+
+def test_without_the_check_gradients_are_added_to_the_other_collective() -> None:
+    """The negative control: what the check is there for."""
+    (_, first, _, _), _ = run_ranks(partial(_mixes_collectives, is_checked=False), 2, fresh=True)
+
+    assert first != [1.5]
+
+
+def _issues_other_operations(rank: int) -> list[float]:
+    """The gradients of three calls, among operations of a correct program."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), process_group=group)
+    own, found = torch.ones(1, device="sim"), []
+    for step in range(3):
+        model.zero_grad()
+        (model(torch.ones(1, 1, device="sim")) * (rank + 1)).sum().backward()
+        for _ in range(step):
+            dist.all_reduce(own, group=group)
+        dist.barrier(group)
+        dist.broadcast(own, src=0, group=group)
+        dist.all_gather_object([None, None], rank)
+        if rank == 0:
+            dist.send(torch.ones(1), dst=1)
+        else:
+            dist.recv(torch.ones(1), src=0)
+        model.all_reduce()
+        found.append(model.module.weight.grad.item())
+    return found
+
+
+def test_collectives_of_a_correct_program_are_no_error() -> None:
+    assert run_ranks(_issues_other_operations, 2, fresh=True) == [[1.5] * 3] * 2

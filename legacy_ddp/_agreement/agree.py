@@ -60,7 +60,8 @@ class Precedence(IntEnum):
     SPLIT = 5
     UNEVEN = 6
     METRICS = 7
-    OTHER = 8
+    ISSUED = 8
+    OTHER = 9
 
 
 Mismatch = Callable[[Sequence[Header]], AgreedError | None]

@@ -4,6 +4,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
+from itertools import accumulate, pairwise
 from operator import attrgetter
 
 from legacy_ddp._transport.rows import Operation
@@ -30,7 +31,7 @@ class Flag:
     before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was written to in place before the call, and the norm
     or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
     UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN: ``steps``
-    has a number.
+    has a number. ISSUED_KNOWN: ``issued`` has a number.
     """
 
     FAILED = 1
@@ -48,6 +49,7 @@ class Flag:
     REDUCED = 4096
     UNCLEARED = 8192
     STEPS_KNOWN = 16384
+    ISSUED_KNOWN = 32768
 
 
 @dataclass(slots=True)
@@ -58,8 +60,9 @@ class Header:
     what all ranks must have alike. ``source``: of a broadcast. ``metric_names``: fingerprint of the names of the
     metrics, 0 without metrics. ``micro_batches``: backward passes since the last call. ``leaves``: number of
     micro-batches added in the order of a tree, 0 without a tree. ``steps``: optimizer steps since the last call.
-    ``sample_size``: number of items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the
-    local gradient. ``waited_us``: for the headers of the last call. ``replica``: digest of the state that replicas
+    ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
+    items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
+    ``waited_us``: for the headers of the last call. ``replica``: digest of the state that replicas
     share. ``gradients``: digest of the gradients in check_replicas(). ``generators``: digest of the random generators,
     which may differ.
     """
@@ -77,6 +80,7 @@ class Header:
     micro_batches: int = 0
     leaves: int = 0
     steps: int = 0
+    issued: int = 0
     sample_size: int = 0
     mask: int = 0
     norm_bits: int = 0
@@ -113,14 +117,16 @@ class Header:
         return not self.flags & Flag.NONFINITE if self.flags & Flag.VALUES else None
 
 
-_ROW = struct.Struct("<BBBxI15q")
+_ROW = struct.Struct("<BBBxI5q2I9q")
 HEADER_BYTES = _ROW.size  # fixed for ever: gloo aborts the process when ranks exchange rows of different size
 _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
+_SHORT = ("micro_batches", "leaves")  # 4 bytes each, all other facts behind the flags 8
+_ENDS = tuple(accumulate((4 if name in _SHORT else 8 for name in _NAMES[4:]), initial=8))
 # Of each fact behind the flags in the row of a rank.
-PLACES = {name: slice(place, place + 8) for name, place in zip(_NAMES[4:], range(8, HEADER_BYTES, 8), strict=True)}
+PLACES = {name: slice(*ends) for name, ends in zip(_NAMES[4:], pairwise(_ENDS), strict=True)}
 ALIKE = slice(0, PLACES["sample_size"].start)  # all facts but sizes, norms, times and digests: equal in most calls
-_FLAGS = struct.Struct("<I")
+_SHORT_WORD = struct.Struct("<I")
 _WORD = struct.Struct("<q")
 _DOUBLE = struct.Struct("<d")
 
@@ -157,9 +163,10 @@ def is_equal(rows: Sequence[bytes], place: slice) -> bool:
 def column(rows: Sequence[bytes], name: str) -> list[int]:
     """The fact ``name``, behind the flags, of every rank."""
     start = PLACES[name].start
-    return [_WORD.unpack_from(row, start)[0] for row in rows]
+    number = _SHORT_WORD if name in _SHORT else _WORD
+    return [number.unpack_from(row, start)[0] for row in rows]
 
 
 def flags_of(rows: Sequence[bytes]) -> list[int]:
     """The flags of every rank."""
-    return [_FLAGS.unpack_from(row, 4)[0] for row in rows]
+    return [_SHORT_WORD.unpack_from(row, 4)[0] for row in rows]

@@ -45,6 +45,21 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(torch.device(device.type)).name())
 
 
+# Their number of a group counts collectives alone. On gloo, sends and object lists of correct programs count, too.
+COUNTING_BACKENDS = {"nccl", "xccl"}
+
+
+def counting_device(group: dist.ProcessGroup) -> torch.device | None:
+    """A device whose backend in ``group`` counts the collectives that were issued on it, None without one."""
+    return next((device for device in group._device_types if backend_name(group, device) in COUNTING_BACKENDS), None)
+
+
+def issued_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
+    """The number of collectives that this process has issued on the backend of ``device`` in ``group``."""
+    backend: Any = group._get_backend(device)
+    return int(backend._get_sequence_number_for_group())
+
+
 def operation_options(kind: str, timeout: timedelta) -> Any:
     """Options for one operation (``Allreduce``, ``AllToAll``, ...), with its timeout."""
     options = getattr(c10d, f"{kind}Options")()

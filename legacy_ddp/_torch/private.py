@@ -92,6 +92,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch.autograd.graph", "_engine_run_backward"),
     *_names("torch._C._FunctionBase", "_sequence_nr"),
     *_names("torch.distributed.ProcessGroup", "_device_types", "_get_backend"),
+    *_names("torch._C._distributed_c10d.Backend", "_get_sequence_number_for_group"),
     *_names("torch.distributed.algorithms.join", "_JoinConfig"),
     *_names("torch.distributed.distributed_c10d", "GroupMember", "_world", "default_pg_timeout"),
     *_names("torch.distributed.distributed_c10d", "AllToAllOptions", "AllgatherOptions"),

@@ -107,6 +107,7 @@ class Call(Gatherer):
     def _end_call(self, error: BaseException | None) -> None:
         if error is None:
             forget_turn()
+            self.groups.note_issued()
             self.group_state.calls[self.operation] = self.number
             if self.group_state.wrapper_id is None:
                 self.group_state.wrapper_id = self.groups.wrapper_count = self.wrapper_id

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -207,6 +207,7 @@ class Groups:
         self._store: Any = None
         self._timeout = timedelta()
         self._parent = weakref.ref(parent)
+        self._issued_before = 0
         self._lost = ""
         self._lost_ranks: tuple[int, ...] = ()
 
@@ -261,6 +262,27 @@ class Groups:
                 "or move the module to a device that it serves"
             ) from error
         return self._payload if backend == "gloo" else parent
+
+    def issued(self) -> int | None:
+        """The number of collectives that the script has issued on its group since the last call; None if the backend
+        of the group does not count them, or does not carry gradients."""
+        total = self._count_issued()
+        return None if total is None else total - self._issued_before
+
+    def note_issued(self) -> None:
+        """At the end of a call: what was issued until now is no collective of the script, or came before this call."""
+        self._issued_before = self._count_issued() or 0
+
+    def _count_issued(self) -> int | None:
+        if self._counting_device is None:
+            return None
+        parent = self._parent()
+        return None if parent is None else internals.issued_collectives(parent, self._counting_device)
+
+    @cached_property
+    def _counting_device(self) -> torch.device | None:
+        parent = self._parent()
+        return None if parent is None or self.size == 1 else internals.counting_device(parent)
 
     def is_private(self, group: Any) -> bool:
         """Whether ``group`` is a private group, on gloo."""

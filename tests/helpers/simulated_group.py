@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
+from legacy_ddp._torch.groups import COUNTING_BACKENDS
 from tests.helpers.simulated_device import NAME, InFlight, device, extents, install, on_cpu
 
 BACKEND = "simccl"
@@ -119,6 +120,7 @@ def new_group() -> SimulatedGroup:
     install()
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=[NAME])
+        COUNTING_BACKENDS.add(BACKEND)
     group = dist.new_group(backend=BACKEND)
     assert isinstance(group, SimulatedGroup)
     return group
