@@ -3,6 +3,7 @@
 import contextlib
 import random
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp.data import micro_batch_rng
-from legacy_ddp.debug import check_replicas
+from legacy_ddp.debug import Recorder, check_replicas, cross_check
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 
@@ -205,3 +207,78 @@ def _issues_other_operations(rank: int) -> list[float]:
 
 def test_collectives_of_a_correct_program_are_no_error() -> None:
     assert run_ranks(_issues_other_operations, 2, fresh=True) == [[1.5] * 3] * 2
+
+
+def _new(group: Any, layer: nn.Module | None = None, **settings: Any) -> LegacyDistributedDataParallel:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))
+    return LegacyDistributedDataParallel(module.to("sim"), process_group=group, **settings)
+
+
+def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
+    batch = torch.full((4, 3), rank + 1.0)
+    batch[0, 0] = first
+    model(batch.to("sim")).sum().backward()
+
+
+def _uses_tools(rank: int, folder: str) -> dict[str, Any]:
+    """What the tools and the other features say on the device."""
+    group, found = new_group(), {}
+    model = _new(group, checks="detail")
+    if rank == 1:
+        with torch.no_grad():
+            model.module[0].weight[0, 0] += 1
+    _backward(model, rank)
+    found["detail"] = str(attempt(model.all_reduce))
+
+    model = _new(group, checks=Checks(nonfinite="raise"))
+    _backward(model, rank, first=float("nan") if rank == 1 else 1.0)
+    found["nonfinite"] = str(attempt(model.all_reduce))
+
+    model = _new(group)
+    found["same"] = str(cross_check(model, lambda model, batch: model(batch).sum(), torch.ones(4, 3, device="sim")))
+    scale = 1.001 if rank == 1 else 1.0
+    report = cross_check(model, lambda model, batch: (model(batch) * scale).sum(), torch.ones(4, 3, device="sim"))
+    found["different"] = str(report)
+
+    model = _new(group, nn.BatchNorm1d(4), reduce_dtype=torch.float32)
+    _backward(model, rank)
+    model.all_reduce()
+    model.broadcast_buffers()
+    found["statistics"] = model.module[1].running_mean.cpu().tolist()
+
+    model = _new(group)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Recorder(model, folder, optimizer=optimizer):
+        for _ in range(2):
+            device.host_waits.clear()
+            _backward(model, rank)
+            model.all_reduce()
+            optimizer.step()
+    found["waits of a recorder"] = sum(count for place, count in device.host_waits.items() if place)
+    found["function"] = all_reduce_gradients(model.module, process_group=group).synchronized
+
+    model = _new(group)
+    with model.join():
+        for _ in range(1 + rank):
+            _backward(model, rank)
+            model.all_reduce()
+    found["races"] = device.races
+    return found
+
+
+def test_checks_and_tools_name_the_same_faults_on_a_device(tmp_path: Path) -> None:
+    first, second = run_ranks(_uses_tools, 2, str(tmp_path), fresh=True)
+
+    for found in (first, second):
+        assert "replicas differ in 1 of 4 parameters" in found["detail"]
+        assert "parameter '0.weight', float32 (4, 3) on sim: rank 1 against rank 0" in found["detail"]
+        assert "rank 1: '0.weight': 4 NaN of 12" in found["nonfinite"]
+        assert "all ranks compute the same" in found["same"]  # with Dropout: the generator of the device travels
+        assert "where: 1 operation only on rank 1: forward outside of submodules\n    (aten::mul.Tensor)" in found["different"]
+        assert found["waits of a recorder"] == 8
+        assert found["function"]
+        assert found["races"] == []
+    assert first["statistics"] == second["statistics"]
+    text = run_script("-m", "legacy_ddp", "diff", str(tmp_path)).stdout
+    assert text.startswith("same: 2 ranks hold the same, steps 0-2, 4 phases")
