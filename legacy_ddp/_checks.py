@@ -23,7 +23,7 @@ LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport over
 Level = Literal["off", "info", "detail"]
 Uneven = Literal["warn", "raise", "allow"]
 UnsynchronizedStep = Literal["raise", "allow"]
-Nonfinite = Literal["ignore", "warn", "raise"]
+Nonfinite = Literal["ignore", "warn", "raise", "skip"]
 SameData = Literal["warn", "allow"]
 Divergence = Literal["warn", "raise", "ignore"]
 Edited = Literal["warn", "raise", "allow"]
@@ -70,8 +70,8 @@ class Checks:
     ``legacy_ddp``, because an exception on a single rank would leave the other ranks waiting.
 
     A setting without effect at its level is a ValueError of the wrapper: ``"raise"`` for ``nonfinite``, ``divergence``
-    or ``edited`` at level ``"off"``, ``every`` above 1 at another level than ``"detail"``, ``divergence="ignore"`` at
-    level ``"detail"``. A level from the environment is no error beside any setting.
+    or ``edited`` and ``nonfinite="skip"`` at level ``"off"``, ``every`` above 1 at another level than ``"detail"``,
+    ``divergence="ignore"`` at level ``"detail"``. A level from the environment is no error beside any setting.
 
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
@@ -92,12 +92,16 @@ class Checks:
         nonfinite: the reaction if the local gradient of a participating rank holds NaN or infinity: ``"warn"`` in the
             first call of a streak, on rank 0 and in the log of every rank, and go on; ``"raise"`` a
             NonFiniteGradientError on every rank, naming ranks and parameters, before gradients are exchanged;
-            ``"ignore"``. ``"raise"`` must be equal on all ranks; no rank warns if a rank has ``"ignore"`` or is
-            ``"off"``. ``"warn"`` sees gradients on CPU; ``"raise"`` all gradients, with a wait for the device on CUDA.
+            ``"skip"``: all ranks skip the step together, which is told as with ``"warn"``: nothing is exchanged, every
+            ``.grad`` is None and ``record.skipped`` is True; BatchNorm statistics have seen the bad batch already, and
+            an infinity that arises in the sum itself is not seen; ``"ignore"``. ``"raise"`` and ``"skip"`` must be
+            equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. ``"warn"`` sees gradients on
+            CPU; ``"raise"`` and ``"skip"`` see all gradients, with a wait for the device.
         grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss; None: with ``nonfinite="warn"`` a scaler
             that has scaled a loss in this process. While the scaler is enabled on every rank, with a scale above 1, a
             non-finite gradient counts as its overflow: no error and no warning, and its ``step()`` skips on all ranks,
-            because all ranks get the infinity. A NaN of another origin is therefore reported after the scale has come
+            because all ranks get the infinity. With ``nonfinite="skip"`` pass it on all ranks, or on none: then, too,
+            its ``step()`` skips. A NaN of another origin is therefore reported after the scale has come
             down to 1 (16 skipped steps from the default). A deep copy shares the scaler, a pickle leaves it out.
         same_data: the reaction if ranks had local gradients of equal norm, to the last bit, in 10 calls in a row, each
             after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
@@ -255,9 +259,9 @@ def _refuse_without_effect(checks: Checks) -> None:
         ValueError: with the setting and the level.
     """
     for name in ("nonfinite", "divergence", "edited") if checks.level == "off" else ():
-        if getattr(checks, name) == "raise":
+        if (reaction := getattr(checks, name)) in ("raise", "skip"):
             raise ValueError(
-                f"checks: {name}='raise' has no effect at level 'off'; take another level, or leave it out"
+                f"checks: {name}={reaction!r} has no effect at level 'off'; take another level, or leave it out"
             )
     if checks.every > 1 and checks.level != "detail":
         raise ValueError(

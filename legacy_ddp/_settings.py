@@ -144,7 +144,7 @@ class Settings:
             "uneven": self.checks.uneven,
             'checks="detail"': f"{self.checks.compares_replicas}, every={self.checks.every}, "
             f"local_buffers={sorted(self.checks.local_buffers)}",
-            "nonfinite": "raise" if self.checks.nonfinite_policy == "raise" else "warn or ignore",
+            "nonfinite": policy if (policy := self.checks.nonfinite_policy) in ("raise", "skip") else "warn or ignore",
             "divergence": self.checks.divergence,
             "edited": "raise" if self.checks.edited_policy == "raise" else "warn or allow",
         }

@@ -70,6 +70,7 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [  # with the waits of the host in 
     ({"gradient_as_bucket_view": False}, 0),
     ({"reproducible": True}, 1),  # whether zero_grad() came between blocks
     ({"checks": Checks(nonfinite="raise")}, 1),
+    ({"checks": Checks(nonfinite="skip")}, 1),
 ]
 
 

@@ -318,6 +318,10 @@ class Agreement:
             counted = len(self.ranks_with(Flag.COUNTED))
             self.divisor = len(self.participants) + counted if self.participants else 0
 
+    def leave_out_all(self) -> None:
+        """Reduce nothing: the gradients of no rank count."""
+        self.participants, self.skipped_ranks, self.divisor = (), tuple(range(len(self.packed))), 0
+
     @cached_property
     def rows(self) -> Sequence[Header]:
         """The headers of all ranks, decoded."""

@@ -32,6 +32,7 @@ class Flag:
     or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
     UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN: ``steps``
     has a number. ISSUED_KNOWN: ``issued`` has a number.
+    SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with infinities on the rank.
     """
 
     FAILED = 1
@@ -50,6 +51,7 @@ class Flag:
     UNCLEARED = 8192
     STEPS_KNOWN = 16384
     ISSUED_KNOWN = 32768
+    SCALED = 65536
 
 
 @dataclass(slots=True)

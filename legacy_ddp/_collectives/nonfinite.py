@@ -14,7 +14,7 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._checks import LossScaler
+from legacy_ddp._checks import LossScaler, Nonfinite
 from legacy_ddp._collectives.check import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._compare import MAX_LINES, name_ranks
@@ -48,25 +48,30 @@ class NonFinite:
 
 
 class NonFiniteGradients(Check):
-    """Raises, or warns, if a participating rank has a non-finite gradient. Writes no gradient."""
+    """Raises, warns, or lets all ranks skip the step, if a participating rank has a non-finite gradient."""
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
         # With a streak of non-finite gradients, after the warning. Equal on all ranks.
         self._warned: weakref.WeakSet[Groups] = weakref.WeakSet()
+        self._skipped_calls = 0  # with "skip"; equal on all ranks
         self._has_searched_scalers = False  # all scalers of the process were looked for, which is done once
         if self.is_on:
             watch_scalers()
 
     def facts(self, step: LocalStep) -> None:
         """The report needs all ranks."""
-        step.header.flags |= Flag.WATCHED
+        checks, header = step.call.checks, step.header
+        header.flags |= Flag.WATCHED
+        if checks.nonfinite_policy == "skip" and checks.grad_scaler is not None and checks.grad_scaler.is_enabled():
+            header.flags |= Flag.SCALED
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned.
 
         Raises:
-            NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks.
+            NonFiniteGradientError: with ``nonfinite="raise"``, unless GradScalers explain the gradient on all ranks;
+                with ``"skip"``, if only some ranks have a GradScaler.
         """
         call = step.call
         if not agreement.common_flags & Flag.WATCHED or not agreement.participants:
@@ -74,19 +79,24 @@ class NonFiniteGradients(Check):
         if not agreement.some_flags & Flag.NONFINITE:
             self._warned.discard(call.groups)
             return None
+        ranks = agreement.ranks_with(Flag.NONFINITE)
+        reaction = call.checks.nonfinite_policy
+        if reaction == "skip" and _have_scalers(call, agreement, ranks):
+            reaction = "warn"
+        if reaction == "skip":
+            agreement.leave_out_all()
+            self._skipped_calls += 1
         if call.groups in self._warned:
             return None
-        ranks = agreement.ranks_with(Flag.NONFINITE)
         with call.phase("agree"):
             search = not self._has_searched_scalers
             own = _inspect(call, step.plan, step.packed, scan=call.groups.rank in ranks, search=search)
             self._has_searched_scalers = True
             found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
-        if all(_may_overflow(details.scale) for details in found):
+        if reaction != "skip" and all(_may_overflow(details.scale) for details in found):
             return None
-        stops = call.checks.nonfinite_policy == "raise"
-        text = describe_nonfinite(str(call), ranks, found, stops=stops)
-        if stops:
+        text = describe_nonfinite(str(call), ranks, found, reaction=reaction, skipped_calls=self._skipped_calls)
+        if reaction == "raise":
             names = [name for rank in ranks for name in found[rank].counts]
             parameter = names[0] if names else None
             raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
@@ -94,9 +104,28 @@ class NonFiniteGradients(Check):
         return text
 
 
-def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, stops: bool) -> str:
+def _have_scalers(call: Call, agreement: Agreement, ranks: Sequence[int]) -> bool:
+    """Whether GradScalers skip the step: they need the infinity in the mean, which makes all of them skip.
+
+    Raises:
+        NonFiniteGradientError: only some ranks have an enabled GradScaler: no step would be skipped by all ranks.
+    """
+    if agreement.common_flags & Flag.SCALED or not agreement.some_flags & Flag.SCALED:
+        return bool(agreement.common_flags & Flag.SCALED)
+    without = sorted(set(range(len(agreement.packed))) - set(agreement.ranks_with(Flag.SCALED)))
+    text = (
+        f"{call}: {name_ranks(ranks)}: non-finite gradients, and {name_ranks(without)} without an enabled GradScaler:\n"
+        "other ranks would leave the step to their GradScaler; pass it as Checks(grad_scaler=...) on all ranks, or on "
+        "none"
+    )
+    raise NonFiniteGradientError(text, ranks=without, call=call.number, phase="agree")
+
+
+def describe_nonfinite(
+    call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, reaction: Nonfinite, skipped_calls: int = 0
+) -> str:
     """The text of the error or warning, equal on every rank. ``found``: of all ranks; ``ranks``: with non-finite
-    gradients."""
+    gradients. ``skipped_calls``: with the reaction ``"skip"``, this call included."""
     by_text: dict[str, list[int]] = {}
     for rank, details in enumerate(found):
         if rank in ranks or details.failure:
@@ -104,13 +133,15 @@ def describe_nonfinite(call_name: str, ranks: Sequence[int], found: Sequence[Non
     lines = [f"{name_ranks(same)}: {text}" for text, same in list(by_text.items())[:MAX_LINES]]
     if len(by_text) > MAX_LINES:
         lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} more ranks, each with different details")
-    steps = _next_steps([found[rank] for rank in ranks], found, stops=stops)
+    steps = _next_steps([found[rank] for rank in ranks], found, reaction, skipped_calls)
     wrapped = [line for text in lines for line in wrap(text, "  ", break_words=False, ties=True)]
     wrapped += [line for text in steps for line in wrap(text, break_words=False)]
     return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *wrapped])
 
 
-def _next_steps(affected: Sequence[NonFinite], found: Sequence[NonFinite], *, stops: bool) -> Iterator[str]:
+def _next_steps(
+    affected: Sequence[NonFinite], found: Sequence[NonFinite], reaction: Nonfinite, skipped_calls: int
+) -> Iterator[str]:
     scales = [details.scale for details in found if details.scale is not None]
     without = [rank for rank, details in enumerate(found) if details.scale is None and not details.failure]
     if len(scales) == len(found):
@@ -120,9 +151,14 @@ def _next_steps(affected: Sequence[NonFinite], found: Sequence[NonFinite], *, st
         yield f"no GradScaler is enabled on {name_ranks(without)}: not all ranks would skip this step"
     if any(details.bad_weights for details in affected):
         yield "go back to finite parameters, and look at the step that broke them"
-    elif stops:
+    elif reaction == "raise":
         yield "nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
-    if not stops:
+    if reaction == "skip":
+        yield (
+            f"all ranks skip this step ({skipped_calls} until now): every .grad is None, and record.skipped is True "
+            "(told once until all are finite again)"
+        )
+    if reaction == "warn":
         yield (
             "every rank gets them now (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
             "to stop here instead"
@@ -132,7 +168,7 @@ def _next_steps(affected: Sequence[NonFinite], found: Sequence[NonFinite], *, st
             f"a GradScaler of {name_ranks(users)} was not passed: pass the scaler as Checks(grad_scaler=...) on all "
             "ranks, and a step that the scaler skips is no error"
         )
-    if not stops and not scales:
+    if reaction == "warn" and not scales:
         yield "if a loss scaler of your own skips such steps, pass the scaler as Checks(grad_scaler=...)"
 
 
@@ -177,7 +213,7 @@ def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool, search: bool
         if passed is not None:
             return replace(found, scale=_scale_of(passed))
         used = used_scaler(search=search)
-        if call.checks.nonfinite_policy == "raise":
+        if call.checks.nonfinite_policy in ("raise", "skip"):
             return replace(found, has_other_scaler=used is not None)
         return replace(found, scale=_scale_of(used))
     except Exception as error:  # noqa: BLE001 - the other ranks wait for the details of this rank, whatever fails here

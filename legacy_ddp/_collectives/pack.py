@@ -97,7 +97,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         _add_fingerprints(call, plan, header, kinds)
         packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats), metrics)
         if call.checks.level != "off":
-            _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy == "raise")
+            _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy in ("raise", "skip"))
         return packed
 
 

@@ -627,7 +627,7 @@ def test_the_text_is_capped_groups_ranks_with_equal_details_and_fits_in_80_colum
     fine = NonFinite({})
     found = [fine, _details(7), fine, _details(7), _details(100, weights=9), NonFinite({"a": (1, 2, 9)}, 1, 1)]
 
-    text = describe_nonfinite("all_reduce() call 41", [1, 3, 4, 5], found, stops=True)
+    text = describe_nonfinite("all_reduce() call 41", [1, 3, 4, 5], found, reaction="raise")
 
     assert text == (
         "all_reduce() call 41: non-finite gradients, found before they were exchanged:\n"
@@ -666,7 +666,7 @@ def test_five_parameters_are_named_and_the_others_counted() -> None:
 def test_the_text_of_hundreds_of_ranks_with_different_details_is_capped() -> None:
     found = [NonFinite({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
 
-    lines = describe_nonfinite("all_reduce() call 1", range(300), found, stops=True).splitlines()
+    lines = describe_nonfinite("all_reduce() call 1", range(300), found, reaction="raise").splitlines()
 
     assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 more ranks, each with different details"]
     assert len(lines) < 20
