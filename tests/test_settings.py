@@ -93,7 +93,7 @@ def test_an_unusable_argument_is_named(arguments: dict[str, Any], error: type[Ex
         ),
         (
             {"nonfinite": "allow"},
-            "checks: nonfinite is unknown: got 'allow', expected one of ('ignore', 'warn', 'raise')",
+            "checks: nonfinite is unknown: got 'allow', expected one of ('ignore', 'warn', 'raise', 'skip')",
         ),
         ({"same_data": "raise"}, "checks: same_data is unknown: got 'raise', expected one of ('warn', 'allow')"),
         ({"edited": "ignore"}, "checks: edited is unknown: got 'ignore', expected one of ('warn', 'raise', 'allow')"),
@@ -253,7 +253,7 @@ _VALUES = {
     "level": ("off", "info", "detail"),
     "uneven": ("warn", "raise", "allow"),
     "unsynchronized_step": ("raise", "allow"),
-    "nonfinite": ("ignore", "warn", "raise"),
+    "nonfinite": ("ignore", "warn", "raise", "skip"),
     "same_data": ("warn", "allow"),
     "divergence": ("warn", "raise", "ignore"),
 }
