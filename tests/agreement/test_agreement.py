@@ -17,6 +17,7 @@ from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 # Ranks in the tests with other versions of torch, and gloo in make test.
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("transport")]
@@ -42,7 +43,8 @@ def test_a_rank_that_skips_is_not_blamed_for_uneven_work() -> None:
         assert "rank 2 has 1; ranks 0-1 have 2" in text
 
 
-def _wrong_function_first(rank: int) -> list[float]:
+@on_ranks(2, [[0.5, 0.5]] * 2)
+def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up(rank: int) -> list[float]:
     first, second = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
     for module in (first, second):
         module.weight.grad = torch.full_like(module.weight, float(rank))
@@ -51,10 +53,6 @@ def _wrong_function_first(rank: int) -> list[float]:
     all_reduce_gradients(first)
     all_reduce_gradients(second)
     return [float(module.weight.grad.mean()) for module in (first, second)]
-
-
-def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up() -> None:
-    assert run_ranks(_wrong_function_first, 2) == [[0.5, 0.5]] * 2
 
 
 # What the flags of two of three ranks prove, beside a count that speaks against the third.
@@ -90,7 +88,8 @@ class _MaxNorm(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def _evaluates_between(rank: int) -> int:
+@on_ranks(2, [1, 1])
+def test_a_layer_that_renormalises_its_weight_in_forward_is_no_skipped_call(rank: int) -> int:
     model = Model(_MaxNorm())
     with torch.no_grad():
         model.module.embedding.weight.fill_(9.0)
@@ -102,11 +101,8 @@ def _evaluates_between(rank: int) -> int:
     return model.all_reduce().call
 
 
-def test_a_layer_that_renormalises_its_weight_in_forward_is_no_skipped_call() -> None:
-    assert run_ranks(_evaluates_between, 2) == [1, 1]
-
-
-def _edited_in_place(rank: int) -> list[float]:
+@on_ranks(2, [[0.5, 1.5, 2.5]] * 2)
+def test_gradients_written_in_place_at_every_step_are_no_second_division(rank: int) -> list[float]:
     model = Model(nn.Linear(2, 1, bias=False))
     weight, seen = model.module.weight, []
     weight.grad = torch.zeros_like(weight)
@@ -115,10 +111,6 @@ def _edited_in_place(rank: int) -> list[float]:
         model.all_reduce(sample_size=2)
         seen.append(float(weight.grad[0, 0]))
     return seen
-
-
-def test_gradients_written_in_place_at_every_step_are_no_second_division() -> None:
-    assert run_ranks(_edited_in_place, 2) == [[0.5, 1.5, 2.5]] * 2
 
 
 # Layouts
@@ -175,6 +167,7 @@ def test_construction_names_what_one_rank_holds_differently(change: str, init_sy
     assert "".join(WORDS[change].split("ranks 0, 2 have nothing; ")) in text, text
 
 
+@on_ranks(3)
 def _ignoring(rank: int) -> list[str]:
     module = _net()
     module.register_buffer("seen", torch.zeros(1))
@@ -190,7 +183,7 @@ def _ignoring(rank: int) -> list[str]:
 
 
 def test_a_name_in_ignore_on_some_ranks_is_told_as_ignored() -> None:
-    results = run_ranks(_ignoring, 3)
+    results = _ignoring()
 
     assert results == results[:1] * 3
     construction, broadcast = results[0]
@@ -209,16 +202,13 @@ class _Ordered(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(2)))
 
 
-def _other_order(rank: int) -> list[list[float]]:
+@on_ranks(2, [[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]] * 2)
+def test_the_same_names_registered_in_another_order_simply_work(rank: int) -> list[list[float]]:
     model = Model(_Ordered(["a", "b", "c"] if rank == 0 else ["c", "b", "a"]))
     for number, name in enumerate("abc"):
         getattr(model.module, name).grad = torch.full((2,), float(number + 10 * rank))
     model.all_reduce()
     return [getattr(model.module, name).grad.tolist() for name in "abc"]
-
-
-def test_the_same_names_registered_in_another_order_simply_work() -> None:
-    assert run_ranks(_other_order, 2) == [[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]] * 2
 
 
 def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:

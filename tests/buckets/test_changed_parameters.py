@@ -9,6 +9,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Net, add_gradients, error_of, gradient_values, step, wrap
 
 
@@ -79,7 +80,8 @@ def test_parameters_that_were_all_replaced_are_counted_from_the_second_call_on()
     assert counts == [0, 1]  # nobody saw the new one before the first call
 
 
-def _swap_contents(rank: int) -> float | None:
+@on_ranks(2, [1.5, 1.5])
+def test_torch_may_swap_the_contents_of_a_wrapped_parameter(rank: int) -> float | None:
     model = wrap()
     step(model, rank)
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -89,10 +91,6 @@ def _swap_contents(rank: int) -> float | None:
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     return step(model, rank + 1.0)
-
-
-def test_torch_may_swap_the_contents_of_a_wrapped_parameter() -> None:
-    assert run_ranks(_swap_contents, 2) == [1.5, 1.5]
 
 
 def _untie(rank: int, guilty: tuple[int, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ from torch import nn
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
 from legacy_ddp._collectives.broadcast import CHUNK_BYTES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
 
 _FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -117,7 +118,10 @@ def test_an_expanded_tensor_is_written_inside_its_memory_only(as_buffers: bool) 
         assert memory == [*(torch.arange(2.0) + 10 * rank), *last_column, *(torch.arange(5.0, 8.0) + 10 * rank)]
 
 
-def _broadcast_odd_ones(rank: int) -> tuple[list[Any], bool, bool]:
+@on_ranks(2, [([1.0, [1.0, 1.0], 1, [1]], True, False)] * 2)
+def test_frozen_tied_scalar_empty_and_unsaved_ones_arrive_and_stay_what_they_are(
+    rank: int,
+) -> tuple[list[Any], bool, bool]:
     module: Any = _Tensors(
         [torch.tensor(float(rank)), torch.empty(0, 3), torch.full((2,), float(rank))], trainable=True
     )
@@ -131,10 +135,6 @@ def _broadcast_odd_ones(rank: int) -> tuple[list[Any], bool, bool]:
     model.broadcast_buffers(1)
     values = [tensor.tolist() for tensor in (module.t0, module.t2, module.scalar, module.not_saved)]
     return values, module.again is module.t2, module.t0.requires_grad
-
-
-def test_frozen_tied_scalar_empty_and_unsaved_ones_arrive_and_stay_what_they_are() -> None:
-    assert run_ranks(_broadcast_odd_ones, 2) == [([1.0, [1.0, 1.0], 1, [1]], True, False)] * 2
 
 
 def _broadcast_large(rank: int, numels: list[int]) -> list[bool]:
@@ -291,6 +291,7 @@ def test_a_buffer_expanded_on_one_rank_only_is_named_and_not_broadcast(guilty: i
         assert total == (4.0 * rank if rank == guilty else 0.0)
 
 
+@on_ranks(2)
 def _broadcast_inside_backward(rank: int) -> str:
     model = LegacyDistributedDataParallel(nn.Linear(2, 1))
     model.module.weight.register_hook(lambda _: model.broadcast_buffers())
@@ -302,18 +303,15 @@ def _broadcast_inside_backward(rank: int) -> str:
 
 
 def test_a_broadcast_from_inside_backward_is_refused() -> None:
-    for text in run_ranks(_broadcast_inside_backward, 2):
+    for text in _broadcast_inside_backward():
         assert "broadcast_buffers() was called from inside backward" in text
 
 
-def _between_backward_and_call(rank: int) -> list[float | None]:
+@on_ranks(2, [[1.5]] * 2)
+def test_a_broadcast_between_backward_and_call_is_not_taken_for_a_step(rank: int) -> list[float | None]:
     model = wrap(checks=Checks(uneven="allow"))
     for _ in range(1 + rank):
         add_gradients(model, 1.0)
     model.broadcast_parameters()
     model.all_reduce()
     return list(gradient_values(model).values())
-
-
-def test_a_broadcast_between_backward_and_call_is_not_taken_for_a_step() -> None:
-    assert run_ranks(_between_backward_and_call, 2) == [[1.5]] * 2

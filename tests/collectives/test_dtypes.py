@@ -27,6 +27,7 @@ from tests.helpers.cases import (
 )
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -207,6 +208,7 @@ def test_scalar_and_empty_parameters_are_reduced() -> None:
     )
 
 
+@on_ranks(2)
 def _frozen_only(rank: int) -> tuple[SyncRecord, list[float]]:
     module = nn.Linear(2, 2, bias=False).requires_grad_(False)
     module.weight.grad = torch.full((2, 2), float(rank))
@@ -215,12 +217,13 @@ def _frozen_only(rank: int) -> tuple[SyncRecord, list[float]]:
 
 
 def test_module_without_trainable_parameters_is_left_alone() -> None:
-    for rank, (record, grad) in enumerate(run_ranks(_frozen_only, 2)):
+    for rank, (record, grad) in enumerate(_frozen_only()):
         assert record.payload_bytes == 0
         assert grad == [rank] * 4
 
 
-def _tied(rank: int) -> tuple[list[float], int]:
+@on_ranks(2, [([4.0] * 4, 4 * 4)] * 2)
+def test_tied_parameter_is_reduced_once(rank: int) -> tuple[list[float], int]:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
     wrapped = LegacyDistributedDataParallel(module)
@@ -228,10 +231,6 @@ def _tied(rank: int) -> tuple[list[float], int]:
     record = wrapped.all_reduce()
     assert module[1].weight.grad is module[0].weight.grad
     return module[0].weight.grad.flatten().tolist(), record.payload_bytes
-
-
-def test_tied_parameter_is_reduced_once() -> None:
-    assert run_ranks(_tied, 2) == [([4.0] * 4, 4 * 4)] * 2
 
 
 _COMPLEX = torch.complex(torch.tensor([math.inf, 0.0, 3.0]), torch.tensor([0.0, -math.inf, 6.0]))
@@ -279,7 +278,15 @@ def test_the_parts_of_a_complex_number_are_divided_apart(hosts: str) -> None:
             assert found[path] == [[math.inf, 0.0], [0.0, -math.inf], [1.0 / ranks, 2.0 / ranks]], path
 
 
-def _large_means(rank: int) -> list[float]:
+_LARGE: dict[tuple[torch.dtype, Any, torch.dtype | None], float] = {
+    **{(dtype, way, None): math.inf for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
+    **{(dtype, way, torch.float64): 2.0**127 for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
+}
+
+
+@on_ranks(2, [list(_LARGE.values())] * 2)
+def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums(rank: int) -> list[float]:
+    """As docs/transport.md says: 2 * 2**127 is beyond the range of bf16 and of fp32, and their mean is not."""
     found = []
     for dtype, transport, reduce_dtype in _LARGE:
         model = LegacyDistributedDataParallel(
@@ -294,14 +301,3 @@ def _large_means(rank: int) -> list[float]:
         assert parameter.grad is not None
         found.append(float(parameter.grad))
     return found
-
-
-_LARGE: dict[tuple[torch.dtype, Any, torch.dtype | None], float] = {
-    **{(dtype, way, None): math.inf for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
-    **{(dtype, way, torch.float64): 2.0**127 for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
-}
-
-
-def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums() -> None:
-    """As docs/transport.md says: 2 * 2**127 is beyond the range of bf16 and of fp32, and their mean is not."""
-    assert run_ranks(_large_means, 2) == [list(_LARGE.values())] * 2

@@ -21,6 +21,7 @@ from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, all_reduce_
 from legacy_ddp._collectives.metrics import read_metrics
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, wrap
 
 
@@ -251,24 +252,22 @@ def test_metrics_work_with_reproducible_sums() -> None:
     assert _sums(*parts, reproducible=True) == {"loss": 3.0}
 
 
-def _no_sync(_: int) -> tuple[Any, ...]:
+@on_ranks(2, [({}, {"loss": 4.0})] * 2)
+def test_no_sync_sums_nothing(rank: int) -> tuple[Any, ...]:
     model = _model()
     with model.no_sync():
         inside = model.all_reduce(metrics={"loss": 1.0})
     return dict(inside.metrics), dict(model.all_reduce(metrics={"loss": 2.0}).metrics)
 
 
-def test_no_sync_sums_nothing() -> None:
-    assert run_ranks(_no_sync, 2) == [({}, {"loss": 4.0})] * 2
-
-
+@on_ranks(2)
 def _joined_names(rank: int) -> Any:
     model = _model()
     return error_of(model.all_reduce, metrics={"a\0b": 1.0} if rank else {"a": 1.0, "b": 1.0})
 
 
 def test_names_with_a_zero_are_told_from_two_names() -> None:
-    assert [error[0] for error in run_ranks(_joined_names, 2)] == ["DesyncError"] * 2
+    assert [error[0] for error in _joined_names()] == ["DesyncError"] * 2
 
 
 def _until_data_end(rank: int, counts: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -316,16 +315,14 @@ def test_a_rank_that_dies_before_it_sends_its_metrics_is_named() -> None:
         assert seen == ("PeerLostError", (1,), "metrics")
 
 
-def _as_function(rank: int) -> dict[str, float]:
+@on_ranks(2, [{"loss": 3.0}] * 2)
+def test_the_function_sums_metrics_too(rank: int) -> dict[str, float]:
     module = nn.Linear(2, 1)
     add_gradients(module, 1.0)
     return dict(all_reduce_gradients(module, metrics={"loss": rank + 1}).metrics)
 
 
-def test_the_function_sums_metrics_too() -> None:
-    assert run_ranks(_as_function, 2) == [{"loss": 3.0}] * 2
-
-
+@on_ranks(2)
 def _names_that_are_not_ascii(rank: int) -> tuple[Any, ...]:
     model = _model()
     names = ["perte é", "lone \ud800", " ", "a\0b"]
@@ -336,7 +333,7 @@ def _names_that_are_not_ascii(rank: int) -> tuple[Any, ...]:
 
 def test_any_text_but_the_empty_text_is_a_name() -> None:
     sums = dict.fromkeys(["perte é", "lone \ud800", " ", "a\0b"], 2.0)
-    assert run_ranks(_names_that_are_not_ascii, 2) == [(sums, "DesyncError")] * 2
+    assert _names_that_are_not_ascii() == [(sums, "DesyncError")] * 2
 
 
 def test_names_may_change_from_call_to_call() -> None:

@@ -23,6 +23,7 @@ from legacy_ddp._collectives.pack import norm_of
 from tests.helpers import logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
 from tests.helpers.tiers import thorough
 
@@ -187,6 +188,7 @@ def test_a_gradient_that_is_not_finite_is_the_same_error_on_every_rank_and_stays
             assert seen.next_is_right, name
 
 
+@on_ranks(3)
 def _two_at_once(rank: int) -> Seen:
     model = _raising()
     plants: list[Plant] = [partial(_hook, "wave", NAN), _backward, partial(_hook, "linear.bias", INF)]
@@ -195,7 +197,7 @@ def _two_at_once(rank: int) -> Seen:
 
 
 def test_two_ranks_with_different_parameters_are_told_apart() -> None:
-    results = run_ranks(_two_at_once, 3)
+    results = _two_at_once()
 
     assert {(seen.ranks, seen.parameter, seen.untouched) for seen in results} == {((0, 2), "wave", True)}
     assert {seen.text for seen in results} == {
@@ -204,6 +206,7 @@ def test_two_ranks_with_different_parameters_are_told_apart() -> None:
     }
 
 
+@on_ranks(3)
 def _weights_were_bad(rank: int) -> Said:
     model = LegacyDistributedDataParallel(nn.Linear(2, 2), checks=Checks(nonfinite="raise"))
     if rank == 1:
@@ -214,7 +217,7 @@ def _weights_were_bad(rank: int) -> Said:
 
 
 def test_weights_that_were_bad_before_are_named() -> None:
-    (kind, text), *others = run_ranks(_weights_were_bad, 3)
+    (kind, text), *others = _weights_were_bad()
 
     assert others == [(kind, text)] * 2
     assert (kind, text) == (
@@ -229,7 +232,8 @@ def test_weights_that_were_bad_before_are_named() -> None:
 # What is no error
 
 
-def _large(rank: int) -> list[Said]:
+@on_ranks(2, [[None, None]] * 2)
+def test_large_finite_gradients_are_no_error(rank: int) -> list[Said]:
     said = []
     for value in (1e20, 3e38):  # the squares are infinite
         model = wrap(checks=Checks(nonfinite="raise"))
@@ -237,10 +241,6 @@ def _large(rank: int) -> list[Said]:
         said.append(error_of(model.all_reduce))
         assert gradient_values(model)["weight"] == 0.0
     return said
-
-
-def test_large_finite_gradients_are_no_error() -> None:
-    assert run_ranks(_large, 2) == [[None, None]] * 2
 
 
 def _idle(policy: str, rank: int) -> list[tuple[Said, float | None]]:
@@ -260,7 +260,8 @@ def test_what_a_rank_that_takes_no_part_holds_does_not_matter(policy: str) -> No
     assert run_ranks(partial(_idle, policy), 3) == [[(None, 4.0), (None, 4.0), (None, None)]] * 3
 
 
-def _switched_off(rank: int) -> list[Said]:
+@on_ranks(2, [[None] * 2] * 2)
+def test_no_warning_where_it_is_ignored_and_with_checks_off(rank: int) -> list[Said]:
     said = []
     for checks in (
         Checks(nonfinite="ignore"),
@@ -273,10 +274,6 @@ def _switched_off(rank: int) -> list[Said]:
     return said
 
 
-def test_no_warning_where_it_is_ignored_and_with_checks_off() -> None:
-    assert run_ranks(_switched_off, 2) == [[None] * 2] * 2
-
-
 @pytest.mark.usefixtures("alone")
 def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
@@ -286,16 +283,13 @@ def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -
     assert model.all_reduce().call == 1
 
 
-def _function(rank: int) -> list[bool | None]:
+@on_ranks(2, [[True, False]] * 2)
+def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank(rank: int) -> list[bool | None]:
     model = nn.Linear(2, 1)
     add_gradients(model, NAN if rank == 1 else 1.0)
     rows = all_reduce_gradients(model).rows
     assert "rank 1: every gradient" in logged_warnings.take()[0]
     return [row.finite for row in rows]
-
-
-def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank() -> None:
-    assert run_ranks(_function, 2) == [[True, False]] * 2
 
 
 # Warnings
@@ -452,6 +446,7 @@ def test_a_scaler_that_scales_nothing_excuses_nothing() -> None:
     assert "rank 1" in first[0]
 
 
+@on_ranks(2)
 def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
     model = wrap(checks=Checks(nonfinite="warn"))
     add_gradients(model, NAN if rank else 1.0)
@@ -460,7 +455,7 @@ def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
 
 
 def test_a_warning_that_a_filter_makes_an_error_is_logged_and_the_ranks_stay_in_step() -> None:
-    for (said,), went_on, after in run_ranks(_warning_as_error, 2):
+    for (said,), went_on, after in _warning_as_error():
         assert said.startswith(f"all_reduce() call 1: {HEADLINE}  rank 1: 'weight': 2 NaN of 2")
         assert (went_on, after) == (True, 0.5)
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from legacy_ddp import GradientError, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -75,6 +76,7 @@ def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls(form: str) -> 
             assert untouched
 
 
+@on_ranks(2)
 def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     encoder, decoder = _tied()
     with torch.no_grad():
@@ -90,7 +92,7 @@ def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def test_a_tied_weight_in_one_call_has_the_gradient_of_the_joined_batch() -> None:
-    for reduced, expected in run_ranks(_in_one_call, 2):
+    for reduced, expected in _in_one_call():
         for grad, alone in zip(reduced, expected, strict=True):
             torch.testing.assert_close(grad, alone)
 
