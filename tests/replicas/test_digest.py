@@ -79,11 +79,6 @@ def test_a_tensor_of_more_lanes_than_work_together_has_the_same_digest() -> None
     assert digest(data) == _reference(bytes(data.tolist()))
 
 
-@given(st.binary(max_size=100))
-def test_digest_of_any_bytes_is_what_its_definition_says(data: bytes) -> None:
-    assert digest(torch.tensor(list(data), dtype=torch.uint8)) == _reference(data)
-
-
 # --- every fault that other sums miss --------------------------------------------------------------------------------
 
 
@@ -137,57 +132,7 @@ def test_an_edit_is_seen(name: str, side: int, dtype: torch.dtype) -> None:
     _assert_seen(square, edited)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_sign_of_zero_is_seen(dtype: torch.dtype, side: int) -> None:
-    zeros = torch.zeros(side, side, dtype=dtype)
-    one_negative = zeros.clone()
-    one_negative[3, 5] = -0.0
-
-    _assert_seen(zeros, one_negative)
-    _assert_seen(zeros, -zeros)
-    _assert_seen(one_negative, -zeros)
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_payloads_of_nan_are_seen(dtype: torch.dtype, side: int) -> None:
-    quiet = torch.full((side, side), torch.nan, dtype=dtype)
-    other = quiet.clone()
-    _bits(other)[40] ^= 1
-
-    assert other.isnan().all()
-    _assert_seen(quiet, other)
-
-
 # --- bits that a polynomial mod 2**64 loses: those at the top of a word -----------------------------------------------
-
-COLUMN_BYTES = 8 * 4096  # from a word to the one below it, up to 2 MiB
-
-
-def _two_rows(dtype: torch.dtype) -> torch.Tensor:
-    return _random(2 * COLUMN_BYTES // dtype.itemsize, dtype=dtype)
-
-
-def test_a_negated_float64_tensor_of_an_even_number_of_rows_is_seen() -> None:
-    tensor = _two_rows(torch.float64)
-
-    _assert_seen(tensor, -tensor)
-
-
-def test_a_conjugated_complex64_tensor_of_an_even_number_of_rows_is_seen() -> None:
-    tensor = _two_rows(torch.complex64)
-
-    _assert_seen(tensor, tensor.conj())
-
-
-@pytest.mark.parametrize("column", [0, 1])
-def test_a_negated_column_of_a_float32_matrix_is_seen(column: int) -> None:
-    matrix = _random(64, 1024)
-    negated = matrix.clone()
-    negated[:, column].neg_()
-
-    _assert_seen(matrix, negated)
 
 
 @pytest.mark.parametrize("rows_apart", [1, 2, 4, 8, 16, 32])
@@ -205,7 +150,6 @@ def test_swapped_powers_of_two_in_one_column_are_seen(half: int, rows_apart: int
 
 NUMEL = 20_003  # of float32: three rows of lanes, the last one not whole and ending with half a word
 places = st.integers(0, NUMEL - 1)
-matrices = st.tuples(st.integers(1, 200), st.integers(1, 100))
 
 
 @given(places, st.integers(0, 31))
@@ -215,45 +159,6 @@ def test_any_changed_bit_is_seen(place: int, bit: int) -> None:
     changed.view(torch.uint8)[4 * place + bit // 8] ^= 1 << bit % 8
 
     _assert_seen(tensor, changed)
-
-
-@given(places, places)
-def test_two_elements_swapped_are_seen_if_they_differ(first: int, second: int) -> None:
-    tensor = _random(NUMEL)
-    swapped = tensor.clone()
-    swapped[[first, second]] = swapped[[second, first]]
-
-    assert (digest(tensor) == digest(swapped)) == (tensor[first] == tensor[second])
-    assert (digest_all([tensor]) == digest_all([swapped])) == (tensor[first] == tensor[second])
-
-
-@given(st.sets(places, min_size=1, max_size=4), st.integers(0, 63))
-def test_a_bit_changed_in_a_few_words_is_seen(chosen: set[int], bit: int) -> None:
-    words = torch.zeros(NUMEL, dtype=torch.int64)
-    changed = words.clone()
-    changed[list(chosen)] = torch.tensor([1 << bit % 8] + [0] * 7, dtype=torch.uint8).roll(bit // 8).view(torch.int64)
-
-    _assert_seen(words, changed)
-
-
-@given(matrices, st.data())
-def test_a_negated_row_or_column_or_all_is_seen(shape: tuple[int, int], data: st.DataObject) -> None:
-    matrix = _random(*shape, dtype=data.draw(st.sampled_from(FLOATS)))
-    row, column = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
-    part = data.draw(st.sampled_from([(row,), (slice(None), column), (row, column), ()]))
-    negated = matrix.clone()
-    negated[part] = -negated[part]
-
-    _assert_seen(matrix, negated)
-
-
-@given(matrices, st.sampled_from(FLOATS))
-def test_a_transposed_matrix_is_seen_if_its_bits_move(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    matrix = _random(*shape, dtype=dtype)
-    moved = _contents(matrix) != _contents(matrix.t())
-
-    assert (digest(matrix) != digest(matrix.t())) == moved
-    assert (digest_all([matrix]) != digest_all([matrix.t()])) == moved
 
 
 # --- nothing else ----------------------------------------------------------------------------------------------------
