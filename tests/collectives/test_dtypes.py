@@ -1,4 +1,4 @@
-"""The mean of gradients of any dtype, shape and strides."""
+"""The mean of gradients of any dtype, shape and strides, also in pieces."""
 
 import math
 from functools import partial
@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp._collectives import dense
 from legacy_ddp._collectives.dense import split_divisor
+from legacy_ddp._transport.call import Call
 from tests.helpers.cases import (
     DTYPES,
     Case,
@@ -27,8 +29,10 @@ from tests.helpers.cases import (
 )
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.tiers import thorough
+
+# The mean of gradients of any dtype, shape and strides
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -301,3 +305,48 @@ def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums(ra
         assert parameter.grad is not None
         found.append(float(parameter.grad))
     return found
+
+
+# Number of collectives per bucket; every element is divided once
+
+
+def _reduce_once(rank: int, smallest_bytes: int, numel: int, options: dict[str, Any]) -> tuple[int, int, list[float]]:
+    """Collectives, bytes handed over, and the mean of ones and threes."""
+    dense.SMALLEST_PIECE_BYTES = smallest_bytes
+    net = nn.ParameterList([nn.Parameter(torch.zeros(numel - 2)), nn.Parameter(torch.zeros(2))])
+    wrapped = LegacyDistributedDataParallel(net, checks="off", **options)
+    for parameter in net:
+        parameter.grad = torch.full_like(parameter, 1.0 + 2 * rank)
+    groups: list[Any] = []
+    start = Call.start
+
+    def noted(call: Call, group: Any, begin: Any) -> Any:
+        groups.append(group)
+        return start(call, group, begin)
+
+    Call.start = noted  # type: ignore[method-assign]
+    record = wrapped.all_reduce()
+    Call.start = start  # type: ignore[method-assign]
+    return len(groups), record.payload_bytes, torch.cat([parameter.grad for parameter in net]).unique().tolist()
+
+
+# The smallest piece in bytes, the size of the bucket, the settings, and the collectives of both buckets.
+_PIECES: list[tuple[int, int, dict[str, Any], int]] = [
+    (16, 8, {}, 2),
+    (16, 9, {}, 2),
+    (16, 7, {}, 2),  # 4 and 3
+    (32, 8, {}, 1),  # a half would be too small
+    (20, 9, {}, 2),
+    (16, 100, {}, 2),  # never more than two
+    (16, 12, {"buffer_size": 5}, 3),
+    (16, 12, {"buffer_size": 100}, 2),
+    (16, 12, {"reduce_dtype": torch.bfloat16}, 2),  # 8 and 4: what travels is counted
+]
+
+
+@pytest.mark.parametrize("transport", ["gloo"], indirect=True)
+def test_a_large_bucket_travels_in_two_halves(transport: str) -> None:
+    cases = {str(case): case[:3] for case in _PIECES}
+    expected = {str(case): (case[3], case[1] * (2 if "reduce_dtype" in case[2] else 4), [2.0]) for case in _PIECES}
+
+    assert run_cases(_reduce_once, 2, cases, fresh=True) == {name: [found] * 2 for name, found in expected.items()}

@@ -446,7 +446,7 @@ WATCHDOG = (
         "a second failure is not written down",
         "if self.failure is not None and (self._missing or not logs):",
         "if self.failure is not None:",
-        "tests/watchdog/test_status.py",
+        "tests/watchdog/test_report.py",
     ),
 )
 
