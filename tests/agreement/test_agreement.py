@@ -1,6 +1,5 @@
 """Disagreement of ranks: the same clear error on every rank, gradients untouched, training continues."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._agreement.agree import find_other_meaning
-from legacy_ddp._agreement.header import Flag, Header, Participation
-from legacy_ddp._transport.rows import Operation
 from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net
@@ -53,29 +49,6 @@ def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up(rank: int) -> li
     all_reduce_gradients(first)
     all_reduce_gradients(second)
     return [float(module.weight.grad.mean()) for module in (first, second)]
-
-
-# What the flags of two of three ranks prove, beside a count that speaks against the third.
-_EVIDENCE = {
-    "an extra call": (
-        Header(flags=Flag.REPEAT),
-        Header(participation=Participation.SAMPLES, sample_size=4, micro_batches=1),
-    ),
-    "a skipped call": (
-        Header(participation=Participation.SAMPLES, sample_size=8, micro_batches=2, leaves=2, flags=Flag.STEPPED),
-        Header(participation=Participation.SAMPLES, sample_size=4, micro_batches=1, leaves=1),
-    ),
-}
-
-
-@pytest.mark.parametrize("reading", _EVIDENCE)
-def test_evidence_against_two_of_three_ranks_outranks_the_count(reading: str) -> None:
-    slipped, alone = (replace(header, operation=Operation.ALL_REDUCE) for header in _EVIDENCE[reading])
-    error = find_other_meaning([slipped, slipped, alone])
-
-    assert error is not None
-    assert error.ranks == (0, 1)
-    assert reading in str(error)
 
 
 class _MaxNorm(nn.Module):

@@ -223,6 +223,12 @@ def test_what_one_rank_does_alone_is_named_on_all(name: str, world_size: int, wh
     check_agreed(_seen("faults", world_size, who)[name], fault.error, blamed, *words)
 
 
+@pytest.mark.parametrize("name", ["skips a call", "calls once more"])
+def test_evidence_against_two_of_three_ranks_outranks_the_count(name: str) -> None:
+    said = _FAULTS[name].words[-1 if name == "calls once more" else 1]
+    check_agreed(_seen("faults", 3, 0, 1)[name], "DesyncError", (0, 1), "ranks 0-1", said)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_all_ranks_do_is_how_they_train(name: str, world_size: int) -> None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError
-from legacy_ddp._buckets import plan
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.small_sizes import move_gradients_from
 
 A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 B = 10 * A
@@ -144,7 +144,7 @@ SURGERIES: dict[str, tuple[Surgery, torch.Tensor | None, torch.Tensor]] = {
 def _operate(name: str, rank: int) -> list[tuple[list[Any], list[Any], list[Any]]]:
     results = []
     for smallest, as_view in product(SMALLEST_MOVED, (True, False)):
-        plan.SMALLEST_BYTES = smallest
+        move_gradients_from(smallest)
         for everywhere in (True, False):
             wrapped, net = _after_one_call(rank, as_view=as_view)
             if everywhere or rank == 0:
@@ -204,7 +204,7 @@ KEEPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
     results = []
     for smallest, set_to_none in product(SMALLEST_MOVED, (True, False)):
-        plan.SMALLEST_BYTES = smallest
+        move_gradients_from(smallest)
         for skip in (False, True):
             wrapped, net = _after_one_call(rank)
             kept = KEEPERS[name](_grad(net.a))
@@ -305,7 +305,7 @@ def test_gradient_that_create_graph_took_out_of_the_flat_tensor_is_packed_again(
 
 
 def _share_parameter(rank: int) -> list[Any]:
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     shared, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     one, two = _wrap(nn.ParameterList([shared])), _wrap(nn.ParameterList([other, shared]))
     seen: list[Any] = []

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._collectives.broadcast import CHUNK_BYTES
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
+from tests.helpers.small_sizes import broadcast_chunks_of
 
 _FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 _DTYPES = [
@@ -137,7 +137,8 @@ def test_frozen_tied_scalar_empty_and_unsaved_ones_arrive_and_stay_what_they_are
     return values, module.again is module.t2, module.t0.requires_grad
 
 
-def _broadcast_large(rank: int, numels: list[int]) -> list[bool]:
+def _broadcast_large(rank: int, chunk: int, numels: list[int]) -> list[bool]:
+    broadcast_chunks_of(chunk)
     model = _wrap(
         _Tensors([torch.full((numel,), rank * 100 + index, dtype=torch.uint8) for index, numel in enumerate(numels)])
     )
@@ -146,10 +147,10 @@ def _broadcast_large(rank: int, numels: list[int]) -> list[bool]:
 
 
 def test_more_than_one_chunk_arrives_whole() -> None:
-    third = CHUNK_BYTES // 3
-    numels = [third, third, third, third + 5, CHUNK_BYTES + 1, 1, CHUNK_BYTES]
+    third, chunk = 1000, 3001
+    numels = [third, third, third, third + 5, chunk + 1, 1, chunk]
 
-    assert run_ranks(_broadcast_large, 2, numels) == [[True] * len(numels)] * 2
+    assert run_ranks(_broadcast_large, 2, chunk, numels) == [[True] * len(numels)] * 2
 
 
 def _build_with_init_sync(rank: int, init_sync: bool) -> list[float]:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, all_reduce_gradients
-from legacy_ddp._collectives.metrics import read_metrics
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
@@ -125,8 +124,9 @@ class _Half:
         (False, 0.0),
     ],
 )
-def test_numbers_of_all_kinds_are_read_as_doubles(value: object, expected: float) -> None:
-    assert read_metrics({"m": value}) == {"m": expected}
+@pytest.mark.usefixtures("alone")
+def test_numbers_of_all_kinds_are_read_as_doubles(value: Any, expected: float) -> None:
+    assert _model().all_reduce(metrics={"m": value}).metrics == {"m": expected}
 
 
 class _Broken:
@@ -153,21 +153,24 @@ _NOT_USABLE = {
 
 
 @pytest.mark.parametrize("kind", _NOT_USABLE)
+@pytest.mark.usefixtures("alone")
 def test_a_value_that_is_no_number_is_an_error_with_its_name(kind: str) -> None:
     value, text = _NOT_USABLE[kind]
     with pytest.raises(TypeError) as caught:
-        read_metrics({"a": 1.0, "m": value})
+        _model().all_reduce(metrics={"a": 1.0, "m": value})
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_int_beyond_the_range_of_a_double_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^metrics\['m'\] is out of range: got more than 1.8e308, expected a double$"):
-        read_metrics({"m": 10**400})
+    with pytest.raises(ValueError, match=r"^metrics\['m'\] is out of range: got more than 1.8e308, expected a double\n"):
+        _model().all_reduce(metrics={"m": 10**400})
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_empty_name_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^a name in metrics is empty: got '', expected at least one character"):
-        read_metrics({"loss": 1.0, "": 1.0})
+        _model().all_reduce(metrics={"loss": 1.0, "": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -177,9 +180,10 @@ def test_an_empty_name_is_an_error() -> None:
         ({3: 1.0}, "a name in metrics is of the wrong type: got 3, expected a str"),
     ],
 )
-def test_metrics_are_a_mapping_from_names(metrics: object, text: str) -> None:
+@pytest.mark.usefixtures("alone")
+def test_metrics_are_a_mapping_from_names(metrics: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
-        read_metrics(metrics)
+        _model().all_reduce(metrics=metrics)
     assert str(caught.value).startswith(text)
 
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._buckets import plan
 from legacy_ddp._buckets.layout import Bucket
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._reproducible import partial_sums
@@ -22,6 +21,7 @@ from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, tree_sum, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_sizes import move_gradients_from
 
 # Micro-batches of a step: changes of gradients between them, and unrelated errors
 
@@ -30,7 +30,7 @@ Model = LegacyDistributedDataParallel
 
 def _model() -> Model:
     """A smaller and a larger parameter; backward puts both gradients into their slots at once."""
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     return wrap_reproducible([torch.ones(3), torch.ones(1)])
 
 

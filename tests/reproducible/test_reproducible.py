@@ -14,10 +14,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._buckets import plan, private_fork
+from legacy_ddp._buckets import private_fork
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import thorough
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -295,7 +296,7 @@ def test_zero_grad_drops_the_micro_batches_before_it(*, set_to_none: bool, last_
 
 def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
     """What was kept from every block and what the call left, where backward puts gradients into their slots."""
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     wrapped = wrap_reproducible([torch.ones(3)])
     kept = []
     for _ in range(2):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._buckets import plan
 from legacy_ddp._transport.peer_memory import PeerMemory
 from tests.helpers import tiers
 from tests.helpers.cases import all_bits, get_gradients
@@ -19,6 +18,7 @@ from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, take, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import thorough
 
 
@@ -71,7 +71,7 @@ def test_the_divisor_may_exceed_64_bits(transport: str) -> None:
 
 def _kept(rank: int, each: int) -> tuple[list[float], list[float]]:
     """What gradients kept in every step hold at the end, and the results."""
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     model = wrap_reproducible([torch.ones(3)], transport="host")
     kept, results = [], []
     for step in range(5):
