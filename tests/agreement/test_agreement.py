@@ -13,7 +13,7 @@ from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 
 # Ranks in the tests with other versions of torch, and gloo in make test.
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("transport")]
@@ -130,10 +130,15 @@ def _construct(rank: int, change: str, init_sync: bool) -> tuple[str, tuple[int,
     return type(error).__name__, error.ranks, str(error)
 
 
+@once
+def _constructed() -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+    return run_cases(_construct, 3, {f"{name} {how}": (name, how) for name in WORDS for how in (True, False)})
+
+
 @pytest.mark.parametrize("init_sync", [True, False])
 @pytest.mark.parametrize("change", WORDS)
 def test_construction_names_what_one_rank_holds_differently(change: str, init_sync: bool) -> None:
-    results = run_ranks(_construct, 3, change, init_sync)
+    results = _constructed()[f"{change} {init_sync}"]
     assert results == results[:1] * 3
     kind, ranks, text = results[0]
     assert (kind, ranks) == ("LayoutError", (1,))
@@ -191,15 +196,14 @@ def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:
     return f"{type(error).__name__} {error}"
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    [("buffer_size", [4, 8]), ("reduce_dtype", [None, torch.bfloat16]), ("checks", ["info", Checks(uneven="raise")])],
-)
-def test_settings_that_must_agree_are_compared(name: str, values: list[Any]) -> None:
-    first, second = run_ranks(_other_setting, 2, {name: values})
-    assert first == second
-    assert first.startswith("LayoutError")
-    assert ("uneven" if name == "checks" else name) in first
+def test_settings_that_must_agree_are_compared() -> None:
+    settings = {"buffer_size": [4, 8], "reduce_dtype": [None, torch.bfloat16], "uneven": ["warn", "raise"]}
+    values = {name: ({name: of_ranks},) for name, of_ranks in settings.items()}
+    values["uneven"] = ({"checks": [Checks(uneven=policy) for policy in settings["uneven"]]},)
+    for name, (first, second) in run_cases(_other_setting, 2, values).items():
+        assert first == second
+        assert first.startswith("LayoutError")
+        assert name in first
 
 
 # Other people's traffic

@@ -4,7 +4,6 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.small_sizes import move_gradients_from
 
 A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -141,7 +140,7 @@ SURGERIES: dict[str, tuple[Surgery, torch.Tensor | None, torch.Tensor]] = {
 }
 
 
-def _operate(name: str, rank: int) -> list[tuple[list[Any], list[Any], list[Any]]]:
+def _operate(rank: int, name: str) -> list[tuple[list[Any], list[Any], list[Any]]]:
     results = []
     for smallest, as_view in product(SMALLEST_MOVED, (True, False)):
         move_gradients_from(smallest)
@@ -159,12 +158,17 @@ def _operate(name: str, rank: int) -> list[tuple[list[Any], list[Any], list[Any]
     return results
 
 
+@once
+def _operated() -> dict[str, list[list[tuple[list[Any], list[Any], list[Any]]]]]:
+    return run_cases(_operate, 2, {name: (name,) for name in SURGERIES}, fresh=True)
+
+
 @pytest.mark.parametrize("name", SURGERIES)
 def test_gradients_are_averaged_whatever_memory_they_were_given(name: str) -> None:
     _, a, b = SURGERIES[name]
     own = 3 * A if "replaced" in name else a  # what rank 0 has where ranks would differ
     lone_a = (A + (torch.zeros(2, 2) if own is None else own)) / 2
-    for of_rank in run_ranks(partial(_operate, name), 2, fresh=True):
+    for of_rank in _operated()[name]:
         for everywhere, (first, second, weights) in zip([True, False] * 4, of_rank, strict=True):
             assert first == _values(*((a, b) if everywhere else (lone_a, (b + B) / 2)))
             assert second == _values(2 * ONES, 20 * ONES)
@@ -201,7 +205,7 @@ KEEPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
+def _keep(rank: int, name: str) -> list[tuple[bool, list[Any]]]:
     results = []
     for smallest, set_to_none in product(SMALLEST_MOVED, (True, False)):
         move_gradients_from(smallest)
@@ -220,11 +224,11 @@ def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
     return results
 
 
-@pytest.mark.parametrize("name", KEEPERS)
-def test_what_was_kept_of_a_gradient_is_not_overwritten_by_the_next_call(name: str) -> None:
+def test_what_was_kept_of_a_gradient_is_not_overwritten_by_the_next_call() -> None:
     both, rank_1 = [(2 * ONES).tolist(), (20 * ONES).tolist()], [(3 * ONES).tolist(), (30 * ONES).tolist()]
-    for of_rank in run_ranks(partial(_keep, name), 2, fresh=True):
-        assert of_rank == [(True, both), (True, rank_1)] * 4
+    seen = run_cases(_keep, 2, {name: (name,) for name in KEEPERS}, fresh=True)
+
+    assert seen == dict.fromkeys(KEEPERS, [[(True, both), (True, rank_1)] * 4] * 2)
 
 
 @on_ranks(2, [_values(A, 2 * ONES, B + 20)] * 2)

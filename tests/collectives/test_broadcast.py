@@ -10,7 +10,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
 from tests.helpers.small_sizes import broadcast_chunks_of
 
@@ -96,11 +96,13 @@ def _broadcast_strides(rank: int, strides: list[str]) -> tuple[list[int], bool]:
     return module.t0.flatten().tolist(), module.t0.stride() == parameter.stride()
 
 
-@pytest.mark.parametrize("strides", [[name, name] for name in _STRIDES] + [["transposed", "channels_last"]])
-def test_elements_arrive_at_their_index_whatever_the_strides_of_either_side(strides: list[str]) -> None:
-    expected = _STRIDES[strides[1]](_pattern(1, torch.int32, 2, 2, 2, 2).float()).flatten().tolist()
-
-    assert run_ranks(_broadcast_strides, 2, strides) == [(expected, True)] * 2
+def test_elements_arrive_at_their_index_whatever_the_strides_of_either_side() -> None:
+    pairs = [*([name, name] for name in _STRIDES), ["transposed", "channels_last"]]
+    for strides, seen in zip(
+        pairs, run_cases(_broadcast_strides, 2, {str(pair): (pair,) for pair in pairs}).values(), strict=True
+    ):
+        expected = _STRIDES[strides[1]](_pattern(1, torch.int32, 2, 2, 2, 2).float()).flatten().tolist()
+        assert seen == [(expected, True)] * 2, strides
 
 
 def _broadcast_expanded(rank: int, as_buffers: bool) -> tuple[list[float], list[float]]:
@@ -199,32 +201,32 @@ def _broadcast_wrongly(rank: int, srcs: list[Any], names: list[str]) -> tuple[An
     return (*said, value)
 
 
-@pytest.mark.parametrize("src", [3, -1, True, 1.0, "0", None])
-def test_a_source_outside_the_group_is_a_value_error_on_every_rank(src: Any) -> None:
-    text = f"src is no rank of the group: got {src!r}, expected 0 to 2"
+def test_a_source_outside_the_group_is_a_value_error_on_every_rank() -> None:
+    sources = [3, -1, True, 1.0, "0", None]
+    results = run_cases(_broadcast_wrongly, 3, {repr(src): ([src] * 3, ["a"] * 3) for src in sources})
 
-    results = run_ranks(_broadcast_wrongly, 3, [src] * 3, ["a"] * 3)
-    assert results == [("ValueError", text, None, [float(rank)] * 2) for rank in range(3)]
+    for src, seen in results.items():
+        text = f"src is no rank of the group: got {src}, expected 0 to 2"
+        assert seen == [("ValueError", text, None, [float(rank)] * 2) for rank in range(3)]
 
 
-@pytest.mark.parametrize(
-    "srcs, names, error, ranks, words",
-    [
-        ([0, 0, 9], ["a"] * 3, "PeerError", (2,), ["rank 2: ValueError: src is no rank of the group: got 9"]),
-        ([0, 1, 0], ["a"] * 3, "DesyncError", (1,), ["src: rank 1 has 1; ranks 0, 2 have 0"]),
-        ([0, 1, 2], ["a"] * 3, "DesyncError", (), ["src: rank 2 has 2; rank 1 has 1; rank 0 has 0"]),
-        ([0, 0, 0], ["a", "a", "b"], "LayoutError", (2,), ["buffer 'a'", "buffer 'b'", "rank 2"]),
-    ],
-)
-def test_ranks_that_disagree_get_the_same_error_and_nothing_is_written(
-    srcs: list[int], names: list[str], error: str, ranks: tuple[int, ...], words: list[str]
-) -> None:
-    results = run_ranks(_broadcast_wrongly, 3, srcs, names)
+_DISAGREEMENTS: list[tuple[list[int], list[str], str, tuple[int, ...], list[str]]] = [
+    ([0, 0, 9], ["a"] * 3, "PeerError", (2,), ["rank 2: ValueError: src is no rank of the group: got 9"]),
+    ([0, 1, 0], ["a"] * 3, "DesyncError", (1,), ["src: rank 1 has 1; ranks 0, 2 have 0"]),
+    ([0, 1, 2], ["a"] * 3, "DesyncError", (), ["src: rank 2 has 2; rank 1 has 1; rank 0 has 0"]),
+    ([0, 0, 0], ["a", "a", "b"], "LayoutError", (2,), ["buffer 'a'", "buffer 'b'", "rank 2"]),
+]
 
-    for rank, (kind, text, suspects, value) in enumerate(results):
-        assert (kind, suspects, text) == (error, ranks, results[0][1])
-        assert all(word in text for word in words)
-        assert value == [float(rank)] * 2
+
+def test_ranks_that_disagree_get_the_same_error_and_nothing_is_written() -> None:
+    results = run_cases(_broadcast_wrongly, 3, {str(case): case[:2] for case in _DISAGREEMENTS})
+    for case in _DISAGREEMENTS:
+        _, _, error, ranks, words = case
+        seen = results[str(case)]
+        for rank, (kind, text, suspects, value) in enumerate(seen):
+            assert (kind, suspects, text) == (error, ranks, seen[0][1])
+            assert all(word in text for word in words)
+            assert value == [float(rank)] * 2
 
 
 _BUFFERS: dict[str, Callable[[], torch.Tensor]] = {

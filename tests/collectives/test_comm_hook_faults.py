@@ -15,7 +15,7 @@ from legacy_ddp import CommHookError, LegacyDDPError, PeerError, PeerLostError
 from tests.helpers.cases import get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 
 
@@ -39,28 +39,26 @@ def _no_tensor(bucket: Any) -> Any:
     return at_once("done")
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (_wrong_shape, "got float32 (1,) on cpu, expected float32 (2,) on cpu"),
-        (_wrong_dtype, "got float64 (2,) on cpu, expected float32 (2,) on cpu"),
-        (_sparse_result, "got torch.sparse_coo float32 (2,) on cpu, expected float32 (2,) on cpu"),
-        (_no_future, None),
-        (_no_tensor, "got str, expected a torch.futures.Future of a tensor"),
-    ],
-)
-def test_a_result_of_no_use_is_the_same_error_on_all_ranks(wrong: Any, words: str | None) -> None:
+WRONG: dict[Callable[[Any], Any], str | None] = {
+    _wrong_shape: "got float32 (1,) on cpu, expected float32 (2,) on cpu",
+    _wrong_dtype: "got float64 (2,) on cpu, expected float32 (2,) on cpu",
+    _sparse_result: "got torch.sparse_coo float32 (2,) on cpu, expected float32 (2,) on cpu",
+    _no_future: None,  # a tensor at once is as good as a Future of it
+    _no_tensor: "got str, expected a torch.futures.Future of a tensor",
+}
+
+
+def test_a_result_of_no_use_is_the_same_error_on_all_ranks() -> None:
     # On rank 1 alone the others' collective would lack a partner, so both call none in the first round.
-    seen = run_ranks(partial(_wrong_on_one, wrong=wrong), 2)
-    assert seen[0] == seen[1]
-    if words is None:
-        assert seen[0] == ("", (), [1.5])  # a tensor at once is as good as a Future of it
-        return
-    text, ranks, after = seen[0]
-    assert f"rank 1: {words}" in text
-    assert "_wrong_on_one" in text, "the hook's name"
-    assert ranks == (1,)
-    assert after == [1.5]
+    seen = run_cases(_wrong_on_one, 2, {wrong.__name__: (wrong,) for wrong in WRONG})
+    for wrong, words in WRONG.items():
+        first, second = seen[wrong.__name__]
+        text, ranks, after = first
+        assert first == second
+        assert after == [1.5]
+        assert ranks == (() if words is None else (1,))
+        assert text == "" if words is None else f"rank 1: {words}" in text
+        assert words is None or "_wrong_on_one" in text, "the hook's name"
 
 
 def _wrong_on_one(rank: int, wrong: Callable[[Any], Any]) -> Any:

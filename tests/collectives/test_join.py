@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from legacy_ddp.debug import check_replicas
 from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.cases import bits_of, set_gradients, wrap_module
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, tanh_net, wrap
 
 Model = LegacyDistributedDataParallel
@@ -41,7 +40,7 @@ def _net() -> nn.Module:
     return net
 
 
-def _uneven(rank: int, *, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
+def _uneven(rank: int, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
     """The weights and the buffer after uneven training, with torch DDP and with ours."""
     found = {}
     for wrapper in (DistributedDataParallel, Model):
@@ -54,41 +53,41 @@ def _uneven(rank: int, *, counts: tuple[int, ...], divide: bool) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize("divide", [True, False])
-@pytest.mark.parametrize("counts", [(2, 5), (4, 1), (3, 3)])
-def test_uneven_ranks_end_with_torch_ddps_weights(counts: tuple[int, int], *, divide: bool) -> None:
-    ranks = run_ranks(partial(_uneven, counts=counts, divide=divide), 2)
-    for found in ranks:
-        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
-    assert ranks[0] == ranks[1]
+def test_uneven_ranks_end_with_torch_ddps_weights() -> None:
+    cases = [(counts, divide) for counts in ((2, 5), (4, 1), (3, 3)) for divide in (True, False)]
+    for ranks in run_cases(_uneven, 2, {str(case): case for case in cases}).values():
+        for found in ranks:
+            assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
+        assert ranks[0] == ranks[1]
 
 
-def _one_more(rank: int, **options: Any) -> list[Any]:
+def _one_more(rank: int, sample_size: int | None, options: dict[str, bool]) -> list[Any]:
     """Rank 0 has two steps, the others one: the gradients of the second."""
-    sizes = options.pop("sample_size", None)
     model = wrap()
     with model.join(**options):
         for _ in range(2 if rank == 0 else 1):
             model.zero_grad()
             add_gradients(model, 6.0)
-            record = model.all_reduce(sample_size=sizes)
+            record = model.all_reduce(sample_size=sample_size)
             left = record.skipped_ranks, record.divisor, list(gradient_values(model).values())
     return [left, list(gradient_values(model).values())]
 
 
-@pytest.mark.parametrize(
-    "options, divisor, value",
-    [
-        pytest.param({}, 3, 2.0, id="who left counts as zeros"),
-        pytest.param({"divide_by_initial_world_size": False}, 1, 6.0, id="who left does not count"),
-        pytest.param({"sample_size": 2}, 2, 3.0, id="items are counted, not ranks"),
-    ],
-)
-def test_a_mean_counts_the_ranks_that_it_is_told_to(options: Any, divisor: int, value: float) -> None:
-    first, *others = run_ranks(partial(_one_more, **options), 3)
-    assert first == [((1, 2), divisor, [value]), [None]]
-    for other in others:
-        assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
+# sample_size, options of join(), divisor and mean.
+MEANS: dict[str, tuple[int | None, dict[str, bool], int, float]] = {
+    "who left counts as zeros": (None, {}, 3, 2.0),
+    "who left does not count": (None, {"divide_by_initial_world_size": False}, 1, 6.0),
+    "items are counted, not ranks": (2, {}, 2, 3.0),
+}
+
+
+def test_a_mean_counts_the_ranks_that_it_is_told_to() -> None:
+    seen = run_cases(_one_more, 3, {name: case[:2] for name, case in MEANS.items()})
+    for name, (_, _, divisor, value) in MEANS.items():
+        first, *others = seen[name]
+        assert first == [((1, 2), divisor, [value]), [None]]
+        for other in others:
+            assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
 
 
 @on_ranks(2)
