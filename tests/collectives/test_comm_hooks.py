@@ -15,33 +15,34 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.cases import Part, bits_of, get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, step, tanh_net, wrap
 
 Hook = Callable[[Any, Any], Any]
 
 
-def _reduced(rank: int, parts: tuple[Part, ...], grads: Any, *, hook: Hook = mean) -> Any:
+GRADS = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), None], [torch.tensor([3.0, 6.0]), None, None]]
+MEANS: dict[str, tuple[tuple[Part, Part], list[Any]]] = {
+    "mean": (({}, {}), [[2.0, 4.0], [3.5], None]),
+    "sample_size": (({"sample_size": 3}, {"sample_size": 1}), [[1.0, 2.0], [1.75], None]),
+    "one rank skips": (({"skip": True}, {}), [[3.0, 6.0], None, None]),
+    "one rank has no samples": (({"sample_size": 0}, {"sample_size": 2}), [[1.5, 3.0], None, None]),
+    "nobody takes part": (({"skip": True}, {"skip": True}), [None, None, None]),
+}
+
+
+def _reduced(rank: int, parts: tuple[Part, Part]) -> list[Any]:
     model = wrap_module([torch.zeros(2), torch.zeros(1), torch.zeros(3)])
-    model.register_comm_hook(None, hook)
-    set_gradients(model, copy.deepcopy(grads[rank]))
-    record = model.all_reduce(**parts[rank])
-    return [None if grad is None else grad.tolist() for grad in get_gradients(model)], record.divisor
+    model.register_comm_hook(None, mean)
+    set_gradients(model, copy.deepcopy(GRADS[rank]))
+    model.all_reduce(**parts[rank])
+    return [None if grad is None else grad.tolist() for grad in get_gradients(model)]
 
 
-@pytest.mark.parametrize(
-    "parts, expected",
-    [
-        pytest.param(({}, {}), [[2.0, 4.0], [3.5], None], id="mean"),
-        pytest.param(({"sample_size": 3}, {"sample_size": 1}), [[1.0, 2.0], [1.75], None], id="sample_size"),
-        pytest.param(({"skip": True}, {}), [[3.0, 6.0], None, None], id="one rank skips"),
-        pytest.param(({"sample_size": 0}, {"sample_size": 2}), [[1.5, 3.0], None, None], id="one rank has no samples"),
-        pytest.param(({"skip": True}, {"skip": True}), [None, None, None], id="nobody takes part"),
-    ],
-)
-def test_the_hooks_mean_is_scaled_to_those_that_took_part(parts: Any, expected: Any) -> None:
-    grads = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), None], [torch.tensor([3.0, 6.0]), None, None]]
-    assert [found for found, _ in run_ranks(partial(_reduced, parts=parts, grads=grads), 2)] == [expected] * 2
+def test_the_hooks_mean_is_scaled_to_those_that_took_part() -> None:
+    found = run_cases(_reduced, 2, {name: (parts,) for name, (parts, _) in MEANS.items()})
+
+    assert found == {name: [expected] * 2 for name, (_, expected) in MEANS.items()}
 
 
 @on_ranks(2)

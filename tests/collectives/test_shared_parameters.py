@@ -1,6 +1,7 @@
 """Parameters of two calls: sample_size divides them once, or the second call refuses."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -8,8 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import GradientError, LegacyDistributedDataParallel, all_reduce_gradients
-from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -67,10 +67,10 @@ def _divide_twice(rank: int, form: str) -> list[tuple[str, str | None, bool]]:
     return seen
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls(form: str) -> None:
-    for seen in run_ranks(_divide_twice, 2, form):
-        for text, name, untouched in seen:
+def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls() -> None:
+    of_forms = run_cases(_divide_twice, 2, {form: (form,) for form in FORMS})
+    for form, seen in of_forms.items():
+        for text, name, untouched in chain(*seen):
             assert name == ("000000" if form == "lists" else "weight")
             assert f"grad of {name!r} was reduced by an earlier call" in text
             assert untouched
