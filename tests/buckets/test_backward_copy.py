@@ -482,8 +482,11 @@ def test_a_backward_that_only_pretends_leaves_nothing_behind() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@on_ranks(2, [[2.0]] * 2)
-def test_a_module_may_move_to_a_device_between_wrapping_and_backward(rank: int) -> list[Any]:
+def test_a_module_may_move_to_a_device_between_wrapping_and_backward() -> None:
+    assert run_ranks(_move_to_device, 2) == [[2.0]] * 2
+
+
+def _move_to_device(rank: int) -> list[Any]:
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off").cuda()
     net: Any = wrapped.module
     wrapped(1.0 + 2 * rank).backward()
