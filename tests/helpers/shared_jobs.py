@@ -71,8 +71,8 @@ def on_ranks(world_size: int, gives: object = _NOTHING) -> Callable[[Callable[[i
     The decorated function takes no argument and returns the results of all ranks. With ``gives`` it is a test that
     compares these results with ``gives``.
 
-    A function that changes its process, or the groups of torch, or that some machine skips, needs a job of its own, with
-    :func:`run_ranks`.
+    A function that changes its process, or the groups of torch, or that is skipped on some machines, needs a job of its
+    own, with :func:`run_ranks`.
     """
 
     def decorate(function: Callable[[int], Any]) -> Callable[[], Any]:
