@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from legacy_ddp._buckets import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.tiers import thorough
 
 
 def _sum_of_ranks(rank: int, scale: float = 1.0) -> float:
@@ -184,7 +185,7 @@ def test_tensors_travel_by_value() -> None:
     assert second["weight"].requires_grad
 
 
-@pytest.mark.parametrize("guilty", [0, 1, 2])
+@pytest.mark.parametrize("guilty", [thorough(0), 1, thorough(2)])
 def test_a_raising_rank_is_named_first_with_its_traceback(guilty: int) -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(partial(_raise_on, guilty), 3)
@@ -210,9 +211,9 @@ def test_a_warning_on_a_rank_is_an_error() -> None:
     "how, said",
     [
         ("_exit", "exit code 3"),
-        ("sys.exit", "exit code 4"),
+        thorough("sys.exit", "exit code 4"),
         ("SIGKILL", "signal SIGKILL"),
-        ("SIGABRT", "signal SIGABRT"),
+        thorough("SIGABRT", "signal SIGABRT"),
     ],
 )
 def test_a_dying_rank_is_named_with_its_exit(how: str, said: str) -> None:
@@ -327,7 +328,7 @@ def test_a_lost_rank_leaves_none_and_survivors_return() -> None:
     assert run_ranks(_survive_lost_peer, 2, lost=(1,)) == ["RuntimeError", None]
 
 
-@pytest.mark.parametrize("how", ["_exit", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", [thorough("_exit"), "SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_may_die_or_stop(how: str) -> None:
     assert run_ranks(partial(_die_on, 0, how), 2, lost=(0,)) == [None, 1]
 
@@ -354,7 +355,7 @@ def test_a_survivor_that_cannot_exit_is_forgiven_on_request() -> None:
     assert run_ranks(_survive_and_hang_on_exit, 2, lost=(1,), survivors_exit=False) == ["RuntimeError", None]
 
 
-@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), ("_exit", "exit code 3")])
+@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), thorough("_exit", "exit code 3")])
 def test_a_survivor_that_dies_at_its_exit_fails(how: str, said: str) -> None:
     with pytest.raises(RankFailure, match=f"rank 0 died after returning: {said}"):
         run_ranks(partial(_die_at_exit_on, 0, how), 2, lost=(1,))
