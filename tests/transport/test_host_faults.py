@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from tests.helpers.interrupts import error_after_interrupt
-from tests.helpers.rank_faults import do_when
+from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_sizes import sum_chunks_of
 from tests.helpers.tiers import thorough

@@ -155,14 +155,15 @@ def test_gloo_carries_what_is_no_plain_dense_sum(transport: str) -> None:
 
 def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
     """Rank 3 cannot connect to its hub, or to the other host."""
-    connect_star, connect_group = star.connect, groups.Groups.connect
+    connect_star, connect_group, kept = star.connect, groups.Groups.connect, list[Any]()
 
     def fails(*_: object) -> None:
         raise OSError("no more sockets") if fault == "star" else RuntimeError("connectFullMesh failed")
 
     def fails_between_hosts(self: groups.Groups, name: str, number: int, size: int) -> Any:
-        group = connect_group(self, name, number, size)  # otherwise rank 1 waits for the timeout
-        return fails() if "hosts" in name else group
+        # Otherwise rank 1 waits for the timeout; and it fails by itself if its connection ends before it is complete.
+        kept.append(connect_group(self, name, number, size))
+        return fails() if "hosts" in name else kept[-1]
 
     if rank == 3 and fault == "star":
         host_meeting.connect = fails
