@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -222,6 +223,21 @@ def do_when(
                 act()
 
     return profile
+
+
+@contextmanager
+def counting(function: str) -> Iterator[list[int]]:
+    """A list of one number: how often ``function`` was entered inside the block."""
+    count = [0]
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        count[0] += event == "call" and frame.f_code.co_name == function
+
+    sys.setprofile(profile)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
 
 
 def error_after_interrupt(call: Callable[[], object], function: str, *, here: bool) -> str:
