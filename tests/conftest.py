@@ -13,8 +13,10 @@ import torch.distributed as dist
 from hypothesis import settings
 from torch._C._distributed_c10d import HashStore
 
-from tests.helpers import logged_warnings, transports
-from tests.helpers.transports import _transport_of_the_test, transport  # noqa: F401 - fixtures
+pytest.register_assert_rewrite("tests.helpers.shared_jobs")  # it compares the results of tests
+
+from tests.helpers import logged_warnings, transports  # noqa: E402
+from tests.helpers.transports import _transport_of_the_test, transport  # noqa: E402, F401 - fixtures
 
 # No deadline: a shared machine makes any example slow once in a while.
 settings.register_profile("default", deadline=None)

@@ -1,6 +1,5 @@
 """Disagreement of ranks: the same clear error on every rank, gradients untouched, training continues."""
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._agreement.agree import find_other_meaning
-from legacy_ddp._agreement.header import Flag, Header, Participation
-from legacy_ddp._transport.rows import Operation
 from tests.helpers.outcomes import attempt as _attempt
 from tests.helpers.outcomes import backward as _backward
 from tests.helpers.outcomes import small_net as _net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 
 # Ranks in the tests with other versions of torch, and gloo in make test.
 pytestmark = [pytest.mark.fast, pytest.mark.usefixtures("transport")]
@@ -42,7 +39,8 @@ def test_a_rank_that_skips_is_not_blamed_for_uneven_work() -> None:
         assert "rank 2 has 1; ranks 0-1 have 2" in text
 
 
-def _wrong_function_first(rank: int) -> list[float]:
+@on_ranks(2, [[0.5, 0.5]] * 2)
+def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up(rank: int) -> list[float]:
     first, second = nn.Linear(2, 1, bias=False), nn.Linear(3, 1, bias=False)
     for module in (first, second):
         module.weight.grad = torch.full_like(module.weight, float(rank))
@@ -51,33 +49,6 @@ def _wrong_function_first(rank: int) -> list[float]:
     all_reduce_gradients(first)
     all_reduce_gradients(second)
     return [float(module.weight.grad.mean()) for module in (first, second)]
-
-
-def test_a_first_call_that_went_wrong_uses_no_wrapper_number_up() -> None:
-    assert run_ranks(_wrong_function_first, 2) == [[0.5, 0.5]] * 2
-
-
-# What the flags of two of three ranks prove, beside a count that speaks against the third.
-_EVIDENCE = {
-    "an extra call": (
-        Header(flags=Flag.REPEAT),
-        Header(participation=Participation.SAMPLES, sample_size=4, micro_batches=1),
-    ),
-    "a skipped call": (
-        Header(participation=Participation.SAMPLES, sample_size=8, micro_batches=2, leaves=2, flags=Flag.STEPPED),
-        Header(participation=Participation.SAMPLES, sample_size=4, micro_batches=1, leaves=1),
-    ),
-}
-
-
-@pytest.mark.parametrize("reading", _EVIDENCE)
-def test_evidence_against_two_of_three_ranks_outranks_the_count(reading: str) -> None:
-    slipped, alone = (replace(header, operation=Operation.ALL_REDUCE) for header in _EVIDENCE[reading])
-    error = find_other_meaning([slipped, slipped, alone])
-
-    assert error is not None
-    assert error.ranks == (0, 1)
-    assert reading in str(error)
 
 
 class _MaxNorm(nn.Module):
@@ -90,7 +61,8 @@ class _MaxNorm(nn.Module):
         return self.head(self.embedding(tokens))
 
 
-def _evaluates_between(rank: int) -> int:
+@on_ranks(2, [1, 1])
+def test_a_layer_that_renormalises_its_weight_in_forward_is_no_skipped_call(rank: int) -> int:
     model = Model(_MaxNorm())
     with torch.no_grad():
         model.module.embedding.weight.fill_(9.0)
@@ -102,11 +74,8 @@ def _evaluates_between(rank: int) -> int:
     return model.all_reduce().call
 
 
-def test_a_layer_that_renormalises_its_weight_in_forward_is_no_skipped_call() -> None:
-    assert run_ranks(_evaluates_between, 2) == [1, 1]
-
-
-def _edited_in_place(rank: int) -> list[float]:
+@on_ranks(2, [[0.5, 1.5, 2.5]] * 2)
+def test_gradients_written_in_place_at_every_step_are_no_second_division(rank: int) -> list[float]:
     model = Model(nn.Linear(2, 1, bias=False))
     weight, seen = model.module.weight, []
     weight.grad = torch.zeros_like(weight)
@@ -115,10 +84,6 @@ def _edited_in_place(rank: int) -> list[float]:
         model.all_reduce(sample_size=2)
         seen.append(float(weight.grad[0, 0]))
     return seen
-
-
-def test_gradients_written_in_place_at_every_step_are_no_second_division() -> None:
-    assert run_ranks(_edited_in_place, 2) == [[0.5, 1.5, 2.5]] * 2
 
 
 # Layouts
@@ -165,16 +130,22 @@ def _construct(rank: int, change: str, init_sync: bool) -> tuple[str, tuple[int,
     return type(error).__name__, error.ranks, str(error)
 
 
+@once
+def _constructed() -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
+    return run_cases(_construct, 3, {f"{name} {how}": (name, how) for name in WORDS for how in (True, False)})
+
+
 @pytest.mark.parametrize("init_sync", [True, False])
 @pytest.mark.parametrize("change", WORDS)
 def test_construction_names_what_one_rank_holds_differently(change: str, init_sync: bool) -> None:
-    results = run_ranks(_construct, 3, change, init_sync)
+    results = _constructed()[f"{change} {init_sync}"]
     assert results == results[:1] * 3
     kind, ranks, text = results[0]
     assert (kind, ranks) == ("LayoutError", (1,))
     assert "".join(WORDS[change].split("ranks 0, 2 have nothing; ")) in text, text
 
 
+@on_ranks(3)
 def _ignoring(rank: int) -> list[str]:
     module = _net()
     module.register_buffer("seen", torch.zeros(1))
@@ -190,7 +161,7 @@ def _ignoring(rank: int) -> list[str]:
 
 
 def test_a_name_in_ignore_on_some_ranks_is_told_as_ignored() -> None:
-    results = run_ranks(_ignoring, 3)
+    results = _ignoring()
 
     assert results == results[:1] * 3
     construction, broadcast = results[0]
@@ -209,16 +180,13 @@ class _Ordered(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(2)))
 
 
-def _other_order(rank: int) -> list[list[float]]:
+@on_ranks(2, [[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]] * 2)
+def test_the_same_names_registered_in_another_order_simply_work(rank: int) -> list[list[float]]:
     model = Model(_Ordered(["a", "b", "c"] if rank == 0 else ["c", "b", "a"]))
     for number, name in enumerate("abc"):
         getattr(model.module, name).grad = torch.full((2,), float(number + 10 * rank))
     model.all_reduce()
     return [getattr(model.module, name).grad.tolist() for name in "abc"]
-
-
-def test_the_same_names_registered_in_another_order_simply_work() -> None:
-    assert run_ranks(_other_order, 2) == [[[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]]] * 2
 
 
 def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:
@@ -228,15 +196,14 @@ def _other_setting(rank: int, settings: dict[str, list[Any]]) -> str:
     return f"{type(error).__name__} {error}"
 
 
-@pytest.mark.parametrize(
-    "name, values",
-    [("buffer_size", [4, 8]), ("reduce_dtype", [None, torch.bfloat16]), ("checks", ["info", Checks(uneven="raise")])],
-)
-def test_settings_that_must_agree_are_compared(name: str, values: list[Any]) -> None:
-    first, second = run_ranks(_other_setting, 2, {name: values})
-    assert first == second
-    assert first.startswith("LayoutError")
-    assert ("uneven" if name == "checks" else name) in first
+def test_settings_that_must_agree_are_compared() -> None:
+    settings = {"buffer_size": [4, 8], "reduce_dtype": [None, torch.bfloat16], "uneven": ["warn", "raise"]}
+    values = {name: ({name: of_ranks},) for name, of_ranks in settings.items()}
+    values["uneven"] = ({"checks": [Checks(uneven=policy) for policy in settings["uneven"]]},)
+    for name, (first, second) in run_cases(_other_setting, 2, values).items():
+        assert first == second
+        assert first.startswith("LayoutError")
+        assert name in first
 
 
 # Other people's traffic

@@ -14,6 +14,7 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import error_of, step, wrap
 
 CULPRIT = 2
@@ -201,7 +202,9 @@ def test_a_rank_that_waits_is_not_missing_because_another_thread_of_it_works(tmp
     _check(losses[:2], "SyncTimeoutError", (CULPRIT,), 7.0)
 
 
-def _repeats_a_call_with_a_kept_gradient(rank: int) -> list[float]:
+@on_ranks(2, [[2.0, 2.0]] * 2)
+def test_a_repeated_call_of_all_ranks_is_no_extra_call_of_the_rank_without_a_kept_gradient(rank: int) -> list[float]:
+    """A rank that keeps a gradient gets other memory, and forgot that it had called before."""
     model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False))
     weight = model.module.weight
     weight.grad = torch.full_like(weight, 1.0 + 2 * rank)
@@ -209,8 +212,3 @@ def _repeats_a_call_with_a_kept_gradient(rank: int) -> list[float]:
     kept = weight.grad.detach() if rank == 0 else None
     model.all_reduce()
     return [weight.grad.item(), 2.0 if kept is None else kept.item()]
-
-
-def test_a_repeated_call_of_all_ranks_is_no_extra_call_of_the_rank_without_a_kept_gradient() -> None:
-    """A rank that keeps a gradient gets other memory, and forgot that it had called before."""
-    assert run_ranks(_repeats_a_call_with_a_kept_gradient, 2) == [[2.0, 2.0]] * 2

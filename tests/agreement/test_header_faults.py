@@ -22,7 +22,7 @@ from tests.helpers.outcomes import (
     small_net,
 )
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import once, run_cases
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.tiers import thorough
 
 # Faults make uneven work, too; its warning has tests of its own.
@@ -223,6 +223,12 @@ def test_what_one_rank_does_alone_is_named_on_all(name: str, world_size: int, wh
     check_agreed(_seen("faults", world_size, who)[name], fault.error, blamed, *words)
 
 
+@pytest.mark.parametrize("name", ["skips a call", "calls once more"])
+def test_evidence_against_two_of_three_ranks_outranks_the_count(name: str) -> None:
+    said = _FAULTS[name].words[-1 if name == "calls once more" else 1]
+    check_agreed(_seen("faults", 3, 0, 1)[name], "DesyncError", (0, 1), "ranks 0-1", said)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", _FAULTS)
 def test_what_all_ranks_do_is_how_they_train(name: str, world_size: int) -> None:
@@ -301,13 +307,18 @@ _FREEDOMS = [
 ]
 
 
+_TABLES["freedoms"] = {lead_up.__name__: Fault(lead_up, "", ()) for lead_up in _FREEDOMS}
+
+
 @pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0)])
 @pytest.mark.parametrize("lead_up", _FREEDOMS)
 def test_what_a_rank_may_do_alone_is_silent(lead_up: Callable[[Scene], Action], world_size: int, who: int) -> None:
-    check_silent(run_ranks(_play, world_size, Fault(lead_up, "", ()), (who,)))
+    check_silent(_seen("freedoms", world_size, who)[lead_up.__name__])
 
 
-def _local_steps(rank: int) -> int:
+# The last call repeats the one before on every rank: allowed, too.
+@on_ranks(2, [3, 3])
+def test_local_steps_between_calls_on_every_rank_are_no_skipped_call(rank: int) -> int:
     model = Model(small_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(6):
@@ -318,11 +329,6 @@ def _local_steps(rank: int) -> int:
         with model.no_sync():
             optimizer.step()
     return model.all_reduce().call
-
-
-def test_local_steps_between_calls_on_every_rank_are_no_skipped_call() -> None:
-    # The last call repeats the one before on every rank: allowed, too.
-    assert run_ranks(_local_steps, 2) == [3, 3]
 
 
 def _no_batch(rank: int, clear: bool) -> tuple[list[float], int]:
@@ -352,17 +358,14 @@ def test_skip_goes_with_either_meaning(sample_size: int | None, expected: float)
     assert run_ranks(_skip_among, 3, sample_size) == [([expected], (1,))] * 3
 
 
-def _repeat_beside_a_skip(rank: int) -> tuple[list[float], tuple[int, ...]]:
+@on_ranks(3, [([1.0, 1.0], (2,))] * 3)
+def test_a_repeated_call_of_all_ranks_that_take_part_is_no_extra_call(rank: int) -> tuple[list[float], tuple[int, ...]]:
     model = Model(small_net())
     for _ in range(2):
         if model.module[1].bias.grad is None:
             backward(model, 1.0)
         record = model.all_reduce(skip=rank == 2)
     return model.module[1].bias.grad.tolist(), record.skipped_ranks
-
-
-def test_a_repeated_call_of_all_ranks_that_take_part_is_no_extra_call() -> None:
-    assert run_ranks(_repeat_beside_a_skip, 3) == [([1.0, 1.0], (2,))] * 3
 
 
 # Several faults, several wrappers
@@ -383,7 +386,7 @@ def _other_wrapper(rank: int) -> list[Outcome]:
 
 
 def test_another_wrapper_on_one_rank_is_named_on_all_and_both_go_on() -> None:
-    outcomes = run_ranks(_other_wrapper, 3)
+    outcomes = run_ranks(_other_wrapper, 3)  # wrappers are numbered on their group
     for model in range(2):
         said = "rank 1 has wrapper 2 (Sequential); "
         check_agreed([outcome[model] for outcome in outcomes], "DesyncError", (1,), said)
@@ -397,6 +400,7 @@ class Critic(nn.Linear):
     pass
 
 
+@on_ranks(3)
 def _turns(rank: int) -> list[Outcome]:
     generator, critic = Model(Generator(2, 1)), Model(Critic(2, 1))
     for model in (generator, critic):
@@ -407,7 +411,7 @@ def _turns(rank: int) -> list[Outcome]:
 
 
 def test_wrappers_in_different_calls_are_named_by_the_classes_of_their_modules() -> None:
-    outcomes = [of_rank[0] for of_rank in run_ranks(_turns, 3)]
+    outcomes = [of_rank[0] for of_rank in _turns()]
     said = "\n  wrapper: rank 1 has Critic; ranks 0, 2 have Generator\n"
     check_agreed(outcomes, "DesyncError", (1,), said)
 
@@ -430,6 +434,7 @@ def test_the_line_of_the_script_is_named_for_each_rank_of_different_calls() -> N
     check_agreed(run_ranks(_steps_in_two_places, 3), "DesyncError", (2,), f"\n  {lines}\n")
 
 
+@on_ranks(2)
 def _passes_nonsense_of_its_own(rank: int) -> Outcome:
     model = Model(small_net())
     backward(model, 1.0)
@@ -439,7 +444,7 @@ def _passes_nonsense_of_its_own(rank: int) -> Outcome:
 def test_different_mistakes_on_all_ranks_are_one_error_that_lists_them() -> None:
     mistake = "ValueError: sample_size is out of range: got -{}"
     said = [f"rank {rank}: {mistake.format(rank + 1)}" for rank in range(2)]
-    check_agreed(run_ranks(_passes_nonsense_of_its_own, 2), "PeerError", (0, 1), *said)
+    check_agreed(_passes_nonsense_of_its_own(), "PeerError", (0, 1), *said)
 
 
 def _synchronise(model: Model) -> None:
@@ -467,6 +472,7 @@ def test_calls_through_one_helper_function_are_named_by_the_lines_that_lead_ther
     check_agreed(run_ranks(_turns_through_a_helper, 3), "DesyncError", (2,), f"\n  {lines}\n")
 
 
+@on_ranks(2)
 def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
     model = Model(small_net())
     backward(model, 1.0)
@@ -474,5 +480,5 @@ def _fails_while_the_other_broadcasts(rank: int) -> Outcome:
 
 
 def test_a_failure_that_meets_another_call_has_one_text_on_all_ranks() -> None:
-    outcomes = run_ranks(_fails_while_the_other_broadcasts, 2)
+    outcomes = _fails_while_the_other_broadcasts()
     check_agreed(outcomes, "PeerError", (1,), "rank 1: ValueError: sample_size")

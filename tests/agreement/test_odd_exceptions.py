@@ -1,6 +1,5 @@
 """Exceptions with unusual texts on a single rank, and the report of them on the other ranks."""
 
-import ast
 import sys
 import time
 from collections.abc import Callable
@@ -12,8 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._watchdog import USER_CODE, process_activity
-from legacy_ddp._watchdog.report_file import ReportFile
 from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
@@ -168,38 +165,6 @@ def test_an_exception_inside_no_sync_is_told_with_what_to_do_however_long_it_is(
 
     assert f"ended this rank's micro-batch 1 (counted from 1) ({ODD[odd][1]}" in text
     assert text.endswith("do the step again from its first micro-batch, on every rank")
-
-
-# Where a rank is
-
-
-def _frame_of(filename: str) -> str:
-    """What this process says of the frame of a function ``work`` in such a file."""
-    found: dict[str, Any] = {}
-    exec(compile(ast.parse("def work(look):\n    return look()"), filename, "exec"), found)
-    process_activity.enter(USER_CODE)
-    (frame,) = (frame for frame in found["work"](process_activity.sample).stack if frame.endswith(" in work"))
-    return str(frame)
-
-
-def test_a_source_path_that_is_no_utf_8_is_shown_with_escapes() -> None:
-    assert _frame_of("/home/a\udcff/b\udcfe.py") == r"a\udcff/b\udcfe.py:2 in work"
-
-
-def test_a_frame_of_any_length_stays_a_line_with_its_end() -> None:
-    frame = _frame_of("<string>\n" * 100_000)
-
-    assert len(frame) <= 200
-    assert frame.endswith(":2 in work")
-    assert "\n" not in frame
-
-
-def test_a_report_with_a_lone_surrogate_is_written_with_an_escape(tmp_path: Path) -> None:
-    file = ReportFile(tmp_path, 0, 2)
-    file.append("at a\udcff.py:1 in work")
-    file.close()
-
-    assert r"at a\udcff.py:1 in work" in file.path.read_text(encoding="utf-8")
 
 
 def _leaves_in_a_folder_of_bytes(rank: int, folder: Path) -> Told:

@@ -11,6 +11,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.outcomes import backward, bits, same, small_net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import run_cases
 from tests.helpers.transports import GLOO
 
 
@@ -56,20 +57,12 @@ def _drops_a_step(rank: int, broken: tuple[int, ...], where: str) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize(
-    "broken, where",
-    [
-        ((), "after"),
-        ((1,), "after"),
-        ((1,), "before"),
-        ((0, 1, 2), "after"),
-        ((0, 1, 2), "before"),
-    ],
-)
-def test_a_step_that_all_ranks_drop_because_backward_failed_on_one_leaves_no_trace(
-    broken: tuple[int, ...], where: str
-) -> None:
-    assert run_ranks(_drops_a_step, 3, broken, where) == [[True] * (3 if broken else 4)] * 3
+def test_a_step_that_all_ranks_drop_because_backward_failed_on_one_leaves_no_trace() -> None:
+    broken = {"none": ((), "after"), "all, after": ((0, 1, 2), "after"), "all, before": ((0, 1, 2), "before")}
+    broken |= {"one, after": ((1,), "after"), "one, before": ((1,), "before")}
+    expected = {name: [[True] * (3 if ranks else 4)] * 3 for name, (ranks, _) in broken.items()}
+
+    assert run_cases(_drops_a_step, 3, broken) == expected
 
 
 def _drops_a_step_alone(rank: int) -> tuple[list[float], tuple[int, ...]]:
@@ -149,6 +142,7 @@ def _error_in_no_sync(rank: int, failing: tuple[int, ...]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("failing", [(), (1,), (0, 1)])
-def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off(failing: tuple[int, ...]) -> None:
-    assert run_ranks(_error_in_no_sync, 2, failing) == [[1.5] * 6] * 2
+def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off() -> None:
+    failing: dict[str, tuple[Any, ...]] = {"none": ((),), "one": ((1,),), "all": ((0, 1),)}
+
+    assert run_cases(_error_in_no_sync, 2, failing) == dict.fromkeys(failing, [[1.5] * 6] * 2)

@@ -18,6 +18,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._buckets import flat_buffer
 from legacy_ddp._buckets.plan import SMALLEST_BYTES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.torch_versions import HAS_GRAD_DTYPE
 
 LARGE = (SMALLEST_BYTES // 4 // 64, 64)
@@ -67,6 +68,7 @@ def _adjacent(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.grad.data_ptr() + one.grad.nbytes == other.grad.data_ptr()
 
 
+@on_ranks(2)
 def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
     results = []
     for inner in INNER.values():
@@ -89,10 +91,11 @@ def _where_they_are(rank: int) -> list[tuple[bool, bool, bool, Any]]:
 def test_large_gradients_are_in_the_flat_tensor_before_the_call_and_small_ones_after_it() -> None:
     expected = (True, True, True, ([11.5], [11.5], None))
 
-    assert run_ranks(_where_they_are, 2) == [[expected] * len(INNER)] * 2
+    assert _where_they_are() == [[expected] * len(INNER)] * 2
 
 
-def _first_steps(rank: int) -> list[bool]:
+@on_ranks(1, [[True, True]])
+def test_the_first_step_too_holds_its_gradients_once(rank: int) -> list[bool]:
     """Whether gradients moved before the call: in the first step, and in the second."""
     wrapped = LegacyDistributedDataParallel(_Net(), checks="off")
     net: Any = wrapped.module
@@ -103,10 +106,6 @@ def _first_steps(rank: int) -> list[bool]:
         moved.append(_moved(net.large))
         wrapped.all_reduce()
     return moved
-
-
-def test_the_first_step_too_holds_its_gradients_once() -> None:
-    assert run_ranks(_first_steps, 1) == [[True, True]]
 
 
 # --- whose tensor must not be touched: each returns what has to be as it was, and what it was -------------------------
@@ -291,6 +290,7 @@ DEEDS = [
 ]
 
 
+@on_ranks(1)
 def _do_each(rank: int) -> dict[str, Facts]:
     facts = {}
     for deed in DEEDS:
@@ -304,20 +304,17 @@ def _do_each(rank: int) -> dict[str, Facts]:
 
 
 def test_no_backward_writes_to_memory_held_elsewhere() -> None:
-    (facts,) = run_ranks(_do_each, 1)
+    (facts,) = _do_each()
 
     assert [name for name, found in facts.items() if not all(found)] == []
 
 
-def _without_views(rank: int) -> bool:
+@on_ranks(1, [False])
+def test_without_bucket_views_gradients_stay_where_backward_made_them(rank: int) -> bool:
     wrapped = _wrap(gradient_as_bucket_view=False)
     wrapped(1.0).backward()
     net: Any = wrapped.module
     return _moved(net.large)
-
-
-def test_without_bucket_views_gradients_stay_where_backward_made_them() -> None:
-    assert run_ranks(_without_views, 1) == [False]
 
 
 def _after_the_wrapper(rank: int) -> tuple[bool, bool]:
@@ -334,7 +331,8 @@ def test_nothing_moves_after_the_wrapper_is_gone() -> None:
     assert run_ranks(_after_the_wrapper, 1) == [(True, False)]
 
 
-def _add_a_layer(rank: int) -> list[Any]:
+@on_ranks(2, [[[2.0]] * 4 + [True]] * 2)
+def test_layers_that_are_added_later_move_with_the_others(rank: int) -> list[Any]:
     wrapped = _wrap()
     net: Any = wrapped.module
     net.added = nn.Parameter(torch.ones(LARGE))
@@ -348,16 +346,13 @@ def _add_a_layer(rank: int) -> list[Any]:
     return values
 
 
-def test_layers_that_are_added_later_move_with_the_others() -> None:
-    assert run_ranks(_add_a_layer, 2) == [[[2.0]] * 4 + [True]] * 2
-
-
 def test_a_slot_without_elements_is_harmless() -> None:
-    (left,) = run_ranks(_train_with_an_empty_one, 1)
+    (left,) = _train_with_an_empty_one()
 
     assert left == [(0, 3), LARGE]
 
 
+@on_ranks(1)
 def _train_with_an_empty_one(rank: int) -> list[tuple[int, ...]]:
     net = nn.ParameterList([nn.Parameter(torch.ones(0, 3)), nn.Parameter(torch.ones(LARGE))])
     wrapped = LegacyDistributedDataParallel(net, checks="off")
@@ -440,7 +435,8 @@ def test_no_room_in_backward_is_left_to_the_call() -> None:
     assert run_ranks(_fail_in_backward, 2) == [[2.0]] * 2
 
 
-def _share(rank: int) -> list[Any]:
+@on_ranks(2, [[([2.0], [2.0])] * 3] * 2)
+def test_gradients_that_were_moved_to_shared_memory_are_averaged_as_before(rank: int) -> list[Any]:
     wrapped = _wrap()
     net: Any = wrapped.module
     values = []
@@ -455,11 +451,8 @@ def _share(rank: int) -> list[Any]:
     return values
 
 
-def test_gradients_that_were_moved_to_shared_memory_are_averaged_as_before() -> None:
-    assert run_ranks(_share, 2) == [[([2.0], [2.0])] * 3] * 2
-
-
-def _count_twice(rank: int) -> list[Any]:
+@on_ranks(2, [[[[1, 1], [1, 1]], [2.0]]] * 2)
+def test_a_second_wrapper_does_not_count_batches_that_were_dropped(rank: int) -> list[Any]:
     """Rank 0 drops two batches; every wrapper should see one micro-batch on each rank all the same."""
     net: Any = _Net()
     checks = Checks(uneven="raise")
@@ -470,10 +463,6 @@ def _count_twice(rank: int) -> list[Any]:
     records = [one.all_reduce(), two.all_reduce()]
     rows = [[row.micro_batches for row in record.rows] for record in records]
     return [rows, net.large.grad.unique().tolist()]
-
-
-def test_a_second_wrapper_does_not_count_batches_that_were_dropped() -> None:
-    assert run_ranks(_count_twice, 2) == [[[[1, 1], [1, 1]], [2.0]]] * 2
 
 
 def _pretend_first(rank: int) -> list[Any]:

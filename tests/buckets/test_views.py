@@ -4,7 +4,6 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -13,8 +12,9 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError
-from legacy_ddp._buckets import plan
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
+from tests.helpers.small_sizes import move_gradients_from
 
 A = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 B = 10 * A
@@ -140,10 +140,10 @@ SURGERIES: dict[str, tuple[Surgery, torch.Tensor | None, torch.Tensor]] = {
 }
 
 
-def _operate(name: str, rank: int) -> list[tuple[list[Any], list[Any], list[Any]]]:
+def _operate(rank: int, name: str) -> list[tuple[list[Any], list[Any], list[Any]]]:
     results = []
     for smallest, as_view in product(SMALLEST_MOVED, (True, False)):
-        plan.SMALLEST_BYTES = smallest
+        move_gradients_from(smallest)
         for everywhere in (True, False):
             wrapped, net = _after_one_call(rank, as_view=as_view)
             if everywhere or rank == 0:
@@ -158,19 +158,25 @@ def _operate(name: str, rank: int) -> list[tuple[list[Any], list[Any], list[Any]
     return results
 
 
+@once
+def _operated() -> dict[str, list[list[tuple[list[Any], list[Any], list[Any]]]]]:
+    return run_cases(_operate, 2, {name: (name,) for name in SURGERIES}, fresh=True)
+
+
 @pytest.mark.parametrize("name", SURGERIES)
 def test_gradients_are_averaged_whatever_memory_they_were_given(name: str) -> None:
     _, a, b = SURGERIES[name]
     own = 3 * A if "replaced" in name else a  # what rank 0 has where ranks would differ
     lone_a = (A + (torch.zeros(2, 2) if own is None else own)) / 2
-    for of_rank in run_ranks(partial(_operate, name), 2, fresh=True):
+    for of_rank in _operated()[name]:
         for everywhere, (first, second, weights) in zip([True, False] * 4, of_rank, strict=True):
             assert first == _values(*((a, b) if everywhere else (lone_a, (b + B) / 2)))
             assert second == _values(2 * ONES, 20 * ONES)
             assert weights == _values(ONES, ONES)
 
 
-def _conjugate(rank: int) -> list[Any]:
+@on_ranks(2, [_values(A - 1j * B, A + 0j * B)] * 2)
+def test_conjugated_gradient_is_not_taken_for_the_one_in_its_place(rank: int) -> list[Any]:
     net = _Net(torch.complex64)
     wrapped = _wrap(net)
     net.a.grad = 2 * rank * (A + 1j * B)
@@ -183,10 +189,6 @@ def _conjugate(rank: int) -> list[Any]:
     net.c.sum().real.backward()
     wrapped.all_reduce()
     return _values(both, net.a.grad)
-
-
-def test_conjugated_gradient_is_not_taken_for_the_one_in_its_place() -> None:
-    assert run_ranks(_conjugate, 2) == [_values(A - 1j * B, A + 0j * B)] * 2
 
 
 # --- what a user kept -------------------------------------------------------------------------------------------------
@@ -203,10 +205,10 @@ KEEPERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
+def _keep(rank: int, name: str) -> list[tuple[bool, list[Any]]]:
     results = []
     for smallest, set_to_none in product(SMALLEST_MOVED, (True, False)):
-        plan.SMALLEST_BYTES = smallest
+        move_gradients_from(smallest)
         for skip in (False, True):
             wrapped, net = _after_one_call(rank)
             kept = KEEPERS[name](_grad(net.a))
@@ -222,14 +224,15 @@ def _keep(name: str, rank: int) -> list[tuple[bool, list[Any]]]:
     return results
 
 
-@pytest.mark.parametrize("name", KEEPERS)
-def test_what_was_kept_of_a_gradient_is_not_overwritten_by_the_next_call(name: str) -> None:
+def test_what_was_kept_of_a_gradient_is_not_overwritten_by_the_next_call() -> None:
     both, rank_1 = [(2 * ONES).tolist(), (20 * ONES).tolist()], [(3 * ONES).tolist(), (30 * ONES).tolist()]
-    for of_rank in run_ranks(partial(_keep, name), 2, fresh=True):
-        assert of_rank == [(True, both), (True, rank_1)] * 4
+    seen = run_cases(_keep, 2, {name: (name,) for name in KEEPERS}, fresh=True)
+
+    assert seen == dict.fromkeys(KEEPERS, [[(True, both), (True, rank_1)] * 4] * 2)
 
 
-def _keep_one_of_two(rank: int) -> list[Any]:
+@on_ranks(2, [_values(A, 2 * ONES, B + 20)] * 2)
+def test_gradient_kept_beside_one_in_use_is_not_overwritten(rank: int) -> list[Any]:
     wrapped, net = _after_one_call(rank)
     kept = net.a.grad
     net.a.grad = None  # b's stays a view of the flat tensor that kept lives in
@@ -238,11 +241,8 @@ def _keep_one_of_two(rank: int) -> list[Any]:
     return _values(kept, net.a.grad, net.b.grad)
 
 
-def test_gradient_kept_beside_one_in_use_is_not_overwritten() -> None:
-    assert run_ranks(_keep_one_of_two, 2) == [_values(A, 2 * ONES, B + 20)] * 2
-
-
-def _keep_over_many_calls(rank: int) -> list[Any]:
+@on_ranks(2, [_values(A, 2 * ONES, 4 * ONES, 6 * ONES)] * 2)
+def test_a_history_of_gradients_keeps_every_step(rank: int) -> list[Any]:
     wrapped, net = _after_one_call(rank)
     history = [_grad(net.a)]
     for _ in range(3):
@@ -254,13 +254,10 @@ def _keep_over_many_calls(rank: int) -> list[Any]:
     return _values(*history)
 
 
-def test_a_history_of_gradients_keeps_every_step() -> None:
-    assert run_ranks(_keep_over_many_calls, 2) == [_values(A, 2 * ONES, 4 * ONES, 6 * ONES)] * 2
-
-
 # --- the module changes under the views -------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def _convert(rank: int) -> list[tuple[bool, torch.dtype, tuple[int, ...], int]]:
     module = nn.Conv2d(3, 2, 2, bias=False)
     wrapped = _wrap(module)
@@ -292,7 +289,7 @@ def test_gradients_survive_a_conversion_of_the_wrapped_module() -> None:
         (True, torch.float32, first, 1),
     ]
 
-    assert run_ranks(_convert, 2) == [expected] * 2
+    assert _convert() == [expected] * 2
 
 
 def _leave_view(rank: int) -> tuple[bool, list[Any]]:
@@ -312,7 +309,7 @@ def test_gradient_that_create_graph_took_out_of_the_flat_tensor_is_packed_again(
 
 
 def _share_parameter(rank: int) -> list[Any]:
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     shared, other = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2, 2))
     one, two = _wrap(nn.ParameterList([shared])), _wrap(nn.ParameterList([other, shared]))
     seen: list[Any] = []
@@ -334,7 +331,8 @@ def test_two_wrappers_that_share_a_parameter_do_not_spoil_each_others_gradients(
         assert seen == _values(*expected)
 
 
-def _infer(rank: int) -> list[list[Any]]:
+@on_ranks(2, [[[*_values(3 * ONES, 30 * ONES), False]] * 4] * 2)
+def test_call_under_inference_mode_leaves_ordinary_gradients(rank: int) -> list[list[Any]]:
     results = []
     for guard in (torch.no_grad, torch.inference_mode):
         for as_view in (True, False):
@@ -348,10 +346,6 @@ def _infer(rank: int) -> list[list[Any]]:
             _backward(net, 0)  # accumulates into what the call left
             results.append([*_values(net.a.grad, net.b.grad), _grad(net.a).is_inference()])
     return results
-
-
-def test_call_under_inference_mode_leaves_ordinary_gradients() -> None:
-    assert run_ranks(_infer, 2) == [[[*_values(3 * ONES, 30 * ONES), False]] * 4] * 2
 
 
 # --- what views are good for ------------------------------------------------------------------------------------------
@@ -391,6 +385,7 @@ def test_views_are_reused_call_after_call_without_a_new_flat_tensor() -> None:
         assert is_fresh  # somebody kept a gradient
 
 
+@on_ranks(2)
 def _saved_bytes(rank: int) -> list[int]:
     wrapped = _wrap(nn.ParameterList([nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(BIG))]))
     for parameter in wrapped.parameters():
@@ -405,11 +400,12 @@ def _saved_bytes(rank: int) -> list[int]:
 
 
 def test_a_saved_gradient_takes_the_room_of_its_own_elements() -> None:
-    for small, big in run_ranks(_saved_bytes, 2):
+    for small, big in _saved_bytes():
         assert small < 10_000
         assert 4 * BIG <= big < 4 * BIG + 10_000
 
 
+@on_ranks(2)
 def _clip(rank: int) -> tuple[float, list[Any], list[Any]]:
     wrapped, net = _after_one_call(rank)
     addresses = [_grad(p).data_ptr() for p in (net.a, net.b)]
@@ -422,7 +418,7 @@ def _clip(rank: int) -> tuple[float, list[Any], list[Any]]:
 
 
 def test_clipping_works_on_the_views() -> None:
-    for norm, clipped, later in run_ranks(_clip, 2):
+    for norm, clipped, later in _clip():
         assert norm == 5.0
         # torch adds 1e-6 to the norm it divides by.
         torch.testing.assert_close(clipped, [0.3, 0.4], rtol=1e-6, atol=0)
@@ -432,6 +428,7 @@ def test_clipping_works_on_the_views() -> None:
 # --- an error changes nothing -----------------------------------------------------------------------------------------
 
 
+@on_ranks(2)
 def _fail(rank: int) -> list[tuple[str, bool, bool]]:
     results = []
     for name, (surgery, _, _) in SURGERIES.items():
@@ -449,11 +446,13 @@ def _fail(rank: int) -> list[tuple[str, bool, bool]]:
 
 
 def test_agreed_error_leaves_every_gradient_untouched_whatever_memory_it_is_in() -> None:
-    for of_rank in run_ranks(_fail, 2):
+    for of_rank in _fail():
         assert of_rank == [(name, True, True) for name in SURGERIES for _ in range(2)]
 
 
-def _steady_addresses(rank: int) -> int:
+# A thread of gloo keeps a sent tensor for up to 30 ms after the wait; one call in five then took fresh memory.
+@on_ranks(2, [1, 1])
+def test_the_transport_s_own_hold_on_the_memory_does_not_cost_a_fresh_flat_tensor(rank: int) -> int:
     model = LegacyDistributedDataParallel(nn.Linear(1000, 1, bias=False), checks="off")
     weight = model.module.weight
     weight.grad = torch.ones_like(weight)
@@ -463,8 +462,3 @@ def _steady_addresses(rank: int) -> int:
         assert weight.grad is not None
         addresses.add(weight.grad.data_ptr())
     return len(addresses)
-
-
-def test_the_transport_s_own_hold_on_the_memory_does_not_cost_a_fresh_flat_tensor() -> None:
-    # A thread of gloo keeps a sent tensor for up to 30 ms after the wait; one call in five then took fresh memory.
-    assert run_ranks(_steady_addresses, 2) == [1, 1]

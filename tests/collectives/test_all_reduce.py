@@ -15,7 +15,6 @@ from torch import nn
 from legacy_ddp import (
     AgreedError,
     Checks,
-    DesyncError,
     GradientError,
     LegacyDDPError,
     LegacyDistributedDataParallel,
@@ -34,7 +33,6 @@ from tests.helpers.cases import (
     both_ways,
     cast_to,
     check_case,
-    error_of,
     get_gradients,
     reduced_on_all,
     set_gradients,
@@ -43,6 +41,7 @@ from tests.helpers.cases import (
     wrap_module,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough
 from tests.helpers.torch_versions import needs_grad_dtype
 
@@ -100,6 +99,7 @@ _NO_NUMBERS = {
 }
 
 
+@on_ranks(2)
 def _sizes_refused(rank: int) -> list[small_models.Said]:
     model = wrap_module([torch.zeros(2)])
     values = (*_NO_NUMBERS.values(), -1, 2**62, np.uint64(2**63))
@@ -107,7 +107,7 @@ def _sizes_refused(rank: int) -> list[small_models.Said]:
 
 
 def test_a_sample_size_that_counts_nothing_is_refused_with_its_type_and_its_limits_are_true() -> None:
-    for said in run_ranks(_sizes_refused, 2):
+    for said in _sizes_refused():
         types, ranges = said[: len(_NO_NUMBERS)], said[len(_NO_NUMBERS) :]
         for found, (kind, text) in zip(_NO_NUMBERS, types, strict=True):
             assert kind == "TypeError"
@@ -156,6 +156,7 @@ def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
     )
 
 
+@on_ranks(2)
 def _skip_what_requires_grad(rank: int) -> Grads:
     wrapped = wrap_module([torch.zeros(2)])
     wrapped.module[0].grad = torch.full((2,), 4.0)
@@ -166,19 +167,15 @@ def _skip_what_requires_grad(rank: int) -> Grads:
 
 
 def test_rank_that_skips_may_hold_what_could_not_be_reduced() -> None:
-    assert [all_bits(grads) for grads in run_ranks(_skip_what_requires_grad, 2)] == [
-        [bits_of(torch.full((2,), 4.0))]
-    ] * 2
+    assert [all_bits(grads) for grads in _skip_what_requires_grad()] == [[bits_of(torch.full((2,), 4.0))]] * 2
 
 
-def _skip_with_anything(rank: int) -> bool:
+@on_ranks(1, [True])
+def test_sample_size_is_ignored_with_skip(rank: int) -> bool:
     return wrap_module([torch.zeros(2)]).all_reduce(sample_size=-1, skip=True).skipped
 
 
-def test_sample_size_is_ignored_with_skip() -> None:
-    assert run_ranks(_skip_with_anything, 1) == [True]
-
-
+@on_ranks(2)
 def _repeat_plain(rank: int) -> Grads:
     wrapped = wrap_module([torch.zeros(2)])
     set_gradients(wrapped, vectors([1.0, 5.0], [3.0, 7.0])[rank])
@@ -188,7 +185,7 @@ def _repeat_plain(rank: int) -> Grads:
 
 
 def test_plain_call_repeated_averages_the_mean() -> None:
-    assert [all_bits(grads) for grads in run_ranks(_repeat_plain, 2)] == [[bits_of(torch.tensor([2.0, 6.0]))]] * 2
+    assert [all_bits(grads) for grads in _repeat_plain()] == [[bits_of(torch.tensor([2.0, 6.0]))]] * 2
 
 
 def _repeat_weighted(guilty: tuple[int, ...], rank: int) -> tuple[Any, bool, Grads, Grads]:
@@ -199,7 +196,7 @@ def _repeat_weighted(guilty: tuple[int, ...], rank: int) -> tuple[Any, bool, Gra
     if rank not in guilty:
         wrapped(torch.ones(1, 2)).sum().backward()
     before = all_bits(get_gradients(wrapped))
-    error = error_of(lambda: wrapped.all_reduce(sample_size=1))
+    error = small_models.error_of(wrapped.all_reduce, sample_size=1)
     untouched = all_bits(get_gradients(wrapped)) == before
     wrapped.zero_grad()
     wrapped(torch.full((1, 2), 3.0)).sum().backward()
@@ -218,28 +215,30 @@ def test_sample_size_repeated_without_backward_is_an_error(
 
     assert len({error for error, _, _, _ in results}) == 1
     for (kind, text), untouched, usable, cleared in results:
-        assert kind is expected
+        assert kind == expected.__name__
         assert "divide them a second time" in text
         assert untouched
         assert all_bits(usable) == [bits_of(torch.ones(1, 2))]
         assert all_bits(cleared) == [bits_of(torch.zeros(1, 2))]
 
 
+@on_ranks(2)
 def _mix_parts(rank: int) -> tuple[Any, bool]:
     wrapped = wrap_module([torch.zeros(2)])
     set_gradients(wrapped, [torch.ones(2)])
-    error = error_of(lambda: wrapped.all_reduce(**({} if rank else {"sample_size": 1})))
+    error = small_models.error_of(wrapped.all_reduce, **({} if rank else {"sample_size": 1}))
     return error, all_bits(get_gradients(wrapped)) == [bits_of(torch.ones(2))]
 
 
 def test_plain_and_weighted_calls_do_not_mix() -> None:
-    results = run_ranks(_mix_parts, 2)
+    results = _mix_parts()
 
     assert results[0] == results[1]
-    assert results[0][0][0] is DesyncError
+    assert results[0][0][0] == "DesyncError"
     assert results[0][1]
 
 
+@on_ranks(2)
 def _edit_by_hand(rank: int) -> list[Grads]:
     wrapped = wrap_module([torch.zeros(2), torch.zeros(2)])
     set_gradients(wrapped, [torch.full((2,), 2.0 * rank), None])
@@ -252,7 +251,7 @@ def _edit_by_hand(rank: int) -> list[Grads]:
 
 
 def test_gradients_assigned_and_edited_by_hand_count() -> None:
-    for first, second in run_ranks(_edit_by_hand, 2):
+    for first, second in _edit_by_hand():
         assert all_bits(first) == [bits_of(torch.ones(2)), None]
         assert all_bits(second) == [bits_of(torch.full((2,), 0.5)), bits_of(torch.full((2,), 3.0))]
 
@@ -298,7 +297,7 @@ def _refused(guilty: tuple[int, ...], as_view: bool, rank: int) -> tuple[Any, bo
         _require_grad(parameters[1])
     objects = [parameter.grad for parameter in parameters]
     bits = [bits_of(parameter.grad.to_dense()) for parameter in parameters if parameter.grad is not None]
-    error = error_of(wrapped.all_reduce)
+    error = small_models.error_of(wrapped.all_reduce)
     untouched = all(parameter.grad is grad for parameter, grad in zip(parameters, objects, strict=True))
     untouched &= bits == [bits_of(parameter.grad.to_dense()) for parameter in parameters if parameter.grad is not None]
     set_gradients(wrapped, [torch.ones(2, 2), None, None])
@@ -313,7 +312,7 @@ def test_gradient_that_requires_grad_is_refused_on_every_rank(guilty: tuple[int,
 
     assert len({error for error, _, _ in results}) == 1
     for (kind, text), untouched, later in results:
-        assert kind is (PeerError if guilty == (1,) else GradientError)
+        assert kind == ("PeerError" if guilty == (1,) else "GradientError")
         assert "'1' requires grad" in text
         assert untouched
         assert all_bits(later) == [bits_of(torch.ones(2, 2)), None, None]

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.cases import Part, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 
 def _function(form: str, rank: int) -> tuple[list[object], list[object]]:
@@ -68,20 +69,14 @@ def test_nothing_of_a_module_outlives_it(form: str) -> None:
     assert run_ranks(partial(_leftovers, form), 1) == [[False] * 4]
 
 
-def _reduce_nothing(rank: int) -> list[int]:
+@on_ranks(2, [[0, 0]] * 2)
+def test_function_with_nothing_to_reduce_does_nothing(rank: int) -> list[int]:
     return [all_reduce_gradients([]).payload_bytes, all_reduce_gradients(nn.ReLU()).payload_bytes]
 
 
-def test_function_with_nothing_to_reduce_does_nothing() -> None:
-    assert run_ranks(_reduce_nothing, 2) == [[0, 0]] * 2
-
-
-def _reduce_numbers(rank: int) -> int:
+@on_ranks(2, [1, 1])
+def test_function_refuses_what_is_not_a_tensor_and_the_group_stays_usable(rank: int) -> int:
     numbers: list[Any] = [1.0]
     with pytest.raises(TypeError, match="expected a module or its parameters"):
         all_reduce_gradients(numbers)
     return all_reduce_gradients([nn.Parameter(torch.zeros(2))]).call
-
-
-def test_function_refuses_what_is_not_a_tensor_and_the_group_stays_usable() -> None:
-    assert run_ranks(_reduce_numbers, 2) == [1, 1]

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp._collectives.broadcast import CHUNK_BYTES
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
+from tests.helpers.small_sizes import broadcast_chunks_of
 
 _FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 _DTYPES = [
@@ -95,11 +96,13 @@ def _broadcast_strides(rank: int, strides: list[str]) -> tuple[list[int], bool]:
     return module.t0.flatten().tolist(), module.t0.stride() == parameter.stride()
 
 
-@pytest.mark.parametrize("strides", [[name, name] for name in _STRIDES] + [["transposed", "channels_last"]])
-def test_elements_arrive_at_their_index_whatever_the_strides_of_either_side(strides: list[str]) -> None:
-    expected = _STRIDES[strides[1]](_pattern(1, torch.int32, 2, 2, 2, 2).float()).flatten().tolist()
-
-    assert run_ranks(_broadcast_strides, 2, strides) == [(expected, True)] * 2
+def test_elements_arrive_at_their_index_whatever_the_strides_of_either_side() -> None:
+    pairs = [*([name, name] for name in _STRIDES), ["transposed", "channels_last"]]
+    for strides, seen in zip(
+        pairs, run_cases(_broadcast_strides, 2, {str(pair): (pair,) for pair in pairs}).values(), strict=True
+    ):
+        expected = _STRIDES[strides[1]](_pattern(1, torch.int32, 2, 2, 2, 2).float()).flatten().tolist()
+        assert seen == [(expected, True)] * 2, strides
 
 
 def _broadcast_expanded(rank: int, as_buffers: bool) -> tuple[list[float], list[float]]:
@@ -117,7 +120,10 @@ def test_an_expanded_tensor_is_written_inside_its_memory_only(as_buffers: bool) 
         assert memory == [*(torch.arange(2.0) + 10 * rank), *last_column, *(torch.arange(5.0, 8.0) + 10 * rank)]
 
 
-def _broadcast_odd_ones(rank: int) -> tuple[list[Any], bool, bool]:
+@on_ranks(2, [([1.0, [1.0, 1.0], 1, [1]], True, False)] * 2)
+def test_frozen_tied_scalar_empty_and_unsaved_ones_arrive_and_stay_what_they_are(
+    rank: int,
+) -> tuple[list[Any], bool, bool]:
     module: Any = _Tensors(
         [torch.tensor(float(rank)), torch.empty(0, 3), torch.full((2,), float(rank))], trainable=True
     )
@@ -133,11 +139,8 @@ def _broadcast_odd_ones(rank: int) -> tuple[list[Any], bool, bool]:
     return values, module.again is module.t2, module.t0.requires_grad
 
 
-def test_frozen_tied_scalar_empty_and_unsaved_ones_arrive_and_stay_what_they_are() -> None:
-    assert run_ranks(_broadcast_odd_ones, 2) == [([1.0, [1.0, 1.0], 1, [1]], True, False)] * 2
-
-
-def _broadcast_large(rank: int, numels: list[int]) -> list[bool]:
+def _broadcast_large(rank: int, chunk: int, numels: list[int]) -> list[bool]:
+    broadcast_chunks_of(chunk)
     model = _wrap(
         _Tensors([torch.full((numel,), rank * 100 + index, dtype=torch.uint8) for index, numel in enumerate(numels)])
     )
@@ -146,10 +149,10 @@ def _broadcast_large(rank: int, numels: list[int]) -> list[bool]:
 
 
 def test_more_than_one_chunk_arrives_whole() -> None:
-    third = CHUNK_BYTES // 3
-    numels = [third, third, third, third + 5, CHUNK_BYTES + 1, 1, CHUNK_BYTES]
+    third, chunk = 1000, 3001
+    numels = [third, third, third, third + 5, chunk + 1, 1, chunk]
 
-    assert run_ranks(_broadcast_large, 2, numels) == [[True] * len(numels)] * 2
+    assert run_ranks(_broadcast_large, 2, chunk, numels) == [[True] * len(numels)] * 2
 
 
 def _build_with_init_sync(rank: int, init_sync: bool) -> list[float]:
@@ -198,32 +201,32 @@ def _broadcast_wrongly(rank: int, srcs: list[Any], names: list[str]) -> tuple[An
     return (*said, value)
 
 
-@pytest.mark.parametrize("src", [3, -1, True, 1.0, "0", None])
-def test_a_source_outside_the_group_is_a_value_error_on_every_rank(src: Any) -> None:
-    text = f"src is no rank of the group: got {src!r}, expected 0 to 2"
+def test_a_source_outside_the_group_is_a_value_error_on_every_rank() -> None:
+    sources = [3, -1, True, 1.0, "0", None]
+    results = run_cases(_broadcast_wrongly, 3, {repr(src): ([src] * 3, ["a"] * 3) for src in sources})
 
-    results = run_ranks(_broadcast_wrongly, 3, [src] * 3, ["a"] * 3)
-    assert results == [("ValueError", text, None, [float(rank)] * 2) for rank in range(3)]
+    for src, seen in results.items():
+        text = f"src is no rank of the group: got {src}, expected 0 to 2"
+        assert seen == [("ValueError", text, None, [float(rank)] * 2) for rank in range(3)]
 
 
-@pytest.mark.parametrize(
-    "srcs, names, error, ranks, words",
-    [
-        ([0, 0, 9], ["a"] * 3, "PeerError", (2,), ["rank 2: ValueError: src is no rank of the group: got 9"]),
-        ([0, 1, 0], ["a"] * 3, "DesyncError", (1,), ["src: rank 1 has 1; ranks 0, 2 have 0"]),
-        ([0, 1, 2], ["a"] * 3, "DesyncError", (), ["src: rank 2 has 2; rank 1 has 1; rank 0 has 0"]),
-        ([0, 0, 0], ["a", "a", "b"], "LayoutError", (2,), ["buffer 'a'", "buffer 'b'", "rank 2"]),
-    ],
-)
-def test_ranks_that_disagree_get_the_same_error_and_nothing_is_written(
-    srcs: list[int], names: list[str], error: str, ranks: tuple[int, ...], words: list[str]
-) -> None:
-    results = run_ranks(_broadcast_wrongly, 3, srcs, names)
+_DISAGREEMENTS: list[tuple[list[int], list[str], str, tuple[int, ...], list[str]]] = [
+    ([0, 0, 9], ["a"] * 3, "PeerError", (2,), ["rank 2: ValueError: src is no rank of the group: got 9"]),
+    ([0, 1, 0], ["a"] * 3, "DesyncError", (1,), ["src: rank 1 has 1; ranks 0, 2 have 0"]),
+    ([0, 1, 2], ["a"] * 3, "DesyncError", (), ["src: rank 2 has 2; rank 1 has 1; rank 0 has 0"]),
+    ([0, 0, 0], ["a", "a", "b"], "LayoutError", (2,), ["buffer 'a'", "buffer 'b'", "rank 2"]),
+]
 
-    for rank, (kind, text, suspects, value) in enumerate(results):
-        assert (kind, suspects, text) == (error, ranks, results[0][1])
-        assert all(word in text for word in words)
-        assert value == [float(rank)] * 2
+
+def test_ranks_that_disagree_get_the_same_error_and_nothing_is_written() -> None:
+    results = run_cases(_broadcast_wrongly, 3, {str(case): case[:2] for case in _DISAGREEMENTS})
+    for case in _DISAGREEMENTS:
+        _, _, error, ranks, words = case
+        seen = results[str(case)]
+        for rank, (kind, text, suspects, value) in enumerate(seen):
+            assert (kind, suspects, text) == (error, ranks, seen[0][1])
+            assert all(word in text for word in words)
+            assert value == [float(rank)] * 2
 
 
 _BUFFERS: dict[str, Callable[[], torch.Tensor]] = {
@@ -291,6 +294,7 @@ def test_a_buffer_expanded_on_one_rank_only_is_named_and_not_broadcast(guilty: i
         assert total == (4.0 * rank if rank == guilty else 0.0)
 
 
+@on_ranks(2)
 def _broadcast_inside_backward(rank: int) -> str:
     model = LegacyDistributedDataParallel(nn.Linear(2, 1))
     model.module.weight.register_hook(lambda _: model.broadcast_buffers())
@@ -302,18 +306,15 @@ def _broadcast_inside_backward(rank: int) -> str:
 
 
 def test_a_broadcast_from_inside_backward_is_refused() -> None:
-    for text in run_ranks(_broadcast_inside_backward, 2):
+    for text in _broadcast_inside_backward():
         assert "broadcast_buffers() was called from inside backward" in text
 
 
-def _between_backward_and_call(rank: int) -> list[float | None]:
+@on_ranks(2, [[1.5]] * 2)
+def test_a_broadcast_between_backward_and_call_is_not_taken_for_a_step(rank: int) -> list[float | None]:
     model = wrap(checks=Checks(uneven="allow"))
     for _ in range(1 + rank):
         add_gradients(model, 1.0)
     model.broadcast_parameters()
     model.all_reduce()
     return list(gradient_values(model).values())
-
-
-def test_a_broadcast_between_backward_and_call_is_not_taken_for_a_step() -> None:
-    assert run_ranks(_between_backward_and_call, 2) == [[1.5]] * 2

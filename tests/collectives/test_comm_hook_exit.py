@@ -11,7 +11,7 @@ import pytest
 
 from legacy_ddp._collectives import comm_hook
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import fork_script
 from tests.helpers.torch_versions import without_gloo_lines
 
 _LEFT_BEHIND = """
@@ -52,7 +52,7 @@ dist.destroy_process_group()
 
 
 def test_a_process_ends_after_the_collectives_that_its_hook_began() -> None:
-    result = run_script("-c", _LEFT_BEHIND)
+    result = fork_script("-c", _LEFT_BEHIND)
 
     said = ['"the second bucket\'s"', "the first bucket's collective has ended"]
     assert (result.returncode, without_gloo_lines(result.stdout).splitlines()) == (0, said), result.stderr

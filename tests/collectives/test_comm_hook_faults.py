@@ -15,6 +15,7 @@ from legacy_ddp import CommHookError, LegacyDDPError, PeerError, PeerLostError
 from tests.helpers.cases import get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 
 
@@ -38,28 +39,26 @@ def _no_tensor(bucket: Any) -> Any:
     return at_once("done")
 
 
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (_wrong_shape, "got float32 (1,) on cpu, expected float32 (2,) on cpu"),
-        (_wrong_dtype, "got float64 (2,) on cpu, expected float32 (2,) on cpu"),
-        (_sparse_result, "got torch.sparse_coo float32 (2,) on cpu, expected float32 (2,) on cpu"),
-        (_no_future, None),
-        (_no_tensor, "got str, expected a torch.futures.Future of a tensor"),
-    ],
-)
-def test_a_result_of_no_use_is_the_same_error_on_all_ranks(wrong: Any, words: str | None) -> None:
+WRONG: dict[Callable[[Any], Any], str | None] = {
+    _wrong_shape: "got float32 (1,) on cpu, expected float32 (2,) on cpu",
+    _wrong_dtype: "got float64 (2,) on cpu, expected float32 (2,) on cpu",
+    _sparse_result: "got torch.sparse_coo float32 (2,) on cpu, expected float32 (2,) on cpu",
+    _no_future: None,  # a tensor at once is as good as a Future of it
+    _no_tensor: "got str, expected a torch.futures.Future of a tensor",
+}
+
+
+def test_a_result_of_no_use_is_the_same_error_on_all_ranks() -> None:
     # On rank 1 alone the others' collective would lack a partner, so both call none in the first round.
-    seen = run_ranks(partial(_wrong_on_one, wrong=wrong), 2)
-    assert seen[0] == seen[1]
-    if words is None:
-        assert seen[0] == ("", (), [1.5])  # a tensor at once is as good as a Future of it
-        return
-    text, ranks, after = seen[0]
-    assert f"rank 1: {words}" in text
-    assert "_wrong_on_one" in text, "the hook's name"
-    assert ranks == (1,)
-    assert after == [1.5]
+    seen = run_cases(_wrong_on_one, 2, {wrong.__name__: (wrong,) for wrong in WRONG})
+    for wrong, words in WRONG.items():
+        first, second = seen[wrong.__name__]
+        text, ranks, after = first
+        assert first == second
+        assert after == [1.5]
+        assert ranks == (() if words is None else (1,))
+        assert text == "" if words is None else f"rank 1: {words}" in text
+        assert words is None or "_wrong_on_one" in text, "the hook's name"
 
 
 def _wrong_on_one(rank: int, wrong: Callable[[Any], Any]) -> Any:
@@ -142,6 +141,7 @@ def test_an_error_that_looks_like_one_of_ours_is_still_the_hooks_own(error: Any,
         assert seen[2:] == (True, {"weight": None}, "LostPeerError")
 
 
+@on_ranks(2)
 def _untouched(rank: int) -> list[Any]:
     """Rank 1 takes no part, its gradients being what the last call left; rank 0's hook returns nonsense."""
     model, calls = wrap_module([torch.zeros(2), torch.zeros(3)]), []
@@ -161,11 +161,12 @@ def _untouched(rank: int) -> list[Any]:
 
 
 def test_no_gradient_of_a_rank_that_skips_changes_when_a_hook_goes_wrong() -> None:
-    first, second = run_ranks(_untouched, 2)
+    first, second = _untouched()
     assert first == ["CommHookError", [1.0] * 2, [1.0] * 3]
     assert second == ["CommHookError", [3.0] * 2, [3.0] * 3]
 
 
+@on_ranks(1)
 def _unusual_buffers(rank: int) -> list[Any]:
     """Freed, and set to nothing."""
     model, calls = wrap(), []
@@ -184,7 +185,7 @@ def _unusual_buffers(rank: int) -> list[Any]:
 
 
 def test_a_hook_may_free_its_buffer_and_may_not_set_it_to_nothing() -> None:
-    ((first, second, said),) = run_ranks(_unusual_buffers, 1)
+    ((first, second, said),) = _unusual_buffers()
     assert (first, second) == (1.0, 2.0)
     assert said == ("TypeError", "set_buffer() got NoneType, expected a tensor in the buffer's place")
 
@@ -300,6 +301,7 @@ def test_futures_that_never_come_on_any_rank_are_not_attributed_to_the_network()
         assert "hook did not finish within 3 s; no rank is missing, every rank is in its communication hook" in text
 
 
+@on_ranks(2)
 def _on_one_rank(rank: int) -> Any:
     model = wrap()
     if rank == 1:
@@ -310,7 +312,7 @@ def _on_one_rank(rank: int) -> Any:
 
 
 def test_a_hook_on_one_rank_alone_is_a_layout_error_on_all() -> None:
-    seen = run_ranks(_on_one_rank, 2)
+    seen = _on_one_rank()
     for rank, ((kind, text), values) in enumerate(seen):
         assert kind == "LayoutError"
         assert "comm_hook" in text
@@ -318,6 +320,7 @@ def test_a_hook_on_one_rank_alone_is_a_layout_error_on_all() -> None:
         assert values == {"weight": 1.0 + rank}
 
 
+@on_ranks(1)
 def _refused(rank: int) -> list[Any]:
     model = wrap()
     said = [error_of(model.register_comm_hook, None, "allreduce")]
@@ -333,7 +336,7 @@ def _refused(rank: int) -> list[Any]:
 
 
 def test_what_cannot_be_a_hook_is_refused_with_the_reason() -> None:
-    (said,) = run_ranks(_refused, 1)
+    (said,) = _refused()
     assert [kind for kind, _ in said] == ["TypeError", "ValueError", "ValueError", "ValueError"]
     for (_, text), words in zip(
         said,

@@ -15,34 +15,37 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.cases import Part, bits_of, get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, gradient_values, step, tanh_net, wrap
 
 Hook = Callable[[Any, Any], Any]
 
 
-def _reduced(rank: int, parts: tuple[Part, ...], grads: Any, *, hook: Hook = mean) -> Any:
+GRADS = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), None], [torch.tensor([3.0, 6.0]), None, None]]
+MEANS: dict[str, tuple[tuple[Part, Part], list[Any]]] = {
+    "mean": (({}, {}), [[2.0, 4.0], [3.5], None]),
+    "sample_size": (({"sample_size": 3}, {"sample_size": 1}), [[1.0, 2.0], [1.75], None]),
+    "one rank skips": (({"skip": True}, {}), [[3.0, 6.0], None, None]),
+    "one rank has no samples": (({"sample_size": 0}, {"sample_size": 2}), [[1.5, 3.0], None, None]),
+    "nobody takes part": (({"skip": True}, {"skip": True}), [None, None, None]),
+}
+
+
+def _reduced(rank: int, parts: tuple[Part, Part]) -> list[Any]:
     model = wrap_module([torch.zeros(2), torch.zeros(1), torch.zeros(3)])
-    model.register_comm_hook(None, hook)
-    set_gradients(model, copy.deepcopy(grads[rank]))
-    record = model.all_reduce(**parts[rank])
-    return [None if grad is None else grad.tolist() for grad in get_gradients(model)], record.divisor
+    model.register_comm_hook(None, mean)
+    set_gradients(model, copy.deepcopy(GRADS[rank]))
+    model.all_reduce(**parts[rank])
+    return [None if grad is None else grad.tolist() for grad in get_gradients(model)]
 
 
-@pytest.mark.parametrize(
-    "parts, expected",
-    [
-        pytest.param(({}, {}), [[2.0, 4.0], [3.5], None], id="mean"),
-        pytest.param(({"sample_size": 3}, {"sample_size": 1}), [[1.0, 2.0], [1.75], None], id="sample_size"),
-        pytest.param(({"skip": True}, {}), [[3.0, 6.0], None, None], id="one rank skips"),
-        pytest.param(({"sample_size": 0}, {"sample_size": 2}), [[1.5, 3.0], None, None], id="one rank has no samples"),
-        pytest.param(({"skip": True}, {"skip": True}), [None, None, None], id="nobody takes part"),
-    ],
-)
-def test_the_hooks_mean_is_scaled_to_those_that_took_part(parts: Any, expected: Any) -> None:
-    grads = [[torch.tensor([1.0, 2.0]), torch.tensor([7.0]), None], [torch.tensor([3.0, 6.0]), None, None]]
-    assert [found for found, _ in run_ranks(partial(_reduced, parts=parts, grads=grads), 2)] == [expected] * 2
+def test_the_hooks_mean_is_scaled_to_those_that_took_part() -> None:
+    found = run_cases(_reduced, 2, {name: (parts,) for name, (parts, _) in MEANS.items()})
+
+    assert found == {name: [expected] * 2 for name, (_, expected) in MEANS.items()}
 
 
+@on_ranks(2)
 def _shown(rank: int) -> tuple[list[Any], list[Any]]:
     """What a hook sees of parameters of three dtypes and odd strides."""
     parameters = [
@@ -74,7 +77,7 @@ def _shown(rank: int) -> tuple[list[Any], list[Any]]:
 
 
 def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters() -> None:
-    for seen, grads in run_ranks(_shown, 2):
+    for seen, grads in _shown():
         assert seen == [
             ("state", 0, False, torch.float32, [((3, 2), (1, 3)), ((1, 2, 2, 2), (8, 1, 4, 2))]),
             ("state", 1, False, torch.float64, [((2,), (1,))]),
@@ -112,7 +115,8 @@ def _twice(rank: int, grads: Any) -> Any:
     return found
 
 
-def _sparse_and_dense(rank: int) -> list[Any]:
+@on_ranks(2, [[True, True, [[2.0], [2.0], [0.0]], [1.5, 1.5]]] * 2)
+def test_sparse_gradients_do_not_go_through_the_hook(rank: int) -> list[Any]:
     model, shown = wrap_module([torch.zeros(3, 1), torch.zeros(2)]), []
 
     def note(state: Any, bucket: Any) -> Any:
@@ -129,24 +133,17 @@ def _sparse_and_dense(rank: int) -> list[Any]:
     return [shown == [[0.0] * 3 + [1.0 + rank] * 2], first.is_sparse, first.to_dense().tolist(), second.tolist()]
 
 
-def test_sparse_gradients_do_not_go_through_the_hook() -> None:
-    assert run_ranks(_sparse_and_dense, 2) == [[True, True, [[2.0], [2.0], [0.0]], [1.5, 1.5]]] * 2
-
-
 def _tripling(state: Any, bucket: Any) -> Any:
     return at_once(bucket.buffer() * 3)
 
 
-def _alone(rank: int) -> list[float | None]:
+@on_ranks(1, [[6.0]])
+def test_a_single_rank_has_its_hook_run_too(rank: int) -> list[float | None]:
     model = wrap()
     model.register_comm_hook(None, _tripling)
     add_gradients(model, 2.0)
     model.all_reduce()
     return list(gradient_values(model).values())
-
-
-def test_a_single_rank_has_its_hook_run_too() -> None:
-    assert run_ranks(_alone, 1) == [[6.0]]
 
 
 def _on_a_sub_group(rank: int) -> float | None:
@@ -160,7 +157,8 @@ def test_a_hook_of_torch_on_a_sub_group_takes_the_group_as_its_state() -> None:
     assert run_ranks(_on_a_sub_group, 2) == [1.0, 2.0]
 
 
-def _registered_late(rank: int) -> list[Any]:
+@on_ranks(2, [[[[2.0, 2.0]] * 2, [torch.float16]]] * 2)
+def test_a_hook_may_be_registered_between_steps(rank: int) -> list[Any]:
     """Between two steps, with gradients in half precision, which travel in another dtype without a hook."""
     model, dtypes = wrap_module([torch.zeros(2, dtype=torch.float16)]), []
 
@@ -178,11 +176,8 @@ def _registered_late(rank: int) -> list[Any]:
     return [found, dtypes]
 
 
-def test_a_hook_may_be_registered_between_steps() -> None:
-    assert run_ranks(_registered_late, 2) == [[[[2.0, 2.0]] * 2, [torch.float16]]] * 2
-
-
-def _copied(rank: int) -> list[Any]:
+@on_ranks(2, [[3.0, 1.0, 1.0]] * 2)
+def test_a_copy_has_no_hook(rank: int) -> list[Any]:
     model = wrap()
     model.register_comm_hook(None, lambda _, bucket: _tripling(None, bucket))  # no pickle could carry it
     found = []
@@ -194,11 +189,8 @@ def _copied(rank: int) -> list[Any]:
     return found
 
 
-def test_a_copy_has_no_hook() -> None:
-    assert run_ranks(_copied, 2) == [[3.0, 1.0, 1.0]] * 2
-
-
-def _beside_torch_ddp(rank: int) -> bool:
+@on_ranks(2, [True] * 2)
+def test_the_plain_hook_changes_no_bit_at_two_ranks(rank: int) -> bool:
     """Several parameters, and two micro-batches to the call: the plain hook and no hook are one."""
     found = []
     for has_hook in (True, False):
@@ -213,7 +205,3 @@ def _beside_torch_ddp(rank: int) -> bool:
         model.all_reduce()
         found.append([bits_of(grad) for grad in get_gradients(model)])
     return found[0] == found[1]
-
-
-def test_the_plain_hook_changes_no_bit_at_two_ranks() -> None:
-    assert run_ranks(_beside_torch_ddp, 2) == [True] * 2

@@ -24,6 +24,7 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.cases import bits_of
 from tests.helpers.comm_hooks import hold_group
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, wrap
 
 Model = LegacyDistributedDataParallel
@@ -120,6 +121,7 @@ def _mend_batched_power() -> None:
     )
 
 
+@on_ranks(2)
 def _both(rank: int) -> dict[str, tuple[Any, Any]]:
     # Torch's own calls to what it is about to rename, and what it says of PowerSGD's first steps.
     warnings.simplefilter("ignore")
@@ -134,7 +136,7 @@ def _both(rank: int) -> dict[str, tuple[Any, Any]]:
 
 
 def test_torchs_hooks_give_the_weights_that_they_give_in_torch_ddp() -> None:
-    ranks = run_ranks(_both, 2)
+    ranks = _both()
     for name in HOOKS:
         for ours, theirs in (rank[name] for rank in ranks):
             assert ours == theirs, name
@@ -180,6 +182,7 @@ def test_hooks_of_torch_that_fail_under_torch_ddp_fail_with_the_same_error_here(
         assert isinstance(ours, tuple) or "quantization" in name, name
 
 
+@on_ranks(2)
 def _bf16(rank: int) -> list[float]:
     """torch DDP refuses it on gloo by its name (not in torch 2.8); it runs there all the same."""
     with suppress(TypeError):
@@ -194,7 +197,7 @@ def _bf16(rank: int) -> list[float]:
 def test_the_bf16_hook_rounds_as_bf16_does() -> None:
     # Halved before the sum: 0.5 and 0.50390625 in bf16; the sum needs 9 bits of fraction, of which bf16 has 8.
     mean = (torch.tensor(0.5).bfloat16() + torch.tensor(1.0078125 / 2).bfloat16()).float().item()
-    assert run_ranks(_bf16, 2) == [[mean]] * 2
+    assert _bf16() == [[mean]] * 2
     assert mean != (1.0 + 1.0078125) / 2
 
 

@@ -1,4 +1,4 @@
-"""The mean of gradients of any dtype, shape and strides."""
+"""The mean of gradients of any dtype, shape and strides, also in pieces."""
 
 import math
 from functools import partial
@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
+from legacy_ddp._collectives import dense
 from legacy_ddp._collectives.dense import split_divisor
+from legacy_ddp._transport.call import Call
 from tests.helpers.cases import (
     DTYPES,
     Case,
@@ -27,7 +29,10 @@ from tests.helpers.cases import (
 )
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.tiers import thorough
+
+# The mean of gradients of any dtype, shape and strides
 
 pytestmark = pytest.mark.usefixtures("transport")
 
@@ -207,6 +212,7 @@ def test_scalar_and_empty_parameters_are_reduced() -> None:
     )
 
 
+@on_ranks(2)
 def _frozen_only(rank: int) -> tuple[SyncRecord, list[float]]:
     module = nn.Linear(2, 2, bias=False).requires_grad_(False)
     module.weight.grad = torch.full((2, 2), float(rank))
@@ -215,12 +221,13 @@ def _frozen_only(rank: int) -> tuple[SyncRecord, list[float]]:
 
 
 def test_module_without_trainable_parameters_is_left_alone() -> None:
-    for rank, (record, grad) in enumerate(run_ranks(_frozen_only, 2)):
+    for rank, (record, grad) in enumerate(_frozen_only()):
         assert record.payload_bytes == 0
         assert grad == [rank] * 4
 
 
-def _tied(rank: int) -> tuple[list[float], int]:
+@on_ranks(2, [([4.0] * 4, 4 * 4)] * 2)
+def test_tied_parameter_is_reduced_once(rank: int) -> tuple[list[float], int]:
     module = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     module[1].weight = module[0].weight
     wrapped = LegacyDistributedDataParallel(module)
@@ -228,10 +235,6 @@ def _tied(rank: int) -> tuple[list[float], int]:
     record = wrapped.all_reduce()
     assert module[1].weight.grad is module[0].weight.grad
     return module[0].weight.grad.flatten().tolist(), record.payload_bytes
-
-
-def test_tied_parameter_is_reduced_once() -> None:
-    assert run_ranks(_tied, 2) == [([4.0] * 4, 4 * 4)] * 2
 
 
 _COMPLEX = torch.complex(torch.tensor([math.inf, 0.0, 3.0]), torch.tensor([0.0, -math.inf, 6.0]))
@@ -279,7 +282,15 @@ def test_the_parts_of_a_complex_number_are_divided_apart(hosts: str) -> None:
             assert found[path] == [[math.inf, 0.0], [0.0, -math.inf], [1.0 / ranks, 2.0 / ranks]], path
 
 
-def _large_means(rank: int) -> list[float]:
+_LARGE: dict[tuple[torch.dtype, Any, torch.dtype | None], float] = {
+    **{(dtype, way, None): math.inf for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
+    **{(dtype, way, torch.float64): 2.0**127 for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
+}
+
+
+@on_ranks(2, [list(_LARGE.values())] * 2)
+def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums(rank: int) -> list[float]:
+    """As docs/transport.md says: 2 * 2**127 is beyond the range of bf16 and of fp32, and their mean is not."""
     found = []
     for dtype, transport, reduce_dtype in _LARGE:
         model = LegacyDistributedDataParallel(
@@ -296,12 +307,46 @@ def _large_means(rank: int) -> list[float]:
     return found
 
 
-_LARGE: dict[tuple[torch.dtype, Any, torch.dtype | None], float] = {
-    **{(dtype, way, None): math.inf for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
-    **{(dtype, way, torch.float64): 2.0**127 for dtype in (torch.bfloat16, torch.float32) for way in ("host", "gloo")},
-}
+# Number of collectives per bucket; every element is divided once
 
 
-def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums() -> None:
-    """As docs/transport.md says: 2 * 2**127 is beyond the range of bf16 and of fp32, and their mean is not."""
-    assert run_ranks(_large_means, 2) == [list(_LARGE.values())] * 2
+def _reduce_once(rank: int, smallest_bytes: int, numel: int, options: dict[str, Any]) -> tuple[int, int, list[float]]:
+    """Collectives, bytes handed over, and the mean of ones and threes."""
+    dense.SMALLEST_PIECE_BYTES = smallest_bytes
+    net = nn.ParameterList([nn.Parameter(torch.zeros(numel - 2)), nn.Parameter(torch.zeros(2))])
+    wrapped = LegacyDistributedDataParallel(net, checks="off", **options)
+    for parameter in net:
+        parameter.grad = torch.full_like(parameter, 1.0 + 2 * rank)
+    groups: list[Any] = []
+    start = Call.start
+
+    def noted(call: Call, group: Any, begin: Any) -> Any:
+        groups.append(group)
+        return start(call, group, begin)
+
+    Call.start = noted  # type: ignore[method-assign]
+    record = wrapped.all_reduce()
+    Call.start = start  # type: ignore[method-assign]
+    return len(groups), record.payload_bytes, torch.cat([parameter.grad for parameter in net]).unique().tolist()
+
+
+# The smallest piece in bytes, the size of the bucket, the settings, and the collectives of both buckets.
+_PIECES: list[tuple[int, int, dict[str, Any], int]] = [
+    (16, 8, {}, 2),
+    (16, 9, {}, 2),
+    (16, 7, {}, 2),  # 4 and 3
+    (32, 8, {}, 1),  # a half would be too small
+    (20, 9, {}, 2),
+    (16, 100, {}, 2),  # never more than two
+    (16, 12, {"buffer_size": 5}, 3),
+    (16, 12, {"buffer_size": 100}, 2),
+    (16, 12, {"reduce_dtype": torch.bfloat16}, 2),  # 8 and 4: what travels is counted
+]
+
+
+@pytest.mark.parametrize("transport", ["gloo"], indirect=True)
+def test_a_large_bucket_travels_in_two_halves(transport: str) -> None:
+    cases = {str(case): case[:3] for case in _PIECES}
+    expected = {str(case): (case[3], case[1] * (2 if "reduce_dtype" in case[2] else 4), [2.0]) for case in _PIECES}
+
+    assert run_cases(_reduce_once, 2, cases, fresh=True) == {name: [found] * 2 for name, found in expected.items()}

@@ -11,11 +11,10 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._compare import name_ranks
 from tests.helpers import logged_warnings
 from tests.helpers.edited_loop import STEPS, Loop, Told, clip_norm, do_nothing, make_net
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import once, run_cases
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.tiers import thorough
 
 HEADLINE = "gradients changed between backward and the call:"
@@ -54,6 +53,7 @@ FAULTS = {
     "unscaled": Fault(_unscale, "unscaled by a GradScaler", 2),
     "unscaled and clipped": Fault(_unscale_and_clip, "unscaled by a GradScaler", 2),
 }
+NAMES = {(0,): "rank 0", (1,): "rank 1", (0, 1): "ranks 0-1", (0, 1, 2, 3): "ranks 0-3"}
 # A rank that unscales alone has other gradients in its step.
 DIVERGES = Checks(divergence="ignore")
 
@@ -78,7 +78,7 @@ def test_an_edit_before_the_call_is_told_once_on_all(name: str, world_size: int,
     ((call, text),) = first
     assert call <= fault.call
     assert text.startswith(f"all_reduce() call {call}: {HEADLINE}\n")
-    assert f"  {name_ranks(who)}: {fault.words}" in text
+    assert f"  {NAMES[who]}: {fault.words}" in text
     assert "clip and unscale after all_reduce()" in text
     assert "(warned once)" in text
     assert all(len(line) <= 80 for line in text.splitlines()), text
@@ -114,7 +114,8 @@ def test_an_edit_is_allowed_where_the_check_is_off(name: str, checks: Any) -> No
     assert _told(2, (0, 1), checks)[name] == [[], []]
 
 
-def _steps_first(rank: int) -> str:
+@on_ranks(2, ["UnsynchronizedStepError"] * 2)
+def test_a_step_of_the_scaler_before_the_call_is_refused(rank: int) -> str:
     loop = Loop(rank)
     loop.backward()
     try:
@@ -122,10 +123,6 @@ def _steps_first(rank: int) -> str:
     except LegacyDDPError as error:
         return type(error).__name__
     return ""
-
-
-def test_a_step_of_the_scaler_before_the_call_is_refused() -> None:
-    assert run_ranks(_steps_first, 2) == ["UnsynchronizedStepError"] * 2
 
 
 def _only_on_rank(rank: int, checks: list[Any]) -> int:
@@ -137,6 +134,7 @@ def test_a_rank_without_the_check_leaves_the_others_in_step() -> None:
     assert run_ranks(_only_on_rank, 2, [Checks(edited="allow"), "info"]) == [0, 1]
 
 
+@on_ranks(2)
 def _function_form(rank: int) -> Told:
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -153,12 +151,13 @@ def _function_form(rank: int) -> Told:
 
 
 def test_the_function_form_tells_as_well() -> None:
-    first, second = run_ranks(_function_form, 2)
+    first, second = _function_form()
 
     assert first == second
     assert "clipped by norm" in first[0][1]
 
 
+@on_ranks(2)
 def _raises_and_goes_on(rank: int) -> list[int]:
     """After the error the loop clips after the call."""
     loop = Loop(rank, Checks(edited="raise"))
@@ -183,7 +182,7 @@ def _raises_and_goes_on(rank: int) -> list[int]:
 
 
 def test_the_error_leaves_the_gradients_and_training_goes_on() -> None:
-    first, second = run_ranks(_raises_and_goes_on, 2)
+    first, second = _raises_and_goes_on()
 
     assert first == second
     assert len(first) == 1

@@ -12,6 +12,7 @@ from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDat
 from legacy_ddp import _torch as internals
 from tests.helpers.guarded import assert_steps, backward, net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 
 def _other_layouts(rank: int) -> tuple[nn.Module, type[LegacyDDPError]]:
@@ -52,7 +53,8 @@ def test_a_module_whose_wrapper_failed_is_trained_without_it(
     assert run_ranks(partial(_train_alone, make), world_size) == [(0, True)] * world_size
 
 
-def _construct_again(rank: int) -> bool:
+@on_ranks(2, [True, True])
+def test_a_second_wrapper_does_not_use_the_settings_of_the_first(rank: int) -> bool:
     module = net()
     with pytest.raises(LayoutError) as caught:
         LegacyDistributedDataParallel(module, buffer_size=1 + rank)
@@ -60,7 +62,3 @@ def _construct_again(rank: int) -> bool:
     backward(model)
     assert_steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
     return caught.value.ranks == ()
-
-
-def test_a_second_wrapper_does_not_use_the_settings_of_the_first() -> None:
-    assert run_ranks(_construct_again, 2) == [True, True]

@@ -2,17 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._collectives import host_sum
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
 from tests.helpers.summed_dtypes import every_dtype, known_grad, wrong_sums
@@ -40,17 +36,6 @@ def _sums(rank: int, world_size: int) -> tuple[set[str], list[str]]:
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_every_dtype_and_size_is_summed_in_rank_order_to_the_last_bit(transport: str, world_size: int) -> None:
     assert run_ranks(_sums, world_size, world_size) == [({"host"}, [])] * world_size
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**6), st.integers(1, 64))
-def test_the_parts_of_all_ranks_cover_a_run_without_overlap(start: int, numel: int, size: int) -> None:
-    run = (start, start + numel)
-    parts = [host_sum.part_of(run, rank, size) for rank in range(size)]
-
-    assert parts[0][0] == run[0]
-    assert parts[-1][1] == run[1]
-    assert all(before[1] == after[0] for before, after in pairwise(parts))
-    assert all(first <= last for first, last in parts)
 
 
 def _absent(rank: int, seed: int) -> list[str]:
@@ -153,10 +138,21 @@ def test_a_gradient_kept_on_some_ranks_is_never_written_to(transport: str, keeps
         assert not is_shared  # torch.multiprocessing would send a handle and not a copy
 
 
-@pytest.mark.parametrize("divisor", [1, 3, 2**40, 5 * 2**62])
-def test_a_sum_is_divided_by_any_number_of_items(divisor: int) -> None:
-    """Sample sizes of several ranks may exceed 64 bits together."""
-    out = torch.empty(3, dtype=torch.float64)
-    host_sum._divide(torch.full((3,), 7.0, dtype=torch.float64), divisor, out)
+MOST = 2**62 - 1  # the largest sample_size
+ITEMS = ([1, 0, 0, 0, 0], [1, 0, 2, 0, 0], [2**40, 0, 0, 0, 0], [5, 7, 0, 11, 2], [MOST] * 5)
 
-    assert out.tolist() == [7.0 / divisor] * 3
+
+def _divided(rank: int) -> list[list[float]]:
+    model = LegacyDistributedDataParallel(nn.Linear(3, 1, bias=False).double(), transport="host", checks="off")
+    weight, found = model.module.weight, []
+    for sizes in ITEMS:
+        weight.grad = torch.full_like(weight, 7.0 if rank == 0 else 0.0)
+        model.all_reduce(sample_size=sizes[rank])
+        found.append(weight.grad.flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("transport", ["host"], indirect=True)
+def test_a_sum_is_divided_by_any_number_of_items(transport: str) -> None:
+    """Sample sizes of several ranks may exceed 64 bits together."""
+    assert run_ranks(_divided, 5) == [[[7.0 / sum(sizes)] * 3 for sizes in ITEMS]] * 5

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from legacy_ddp.debug import check_replicas
 from tests.helpers.besides_ddp import distributed_optimizers
 from tests.helpers.cases import bits_of, set_gradients, wrap_module
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, tanh_net, wrap
 
 Model = LegacyDistributedDataParallel
@@ -40,7 +40,7 @@ def _net() -> nn.Module:
     return net
 
 
-def _uneven(rank: int, *, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
+def _uneven(rank: int, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
     """The weights and the buffer after uneven training, with torch DDP and with ours."""
     found = {}
     for wrapper in (DistributedDataParallel, Model):
@@ -53,43 +53,44 @@ def _uneven(rank: int, *, counts: tuple[int, ...], divide: bool) -> dict[str, An
     return found
 
 
-@pytest.mark.parametrize("divide", [True, False])
-@pytest.mark.parametrize("counts", [(2, 5), (4, 1), (3, 3)])
-def test_uneven_ranks_end_with_torch_ddps_weights(counts: tuple[int, int], *, divide: bool) -> None:
-    ranks = run_ranks(partial(_uneven, counts=counts, divide=divide), 2)
-    for found in ranks:
-        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
-    assert ranks[0] == ranks[1]
+def test_uneven_ranks_end_with_torch_ddps_weights() -> None:
+    cases = [(counts, divide) for counts in ((2, 5), (4, 1), (3, 3)) for divide in (True, False)]
+    for ranks in run_cases(_uneven, 2, {str(case): case for case in cases}).values():
+        for found in ranks:
+            assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
+        assert ranks[0] == ranks[1]
 
 
-def _one_more(rank: int, **options: Any) -> list[Any]:
+def _one_more(rank: int, sample_size: int | None, options: dict[str, bool]) -> list[Any]:
     """Rank 0 has two steps, the others one: the gradients of the second."""
-    sizes = options.pop("sample_size", None)
     model = wrap()
     with model.join(**options):
         for _ in range(2 if rank == 0 else 1):
             model.zero_grad()
             add_gradients(model, 6.0)
-            record = model.all_reduce(sample_size=sizes)
+            record = model.all_reduce(sample_size=sample_size)
             left = record.skipped_ranks, record.divisor, list(gradient_values(model).values())
     return [left, list(gradient_values(model).values())]
 
 
-@pytest.mark.parametrize(
-    "options, divisor, value",
-    [
-        pytest.param({}, 3, 2.0, id="who left counts as zeros"),
-        pytest.param({"divide_by_initial_world_size": False}, 1, 6.0, id="who left does not count"),
-        pytest.param({"sample_size": 2}, 2, 3.0, id="items are counted, not ranks"),
-    ],
-)
-def test_a_mean_counts_the_ranks_that_it_is_told_to(options: Any, divisor: int, value: float) -> None:
-    first, *others = run_ranks(partial(_one_more, **options), 3)
-    assert first == [((1, 2), divisor, [value]), [None]]
-    for other in others:
-        assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
+# sample_size, options of join(), divisor and mean.
+MEANS: dict[str, tuple[int | None, dict[str, bool], int, float]] = {
+    "who left counts as zeros": (None, {}, 3, 2.0),
+    "who left does not count": (None, {"divide_by_initial_world_size": False}, 1, 6.0),
+    "items are counted, not ranks": (2, {}, 2, 3.0),
+}
 
 
+def test_a_mean_counts_the_ranks_that_it_is_told_to() -> None:
+    seen = run_cases(_one_more, 3, {name: case[:2] for name, case in MEANS.items()})
+    for name, (_, _, divisor, value) in MEANS.items():
+        first, *others = seen[name]
+        assert first == [((1, 2), divisor, [value]), [None]]
+        for other in others:
+            assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
+
+
+@on_ranks(2)
 def _two_epochs(rank: int) -> dict[str, Any]:
     """As many loops have it: zero_grad() behind step()."""
     found = {}
@@ -110,11 +111,12 @@ def _two_epochs(rank: int) -> dict[str, Any]:
 
 
 def test_an_epoch_after_an_uneven_one_begins_without_gradients() -> None:
-    for found in run_ranks(_two_epochs, 2):
+    for found in _two_epochs():
         assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
 
 
-def _dropped_everywhere(rank: int) -> list[float | None]:
+@on_ranks(2, [[None, 1, 1.5]] * 2)
+def test_a_window_that_no_rank_fills_is_dropped_too(rank: int) -> list[float | None]:
     """Both run out in the middle of a window."""
     model = wrap()
     with model.join(), model.no_sync():
@@ -124,11 +126,8 @@ def _dropped_everywhere(rank: int) -> list[float | None]:
     return [left, model.all_reduce().rows[rank].micro_batches, gradient_values(model)["weight"]]
 
 
-def test_a_window_that_no_rank_fills_is_dropped_too() -> None:
-    assert run_ranks(_dropped_everywhere, 2) == [[None, 1, 1.5]] * 2
-
-
-def _with_ignored(rank: int) -> list[str]:
+@on_ranks(2, [["0.bias"]] * 2)
+def test_the_gradient_of_an_ignored_parameter_is_left_alone(rank: int) -> list[str]:
     model = LegacyDistributedDataParallel(tanh_net(), ignore=["0.bias"])
     with model.join():
         model(torch.ones(1, 4)).sum().backward()
@@ -136,11 +135,9 @@ def _with_ignored(rank: int) -> list[str]:
     return [name for name, parameter in model.module.named_parameters() if parameter.grad is not None]
 
 
-def test_the_gradient_of_an_ignored_parameter_is_left_alone() -> None:
-    assert run_ranks(_with_ignored, 2) == [["0.bias"]] * 2
-
-
-def _partial_window(rank: int) -> list[Any]:
+# (2 + 4) / 2 with both; then rank 0 alone, whatever rank 1 had begun.
+@on_ranks(2, [[[3.0], [2.0]], [[3.0]]])
+def test_a_window_that_is_not_full_is_dropped(rank: int) -> list[Any]:
     """Rank 1 runs out in the middle of a window of two micro-batches."""
     model, calls = wrap(), []
     with model.join(divide_by_initial_world_size=False):
@@ -155,11 +152,6 @@ def _partial_window(rank: int) -> list[Any]:
                 model.all_reduce()
                 calls.append(list(gradient_values(model).values()))
     return calls
-
-
-def test_a_window_that_is_not_full_is_dropped() -> None:
-    # (2 + 4) / 2 with both; then rank 0 alone, whatever rank 1 had begun.
-    assert run_ranks(_partial_window, 2) == [[[3.0], [2.0]], [[3.0]]]
 
 
 def _with_zero(rank: int) -> list[Any]:
@@ -222,6 +214,7 @@ def test_a_collective_without_the_ranks_that_left_is_an_error_inside_the_block_o
             assert "inside join()" in text
 
 
+@on_ranks(2)
 def _early(rank: int) -> Any:
     model = wrap()
 
@@ -239,29 +232,17 @@ def _early(rank: int) -> Any:
 
 
 def test_running_out_early_can_be_an_error_on_all_ranks() -> None:
-    for kind, text in run_ranks(_early, 2):
+    for kind, text in _early():
         assert kind == "RuntimeError"
         assert "exhausted" in text
 
 
-def _disabled(rank: int) -> list[float | None]:
+@on_ranks(2, [[1.5]] * 2)
+def test_it_can_be_switched_off(rank: int) -> list[float | None]:
     model = wrap()
     with model.join(enable=False):
         add_gradients(model, 1.0 + rank)
         model.all_reduce()
-    return list(gradient_values(model).values())
-
-
-def test_it_can_be_switched_off() -> None:
-    assert run_ranks(_disabled, 2) == [[1.5]] * 2
-
-
-def _exception_inside(rank: int) -> list[float | None]:
-    model = wrap()
-    assert error_of(_raise_in, model.join()) == ("KeyError", "'data'")
-    model.broadcast_parameters()
-    add_gradients(model, 1.0 + rank)
-    model.all_reduce()
     return list(gradient_values(model).values())
 
 
@@ -270,11 +251,18 @@ def _raise_in(context: AbstractContextManager[None]) -> None:
         raise KeyError("data")
 
 
-def test_after_an_exception_inside_the_block_is_over() -> None:
-    assert run_ranks(_exception_inside, 2) == [[1.5]] * 2
+@on_ranks(2, [[1.5]] * 2)
+def test_after_an_exception_inside_the_block_is_over(rank: int) -> list[float | None]:
+    model = wrap()
+    assert error_of(_raise_in, model.join()) == ("KeyError", "'data'")
+    model.broadcast_parameters()
+    add_gradients(model, 1.0 + rank)
+    model.all_reduce()
+    return list(gradient_values(model).values())
 
 
-def _agreed_error_inside(rank: int) -> Any:
+@on_ranks(2, [("NonFiniteGradientError", 1.5)] * 2)
+def test_after_an_agreed_error_inside_the_block_is_over_on_all_ranks(rank: int) -> Any:
     """torch's own context does not tell the wrapper that it was left by an exception."""
     model = wrap(checks=Checks(nonfinite="raise"))
 
@@ -288,10 +276,6 @@ def _agreed_error_inside(rank: int) -> Any:
     said = error_of(work)
     model.broadcast_parameters()
     return said and said[0], step(model, 1.0 + rank)
-
-
-def test_after_an_agreed_error_inside_the_block_is_over_on_all_ranks() -> None:
-    assert run_ranks(_agreed_error_inside, 2) == [("NonFiniteGradientError", 1.5)] * 2
 
 
 def _nested(rank: int) -> list[float | None]:
@@ -308,7 +292,8 @@ def test_a_disabled_join_inside_leaves_the_outer_one_on() -> None:
     assert run_ranks(_nested, 2) == [[1.5], [1.5, 2.0]]
 
 
-def _all_skip(rank: int) -> list[Any]:
+@on_ranks(2, [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]])
+def test_where_no_rank_takes_part_ranks_that_left_do_not_count_either(rank: int) -> list[Any]:
     model, found = wrap(), []
     with model.join():
         for number in range(1 + rank):
@@ -318,10 +303,7 @@ def _all_skip(rank: int) -> list[Any]:
     return found
 
 
-def test_where_no_rank_takes_part_ranks_that_left_do_not_count_either() -> None:
-    assert run_ranks(_all_skip, 2) == [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]]
-
-
+@on_ranks(3)
 def _noise(rank: int) -> Any:
     model = wrap_module([torch.zeros(1)])
     with model.join():
@@ -335,7 +317,7 @@ def _noise(rank: int) -> Any:
 
 def test_the_noise_scale_counts_those_that_took_part() -> None:
     # g = (3, 1): A = (9 + 1) / 2, the mean of the two is 2, N = 2: tr = (5 - 4) / (1 - 1 / 2), |G|^2 = 4 - 2 / 2.
-    for found in run_ranks(_noise, 3)[:2]:
+    for found in _noise()[:2]:
         assert found == pytest.approx((3.0, 2.0))
 
 
@@ -378,7 +360,8 @@ def test_weights_that_differ_among_ranks_that_still_step_are_a_divergence() -> N
     assert "rank 3 against ranks 1-2" in text
 
 
-def _reproducible(rank: int) -> list[Any]:
+@on_ranks(2, [[[3.0]], [[3.0], [3.0]]])
+def test_ranks_that_left_count_as_zeros_where_sums_are_reproducible(rank: int) -> list[Any]:
     model, found = wrap(reproducible=True), []
     with model.join():
         for _ in range(1 + rank):
@@ -387,10 +370,6 @@ def _reproducible(rank: int) -> list[Any]:
             model.all_reduce(sample_size=2)
             found.append(list(gradient_values(model).values()))
     return found
-
-
-def test_ranks_that_left_count_as_zeros_where_sums_are_reproducible() -> None:
-    assert run_ranks(_reproducible, 2) == [[[3.0]], [[3.0], [3.0]]]
 
 
 def _in_a_sub_group(rank: int) -> list[Any]:

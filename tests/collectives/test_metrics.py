@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -18,9 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, all_reduce_gradients
-from legacy_ddp._collectives.metrics import read_metrics
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, wrap
 
 
@@ -31,7 +32,7 @@ def _model(**options: Any) -> LegacyDistributedDataParallel:
     return model
 
 
-def _call(rank: int, of_ranks: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, dict[str, float]]:
+def _call(rank: int, of_ranks: Sequence[dict[str, Any]], options: dict[str, Any]) -> tuple[int, dict[str, float]]:
     record = _model(**options).all_reduce(**of_ranks[rank])
     return record.call, dict(record.metrics)
 
@@ -43,27 +44,63 @@ def _sums(*of_ranks: dict[str, Any], **options: Any) -> dict[str, float]:
     return found[0][1]
 
 
-@pytest.mark.parametrize("level", ["off", "info", "detail"])
-def test_every_rank_has_the_sums_over_all_ranks(level: str) -> None:
-    sums = _sums(
-        {"metrics": {"loss": 1.5, "correct": 3}},
-        {"metrics": {"correct": 4, "loss": 0.25}},
-        {"metrics": {"loss": -1.0, "correct": True}},
-        checks=level,
-    )
-
-    assert sums == {"correct": 8.0, "loss": 0.75}
-    assert list(sums) == ["correct", "loss"]
+THREE = (
+    {"metrics": {"loss": 1.5, "correct": 3}},
+    {"metrics": {"correct": 4, "loss": 0.25}},
+    {"metrics": {"loss": -1.0, "correct": True}},
+)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("metrics", [None, {}])
-def test_without_metrics_there_are_no_sums(world_size: int, metrics: dict[str, float] | None) -> None:
-    assert _sums(*[{"metrics": metrics}] * world_size) == {}
+def _values(*values: float) -> tuple[dict[str, Any], ...]:
+    return tuple({"metrics": {"loss": value}} for value in values)
 
 
-def test_a_single_rank_has_its_own_values() -> None:
-    assert _sums({"metrics": {"loss": 0.1}}) == {"loss": 0.1}
+# The arguments of the ranks, the settings of the wrapper, and the sums, in the order of the names.
+SUMS: dict[str, tuple[tuple[dict[str, Any], ...], dict[str, Any], dict[str, float]]] = {
+    "of three ranks, without checks": (THREE, {"checks": "off"}, {"correct": 8.0, "loss": 0.75}),
+    "of three ranks": (THREE, {}, {"correct": 8.0, "loss": 0.75}),
+    "of three ranks, in detail": (THREE, {"checks": "detail"}, {"correct": 8.0, "loss": 0.75}),
+    "of nothing": (({"metrics": None},) * 2, {}, {}),
+    "of an empty mapping": (({"metrics": {}},) * 2, {}, {}),
+    "of nothing on one rank": (({"metrics": None},), {}, {}),
+    "of an empty mapping on one rank": (({"metrics": {}},), {}, {}),
+    "of one rank": (_values(0.1), {}, {"loss": 0.1}),
+    "of small terms between large terms": (_values(1e16, 1.0, -1e16), {}, {"loss": 1.0}),
+    "with NaN": (_values(math.nan, 1.0), {}, {"loss": math.nan}),
+    "with infinity": (_values(math.inf, 1.0), {}, {"loss": math.inf}),
+    "with two infinities": (_values(math.inf, -math.inf), {}, {"loss": math.nan}),
+    "above the greatest number": (_values(1.7e308, 1.7e308), {}, {"loss": math.inf}),
+    "below the least number": (_values(-1.7e308, -1.7e308), {}, {"loss": -math.inf}),
+    "also of a rank that skips": (
+        ({"metrics": {"seen": 1}}, {"skip": True, "metrics": {"seen": 2}}),
+        {},
+        {"seen": 3.0},
+    ),
+    "also of a rank without items": (
+        ({"sample_size": 2, "metrics": {"seen": 1}}, {"sample_size": 0, "metrics": {"seen": 2}}),
+        {},
+        {"seen": 3.0},
+    ),
+    "where no rank takes part": (({"skip": True, "metrics": {"skipped": 1}},) * 2, {}, {"skipped": 2.0}),
+    "with reproducible sums": (
+        tuple({"sample_size": 1 + rank, "metrics": {"loss": 1.5}} for rank in range(2)),
+        {"reproducible": True},
+        {"loss": 3.0},
+    ),
+}
+
+
+@once
+def _summed(world_size: int) -> dict[str, list[tuple[int, dict[str, float]]]]:
+    cases = {name: case[:2] for name, case in SUMS.items() if len(case[0]) == world_size}
+    return run_cases(_call, world_size, cases)
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_every_rank_has_the_sums_over_all_ranks(name: str) -> None:
+    of_ranks, _, sums = SUMS[name]
+
+    assert [str(seen) for seen in _summed(len(of_ranks))[name]] == [str((1, sums))] * len(of_ranks)
 
 
 _columns = st.lists(
@@ -81,24 +118,6 @@ def test_sums_are_exact_and_rounded_once(columns: list[tuple[float, ...]]) -> No
     sums = _sums(*({"metrics": dict(zip(expected, values, strict=True))} for values in zip(*columns, strict=True)))
 
     assert sums == expected
-
-
-def test_small_terms_are_not_lost_between_large_ones() -> None:
-    assert _sums(*({"metrics": {"loss": value}} for value in (1e16, 1.0, -1e16))) == {"loss": 1.0}
-
-
-@pytest.mark.parametrize(
-    "values, expected",
-    [
-        ((math.nan, 1.0), "nan"),
-        ((math.inf, 1.0), "inf"),
-        ((math.inf, -math.inf), "nan"),
-        ((1.7e308, 1.7e308), "inf"),
-        ((-1.7e308, -1.7e308), "-inf"),
-    ],
-)
-def test_values_that_are_not_finite_pass_on(values: tuple[float, float], expected: str) -> None:
-    assert str(_sums(*({"metrics": {"loss": value}} for value in values))["loss"]) == expected
 
 
 class _Half:
@@ -124,8 +143,9 @@ class _Half:
         (False, 0.0),
     ],
 )
-def test_numbers_of_all_kinds_are_read_as_doubles(value: object, expected: float) -> None:
-    assert read_metrics({"m": value}) == {"m": expected}
+@pytest.mark.usefixtures("alone")
+def test_numbers_of_all_kinds_are_read_as_doubles(value: Any, expected: float) -> None:
+    assert _model().all_reduce(metrics={"m": value}).metrics == {"m": expected}
 
 
 class _Broken:
@@ -152,21 +172,24 @@ _NOT_USABLE = {
 
 
 @pytest.mark.parametrize("kind", _NOT_USABLE)
+@pytest.mark.usefixtures("alone")
 def test_a_value_that_is_no_number_is_an_error_with_its_name(kind: str) -> None:
     value, text = _NOT_USABLE[kind]
     with pytest.raises(TypeError) as caught:
-        read_metrics({"a": 1.0, "m": value})
+        _model().all_reduce(metrics={"a": 1.0, "m": value})
     assert str(caught.value).startswith(text)
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_int_beyond_the_range_of_a_double_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^metrics\['m'\] is out of range: got more than 1.8e308, expected a double$"):
-        read_metrics({"m": 10**400})
+    with pytest.raises(ValueError, match=r"^metrics\['m'\] is out of range: got more than 1.8e308, expected a double"):
+        _model().all_reduce(metrics={"m": 10**400})
 
 
+@pytest.mark.usefixtures("alone")
 def test_an_empty_name_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"^a name in metrics is empty: got '', expected at least one character"):
-        read_metrics({"loss": 1.0, "": 1.0})
+        _model().all_reduce(metrics={"loss": 1.0, "": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -176,9 +199,10 @@ def test_an_empty_name_is_an_error() -> None:
         ({3: 1.0}, "a name in metrics is of the wrong type: got 3, expected a str"),
     ],
 )
-def test_metrics_are_a_mapping_from_names(metrics: object, text: str) -> None:
+@pytest.mark.usefixtures("alone")
+def test_metrics_are_a_mapping_from_names(metrics: Any, text: str) -> None:
     with pytest.raises(TypeError) as caught:
-        read_metrics(metrics)
+        _model().all_reduce(metrics=metrics)
     assert str(caught.value).startswith(text)
 
 
@@ -234,41 +258,22 @@ def test_other_names_on_a_rank_are_an_error_with_the_rank_and_the_names(wrong: l
         assert (unchanged, call, sums) == (True, 1, {"loss": 6.0})
 
 
-@pytest.mark.parametrize("part", [{"skip": True}, {"sample_size": 0}])
-def test_metrics_of_a_rank_without_gradients_count(part: dict[str, Any]) -> None:
-    with_data = {} if "skip" in part else {"sample_size": 2}
-
-    assert _sums({**with_data, "metrics": {"seen": 1}}, {**part, "metrics": {"seen": 2}}) == {"seen": 3.0}
-
-
-def test_metrics_are_summed_in_a_call_that_no_rank_takes_part_in() -> None:
-    assert _sums(*[{"skip": True, "metrics": {"skipped": 1}}] * 2) == {"skipped": 2.0}
-
-
-def test_metrics_work_with_reproducible_sums() -> None:
-    parts = [{"sample_size": 1 + rank, "metrics": {"loss": 1.5}} for rank in range(2)]
-
-    assert _sums(*parts, reproducible=True) == {"loss": 3.0}
-
-
-def _no_sync(_: int) -> tuple[Any, ...]:
+@on_ranks(2, [({}, {"loss": 4.0})] * 2)
+def test_no_sync_sums_nothing(rank: int) -> tuple[Any, ...]:
     model = _model()
     with model.no_sync():
         inside = model.all_reduce(metrics={"loss": 1.0})
     return dict(inside.metrics), dict(model.all_reduce(metrics={"loss": 2.0}).metrics)
 
 
-def test_no_sync_sums_nothing() -> None:
-    assert run_ranks(_no_sync, 2) == [({}, {"loss": 4.0})] * 2
-
-
+@on_ranks(2)
 def _joined_names(rank: int) -> Any:
     model = _model()
     return error_of(model.all_reduce, metrics={"a\0b": 1.0} if rank else {"a": 1.0, "b": 1.0})
 
 
 def test_names_with_a_zero_are_told_from_two_names() -> None:
-    assert [error[0] for error in run_ranks(_joined_names, 2)] == ["DesyncError"] * 2
+    assert [error[0] for error in _joined_names()] == ["DesyncError"] * 2
 
 
 def _until_data_end(rank: int, counts: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -316,16 +321,14 @@ def test_a_rank_that_dies_before_it_sends_its_metrics_is_named() -> None:
         assert seen == ("PeerLostError", (1,), "metrics")
 
 
-def _as_function(rank: int) -> dict[str, float]:
+@on_ranks(2, [{"loss": 3.0}] * 2)
+def test_the_function_sums_metrics_too(rank: int) -> dict[str, float]:
     module = nn.Linear(2, 1)
     add_gradients(module, 1.0)
     return dict(all_reduce_gradients(module, metrics={"loss": rank + 1}).metrics)
 
 
-def test_the_function_sums_metrics_too() -> None:
-    assert run_ranks(_as_function, 2) == [{"loss": 3.0}] * 2
-
-
+@on_ranks(2)
 def _names_that_are_not_ascii(rank: int) -> tuple[Any, ...]:
     model = _model()
     names = ["perte é", "lone \ud800", " ", "a\0b"]
@@ -336,7 +339,7 @@ def _names_that_are_not_ascii(rank: int) -> tuple[Any, ...]:
 
 def test_any_text_but_the_empty_text_is_a_name() -> None:
     sums = dict.fromkeys(["perte é", "lone \ud800", " ", "a\0b"], 2.0)
-    assert run_ranks(_names_that_are_not_ascii, 2) == [(sums, "DesyncError")] * 2
+    assert _names_that_are_not_ascii() == [(sums, "DesyncError")] * 2
 
 
 def test_names_may_change_from_call_to_call() -> None:

@@ -23,6 +23,7 @@ from legacy_ddp._collectives.pack import norm_of
 from tests.helpers import logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values, step, wrap
 from tests.helpers.tiers import thorough
 
@@ -187,6 +188,7 @@ def test_a_gradient_that_is_not_finite_is_the_same_error_on_every_rank_and_stays
             assert seen.next_is_right, name
 
 
+@on_ranks(3)
 def _two_at_once(rank: int) -> Seen:
     model = _raising()
     plants: list[Plant] = [partial(_hook, "wave", NAN), _backward, partial(_hook, "linear.bias", INF)]
@@ -195,7 +197,7 @@ def _two_at_once(rank: int) -> Seen:
 
 
 def test_two_ranks_with_different_parameters_are_told_apart() -> None:
-    results = run_ranks(_two_at_once, 3)
+    results = _two_at_once()
 
     assert {(seen.ranks, seen.parameter, seen.untouched) for seen in results} == {((0, 2), "wave", True)}
     assert {seen.text for seen in results} == {
@@ -204,6 +206,7 @@ def test_two_ranks_with_different_parameters_are_told_apart() -> None:
     }
 
 
+@on_ranks(3)
 def _weights_were_bad(rank: int) -> Said:
     model = LegacyDistributedDataParallel(nn.Linear(2, 2), checks=Checks(nonfinite="raise"))
     if rank == 1:
@@ -214,7 +217,7 @@ def _weights_were_bad(rank: int) -> Said:
 
 
 def test_weights_that_were_bad_before_are_named() -> None:
-    (kind, text), *others = run_ranks(_weights_were_bad, 3)
+    (kind, text), *others = _weights_were_bad()
 
     assert others == [(kind, text)] * 2
     assert (kind, text) == (
@@ -229,7 +232,8 @@ def test_weights_that_were_bad_before_are_named() -> None:
 # What is no error
 
 
-def _large(rank: int) -> list[Said]:
+@on_ranks(2, [[None, None]] * 2)
+def test_large_finite_gradients_are_no_error(rank: int) -> list[Said]:
     said = []
     for value in (1e20, 3e38):  # the squares are infinite
         model = wrap(checks=Checks(nonfinite="raise"))
@@ -239,11 +243,7 @@ def _large(rank: int) -> list[Said]:
     return said
 
 
-def test_large_finite_gradients_are_no_error() -> None:
-    assert run_ranks(_large, 2) == [[None, None]] * 2
-
-
-def _idle(policy: str, rank: int) -> list[tuple[Said, float | None]]:
+def _idle(rank: int, policy: str) -> list[tuple[Said, float | None]]:
     seen = []
     for arguments in ({"skip": rank == 1}, {"sample_size": 0 if rank == 1 else 1}):
         model = wrap(checks=Checks(nonfinite=policy))
@@ -255,12 +255,14 @@ def _idle(policy: str, rank: int) -> list[tuple[Said, float | None]]:
     return seen
 
 
-@pytest.mark.parametrize("policy", ["raise", "warn"])
-def test_what_a_rank_that_takes_no_part_holds_does_not_matter(policy: str) -> None:
-    assert run_ranks(partial(_idle, policy), 3) == [[(None, 4.0), (None, 4.0), (None, None)]] * 3
+def test_what_a_rank_that_takes_no_part_holds_does_not_matter() -> None:
+    seen = [[(None, 4.0), (None, 4.0), (None, None)]] * 3
+
+    assert run_cases(_idle, 3, {"raise": ("raise",), "warn": ("warn",)}) == {"raise": seen, "warn": seen}
 
 
-def _switched_off(rank: int) -> list[Said]:
+@on_ranks(2, [[None] * 2] * 2)
+def test_no_warning_where_it_is_ignored_and_with_checks_off(rank: int) -> list[Said]:
     said = []
     for checks in (
         Checks(nonfinite="ignore"),
@@ -273,10 +275,6 @@ def _switched_off(rank: int) -> list[Said]:
     return said
 
 
-def test_no_warning_where_it_is_ignored_and_with_checks_off() -> None:
-    assert run_ranks(_switched_off, 2) == [[None] * 2] * 2
-
-
 @pytest.mark.usefixtures("alone")
 def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
@@ -286,16 +284,13 @@ def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -
     assert model.all_reduce().call == 1
 
 
-def _function(rank: int) -> list[bool | None]:
+@on_ranks(2, [[True, False]] * 2)
+def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank(rank: int) -> list[bool | None]:
     model = nn.Linear(2, 1)
     add_gradients(model, NAN if rank == 1 else 1.0)
     rows = all_reduce_gradients(model).rows
     assert "rank 1: every gradient" in logged_warnings.take()[0]
     return [row.finite for row in rows]
-
-
-def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank() -> None:
-    assert run_ranks(_function, 2) == [[True, False]] * 2
 
 
 # Warnings
@@ -352,10 +347,11 @@ def test_a_nan_on_one_rank_is_told_by_default_with_rank_and_parameter(world_size
     assert first[0].startswith(f"all_reduce() call 2: {HEADLINE}  rank 1: 'weight': 2 NaN of 2\n")
 
 
-@pytest.mark.parametrize("other", ["off", Checks(nonfinite="ignore")])
-def test_nothing_is_told_where_a_rank_does_not_take_part(other: Any) -> None:
-    assert run_ranks(_by_default, 2, ("info", other)) == [[], []]
-    assert run_ranks(_by_default, 2, (other, "info")) == [[], []]
+def test_nothing_is_told_where_a_rank_does_not_take_part() -> None:
+    ignoring = Checks(nonfinite="ignore")
+    checks = {str(each): (each,) for other in ("off", ignoring) for each in (("info", other), (other, "info"))}
+
+    assert run_cases(_by_default, 2, checks) == {name: [[], []] for name in checks}
 
 
 def _scaler_of_the_loop(rank: int, scales: bool) -> tuple[int, list[str]]:
@@ -391,16 +387,19 @@ def _error_beside_a_scaler(rank: int, users: tuple[int, ...]) -> str:
     return "" if told is None else " ".join(told[1].split())
 
 
-@pytest.mark.parametrize("users, names", [((0, 1, 2), "ranks 0-2"), ((1,), "rank 1")])
-def test_the_error_names_a_scaler_that_is_used_but_was_not_passed(users: tuple[int, ...], names: str) -> None:
-    first, *others = run_ranks(_error_beside_a_scaler, 3, users)
-
-    assert others == [first] * 2
-    assert first.endswith(
-        "nothing changed: mend the cause, or zero_grad() on all ranks drops this step "
-        f"a GradScaler of {names} was not passed: pass the scaler as Checks(grad_scaler=...) on all ranks, and a step "
-        "that the scaler skips is no error"
-    )
+def test_the_error_names_a_scaler_that_is_used_but_was_not_passed() -> None:
+    names: dict[tuple[int, ...], str] = {(0, 1, 2): "ranks 0-2", (1,): "rank 1", (): ""}
+    for users, (first, *others) in zip(
+        names, run_cases(_error_beside_a_scaler, 3, {str(users): (users,) for users in names}).values(), strict=True
+    ):
+        assert others == [first] * 2
+        said = (
+            f" a GradScaler of {names[users]} was not passed: pass the scaler as Checks(grad_scaler=...) on all ranks, "
+            "and a step that the scaler skips is no error"
+        )
+        assert first.endswith(
+            "nothing changed: mend the cause, or zero_grad() on all ranks drops this step" + (said if users else "")
+        )
 
 
 def _steps_with_a_nan(rank: int, makes_scaler: str) -> tuple[int, list[str]]:
@@ -438,13 +437,6 @@ def test_steps_with_a_nan_look_at_the_objects_of_the_process_once(makes_scaler: 
         assert len(told) == (6 if makes_scaler == "never" else 0)  # told again after every finite step
 
 
-def test_the_error_names_no_scaler_where_there_is_none() -> None:
-    first, *others = run_ranks(_error_beside_a_scaler, 3, ())
-
-    assert others == [first] * 2
-    assert "GradScaler" not in first
-
-
 def test_a_scaler_that_scales_nothing_excuses_nothing() -> None:
     (_, first), (_, second) = run_ranks(_scaler_of_the_loop, 2, False)
 
@@ -452,6 +444,7 @@ def test_a_scaler_that_scales_nothing_excuses_nothing() -> None:
     assert "rank 1" in first[0]
 
 
+@on_ranks(2)
 def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
     model = wrap(checks=Checks(nonfinite="warn"))
     add_gradients(model, NAN if rank else 1.0)
@@ -460,7 +453,7 @@ def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
 
 
 def test_a_warning_that_a_filter_makes_an_error_is_logged_and_the_ranks_stay_in_step() -> None:
-    for (said,), went_on, after in run_ranks(_warning_as_error, 2):
+    for (said,), went_on, after in _warning_as_error():
         assert said.startswith(f"all_reduce() call 1: {HEADLINE}  rank 1: 'weight': 2 NaN of 2")
         assert (went_on, after) == (True, 0.5)
 
@@ -492,7 +485,7 @@ class Training:
         return all_bits([p.detach() for p in self.model.parameters()])
 
 
-def _overflows_once(policy: str, rank: int) -> tuple[list[list[object]], list[float]]:
+def _overflows_once(rank: int, policy: str) -> tuple[list[list[object]], list[float]]:
     training = Training(rank, policy=policy)
     weights, scales = [], []
     for call in range(8):
@@ -501,17 +494,15 @@ def _overflows_once(policy: str, rank: int) -> tuple[list[list[object]], list[fl
     return weights, scales
 
 
-@pytest.mark.parametrize("policy", ["raise", "warn"])
-def test_an_overflow_of_the_scaler_is_a_step_that_all_ranks_skip_silently(policy: str) -> None:
-    (weights, scales), *others = run_ranks(partial(_overflows_once, policy), 3)
-
-    assert others == [(weights, scales)] * 2
-    assert scales == [65536.0] * 3 + [32768.0] * 5
-    moved = [weights[call] != weights[call - 1] for call in range(1, 8)]
-    assert moved == [True, True, False, True, True, True, True]
+def test_an_overflow_of_the_scaler_is_a_step_that_all_ranks_skip_silently() -> None:
+    for (weights, scales), *others in run_cases(_overflows_once, 3, {"raise": ("raise",), "warn": ("warn",)}).values():
+        assert others == [(weights, scales)] * 2
+        assert scales == [65536.0] * 3 + [32768.0] * 5
+        moved = [weights[call] != weights[call - 1] for call in range(1, 8)]
+        assert moved == [True, True, False, True, True, True, True]
 
 
-def _nan_at_every_step(init_scale: float, enabled: bool, rank: int) -> tuple[list[float], Said]:
+def _nan_at_every_step(rank: int, init_scale: float, enabled: bool) -> tuple[list[float], Said]:
     training = Training(rank, init_scale=init_scale, enabled=enabled)
     scales = []
     for _ in range(10):
@@ -521,29 +512,30 @@ def _nan_at_every_step(init_scale: float, enabled: bool, rank: int) -> tuple[lis
     return scales, None
 
 
-@pytest.mark.parametrize(
-    "init_scale, enabled, scales, words",
-    [
-        (8.0, True, [4.0, 2.0, 1.0], "the GradScaler's scale is 1: to skip this step would not help\n"),
-        (1.0, True, [], "the GradScaler's scale is 1: to skip this step would not help\n"),
-        (0.5, True, [], "the GradScaler's scale is 0.5: to skip this step would not help\n"),
-        (65536.0, False, [], ""),
-    ],
-)
-def test_a_nan_that_the_scaler_did_not_make_is_reported_once_the_scale_is_down(
-    init_scale: float, enabled: bool, scales: list[float], words: str
-) -> None:
-    first, second = run_ranks(partial(_nan_at_every_step, init_scale, enabled), 2)
+_AT_1 = "the GradScaler's scale is {}: to skip this step would not help\n"
+# The initial scale, whether the scaler is enabled, the scales until the error, and its words.
+_SCALES: list[tuple[float, bool, list[float], str]] = [
+    (8.0, True, [4.0, 2.0, 1.0], _AT_1.format(1)),
+    (1.0, True, [], _AT_1.format(1)),
+    (0.5, True, [], _AT_1.format(0.5)),
+    (65536.0, False, [], ""),
+]
 
-    assert first == second
-    assert first[0] == scales
-    kind, text = first[1]
-    assert kind == "NonFiniteGradientError"
-    assert text == (
-        f"all_reduce() call {len(scales) + 1}: {HEADLINE}"
-        "  rank 1: every gradient (2 of 2 parameters): look at its loss and its input\n"
-        f"{words}nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
-    )
+
+def test_a_nan_that_the_scaler_did_not_make_is_reported_once_the_scale_is_down() -> None:
+    seen = run_cases(_nan_at_every_step, 2, {str(case): case[:2] for case in _SCALES})
+    for case in _SCALES:
+        first, second = seen[str(case)]
+        _, _, scales, words = case
+        assert first == second
+        assert first[0] == scales
+        kind, text = first[1]
+        assert kind == "NonFiniteGradientError"
+        assert text == (
+            f"all_reduce() call {len(scales) + 1}: {HEADLINE}"
+            "  rank 1: every gradient (2 of 2 parameters): look at its loss and its input\n"
+            f"{words}nothing changed: mend the cause, or zero_grad() on all ranks drops this step"
+        )
 
 
 class _Broken:
@@ -554,7 +546,7 @@ class _Broken:
         raise LookupError("no scale here")
 
 
-def _other_scaler_on(odd: int, which: str, rank: int) -> Said:
+def _other_scaler_on(rank: int, odd: int, which: str) -> Said:
     scalers: dict[str, Any] = {
         "none": None,
         "disabled": torch.amp.GradScaler("cpu", enabled=False),
@@ -570,24 +562,24 @@ def _other_scaler_on(odd: int, which: str, rank: int) -> Said:
     return said
 
 
-@pytest.mark.parametrize(
-    "odd, which, words",
-    [
-        (0, "none", "no GradScaler is enabled on rank 0: not all ranks would skip this step"),
-        (1, "none", "no GradScaler is enabled on rank 1: not all ranks would skip this step"),
-        (2, "disabled", "no GradScaler is enabled on rank 2: not all ranks would skip this step"),
-        (2, "at 1", "the GradScaler's scale is 1: to skip this step would not help"),
-        (0, "at infinity", "the GradScaler's scale is inf: to skip this step would not help"),
-        (1, "broken", "rank 1: inspection failed: LookupError: no scale here\nnothing changed"),
-        (2, "broken", "rank 1: 'weight': 2 inf of 2\n  rank 2: inspection failed: LookupError: no scale here\nnothing"),
-    ],
-)
-def test_one_rank_without_a_scaler_overflow_makes_it_an_error_on_all(odd: int, which: str, words: str) -> None:
-    first, *others = run_ranks(partial(_other_scaler_on, odd, which), 3)
+_OTHER_SCALERS = {
+    (0, "none"): "no GradScaler is enabled on rank 0: not all ranks would skip this step",
+    (1, "none"): "no GradScaler is enabled on rank 1: not all ranks would skip this step",
+    (2, "disabled"): "no GradScaler is enabled on rank 2: not all ranks would skip this step",
+    (2, "at 1"): "the GradScaler's scale is 1: to skip this step would not help",
+    (0, "at infinity"): "the GradScaler's scale is inf: to skip this step would not help",
+    (1, "broken"): "rank 1: inspection failed: LookupError: no scale here\nnothing changed",
+    (2, "broken"): "rank 1: 'weight': 2 inf of 2\n  rank 2: inspection failed: LookupError: no scale here\nnothing",
+}
 
-    assert others == [first] * 2
-    assert first[0] == "NonFiniteGradientError"
-    assert words in first[1]
+
+def test_one_rank_without_a_scaler_overflow_makes_it_an_error_on_all() -> None:
+    seen = run_cases(_other_scaler_on, 3, {str(case): case for case in _OTHER_SCALERS})
+    for case, words in _OTHER_SCALERS.items():
+        first, *others = seen[str(case)]
+        assert others == [first] * 2
+        assert first[0] == "NonFiniteGradientError"
+        assert words in first[1], case
 
 
 @pytest.mark.usefixtures("alone")

@@ -25,6 +25,7 @@ from tests.helpers.cases import wrap_module
 from tests.helpers.comm_hooks import mean
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 from tests.helpers.transports import HOST
 
@@ -57,6 +58,7 @@ def test_a_model_without_trainable_parameters_can_be_printed() -> None:
     assert "no trainable parameters" in repr(LegacyDistributedDataParallel(nn.ReLU()))
 
 
+@on_ranks(1)
 def _printed_with_hook(rank: int) -> str:
     model = wrap()
     model.register_comm_hook(None, allreduce_hook)
@@ -64,11 +66,12 @@ def _printed_with_hook(rank: int) -> str:
 
 
 def test_print_shows_a_hook_and_still_the_buckets() -> None:
-    (text,) = run_ranks(_printed_with_hook, 1)
+    (text,) = _printed_with_hook()
     assert "bucket 0: cpu float32" in text
     assert "comm_hook=torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook" in text
 
 
+@on_ranks(2)
 def _listened(rank: int) -> tuple[list[Any], Any]:
     model, seen = wrap(), []
     first = model.on_sync(lambda record: seen.append(("first", record.call, record.rank)))
@@ -83,13 +86,14 @@ def _listened(rank: int) -> tuple[list[Any], Any]:
 
 
 def test_callbacks_see_every_call_with_the_gradients_it_left() -> None:
-    for rank, (seen, refused) in enumerate(run_ranks(_listened, 2)):
+    for rank, (seen, refused) in enumerate(_listened()):
         # 1 and 2 give 1.5; then 1 in the block and 1 behind it, on both, for 2 items each.
         assert seen == [("first", 1, rank), ("second", None, [1.5]), ("second", 4, [1.0])]
         assert refused == ("TypeError", "callback is not callable: got 'print', expected callback(record)")
 
 
-def _raising(rank: int) -> Any:
+@on_ranks(2, [(("KeyError", "1"), [1.5], 1.5)] * 2)
+def test_an_error_in_a_callback_leaves_a_call_that_is_over(rank: int) -> Any:
     model = wrap()
 
     def object_to(record: SyncRecord) -> None:
@@ -102,10 +106,7 @@ def _raising(rank: int) -> Any:
     return said, reduced, step(model, 1.0 + rank)
 
 
-def test_an_error_in_a_callback_leaves_a_call_that_is_over() -> None:
-    assert run_ranks(_raising, 2) == [(("KeyError", "1"), [1.5], 1.5)] * 2
-
-
+@on_ranks(2)
 def _calling(rank: int) -> Any:
     model = wrap()
     handle = model.on_sync(lambda _: model.all_reduce())
@@ -115,7 +116,7 @@ def _calling(rank: int) -> Any:
 
 
 def test_a_callback_that_calls_again_is_refused_before_it_recurses() -> None:
-    for (kind, text), after in run_ranks(_calling, 2):
+    for (kind, text), after in _calling():
         assert kind == "LegacyDDPError"
         assert "inside an on_sync() callback" in text
         assert after == 1.5
@@ -253,6 +254,7 @@ def test_the_recipe_for_the_recorder_writes_metrics_and_values_of_each_rank(tmp_
     assert first == pytest.approx(2 * second)
 
 
+@on_ranks(2)
 def _tabulated(rank: int) -> str:
     warnings.simplefilter("ignore")
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -261,7 +263,7 @@ def _tabulated(rank: int) -> str:
 
 
 def test_the_recipe_for_the_profiler_prints_the_ranges() -> None:
-    for table in run_ranks(_tabulated, 2):
+    for table in _tabulated():
         assert "legacy_ddp::all_reduce()::agree" in table
 
 

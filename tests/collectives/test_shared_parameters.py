@@ -1,6 +1,7 @@
 """Parameters of two calls: sample_size divides them once, or the second call refuses."""
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import GradientError, LegacyDistributedDataParallel, all_reduce_gradients
-from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks, run_cases
 
 Calls = tuple[Callable[..., Any], Callable[..., Any]]
 
@@ -66,15 +67,16 @@ def _divide_twice(rank: int, form: str) -> list[tuple[str, str | None, bool]]:
     return seen
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls(form: str) -> None:
-    for seen in run_ranks(_divide_twice, 2, form):
-        for text, name, untouched in seen:
+def test_a_tied_weight_is_not_divided_by_sample_size_in_two_calls() -> None:
+    of_forms = run_cases(_divide_twice, 2, {form: (form,) for form in FORMS})
+    for form, seen in of_forms.items():
+        for text, name, untouched in chain(*seen):
             assert name == ("000000" if form == "lists" else "weight")
             assert f"grad of {name!r} was reduced by an earlier call" in text
             assert untouched
 
 
+@on_ranks(2)
 def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     encoder, decoder = _tied()
     with torch.no_grad():
@@ -90,7 +92,7 @@ def _in_one_call(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def test_a_tied_weight_in_one_call_has_the_gradient_of_the_joined_batch() -> None:
-    for reduced, expected in run_ranks(_in_one_call, 2):
+    for reduced, expected in _in_one_call():
         for grad, alone in zip(reduced, expected, strict=True):
             torch.testing.assert_close(grad, alone)
 

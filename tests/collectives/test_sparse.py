@@ -21,6 +21,7 @@ from tests.helpers.cases import (
     wrap_module,
 )
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.torch_versions import needs_grad_dtype
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -74,7 +75,8 @@ def test_sparse_gradients_become_dense_only_where_ranks_differ() -> None:
         )
 
 
-def _empty_sparse(rank: int) -> list[bool]:
+@on_ranks(2, [[True] * 3] * 2)
+def test_sparse_gradient_of_an_empty_parameter_is_reduced_call_after_call(rank: int) -> list[bool]:
     wrapped = wrap_module([torch.zeros(0, 2)])
     seen = []
     for _ in range(3):
@@ -84,10 +86,7 @@ def _empty_sparse(rank: int) -> list[bool]:
     return seen
 
 
-def test_sparse_gradient_of_an_empty_parameter_is_reduced_call_after_call() -> None:
-    assert run_ranks(_empty_sparse, 2) == [[True] * 3] * 2
-
-
+@on_ranks(2)
 def _embeddings(rank: int) -> list[Grads]:
     results = []
     for as_view, sparse in ((True, False), (True, True), (False, True)):
@@ -103,13 +102,13 @@ def _embeddings(rank: int) -> list[Grads]:
 
 
 def test_sparse_embeddings_get_the_gradients_of_dense_ones() -> None:
-    for dense, *others in run_ranks(_embeddings, 2):
+    for dense, *others in _embeddings():
         for sparse in others:
             assert all(grad is not None and grad.is_sparse for grad in sparse)
             assert all_bits([grad.to_dense() for grad in sparse if grad is not None]) == all_bits(dense)
 
 
-def _sparse_of_another_dtype(rank: int) -> list[float]:
+def _of_another_dtype(rank: int) -> list[float]:
     embedding = nn.Embedding(3, 1, sparse=True, dtype=torch.bfloat16)
     model = LegacyDistributedDataParallel(embedding, checks=Checks(uneven="allow"))
     embedding.weight.grad_dtype = torch.float32
@@ -124,4 +123,4 @@ def _sparse_of_another_dtype(rank: int) -> list[float]:
 
 @needs_grad_dtype
 def test_a_sparse_gradient_of_another_dtype_than_its_parameter_may_be_missing_on_a_rank() -> None:
-    assert run_ranks(_sparse_of_another_dtype, 2) == [[0.75, 0.0, 1.5]] * 2
+    assert run_ranks(_of_another_dtype, 2) == [[0.75, 0.0, 1.5]] * 2

@@ -14,6 +14,7 @@ from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp._checks import Level
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, gradient_values
 
 Model = LegacyDistributedDataParallel
@@ -146,12 +147,13 @@ def test_a_result_that_was_cleared_in_any_way_is_no_second_division() -> None:
             assert set(reduced.values()) == {1.5}, case
 
 
+@on_ranks(2)
 def _one_rank_forgets(rank: int) -> tuple[Said, bool, dict[str, float | None]]:
     return _two_steps(rank, WRAPPERS["small"], FORGETS["nothing"] if rank == 1 else CLEARS["zero_()"])
 
 
 def test_one_rank_that_forgets_zero_grad_is_named_on_all() -> None:
-    for said, is_untouched, mended in run_ranks(_one_rank_forgets, 2):
+    for said, is_untouched, mended in _one_rank_forgets():
         assert said is not None
         assert said[0] == "PeerError"
         assert "rank 1: GradientError: grad of 'bias' holds the result of an earlier call" in " ".join(said[1].split())
@@ -168,6 +170,7 @@ SIZES = {
 }
 
 
+@on_ranks(2)
 def _plain_and_weighted(rank: int) -> list[Any]:
     seen = []
     for sizes, _, _ in SIZES.values():
@@ -181,7 +184,7 @@ def _plain_and_weighted(rank: int) -> list[Any]:
 
 def test_a_plain_mean_keeps_what_the_last_call_left() -> None:
     """The result of the first call is equal on both ranks, so that its plain mean is the result itself."""
-    for rank, seen in enumerate(run_ranks(_plain_and_weighted, 2)):
+    for rank, seen in enumerate(_plain_and_weighted()):
         assert seen == [(error, {grads[rank]}) for _, error, grads in SIZES.values()]
 
 
@@ -461,6 +464,7 @@ PLAIN_WRAPPERS = ("small", "large", "gloo", "hook")
 ALSO_CLEARS = {**CLEARS, "decay after the step": _decay, "weight decay by hand": _begin_with_decayed_weights}
 
 
+@on_ranks(2)
 def _forgetful_loops(rank: int) -> dict[tuple[str, str, str], list[str]]:
     return {
         (wrapper, edit, who): _plain_loop(rank, forgets=forgets, wrapper=wrapper, edit=act)
@@ -472,7 +476,7 @@ def _forgetful_loops(rank: int) -> dict[tuple[str, str, str], list[str]]:
 
 def test_gradients_that_a_step_used_and_nobody_cleared_are_told_once_on_rank_0_also_after_a_clip() -> None:
     """After a clip the first forgotten zero_grad() only shows which gradient comes first."""
-    first, other = run_ranks(_forgetful_loops, 2)
+    first, other = _forgetful_loops()
 
     for (wrapper, edit, who), told in first.items():
         assert len(told) == 1, (wrapper, edit, who, told)
@@ -484,6 +488,7 @@ def test_gradients_that_a_step_used_and_nobody_cleared_are_told_once_on_rank_0_a
     assert not any(other.values())
 
 
+@on_ranks(2)
 def _clean_loops(rank: int) -> dict[tuple[str, str, int], list[str]]:
     return {
         (clear, edit, calls): _plain_loop(rank, calls=calls, edit=act, clear=ALSO_CLEARS[clear])
@@ -494,7 +499,7 @@ def _clean_loops(rank: int) -> dict[tuple[str, str, int], list[str]]:
 
 
 def test_loops_that_clear_or_rewrite_gradients_after_the_step_are_not_told() -> None:
-    for found in run_ranks(_clean_loops, 2):
+    for found in _clean_loops():
         assert {case: told for case, told in found.items() if told} == {}
 
 
@@ -514,6 +519,7 @@ def _scaled_loop(rank: int, *, clear: str, checks: Level = "info") -> list[str]:
     return logged_warnings.take()
 
 
+@on_ranks(2)
 def _scaled_loops(rank: int) -> list[list[str]]:
     return [
         *(_scaled_loop(rank, clear=clear) for clear in ("zero_grad()", "zero_()", "data.zero_()")),
@@ -523,7 +529,7 @@ def _scaled_loops(rank: int) -> list[list[str]]:
 
 
 def test_a_scaler_and_a_clip_hide_no_forgotten_zero_grad() -> None:
-    (*clean, told, at_detail), other = run_ranks(_scaled_loops, 2)
+    (*clean, told, at_detail), other = _scaled_loops()
 
     assert clean == [[]] * 3
     for texts in (told, at_detail):

@@ -1,16 +1,15 @@
 """One call with given gradients on given ranks, and what a single process says it should leave."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
+from legacy_ddp import Checks, LegacyDistributedDataParallel
 from tests.helpers.ranks import run_ranks
 
 Grads = list[torch.Tensor | None]
@@ -102,12 +101,6 @@ def check_case(cases: Mapping[Any, Case], expected: Mapping[Any, Grads]) -> None
     """Each case gives, bit for bit, what is expected of it, with views and without."""
     found = {label: all_bits(grads) for label, grads in reduced_on_all(both_ways(cases)).items()}
     assert found == {(label, as_view): all_bits(expected[label]) for label, as_view in found}
-
-
-def error_of(call: Callable[[], object]) -> tuple[type[LegacyDDPError], str]:
-    with pytest.raises(LegacyDDPError) as caught:
-        call()
-    return caught.type, str(caught.value)
 
 
 def vectors(*values: Sequence[float], dtype: torch.dtype = torch.float32) -> list[Grads]:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._collectives import host_sum
 from tests.helpers.reference_tree import Window, wrap_reproducible
+from tests.helpers.small_sizes import sum_chunks_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
 SIZES = (1, 63, 65, 1000)
@@ -38,5 +38,5 @@ def counted(window: Window) -> Window:
 
 def mixed_model(**options: Any) -> LegacyDistributedDataParallel:
     """A wrapper of the parameters of a window."""
-    host_sum.CHUNK_NUMEL = CHUNK
+    sum_chunks_of(CHUNK)
     return wrap_reproducible([torch.ones(numel, dtype=dtype) for dtype in DTYPES for numel in SIZES], **options)

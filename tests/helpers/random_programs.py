@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._buckets import plan
 from tests.helpers import logged_warnings
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.threads import run_together
 
 SHAPES = ((3, 2), (3, 2), (2, 4), (5,))
@@ -71,7 +71,7 @@ class Program:
 
     def __post_init__(self) -> None:
         self.draw = random.Random(self.seed)
-        plan.SMALLEST_BYTES = 0 if self.draw.random() < 0.7 else 2**40
+        move_gradients_from(0 if self.draw.random() < 0.7 else 2**40)
         self.options = {
             "gradient_as_bucket_view": self.draw.random() < 0.7,
             "buffer_size": self.draw.choice([3, 2**28]),

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, LostPeerError
 from tests.helpers.ranks import run_ranks
 
 # What a report says of one call: when it was written, then lines, then an empty one.
@@ -222,6 +223,41 @@ def do_when(
                 act()
 
     return profile
+
+
+@contextmanager
+def counting(function: str) -> Iterator[list[int]]:
+    """A list of one number: how often ``function`` was entered inside the block."""
+    count = [0]
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        count[0] += event == "call" and frame.f_code.co_name == function
+
+    sys.setprofile(profile)
+    try:
+        yield count
+    finally:
+        sys.setprofile(None)
+
+
+def error_after_interrupt(call: Callable[[], object], function: str, *, here: bool) -> str:
+    """The type of the error of ``call``, empty after success. With ``here`` Ctrl-C comes as ``function`` is entered.
+
+    The error itself would keep gradients alive.
+    """
+    if here:
+        sys.setprofile(do_when(function, _interrupt))
+    try:
+        call()
+    except (KeyboardInterrupt, LegacyDDPError) as error:
+        return type(error).__name__
+    finally:
+        sys.setprofile(None)
+    return ""
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 # Faults. Each notes its moment right before it.

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._collectives import host_sum
+from tests.helpers.small_sizes import DEFAULT_CHUNK_NUMEL
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-SIZES = (1, 63, 64, 65, 4096, 3 * host_sum.CHUNK_NUMEL + 7)
+SIZES = (1, 63, 64, 65, 4096, 3 * DEFAULT_CHUNK_NUMEL + 7)
 
 
 def every_dtype() -> nn.ParameterList:

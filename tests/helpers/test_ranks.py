@@ -23,6 +23,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from legacy_ddp._buckets import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.tiers import thorough
 
 
 def _sum_of_ranks(rank: int, scale: float = 1.0) -> float:
@@ -120,14 +121,15 @@ _CHANGES: dict[str, Callable[[], object]] = {
     "dtype": lambda: torch.set_default_dtype(torch.float64),
     "module hook": lambda: register_module_forward_hook(lambda *_: None),
     "constant": lambda: setattr(plan, "SMALLEST_BYTES", 1),
-    "process group": lambda: dist.new_group([0]),
+    "process group": lambda: dist.new_group([dist.get_rank()], use_local_synchronization=True),
     "child": lambda: subprocess.Popen(["sleep", "2"]),
 }
 
 
-def _change(what: str, rank: int) -> int:
-    """Leave one change in the process."""
-    _CHANGES[what]()
+def _change(rank: int) -> int:
+    """Leave a change in the process: of each rank but the last, another one."""
+    if rank < len(_CHANGES):
+        list(_CHANGES.values())[rank]()
     return os.getpid()
 
 
@@ -183,7 +185,7 @@ def test_tensors_travel_by_value() -> None:
     assert second["weight"].requires_grad
 
 
-@pytest.mark.parametrize("guilty", [0, 1, 2])
+@pytest.mark.parametrize("guilty", [thorough(0), 1, thorough(2)])
 def test_a_raising_rank_is_named_first_with_its_traceback(guilty: int) -> None:
     with pytest.raises(RankFailure) as caught:
         run_ranks(partial(_raise_on, guilty), 3)
@@ -209,9 +211,9 @@ def test_a_warning_on_a_rank_is_an_error() -> None:
     "how, said",
     [
         ("_exit", "exit code 3"),
-        ("sys.exit", "exit code 4"),
+        thorough("sys.exit", "exit code 4"),
         ("SIGKILL", "signal SIGKILL"),
-        ("SIGABRT", "signal SIGABRT"),
+        thorough("SIGABRT", "signal SIGABRT"),
     ],
 )
 def test_a_dying_rank_is_named_with_its_exit(how: str, said: str) -> None:
@@ -221,12 +223,18 @@ def test_a_dying_rank_is_named_with_its_exit(how: str, said: str) -> None:
     assert caught.value.ranks == (1,)
 
 
-def test_a_hanging_rank_is_named_with_its_stack() -> None:
+def _alive(pids: Iterable[int]) -> list[int]:
+    """The processes that are running, or ended and were not waited for."""
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_hanging_rank_is_named_with_its_stack_and_no_process_survives(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="rank 1 hung") as caught:
-        run_ranks(partial(_hang_on, 1), 2, timeout_seconds=0.5)
+        run_ranks(partial(_leave_pid_and_hang_on, str(tmp_path), 1), 2, timeout_seconds=0.5)
 
     assert caught.value.ranks == (1,)
     assert "_wait_for_ever_in_a_named_function" in str(caught.value)
+    assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
 
 
 def test_a_rank_stuck_in_a_collective_is_named_with_its_stack() -> None:
@@ -261,20 +269,8 @@ def test_ranks_that_cannot_start_in_time_are_named() -> None:
         run_ranks(_identity, 2, start_seconds=0.0)
 
 
-def _alive(pids: Iterable[int]) -> list[int]:
-    """The processes that are running, or ended and were not waited for."""
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-
-
 def test_no_fresh_process_survives_its_job() -> None:
     assert _alive(run_ranks(_pid, 2, fresh=True)) == []
-
-
-def test_no_process_survives_a_failure(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure):
-        run_ranks(partial(_leave_pid_and_hang_on, str(tmp_path), 1), 2, timeout_seconds=0.5)
-
-    assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
 
 
 # Processes that are kept
@@ -295,12 +291,11 @@ def test_jobs_start_with_the_same_random_number() -> None:
     assert run_ranks(_random_number, 2) == run_ranks(_random_number, 2, fresh=True) == run_ranks(_random_number, 2)
 
 
-@pytest.mark.parametrize("change", _CHANGES)
-def test_a_process_that_a_job_changed_is_not_kept(change: str) -> None:
-    (pid,) = run_ranks(partial(_change, change), 1)
+def test_a_process_that_a_job_changed_is_not_kept() -> None:
+    *changed, unchanged = run_ranks(_change, len(_CHANGES) + 1)
 
-    assert _alive([pid]) == []
-    assert run_ranks(_pid, 1) != [pid]
+    assert {what: pid for what, pid in zip(_CHANGES, changed, strict=True) if _alive([pid])} == {}
+    assert run_ranks(_pid, 1) == [unchanged]
 
 
 def test_a_process_that_a_job_broke_fails_the_job() -> None:
@@ -333,7 +328,7 @@ def test_a_lost_rank_leaves_none_and_survivors_return() -> None:
     assert run_ranks(_survive_lost_peer, 2, lost=(1,)) == ["RuntimeError", None]
 
 
-@pytest.mark.parametrize("how", ["_exit", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("how", [thorough("_exit"), "SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_may_die_or_stop(how: str) -> None:
     assert run_ranks(partial(_die_on, 0, how), 2, lost=(0,)) == [None, 1]
 
@@ -360,7 +355,7 @@ def test_a_survivor_that_cannot_exit_is_forgiven_on_request() -> None:
     assert run_ranks(_survive_and_hang_on_exit, 2, lost=(1,), survivors_exit=False) == ["RuntimeError", None]
 
 
-@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), ("_exit", "exit code 3")])
+@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), thorough("_exit", "exit code 3")])
 def test_a_survivor_that_dies_at_its_exit_fails(how: str, said: str) -> None:
     with pytest.raises(RankFailure, match=f"rank 0 died after returning: {said}"):
         run_ranks(partial(_die_at_exit_on, 0, how), 2, lost=(1,))

@@ -35,7 +35,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
     if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
         return  # the test chooses itself
     is_chosen = module.__name__.split(".")[1] in folders or module.__name__ in _USUAL_MODULES
-    if asks or (is_chosen and "run_ranks" in vars(module)):
+    if asks or (is_chosen and {"run_ranks", "on_ranks"} & vars(module).keys()):
         if not asks:
             metafunc.fixturenames.append("transport")  # only for this check of pytest: see _transport_of_the_test()
         gloo = GLOO if asks else pytest.param(GLOO, marks=pytest.mark.thorough)

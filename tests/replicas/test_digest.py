@@ -1,15 +1,22 @@
-"""A digest changes with any bit and any order of the bits, and with nothing else."""
+"""Digests and checksums: they change with any bit and any order of the bits, and with nothing else."""
 
+import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from legacy_ddp._replicas.digest import digest, digest_all, digest_each
+from legacy_ddp._replicas.digest import add_memory, digest, digest_all, digest_each, has_memory
+from legacy_ddp._replicas.rotation import MAX_PARTS, SMALLEST_PART, TENSOR_COST, divide
+
+# A digest changes with any bit and any order of the bits, and with nothing else
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int8, torch.int16, torch.int64, torch.uint8, torch.bool]
@@ -79,11 +86,6 @@ def test_a_tensor_of_more_lanes_than_work_together_has_the_same_digest() -> None
     assert digest(data) == _reference(bytes(data.tolist()))
 
 
-@given(st.binary(max_size=100))
-def test_digest_of_any_bytes_is_what_its_definition_says(data: bytes) -> None:
-    assert digest(torch.tensor(list(data), dtype=torch.uint8)) == _reference(data)
-
-
 # --- every fault that other sums miss --------------------------------------------------------------------------------
 
 
@@ -137,57 +139,7 @@ def test_an_edit_is_seen(name: str, side: int, dtype: torch.dtype) -> None:
     _assert_seen(square, edited)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_the_sign_of_zero_is_seen(dtype: torch.dtype, side: int) -> None:
-    zeros = torch.zeros(side, side, dtype=dtype)
-    one_negative = zeros.clone()
-    one_negative[3, 5] = -0.0
-
-    _assert_seen(zeros, one_negative)
-    _assert_seen(zeros, -zeros)
-    _assert_seen(one_negative, -zeros)
-
-
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_payloads_of_nan_are_seen(dtype: torch.dtype, side: int) -> None:
-    quiet = torch.full((side, side), torch.nan, dtype=dtype)
-    other = quiet.clone()
-    _bits(other)[40] ^= 1
-
-    assert other.isnan().all()
-    _assert_seen(quiet, other)
-
-
 # --- bits that a polynomial mod 2**64 loses: those at the top of a word -----------------------------------------------
-
-COLUMN_BYTES = 8 * 4096  # from a word to the one below it, up to 2 MiB
-
-
-def _two_rows(dtype: torch.dtype) -> torch.Tensor:
-    return _random(2 * COLUMN_BYTES // dtype.itemsize, dtype=dtype)
-
-
-def test_a_negated_float64_tensor_of_an_even_number_of_rows_is_seen() -> None:
-    tensor = _two_rows(torch.float64)
-
-    _assert_seen(tensor, -tensor)
-
-
-def test_a_conjugated_complex64_tensor_of_an_even_number_of_rows_is_seen() -> None:
-    tensor = _two_rows(torch.complex64)
-
-    _assert_seen(tensor, tensor.conj())
-
-
-@pytest.mark.parametrize("column", [0, 1])
-def test_a_negated_column_of_a_float32_matrix_is_seen(column: int) -> None:
-    matrix = _random(64, 1024)
-    negated = matrix.clone()
-    negated[:, column].neg_()
-
-    _assert_seen(matrix, negated)
 
 
 @pytest.mark.parametrize("rows_apart", [1, 2, 4, 8, 16, 32])
@@ -205,7 +157,6 @@ def test_swapped_powers_of_two_in_one_column_are_seen(half: int, rows_apart: int
 
 NUMEL = 20_003  # of float32: three rows of lanes, the last one not whole and ending with half a word
 places = st.integers(0, NUMEL - 1)
-matrices = st.tuples(st.integers(1, 200), st.integers(1, 100))
 
 
 @given(places, st.integers(0, 31))
@@ -215,45 +166,6 @@ def test_any_changed_bit_is_seen(place: int, bit: int) -> None:
     changed.view(torch.uint8)[4 * place + bit // 8] ^= 1 << bit % 8
 
     _assert_seen(tensor, changed)
-
-
-@given(places, places)
-def test_two_elements_swapped_are_seen_if_they_differ(first: int, second: int) -> None:
-    tensor = _random(NUMEL)
-    swapped = tensor.clone()
-    swapped[[first, second]] = swapped[[second, first]]
-
-    assert (digest(tensor) == digest(swapped)) == (tensor[first] == tensor[second])
-    assert (digest_all([tensor]) == digest_all([swapped])) == (tensor[first] == tensor[second])
-
-
-@given(st.sets(places, min_size=1, max_size=4), st.integers(0, 63))
-def test_a_bit_changed_in_a_few_words_is_seen(chosen: set[int], bit: int) -> None:
-    words = torch.zeros(NUMEL, dtype=torch.int64)
-    changed = words.clone()
-    changed[list(chosen)] = torch.tensor([1 << bit % 8] + [0] * 7, dtype=torch.uint8).roll(bit // 8).view(torch.int64)
-
-    _assert_seen(words, changed)
-
-
-@given(matrices, st.data())
-def test_a_negated_row_or_column_or_all_is_seen(shape: tuple[int, int], data: st.DataObject) -> None:
-    matrix = _random(*shape, dtype=data.draw(st.sampled_from(FLOATS)))
-    row, column = data.draw(st.integers(0, shape[0] - 1)), data.draw(st.integers(0, shape[1] - 1))
-    part = data.draw(st.sampled_from([(row,), (slice(None), column), (row, column), ()]))
-    negated = matrix.clone()
-    negated[part] = -negated[part]
-
-    _assert_seen(matrix, negated)
-
-
-@given(matrices, st.sampled_from(FLOATS))
-def test_a_transposed_matrix_is_seen_if_its_bits_move(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    matrix = _random(*shape, dtype=dtype)
-    moved = _contents(matrix) != _contents(matrix.t())
-
-    assert (digest(matrix) != digest(matrix.t())) == moved
-    assert (digest_all([matrix]) != digest_all([matrix.t()])) == moved
 
 
 # --- nothing else ----------------------------------------------------------------------------------------------------
@@ -499,3 +411,114 @@ def test_words_are_signed_64_bit_numbers(data: bytes) -> None:
 
     for word in _digests(tensor):
         assert -(2**63) <= word < 2**63
+
+
+# CRC-32 of the memory of tensors, against zlib on the bytes of numpy
+
+
+NUMPY_DTYPES = {torch.float64: np.float64, torch.float16: np.float16, torch.int64: np.int64, torch.bool: np.bool_}
+
+
+def _whole(tensor: torch.Tensor) -> int:
+    return add_memory(0, tensor, 0, tensor.nbytes)
+
+
+@given(st.lists(st.integers(0, 255), min_size=1, max_size=200), st.data())
+def test_pieces_end_to_end_are_the_checksum_of_the_bytes(values: list[int], data: st.DataObject) -> None:
+    tensor = torch.tensor(values, dtype=torch.uint8)
+    cuts = [0, *sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4))), len(values)]
+
+    checksum = 0
+    for start, stop in pairwise(cuts):
+        checksum = add_memory(checksum, tensor, start, stop)
+
+    assert checksum == zlib.crc32(bytes(values))
+
+
+@pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
+def test_every_dtype_is_read_as_its_bytes(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(24) % 7).to(dtype)
+
+    assert _whole(tensor) == zlib.crc32((np.arange(24) % 7).astype(NUMPY_DTYPES[dtype]).tobytes())
+
+
+def test_strides_conjugates_and_negations_are_read_in_row_major_order() -> None:
+    values = np.arange(12, dtype=np.float32).reshape(3, 4)
+    numbers = values.astype(np.complex64) * (1 + 2j)
+    matrix, complex_matrix = torch.tensor(values), torch.tensor(numbers)
+
+    assert _whole(matrix.t()) == zlib.crc32(np.ascontiguousarray(values.T).tobytes())
+    assert _whole(matrix[:, 1:3]) == zlib.crc32(np.ascontiguousarray(values[:, 1:3]).tobytes())
+    assert complex_matrix.conj().is_conj()
+    assert _whole(complex_matrix.conj()) == zlib.crc32(numbers.conj().tobytes())
+    assert complex_matrix.conj().imag.is_neg()
+    assert _whole(complex_matrix.conj().imag) == zlib.crc32(np.ascontiguousarray(numbers.conj().imag).tobytes())
+    alone = complex_matrix[1, 1].conj().imag  # contiguous
+    assert _whole(alone) == zlib.crc32(np.float32(-10).tobytes())
+
+
+def test_reading_runs_no_operation_of_torch_and_leaves_the_version() -> None:
+    class Refuse(TorchDispatchMode):
+        def __torch_dispatch__(self, function: object, *_: object) -> object:
+            raise AssertionError(function)
+
+    tensor = torch.nn.Parameter(torch.ones(5))
+    with Refuse():
+        checksum = _whole(tensor)
+
+    assert checksum == zlib.crc32(np.ones(5, dtype=np.float32).tobytes())
+    assert tensor._version == 0
+
+
+def test_only_tensors_with_memory_of_the_cpu_are_read() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(3)
+
+    assert has_memory(torch.ones(3))
+    assert has_memory(torch.nn.Parameter(torch.ones(0)))
+    assert not any(map(has_memory, [fake, torch.ones(3).to_sparse(), torch.ones(3, device="meta")]))
+    with pytest.raises(TypeError, match="no memory: got FakeTensor"):
+        _whole(fake)
+
+
+# Parts of a rotation: every byte once, in at most 16 parts of about equal cost
+
+_SIZES = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 2**22)), max_size=200)
+
+
+@given(_SIZES)
+def test_every_byte_is_in_one_part(sizes: list[int]) -> None:
+    pieces = sorted(piece for part in divide(sizes) for piece in part)
+
+    for index, size in enumerate(sizes):
+        own = [piece for piece in pieces if piece.tensor == index]
+        assert [piece.start for piece in own][:1] == [0][: len(own)]
+        assert all(before.stop == after.start for before, after in pairwise(own))
+        assert (own[-1].stop if own else 0) == size
+        assert all(piece.start % 64 == 0 and piece.start < piece.stop for piece in own)
+
+
+@given(_SIZES)
+def test_parts_are_few_and_of_about_equal_cost(sizes: list[int]) -> None:
+    parts = divide(sizes)
+    costs = [sum(TENSOR_COST + piece.stop - piece.start for piece in part) for part in parts]
+
+    assert 1 <= len(parts) <= MAX_PARTS
+    total = sum(size + TENSOR_COST for size in sizes)
+    assert max(costs) <= max(2 * SMALLEST_PART, total / MAX_PARTS) + 3 * TENSOR_COST
+
+
+def test_a_thousand_small_tensors_go_to_all_parts() -> None:
+    parts = divide([1024] * 1000)
+
+    assert len(parts) == MAX_PARTS
+    assert all(35 <= len(part) <= 65 for part in parts)
+
+
+def test_a_large_tensor_takes_several_parts() -> None:
+    assert [len(part) for part in divide([2**24])] == [1] * MAX_PARTS
+
+
+def test_a_small_model_is_one_part_and_nothing_is_an_empty_part() -> None:
+    assert divide([100, 200, 300]) == [[(0, 0, 100), (1, 0, 200), (2, 0, 300)]]
+    assert divide([]) == divide([0, 0]) == [[]]

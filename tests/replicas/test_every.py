@@ -10,6 +10,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import Action, Run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough
 
 EVERY = Checks("detail", every=5)
@@ -99,7 +100,8 @@ def test_ranks_with_another_every_are_an_error_at_construction(others: Checks) -
     assert "every=5" in first[2]
 
 
-def _digests(rank: int) -> list[int]:
+@on_ranks(2, [[1, 6, 11]] * 2)
+def test_the_calls_between_take_no_digest(rank: int) -> list[int]:
     run = Run(rank, arguments={"checks": EVERY})
     run.wrap()
     calls = []
@@ -112,11 +114,9 @@ def _digests(rank: int) -> list[int]:
     return calls
 
 
-def test_the_calls_between_take_no_digest() -> None:
-    assert run_ranks(_digests, 2) == [[1, 6, 11]] * 2
-
-
-def _looks_between_call_and_step(rank: int) -> list[int]:
+# which finds the statistics of the normalisation
+@on_ranks(2, [[6]] * 2)
+def test_a_forward_between_call_and_step_on_one_rank_makes_no_difference(rank: int) -> list[int]:
     """Rank 0 runs a training forward there, with the weights before the step."""
     run = Run(rank, arguments={"checks": EVERY})
     run.wrap()
@@ -130,7 +130,3 @@ def _looks_between_call_and_step(rank: int) -> list[int]:
         run.optimizer.step()
         run.optimizer.zero_grad()
     return compared
-
-
-def test_a_forward_between_call_and_step_on_one_rank_makes_no_difference() -> None:
-    assert run_ranks(_looks_between_call_and_step, 2) == [[6]] * 2  # which finds the statistics of the normalisation

@@ -12,6 +12,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, ReplicaDivergenceError, UnsynchronizedStepError
 from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
 
 wrap_in_detail = partial(LegacyDistributedDataParallel, checks="detail")
@@ -49,7 +50,8 @@ def test_ranks_that_clip_as_always_are_not_accused_of_it(
     assert run_ranks(_clips_and_skips, world_size, skips) == [f"{phase} {ranks}"] * world_size
 
 
-def _forgets_to_clamp(rank: int) -> str:
+@on_ranks(2, ["outside ()"] * 2)
+def test_a_rank_that_clamps_as_always_is_not_accused_of_it(rank: int) -> str:
     model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for index in range(3):
@@ -64,14 +66,11 @@ def _forgets_to_clamp(rank: int) -> str:
     return _error_text(model.all_reduce)
 
 
-def test_a_rank_that_clamps_as_always_is_not_accused_of_it() -> None:
-    assert run_ranks(_forgets_to_clamp, 2) == ["outside ()"] * 2
-
-
 # Steps that did not happen, and gradients that nobody uses
 
 
-def _goes_on_after_a_refused_step(rank: int) -> Said:
+@on_ranks(2, [None] * 2)
+def test_a_step_that_the_guard_refused_leaves_no_trace(rank: int) -> Said:
     model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -85,11 +84,8 @@ def _goes_on_after_a_refused_step(rank: int) -> Said:
     return error_of(model.all_reduce)
 
 
-def test_a_step_that_the_guard_refused_leaves_no_trace() -> None:
-    assert run_ranks(_goes_on_after_a_refused_step, 2) == [None] * 2
-
-
-def _closure_with_leftovers(rank: int) -> Said:
+@on_ranks(2, [None] * 2)
+def test_gradients_that_a_closure_drops_are_not_compared(rank: int) -> Said:
     model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -105,11 +101,8 @@ def _closure_with_leftovers(rank: int) -> Said:
     return error_of(closure)
 
 
-def test_gradients_that_a_closure_drops_are_not_compared() -> None:
-    assert run_ranks(_closure_with_leftovers, 2) == [None] * 2
-
-
-def _frozen_with_a_gradient(rank: int) -> Said:
+@on_ranks(2, [None] * 2)
+def test_a_gradient_left_on_a_frozen_layer_that_no_optimizer_holds_is_silent(rank: int) -> Said:
     model = wrap_in_detail(nn.Sequential(nn.Linear(1, 1), tanh_net()))
     optimizer = torch.optim.SGD(model.module[1].parameters(), lr=0.1)
     for index in range(3):
@@ -127,11 +120,8 @@ def _frozen_with_a_gradient(rank: int) -> Said:
     return error_of(model.all_reduce)
 
 
-def test_a_gradient_left_on_a_frozen_layer_that_no_optimizer_holds_is_silent() -> None:
-    assert run_ranks(_frozen_with_a_gradient, 2) == [None] * 2
-
-
-def _replaces_its_module(rank: int) -> str:
+@on_ranks(2, ["outside (1,)"] * 2)
+def test_another_module_put_in_place_is_the_one_that_is_followed(rank: int) -> str:
     model = wrap_in_detail(tanh_net())
     model.module = copy.deepcopy(model.module)
     model.all_reduce()
@@ -139,10 +129,6 @@ def _replaces_its_module(rank: int) -> str:
         with torch.no_grad():
             model.module[0].weight[0, 0] += 1
     return _error_text(model.all_reduce)
-
-
-def test_another_module_put_in_place_is_the_one_that_is_followed() -> None:
-    assert run_ranks(_replaces_its_module, 2) == ["outside (1,)"] * 2
 
 
 def _steps_a_sharded_optimizer(rank: int) -> bool:
@@ -163,6 +149,7 @@ def test_an_optimizer_whose_ranks_step_other_parameters_each_is_silent() -> None
     assert run_ranks(_steps_a_sharded_optimizer, 2) == [True, True]
 
 
+@on_ranks(2)
 def _steps_at_another_rate_for_once(rank: int) -> str:
     model = wrap_in_detail(tanh_net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -177,5 +164,5 @@ def _steps_at_another_rate_for_once(rank: int) -> str:
 
 
 def test_a_rate_that_was_another_during_the_step_alone_is_told() -> None:
-    for text in run_ranks(_steps_at_another_rate_for_once, 2):
+    for text in _steps_at_another_rate_for_once():
         assert "lr of parameter group 0: rank 1 has 0.25; rank 0 has 0.5" in text

@@ -13,6 +13,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Action, Run, Warned, train
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough
 
 STEP = 20  # of the fault: a whole rotation has passed before
@@ -151,6 +152,7 @@ def test_nothing_is_said_where_divergence_is_ignored_or_checks_are_off_on_a_rank
     assert run_ranks(_diverges, 2, checks, 20) == [[], []]
 
 
+@on_ranks(2)
 def _diverges_twice(rank: int) -> list[int]:
     run = Run(rank)
     run.wrap()
@@ -169,7 +171,7 @@ def _diverges_twice(rank: int) -> list[int]:
 
 
 def test_a_streak_ends_after_a_silent_rotation() -> None:
-    first, second = run_ranks(_diverges_twice, 2)
+    first, second = _diverges_twice()
 
     assert first == second
     assert len(first) == 2

@@ -12,6 +12,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, Warned, train, wide_net
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.torch_versions import uses_torch_jit
 
 # Modules
@@ -78,6 +79,7 @@ def _poke_table(run: Run) -> None:
     run.module.get_buffer("4.values")[3] = 0.5
 
 
+@on_ranks(2)
 def _trains_with_new_table(rank: int) -> Warned:
     actions = {("stepped", 5): _replace_table}
     run = Run(rank, module=wide_net().append(_Table()))
@@ -85,7 +87,7 @@ def _trains_with_new_table(rank: int) -> Warned:
 
 
 def test_a_buffer_of_a_replaced_module_is_read_from_the_next_rotation_on() -> None:
-    first, second = run_ranks(_trains_with_new_table, 2)
+    first, second = _trains_with_new_table()
 
     assert first == second
     assert first.count == 1
@@ -99,13 +101,14 @@ def _keep_cache(run: Run) -> None:
     run.module.register_buffer("cache", torch.ones(64))
 
 
+@on_ranks(2)
 def _trains_with_cache(rank: int) -> Warned:
     actions = {("stepped", 5): _keep_cache, ("stepped", PARTS + 4): trainings.add_noise}
     return train(Run(rank), 4 * PARTS, actions if rank else {})
 
 
 def test_a_buffer_on_one_rank_alone_leaves_no_rank_waiting_later() -> None:
-    first, second = run_ranks(_trains_with_cache, 2)
+    first, second = _trains_with_cache()
 
     assert first == second
     assert trainings.names_in(first.text) == {"3.weight"}

@@ -1,4 +1,4 @@
-"""Micro-batches of a step: changes of gradients between them, and unrelated errors."""
+"""Micro-batches in the order of a tree: their sums, their memory, and the splits over ranks."""
 
 import warnings
 from collections.abc import Callable
@@ -7,22 +7,30 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._buckets import plan
+from legacy_ddp._buckets.layout import Bucket
+from legacy_ddp._buckets.segment import SegmentPolicy
+from legacy_ddp._reproducible import partial_sums
 from legacy_ddp._reproducible.partial_sums import PartialSums
+from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import bring, wrap_reproducible
+from tests.helpers.reference_tree import bring, tree_sum, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_sizes import move_gradients_from
+
+# Micro-batches of a step: changes of gradients between them, and unrelated errors
 
 Model = LegacyDistributedDataParallel
 
 
 def _model() -> Model:
     """A smaller and a larger parameter; backward puts both gradients into their slots at once."""
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     return wrap_reproducible([torch.ones(3), torch.ones(1)])
 
 
@@ -291,3 +299,56 @@ def _tensors_made(rank: int) -> list[int]:
 def test_memory_is_taken_in_the_first_step_only(world_size: int) -> None:
     for made in run_ranks(_tensors_made, world_size, fresh=True):
         assert made[0] == made[1] == made[2] > 0
+
+
+# Partial sums of the leaves of a bucket: the bits of the tree in the dtype of the sums
+
+CHUNK = partial_sums._CONVERTED_NUMEL
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("numel", [0, 1, CHUNK - 1, CHUNK, 2 * CHUNK + 3])
+def test_leaves_of_any_size_are_added_in_the_order_of_the_tree(numel: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    leaves = [(1000 * torch.randn(numel, generator=generator)).to(dtype) for _ in range(7)]
+    sums = PartialSums(Bucket(torch.device("cpu"), dtype, (), numel), SegmentPolicy())
+    wide = torch.float32 if dtype == torch.float16 else dtype
+
+    for count, leaf in enumerate(leaves, 1):
+        expected = tree_sum([each.to(wide) for each in leaves[:count]])
+        assert torch.equal(sums.total(leaf), expected)
+        sums.add(leaf)
+        assert torch.equal(sums.total(None), expected)
+
+
+# Which hosts of ranks add their sums to nodes of the tree, compared with the nodes of a recursive tree
+
+Ranks = tuple[int, ...]
+
+
+def _nodes(ranks: Ranks) -> set[Ranks]:
+    """The first part of a node is the largest power of two that is less than all."""
+    if len(ranks) == 1:
+        return {ranks}
+    half = 2 ** ((len(ranks) - 1).bit_length() - 1)
+    return {ranks} | _nodes(ranks[:half]) | _nodes(ranks[half:])
+
+
+@st.composite
+def _hosts(draw: st.DrawFn) -> list[Ranks]:
+    """At least two hosts with equally many ranks: consecutive, or with two exchanged, or in any order."""
+    count, each = draw(st.integers(2, 6)), draw(st.integers(1, 9))
+    ranks = list(range(count * each))
+    if draw(st.booleans()):
+        ranks = draw(st.permutations(ranks))
+    elif draw(st.booleans()):
+        first, second = draw(st.sampled_from(ranks)), draw(st.sampled_from(ranks))
+        ranks[first], ranks[second] = ranks[second], ranks[first]
+    return sorted(tuple(sorted(ranks[start : start + each])) for start in range(0, len(ranks), each))
+
+
+@given(_hosts())
+def test_hosts_are_nodes_where_the_tree_has_a_node_with_their_ranks(hosts: list[Ranks]) -> None:
+    nodes = _nodes(tuple(range(sum(map(len, hosts)))))
+
+    assert (why_no_nodes(hosts) == "") == all(ranks in nodes for ranks in hosts)

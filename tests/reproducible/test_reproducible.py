@@ -14,10 +14,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._buckets import plan, private_fork
+from legacy_ddp._buckets import private_fork
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
+from tests.helpers.shared_jobs import once, run_cases
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import thorough
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -179,13 +181,8 @@ def test_the_tree_is_no_less_exact_than_adding_in_a_row() -> None:
 # --- what a leaf is ---------------------------------------------------------------------------------------------------
 
 
-def _grads_of(script: Callable[[LegacyDistributedDataParallel], None]) -> list[Any]:
-    """What one rank holds after a script on a parameter of three ones."""
-    (found,) = run_ranks(partial(_play, script), 1)
-    return found
-
-
-def _play(script: Callable[[LegacyDistributedDataParallel], None], _: int) -> list[Any]:
+def _play(_: int, script: Callable[[LegacyDistributedDataParallel], None]) -> list[Any]:
+    """What a rank holds after a script on a parameter of three ones."""
     wrapped = wrap_reproducible([torch.ones(3), torch.ones(1)])
     warnings.filterwarnings("ignore", ".*several backward passes in one micro-batch")  # which is meant here
     script(wrapped)
@@ -249,25 +246,12 @@ def _local_step(wrapped: LegacyDistributedDataParallel) -> None:
     wrapped.all_reduce(sample_size=1)
 
 
-@pytest.mark.parametrize("script", [_nested, _an_empty_block, _without_blocks, _local_step, _edited_in_place])
-def test_every_gradient_of_the_step_counts_once(script: Callable[[LegacyDistributedDataParallel], None]) -> None:
-    assert _grads_of(script) == [[3.0] * 3, [3.0]]
-
-
-def test_gradients_assigned_by_hand_are_leaves() -> None:
-    assert _grads_of(_by_hand) == [[7.0] * 3, [7.0]]
-
-
 def _zero_in_the_end(wrapped: LegacyDistributedDataParallel) -> None:
     with wrapped.no_sync():
         _add(wrapped, 1)
         bring(wrapped.module, [torch.full((3,), 2.0), None])
     bring(wrapped.module, [None, torch.zeros(1)])
     wrapped.all_reduce(sample_size=1)
-
-
-def test_a_last_gradient_that_is_zero_drops_no_micro_batch() -> None:
-    assert _grads_of(_zero_in_the_end) == [[3.0] * 3, [1.0]]
 
 
 def _dropped(wrapped: LegacyDistributedDataParallel, *, set_to_none: bool, last_in_block: bool) -> None:
@@ -287,15 +271,38 @@ def _dropped(wrapped: LegacyDistributedDataParallel, *, set_to_none: bool, last_
     assert record.rows[0].micro_batches == 1
 
 
-@pytest.mark.parametrize("last_in_block", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_drops_the_micro_batches_before_it(*, set_to_none: bool, last_in_block: bool) -> None:
-    assert _grads_of(partial(_dropped, set_to_none=set_to_none, last_in_block=last_in_block)) == [[4.0] * 3, [4.0]]
+# What a script leaves in both parameters.
+LEAVES: dict[str, tuple[Callable[[LegacyDistributedDataParallel], None], list[list[float]]]] = {
+    **{
+        script.__name__: (script, [[3.0] * 3, [3.0]])
+        for script in (_nested, _an_empty_block, _without_blocks, _local_step, _edited_in_place)
+    },
+    "gradients assigned by hand": (_by_hand, [[7.0] * 3, [7.0]]),
+    "a last gradient that is zero": (_zero_in_the_end, [[3.0] * 3, [1.0]]),
+    **{
+        f"zero_grad({to_none=}), {in_block=}": (
+            partial(_dropped, set_to_none=to_none, last_in_block=in_block),
+            [[4.0] * 3, [4.0]],
+        )
+        for to_none in (True, False)
+        for in_block in (True, False)
+    },
+}
 
 
-def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
+@once
+def _left() -> dict[str, list[list[Any]]]:
+    return run_cases(_play, 1, {name: (script,) for name, (script, _) in LEAVES.items()})
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_every_gradient_of_the_step_counts_once(name: str) -> None:
+    assert _left()[name] == [LEAVES[name][1]]
+
+
+def _kept_gradients(_: int, count: int) -> tuple[list[Any], list[Any]]:
     """What was kept from every block and what the call left, where backward puts gradients into their slots."""
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     wrapped = wrap_reproducible([torch.ones(3)])
     kept = []
     for _ in range(2):
@@ -311,12 +318,12 @@ def _kept_gradients(rank: int, count: int) -> tuple[list[Any], list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_gradients_kept_from_blocks_keep_their_values(transport: str, count: int) -> None:
-    kept = [[float(value + 1)] * 3 for value in range(count)]
-    assert (
-        run_ranks(partial(_kept_gradients, count=count), 2, fresh=True) == [(kept, [[count * (count + 1) / 2] * 3])] * 2
-    )
+def test_gradients_kept_from_blocks_keep_their_values(transport: str) -> None:
+    kept = {count: [[float(value + 1)] * 3 for value in range(count)] for count in (1, 2, 4)}
+
+    assert run_cases(_kept_gradients, 2, {str(count): (count,) for count in kept}, fresh=True) == {
+        str(count): [(values, [[count * (count + 1) / 2] * 3])] * 2 for count, values in kept.items()
+    }
 
 
 def _flat_tensors(rank: int, each: int) -> int:

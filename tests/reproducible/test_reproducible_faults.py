@@ -13,6 +13,7 @@ from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, wrap_reproducible
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, error_of
 
 Model = LegacyDistributedDataParallel
@@ -214,23 +215,25 @@ def test_a_nan_in_an_early_micro_batch_is_found_before_the_exchange() -> None:
 
 
 def test_reduce_dtype_is_refused_with_the_reason() -> None:
-    said = run_ranks(_wrap_with_reduce_dtype, 1)[0]
+    said = _wrap_with_reduce_dtype()[0]
 
     assert said is not None
     assert said[0] == "ValueError"
     assert "reduce_dtype is not usable with reproducible=True: got torch.bfloat16" in said[1]
 
 
+@on_ranks(1)
 def _wrap_with_reduce_dtype(rank: int) -> Said:
     return error_of(wrap_reproducible, [torch.ones(1)], reduce_dtype=torch.bfloat16)
 
 
+@on_ranks(2)
 def _other_modes(rank: int) -> Said:
     return error_of(LegacyDistributedDataParallel, nn.Linear(1, 1), reproducible=rank == 0)
 
 
 def test_ranks_with_other_modes_are_a_layout_error() -> None:
-    said = run_ranks(_other_modes, 2)
+    said = _other_modes()
 
     assert said[0] == said[1]
     assert said[0] is not None
@@ -267,13 +270,10 @@ def test_a_rank_with_sample_size_0_counts_as_zeros(taking: tuple[int, ...], expe
 # --- what is told of a step -------------------------------------------------------------------------------------------
 
 
-def _told(rank: int) -> list[tuple[float | None, int, int | None]]:
+@on_ranks(2, [[(6.0, 2, 4), (10.0, 2, 4)]] * 2)
+def test_rows_describe_the_whole_step(rank: int) -> list[tuple[float | None, int, int | None]]:
     model = wrap_reproducible([torch.ones(2, 2)])
     for value in (1.0, 2.0):
         _leaf(model, value + rank)
     record = model.all_reduce(sample_size=4)
     return [(row.local_norm, row.micro_batches, row.sample_size) for row in record.rows]
-
-
-def test_rows_describe_the_whole_step() -> None:
-    assert run_ranks(_told, 2) == [[(6.0, 2, 4), (10.0, 2, 4)]] * 2

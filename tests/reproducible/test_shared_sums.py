@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from legacy_ddp._buckets import plan
-from legacy_ddp._transport.peer_memory import PeerMemory
 from tests.helpers import tiers
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
+from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.reference_tree import bring, take, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
+from tests.helpers.small_sizes import move_gradients_from
 from tests.helpers.tiers import thorough
 
 
@@ -71,7 +71,7 @@ def test_the_divisor_may_exceed_64_bits(transport: str) -> None:
 
 def _kept(rank: int, each: int) -> tuple[list[float], list[float]]:
     """What gradients kept in every step hold at the end, and the results."""
-    plan.SMALLEST_BYTES = 0
+    move_gradients_from(0)
     model = wrap_reproducible([torch.ones(3)], transport="host")
     kept, results = [], []
     for step in range(5):
@@ -97,28 +97,21 @@ def test_a_result_kept_on_one_rank_is_never_written_to(transport: str, each: int
 
 def _exchanges(rank: int) -> list[int]:
     """Exchanges of descriptors until the end of each step; ranks bring one and two micro-batches in turn."""
-    model, exchanges, seen = wrap_reproducible([torch.ones(3)]), [], []
-    map_new = PeerMemory.map_new
-
-    def counted(*arguments: Any) -> str:
-        exchanges.append(1)
-        return map_new(*arguments)
-
-    PeerMemory.map_new = counted
-    for step in range(6):
-        model.zero_grad()
-        for _ in range(1 + step % 2):
-            with model.no_sync():
-                bring(model.module, [torch.full((3,), 1.0 + rank)])
-        model.all_reduce(sample_size=1)
-        seen.append(len(exchanges))
-    PeerMemory.map_new = map_new
+    model, seen = wrap_reproducible([torch.ones(3)]), []
+    with counting("map_new") as exchanges:
+        for step in range(6):
+            model.zero_grad()
+            for _ in range(1 + step % 2):
+                with model.no_sync():
+                    bring(model.module, [torch.full((3,), 1.0 + rank)])
+            model.all_reduce(sample_size=1)
+            seen += exchanges
     return seen
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_the_memory_of_sums_is_mapped_once(transport: str) -> None:
-    assert run_ranks(_exchanges, 2, fresh=True) == [[1, 2, 2, 2, 2, 2]] * 2
+    assert run_ranks(_exchanges, 2) == [[1, 2, 2, 2, 2, 2]] * 2
 
 
 # --- a micro-batch that waits while the memory changes ----------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from legacy_ddp import PeerError, PeerLostError, UnsynchronizedStepError
 from tests.helpers.guarded import Model, assert_guards, assert_steps, backward, net, refused
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import error_of
 
 
@@ -292,7 +293,8 @@ def test_the_other_ranks_name_a_rank_without_the_call_when_it_ends() -> None:
     assert second == (2, "UnsynchronizedStepError", first[2])
 
 
-def _sit_out(rank: int) -> tuple[bool, bool]:
+@on_ranks(2, [(True, False)] * 2)
+def test_a_rank_that_skipped_may_step_with_gradients_of_the_other_ranks(rank: int) -> tuple[bool, bool]:
     model = Model(net())
     optimizer = SGD(model.parameters(), lr=0.1)
     backward(model, 1.0 + rank)
@@ -302,11 +304,8 @@ def _sit_out(rank: int) -> tuple[bool, bool]:
     return stepped, error_of(optimizer.step) is None
 
 
-def test_a_rank_that_skipped_may_step_with_gradients_of_the_other_ranks() -> None:
-    assert run_ranks(_sit_out, 2) == [(True, False)] * 2
-
-
-def _swallow_an_agreed_error(rank: int) -> tuple[str, bool, bool]:
+@on_ranks(2, [("PeerError", True, True)] * 2)
+def test_an_agreed_error_that_is_swallowed_leaves_the_step_refused_on_every_rank(rank: int) -> tuple[str, bool, bool]:
     model = Model(net())
     optimizer = SGD(model.parameters(), lr=0.1)
     backward(model)
@@ -317,7 +316,3 @@ def _swallow_an_agreed_error(rank: int) -> tuple[str, bool, bool]:
     is_refused = error_of(optimizer.step) is not None
     model.all_reduce()
     return said, is_refused, error_of(optimizer.step) is None
-
-
-def test_an_agreed_error_that_is_swallowed_leaves_the_step_refused_on_every_rank() -> None:
-    assert run_ranks(_swallow_an_agreed_error, 2) == [("PeerError", True, True)] * 2

@@ -12,6 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from legacy_ddp import UnsynchronizedStepError
 from tests.helpers.guarded import Model, assert_steps, backward, net, refused
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import on_ranks
 
 
 def _call_before_step(optimizer: Optimizer, model: Model) -> Any:
@@ -77,6 +78,7 @@ def test_an_optimizer_that_was_guarded_behind_its_own_hooks_is_copied_and_pickle
         assert not other._optimizer_step_pre_hooks
 
 
+@on_ranks(2)
 def _with_detail(rank: int) -> list[list[float]]:
     """Each rank's gradients differ until the call, which is made inside the step."""
     model = Model(net(), checks="detail")
@@ -90,7 +92,7 @@ def _with_detail(rank: int) -> list[list[float]]:
 
 
 def test_a_call_inside_the_step_is_no_divergence() -> None:
-    first, second = run_ranks(_with_detail, 2)
+    first, second = _with_detail()
 
     assert first == second
 

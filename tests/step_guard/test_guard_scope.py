@@ -334,19 +334,6 @@ def test_a_late_layer_is_guarded_from_its_first_call_on() -> None:
     assert caught.value.parameter == "3.weight"
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_parameter_whose_contents_are_swapped_is_not_refused() -> None:
-    model = Model(net())
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        for parameter in model.parameters():  # torch takes hooks away with the contents
-            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
-        backward(model)
-        model.all_reduce()
-        assert_steps(model, optimizer)
-
-
 _FRESH = """
 import pickle, sys, torch
 from torch.optim import optimizer

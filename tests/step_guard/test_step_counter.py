@@ -1,5 +1,6 @@
-"""Different numbers of optimizer steps between two calls are an error on every rank in the second call."""
+"""The number of optimizer steps between two calls, and of backward passes."""
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -8,12 +9,14 @@ from torch import nn
 from torch.optim import SGD
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.backward_counter import BackwardCounter, StepPolicy, is_any_counting
 from legacy_ddp._step_guard.step_counter import StepCounter
 from tests.helpers.outcomes import Outcome, check_agreed, check_silent, outcome_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, tanh_net
 from tests.helpers.tiers import thorough
+
+# Different numbers of optimizer steps between two calls are an error on every rank in the second call
 
 Model = LegacyDistributedDataParallel
 Steps = Callable[[Model, SGD, int], object]
@@ -162,3 +165,50 @@ def test_a_scaler_that_skips_on_one_rank_alone_is_told_in_the_next_call() -> Non
 
 def test_a_scaler_that_skips_on_all_ranks_is_silent() -> None:
     assert run_ranks(_scales, 2, False) == ["", ""]
+
+
+# The quick look whether any gradient waits for a call, while other threads make wrappers
+
+
+class _NoResult:
+    """The place of a gradient before the first call."""
+
+    version = 0
+    view = None
+
+    def is_in(self, grad: torch.Tensor) -> bool:
+        return grad is None
+
+
+def test_the_look_is_safe_while_other_threads_make_counters() -> None:
+    """optimizer.step() raised "Set changed size during iteration"."""
+    is_over = threading.Event()
+
+    def make() -> None:
+        while not is_over.is_set():
+            kept = [BackwardCounter(guarded=True) for _ in range(20)]
+            del kept
+
+    maker = threading.Thread(target=make)
+    maker.start()
+    try:
+        for _ in range(20_000):
+            is_any_counting()
+    finally:
+        is_over.set()
+        maker.join()
+
+
+def test_a_count_is_seen_until_its_reset_and_not_after_the_end_of_its_counter() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    counter = BackwardCounter(guarded=True)
+    counter.attach(["weight"], [parameter], [_NoResult()])
+    before = is_any_counting()
+    parameter.sum().backward()
+    assert is_any_counting()
+    counter.reset()
+    assert is_any_counting() == before
+
+    parameter.sum().backward()
+    del counter
+    assert is_any_counting() == before

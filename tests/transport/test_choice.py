@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, TransportError
-from legacy_ddp._transport import hosts
 from tests.helpers import logged_warnings
+from tests.helpers.claimed_hosts import on_host
 from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
@@ -41,9 +41,8 @@ def _wrap_with(rank: int, fault: str, transport: str) -> LegacyDistributedDataPa
         os.memfd_create = _no_memfd
     if rank == 1 and fault == "file size":  # Python ignores SIGXFSZ
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    if rank == 1 and fault == "other host":
-        hosts.own_card = lambda: {**hosts.own_card(), "boot": "another one"}
-    model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
+    with on_host("another one") if rank == 1 and fault == "other host" else nullcontext():
+        model = LegacyDistributedDataParallel(nn.Linear(2000, 1, bias=False), transport=transport)
     if rank == 1 and fault == "open files":
         _leave_open_files(2)  # for its own segment, and for one of two others
     return model
@@ -286,12 +285,8 @@ def _moves_to_several_hosts(rank: int) -> Said:
     model = wrap(transport="host")
     step(model, 1.0)
     model.process_group = dist.new_group([0, 1])
-    own_card = hosts.own_card
-    if rank == 1:
-        hosts.own_card = lambda: {**hosts.own_card(), "boot": "another one"}
-    said = error_of(step, model, 1.0)
-    hosts.own_card = own_card
-    return said
+    with on_host("another one") if rank == 1 else nullcontext():
+        return error_of(step, model, 1.0)
 
 
 @pytest.mark.parametrize("transport", ["host"], indirect=True)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from legacy_ddp._collectives import host_sum
-from tests.helpers.interrupts import error_after_interrupt
+from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_sizes import sum_chunks_of
 from tests.helpers.tiers import thorough
 
 NUMEL = 20 * 64
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 def _model(
     *, checks: str = "info", timeout_seconds: float = 30.0, reproducible: bool = False
 ) -> LegacyDistributedDataParallel:
-    host_sum.CHUNK_NUMEL = CHUNK
+    sum_chunks_of(CHUNK)
     net = nn.Linear(NUMEL, 1, bias=False)
     return LegacyDistributedDataParallel(
         net, transport="host", checks=checks, timeout_seconds=timeout_seconds, reproducible=reproducible
@@ -57,27 +57,13 @@ def _memory_is_left(model: LegacyDistributedDataParallel) -> bool:
     return buffer._views is None and (leaves is None or leaves.sums._sums == [])
 
 
-class _At:
-    """Runs ``action`` before the ``count``-th chunk of this rank, through the division that every chunk needs."""
-
-    def __init__(self, count: int, action: partial[None]) -> None:
-        self._count, self._action, self._divide = count, action, host_sum._divide
-        host_sum._divide = self
-
-    def __call__(self, sums: torch.Tensor, divisor: int, out: torch.Tensor) -> None:
-        if self._count == 0:
-            self._action()
-        self._count -= 1
-        self._divide(sums, divisor, out)
-
-
 def _killed_at_chunk(
     rank: int, victim: int, chunk: int, reproducible: bool
 ) -> tuple[str, tuple[int, ...], str | None, bool, float] | None:
     model = _model(reproducible=reproducible)
     _step(model, 1.0)
     if rank == victim:
-        _At(chunk, partial(os.kill, os.getpid(), signal.SIGKILL))
+        sys.setprofile(do_when("_divide", partial(os.kill, os.getpid(), signal.SIGKILL), nth=chunk + 1))
     start = time.monotonic()
     with pytest.raises(LostPeerError) as caught:
         _step(model, 1.0 + rank)
@@ -148,7 +134,7 @@ def _stopped(rank: int, folder: Path, reproducible: bool) -> tuple[str, list[flo
     sign = folder / "sign"
     if rank == 1:
         subprocess.Popen([sys.executable, "-c", CONTINUE, str(os.getpid()), str(sign)])
-        _At(3, partial(os.kill, os.getpid(), signal.SIGSTOP))
+        sys.setprofile(do_when("_divide", partial(os.kill, os.getpid(), signal.SIGSTOP), nth=4))
     with pytest.raises(LostPeerError) as caught:
         _step(model, 7.0)
     if rank == 1:

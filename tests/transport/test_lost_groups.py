@@ -25,8 +25,7 @@ from legacy_ddp import (
     PeerError,
     PeerLostError,
 )
-from tests.helpers.interrupts import error_after_interrupt
-from tests.helpers.rank_faults import do_when
+from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
 from tests.helpers.tiers import thorough

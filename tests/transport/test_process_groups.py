@@ -14,6 +14,7 @@ from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_script
+from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, error_of, step, wrap
 from tests.helpers.torch_versions import without_gloo_lines
 
@@ -95,14 +96,11 @@ def test_destroyed_groups_are_named_and_a_new_default_group_is_taken_up(tmp_path
         assert seen[5:] == [0.5, 0.5, 0.5, 1.5]
 
 
-def _two_wrappers(rank: int) -> list[float | None]:
+@on_ranks(2, [[0.5, 2.5, 4.5, 6.5, 8.5]] * 2)
+def test_wrappers_in_one_process_do_not_disturb_each_other(rank: int) -> list[float | None]:
     first, second = wrap(), wrap()
     shared = LegacyDistributedDataParallel(first.module)
     return [step(model, rank + 2 * index) for index, model in enumerate([first, second, second, shared, first])]
-
-
-def test_wrappers_in_one_process_do_not_disturb_each_other() -> None:
-    assert run_ranks(_two_wrappers, 2) == [[0.5, 2.5, 4.5, 6.5, 8.5]] * 2
 
 
 def _train_gan(rank: int, world_size: int) -> list[torch.Tensor]:

@@ -16,10 +16,10 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._transport import groups, star
 from legacy_ddp._transport import hosts as host_meeting
-from legacy_ddp._transport.peer_memory import PeerMemory
 from tests.helpers import logged_warnings
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.comm_hooks import mean
+from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import error_of, step, wrap
 from tests.helpers.tiers import thorough
@@ -155,14 +155,15 @@ def test_gloo_carries_what_is_no_plain_dense_sum(transport: str) -> None:
 
 def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
     """Rank 3 cannot connect to its hub, or to the other host."""
-    connect_star, connect_group = star.connect, groups.Groups.connect
+    connect_star, connect_group, kept = star.connect, groups.Groups.connect, list[Any]()
 
     def fails(*_: object) -> None:
         raise OSError("no more sockets") if fault == "star" else RuntimeError("connectFullMesh failed")
 
     def fails_between_hosts(self: groups.Groups, name: str, number: int, size: int) -> Any:
-        group = connect_group(self, name, number, size)  # otherwise rank 1 waits for the timeout
-        return fails() if "hosts" in name else group
+        # Otherwise rank 1 waits for the timeout; and it fails by itself if its connection ends before it is complete.
+        kept.append(connect_group(self, name, number, size))
+        return fails() if "hosts" in name else kept[-1]
 
     if rank == 3 and fault == "star":
         host_meeting.connect = fails
@@ -294,22 +295,13 @@ def test_wrappers_of_every_level_share_the_connections_of_a_group(transport: str
 
 def _exchanges(rank: int) -> list[int]:
     """How often segments were exchanged until the end of each step; rank 3 keeps the gradient of step 2."""
-    map_new, count = PeerMemory.map_new, [0]
-
-    def counted(self: PeerMemory, *arguments: Any) -> str:
-        count[0] += 1
-        return map_new(self, *arguments)
-
-    PeerMemory.map_new = counted
-    try:
+    with counting("map_new") as count:
         model = _model(rank, "aabb")
         counts, kept = [], []
         for number in range(6):
             step(model, 1.0 + rank)
-            counts.append(count[0])
+            counts += count
             kept += [model.module.weight.grad] if (rank, number) == (3, 2) else []
-    finally:
-        PeerMemory.map_new = map_new
     return counts
 
 

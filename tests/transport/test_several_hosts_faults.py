@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from legacy_ddp._collectives import host_sum
 from tests.helpers.claimed_hosts import on_host
-from tests.helpers.interrupts import error_after_interrupt
-from tests.helpers.rank_faults import do_when
+from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks
+from tests.helpers.small_sizes import sum_chunks_of
 from tests.helpers.tiers import thorough
 
 HOSTS, CONSECUTIVE = "abab", "aabb"
@@ -31,7 +30,7 @@ pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 def _model(
     rank: int, *, checks: str = "info", timeout_seconds: float = 30.0, reproducible: bool = False
 ) -> LegacyDistributedDataParallel:
-    host_sum.CHUNK_NUMEL = 64
+    sum_chunks_of(64)
     net = nn.Linear(NUMEL, 1, bias=False)
     options = {"checks": checks, "timeout_seconds": timeout_seconds, "reproducible": reproducible}
     with on_host(_hosts(reproducible)[rank]):
@@ -71,28 +70,11 @@ def _lost(
     for value in (1.0, 2.0, 3.0):
         _step(model, value)
     if rank == victim:
-        _at(function, count, partial(_end, number))
+        sys.setprofile(do_when(function, partial(_end, number), nth=count + 1))
     with pytest.raises(LostPeerError) as caught:
         _step_twice(model, 1.0 + rank)
     error = caught.value
     return type(error).__name__, error.ranks, error.phase, model.module.weight.grad is None
-
-
-def _at(function: str, count: int, action: partial[None]) -> None:
-    """Run ``action`` at the ``count``-th call of ``function`` from now on, from 0."""
-    if not hasattr(host_sum, function):
-        sys.setprofile(do_when(function, action, nth=count + 1))
-        return
-    real = getattr(host_sum, function)
-    left = [count]
-
-    def counted(*arguments: object) -> object:
-        if left[0] == 0:
-            action()
-        left[0] -= 1
-        return real(*arguments)
-
-    setattr(host_sum, function, counted)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The star of a host in one process: connections, rows, barriers, descriptors, and what is told of a lost rank."""
+"""The star of a host in one process: cards, connections, rows, descriptors, memory, and what is told of a lost rank."""
 
 import errno
 import os
@@ -7,18 +7,24 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp._transport.hosts import new_token
+from legacy_ddp._buckets.segment import Segment
+from legacy_ddp._transport.hosts import MAX_RANKS, find_hosts, new_token, own_card, why_gloo
+from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Descriptors, Star, StarListener, StarLostError, StarTimeoutError, connect
+
+# The star of a host in one process: connections, rows, barriers, descriptors, and what is told of a lost rank
 
 T = TypeVar("T")
 HEADERS = st.binary(min_size=128, max_size=128)
@@ -368,3 +374,102 @@ def test_at_the_limit_of_open_files_the_receiver_knows_the_reason() -> None:
     assert seen.descriptors == {0: []}
     assert seen.problem is not None
     assert seen.problem.errno == errno.EMFILE
+
+
+# Cards of ranks: which ranks form a host, and why a group uses gloo alone
+
+APART = {
+    "boot": "they run on different hosts",
+    "network": "they run in different network namespaces",
+    "user": "they belong to different users",
+}
+
+
+def _cards(hosts: str) -> list[dict[str, str]]:
+    """A rank per letter, on the host of this name."""
+    return [{**own_card(), "boot": host} for host in hosts]
+
+
+def test_one_host_has_one_boot_one_network_and_one_user() -> None:
+    card = own_card()
+
+    assert why_gloo([card, own_card()]) == ""
+    assert find_hosts([card, own_card()]) == [(0, 1)]
+    for fact, meaning in APART.items():
+        apart = [card, card, {**card, fact: "x"}]
+        assert find_hosts(apart) == [(0, 1), (2,)]
+        assert why_gloo(apart) == f"ranks 0 and 2: {meaning}, with unequal numbers of ranks, 1 to 2"
+    assert why_gloo([card, {"problem": "no /proc"}]) == "rank 1: no /proc"
+
+
+@pytest.mark.parametrize(
+    "hosts, reason",
+    [
+        ("aaaa", ""),
+        ("aabb", ""),
+        ("abab", ""),
+        ("abcabc", ""),
+        ("aaabbbaaabbb", ""),
+        ("a", ""),
+        ("ab", "ranks 0 and 1: they run on different hosts, with one rank each"),
+        ("abcd", "ranks 0 and 1: they run on different hosts, with one rank each"),
+        ("aab", "ranks 0 and 2: they run on different hosts, with unequal numbers of ranks, 1 to 2"),
+        ("aaabbc", "ranks 0 and 3: they run on different hosts, with unequal numbers of ranks, 1 to 3"),
+        ("a" * (MAX_RANKS + 1), "257 ranks on a host, more than 256"),
+        ("ab" * (MAX_RANKS + 1), "257 ranks on a host, more than 256"),
+    ],
+)
+def test_hosts_with_equal_numbers_of_ranks_share_memory(hosts: str, reason: str) -> None:
+    assert why_gloo(_cards(hosts)) == reason
+
+
+@given(st.text("abc", min_size=1, max_size=12))
+def test_every_rank_is_on_one_host_with_all_ranks_of_its_card(names: str) -> None:
+    hosts = find_hosts(_cards(names))
+
+    assert sorted(rank for ranks in hosts for rank in ranks) == list(range(len(names)))
+    assert all(list(ranks) == sorted(ranks) for ranks in hosts)
+    assert [ranks[0] for ranks in hosts] == sorted(ranks[0] for ranks in hosts)
+    assert all(len({names[rank] for rank in ranks}) == 1 for ranks in hosts)
+    counts = Counter(names).values()
+    assert len(hosts) == len(counts)
+    assert (why_gloo(_cards(names)) == "") == (len(counts) == 1 or (len(set(counts)) == 1 and max(counts) > 1))
+
+
+# The segments that a process keeps mapped, and when a further call with the same segments changes nothing
+
+
+def _alone() -> Any:
+    """The call of a single rank: no descriptor comes from another rank, and no rank has a problem."""
+    return SimpleNamespace(
+        groups=SimpleNamespace(rank=0), over_star=lambda _: Descriptors(), first_problem=lambda *texts: "".join(texts)
+    )
+
+
+def _settle(memory: PeerMemory, segment: Segment) -> list[SegmentIds]:
+    ids = [SegmentIds((segment.serial,))]
+    assert memory.settle(_alone(), ids, lambda: [segment]) == ""
+    return ids
+
+
+def test_a_call_with_new_segments_is_followed_by_one_that_forgets_the_old_segments() -> None:
+    memory, old, new = PeerMemory(1), Segment(64), Segment(64)
+    _settle(memory, old)
+    ids = _settle(memory, new)
+    assert not memory.is_settled(ids)
+    memory[0, old.serial]
+
+    _settle(memory, new)
+    assert memory.is_settled(ids)
+    with pytest.raises(KeyError):
+        memory[0, old.serial]
+
+
+def test_other_segments_are_not_settled() -> None:
+    memory, first, second = PeerMemory(1), Segment(64), Segment(64)
+    _settle(memory, first)
+    _settle(memory, first)
+
+    assert not memory.is_settled([SegmentIds((second.serial,))])
+    assert not memory.is_settled([SegmentIds((first.serial,), has_spare=True)])
+    assert memory.is_settled([SegmentIds((first.serial,))])

@@ -1,5 +1,6 @@
 """Samples of the activity of this process."""
 
+import ast
 import io
 import pdb
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from legacy_ddp._watchdog import process_activity
+from legacy_ddp._watchdog import USER_CODE, process_activity
 from legacy_ddp._watchdog.activity import Activity, Sample
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
@@ -158,3 +159,24 @@ def test_a_call_inside_an_optimizer_s_closure_shows_the_way_into_it_from_the_use
     assert sample.stack[-1].endswith("in all_reduce")
     assert len(sample.stack) <= 12
     assert ("..." in sample.stack) == bool(depth)
+
+
+def _frame_of(filename: str) -> str:
+    """What this process says of the frame of a function ``work`` in such a file."""
+    found: dict[str, Any] = {}
+    exec(compile(ast.parse("def work(look):\n    return look()"), filename, "exec"), found)
+    process_activity.enter(USER_CODE)
+    (frame,) = (frame for frame in found["work"](process_activity.sample).stack if frame.endswith(" in work"))
+    return str(frame)
+
+
+def test_a_source_path_that_is_no_utf_8_is_shown_with_escapes() -> None:
+    assert _frame_of("/home/a\udcff/b\udcfe.py") == r"a\udcff/b\udcfe.py:2 in work"
+
+
+def test_a_frame_of_any_length_stays_a_line_with_its_end() -> None:
+    frame = _frame_of("<string>\n" * 100_000)
+
+    assert len(frame) <= 200
+    assert frame.endswith(":2 in work")
+    assert "\n" not in frame

@@ -31,7 +31,8 @@ SLACK_SECONDS = 5.0
 AT_ONCE_SECONDS = 5.0
 TIMEOUT_SECONDS = 2.0
 WHO = [pytest.param(0, "file", id="rank 0", marks=pytest.mark.thorough), pytest.param(2, "file", id="rank 2")]
-WHO_OR_STORE = [*WHO, pytest.param(0, "rank0", id="rank 0 with the store")]
+STORE = pytest.param(0, "rank0", id="rank 0 with the store")
+WHO_OR_STORE = [*WHO, pytest.param(*STORE.values, id=STORE.id, marks=pytest.mark.thorough)]
 
 Lose = Callable[..., dict[int, Seen]]
 
@@ -83,13 +84,13 @@ def _check_all(seen: dict[int, Seen], kind: str, phase: str, within: float, *sai
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("transport")
-@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+@pytest.mark.parametrize("victim, store", [*WHO, STORE])
 def test_a_killed_rank_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.killed, store)
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")
 
 
-@pytest.mark.parametrize("victim, store", WHO_OR_STORE)
+@pytest.mark.parametrize("victim, store", [*WHO, STORE])
 def test_a_rank_killed_before_the_others_call_is_named_at_once(lose: Lose, victim: int, store: str) -> None:
     seen = lose(3, (victim,), rank_faults.killed_early, store, before=rank_faults.outlive_in_backward)
     _check_all(seen, "PeerLostError", "agree", AT_ONCE_SECONDS, f"missing rank {victim} (its process has ended")

@@ -1,24 +1,37 @@
-"""Evaluation of the rows of all ranks, and the text of the report."""
+"""Evaluation of the rows of all ranks, the text of the report, and which line of the log comes when."""
 
+import logging
+import subprocess
+import sys
 import textwrap
-from dataclasses import replace
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._watchdog.activity import Sample
-from legacy_ddp._watchdog.client import DEAD, Endpoint, Failure, Outcome, own_identity
-from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
+from legacy_ddp._watchdog.client import ANSWER_SECONDS, DEAD, RUNNING, Endpoint, Failure, Outcome, own_identity
+from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, WarningPolicy, compose, format_loss, process_text
+from legacy_ddp._watchdog.server import StatusServer
 from legacy_ddp._watchdog.status import (
     LEFT_AFTER_LOSS,
     LEFT_NORMALLY,
+    GroupView,
     RankStatus,
     Row,
     build_rows,
     missing_ranks,
     own_status,
+    poll_ranks,
 )
+from legacy_ddp._watchdog.watchdog import FailureRecord
+
+# Evaluation of the rows of all ranks, and the text of the report
 
 WAITING_STACK = ("train.py:91 in <module>", "legacy_ddp/_wrapper.py:143 in all_reduce")
 
@@ -350,3 +363,199 @@ def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_column
     assert all(rows[rank].progress < farthest for rank in report.missing)
     listed = {int(line[:5]) for line in report.text.splitlines() if line[:5].strip().isdigit()}
     assert set(report.missing[:MAX_ROWS]) <= listed
+
+
+# Polls of real status servers: which ranks are polled a second time, and what the second answer changes
+
+WORDS = "left because another rank was lost"
+
+
+class _Answers:
+    """A listener whose n-th answer is its state with ``changes[n]``, ``delays[n]`` seconds late."""
+
+    def __init__(self, rank: int) -> None:
+        self.count = 0
+        self.changes: dict[int, dict[str, Any]] = {}
+        self.delays: dict[int, float] = {}
+        self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
+        self.server.start(None)
+
+    def _answer(self, _message: Any) -> dict[str, Any]:
+        self.count += 1
+        time.sleep(self.delays.get(self.count, 0.0))
+        return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
+
+
+@pytest.fixture
+def listeners() -> Iterator[list[_Answers]]:
+    made = [_Answers(rank) for rank in range(3)]
+    yield made
+    for one in made:
+        one.server.close("")
+
+
+def _dead_peer(rank: int) -> Endpoint:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    identity = own_identity()
+    return Endpoint(rank, replace(identity, pid=process.pid), [], "")
+
+
+def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listeners: list[_Answers]) -> None:
+    first = listeners[0]
+    first.changes = {1: {"exit_reasons": {}}, 2: {"exit_reasons": {"1": WORDS}}}
+    peers = [first.server.endpoint, _dead_peer(1), listeners[2].server.endpoint, _dead_peer(3)]
+
+    rows = poll_ranks(peers, first.server.endpoint, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED, Outcome.ENDED, Outcome.ANSWERED, Outcome.ENDED]
+    assert [row.note for row in rows] == ["", WORDS, "", ""]
+    assert [row.left_after_loss for row in rows] == [False, True, False, False]
+
+
+def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers]) -> None:
+    asker, other, slow = listeners
+    slow.delays = {1: ANSWER_SECONDS + 0.2}
+    asker.changes = {1: {"process_states": {"2": RUNNING}}}
+    peers = [asker.server.endpoint, other.server.endpoint, slow.server.endpoint]
+
+    rows = poll_ranks(peers, asker.server.endpoint, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1, 1, 2]
+
+
+def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
+    rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
+
+    assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
+    assert [one.count for one in listeners] == [1, 1, 1]
+
+
+class _Saved:
+    """A policy that keeps what is saved and what is logged."""
+
+    def __init__(self) -> None:
+        self.saved: list[str] = []
+        self.logged: list[str] = []
+        self.save, self.notify_loss = self.saved.append, self.logged.append
+
+
+def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
+    policy: Any = _Saved()
+    peers = [listener.server.endpoint for listener in listeners]
+    record = FailureRecord(GroupView(peers[0], peers), policy)
+
+    for reason, ranks in (("connection lost", ()), ("rank 1 has ended", (1,)), ("rank 1 is silent", (1,))):
+        record.record_failure(Failure(reason, ranks=ranks), logs=True)
+
+    assert record.failure == Failure("connection lost")  # the first one ends the call
+    assert len(policy.saved) == len(policy.logged) == 2  # the third adds nothing
+    assert "missing rank 1" in policy.saved[1]
+
+
+# Warnings about a long wait: the lines in the log and the reports in the file
+
+BAD = Report(
+    head="a call: ranks have waited; missing rank 1",
+    text="the head\nand the table",
+    summary="missing rank 1",
+    missing=(1,),
+    is_progressing=False,
+    is_busy=False,
+    reporters=(0,),
+)
+FULL = f"{BAD.text}\n(reports of this rank: {Path('/reports/of-rank-0')})"
+
+
+@dataclass
+class _File:
+    """The part of a ReportFile that the policy uses."""
+
+    texts: list[str] = field(default_factory=list)
+    path: Path = Path("/reports/of-rank-0")
+
+    def append(self, text: str) -> bool:
+        self.texts.append(text)
+        return True
+
+    def where(self, prefix: str) -> str:
+        return f"{prefix} {self.path}"
+
+
+class _Logged:
+    """A policy, its file, and the log records since the last look."""
+
+    def __init__(self, log: pytest.LogCaptureFixture) -> None:
+        self._log = log
+        self.file: Any = _File()
+        self.policy = WarningPolicy(0, self.file, warn_after_seconds=4.0)
+        self.policy.begin(warns=True)
+
+    def warn(self, report: Report) -> list[str]:
+        self.policy.warn(report)
+        return self.logged()
+
+    def logged(self) -> list[str]:
+        said = [record.getMessage() for record in self._log.records]
+        self._log.clear()
+        return said
+
+
+@pytest.fixture
+def rank_0(caplog: pytest.LogCaptureFixture) -> Iterator[_Logged]:
+    with caplog.at_level(logging.WARNING, "legacy_ddp"):
+        yield _Logged(caplog)
+
+
+def test_a_check_is_due_after_the_limit_then_at_twice_the_time_and_not_during_a_check(rank_0: _Logged) -> None:
+    policy = rank_0.policy
+    assert [policy.is_due(seconds) for seconds in (3.9, 4.0, 9.0)] == [False, True, False]
+    policy.end_check()
+    assert [policy.is_due(seconds) for seconds in (7.9, 8.0)] == [False, True]
+    policy.end_check()
+
+    policy.begin(warns=True)
+    assert policy.is_due(4.0)
+    policy.end_check()
+    policy.begin(warns=False)
+    assert not policy.is_due(1e9)
+
+
+def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_logged(rank_0: _Logged) -> None:
+    assert rank_0.warn(BAD) == [FULL]
+    assert rank_0.warn(BAD) == [f"{BAD.head}, as reported"]
+    assert rank_0.file.texts == [BAD.text]
+    assert rank_0.warn(replace(BAD, summary="missing ranks 1-2")) == [FULL]
+    rank_0.policy.end("a call")
+    assert rank_0.logged() == ["a call: all ranks have arrived, and the call has succeeded"]
+
+    rank_0.policy.begin(warns=True)
+    assert rank_0.warn(BAD) == [FULL]
+    assert rank_0.file.texts == [BAD.text] * 3
+
+
+def test_a_computing_rank_is_one_line_once_at_each_place_and_again_in_the_next_call(rank_0: _Logged) -> None:
+    busy = replace(BAD, is_busy=True)
+    one_line = [f"{BAD.head}, alive and busy"]
+    assert rank_0.warn(busy) == one_line
+    assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
+    assert rank_0.file.texts == []
+    assert rank_0.warn(replace(busy, summary="elsewhere")) == [FULL]
+
+    rank_0.policy.begin(warns=True)
+    assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
+
+
+def test_a_progressing_rank_is_one_line_each_time_and_the_success_is_not_logged(rank_0: _Logged) -> None:
+    moving = replace(BAD, is_progressing=True)
+    for _ in range(3):
+        assert rank_0.warn(moving) == [f"{BAD.head}, alive"]
+    rank_0.policy.end("a call")
+    assert rank_0.logged() == []
+    assert rank_0.file.texts == []
+
+
+def test_a_rank_that_is_no_reporter_writes_the_file_without_logging(rank_0: _Logged) -> None:
+    assert rank_0.warn(replace(BAD, reporters=(2,))) == []
+    assert rank_0.file.texts == [BAD.text]

@@ -80,6 +80,14 @@ def test_a_full_disk_is_no_reason_to_fail() -> None:
         file.append("report")
 
 
+def test_a_report_with_a_lone_surrogate_is_written_with_an_escape(tmp_path: Path) -> None:
+    file = ReportFile(tmp_path, 0, 2)
+    file.append("at a\udcff.py:1 in work")
+    file.close()
+
+    assert r"at a\udcff.py:1 in work" in file.path.read_text(encoding="utf-8")
+
+
 def _construct_with_a_bad_directory(rank: int, folder: str) -> tuple[Any, Any]:
     bad = f"{folder}/file/inside" if rank == 1 else folder
     first = error_of(wrap, checks=Checks(report_dir=bad))
