@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_counter import StepPolicy
@@ -23,7 +23,7 @@ class StepObserver:
         self.ids: frozenset[int] = frozenset()
         self._open: weakref.ref[torch.optim.Optimizer] | None = None  # the step that has begun and not ended
         self._has_closure = False  # of the open step
-        _observers.add(self)
+        _observers.append(weakref.ref(self, _observers.remove))
         _register_step_hooks()
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
@@ -37,9 +37,13 @@ class StepObserver:
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` steps any parameter in :attr:`ids`. False in ``no_sync()``: steps are local."""
-        return self.policy.sync_enabled and any(
-            id(parameter) in self.ids for group in optimizer.param_groups for parameter in group["params"]
-        )
+        if not self.policy.sync_enabled:
+            return False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:  # mostly the first is one of them: a generator would cost more
+                if id(parameter) in self.ids:
+                    return True
+        return False
 
     def forget_failed_step(self) -> None:
         """In a call: a step still open has raised an error, unless its closure makes this call."""
@@ -61,32 +65,32 @@ class StepObserver:
             self.count_other_step()
 
 
-_observers: "weakref.WeakSet[StepObserver]" = weakref.WeakSet()
+_observers: list[weakref.ref[StepObserver]] = []  # a WeakSet takes longer to walk through
 
 
 @cache
 def _register_step_hooks() -> None:
     internals.before_every_step(_before_step)  # after the pre-hooks of the optimizer: a pre-hook may make the call
-    register_optimizer_step_post_hook(_after_step)
+    internals.after_every_step(_after_step)
 
 
-@internals.disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))
-    with torch.no_grad():
-        for observer in list(_observers):
-            if observer.covers(optimizer):
-                observer._before_step(optimizer, has_closure=has_closure)
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+    for reference in tuple(_observers):
+        observer = reference()
+        if observer is not None and observer.covers(optimizer):
+            observer._before_step(optimizer, has_closure=has_closure)
 
 
-@internals.disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    with torch.no_grad():
-        for observer in list(_observers):
-            if observer.covers(optimizer):
-                observer._after_step(optimizer)
-            else:
-                observer._after_other_step()
+    for reference in tuple(_observers):
+        observer = reference()
+        if observer is None:
+            continue
+        if observer.covers(optimizer):
+            observer._after_step(optimizer)
+        else:
+            observer._after_other_step()
 
 
 _QUICK_NUMEL = 2**16  # gradients of at most this size are read first
