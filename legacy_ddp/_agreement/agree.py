@@ -326,10 +326,6 @@ class Agreement:
         """The ranks with the flag."""
         return [rank for rank, flags in enumerate(flags_of(self.packed)) if flags & flag]
 
-    def is_equal(self, name: str) -> bool:
-        """Whether the fact ``name`` is equal on all ranks."""
-        return is_equal(self.packed, PLACES[name])
-
     def column(self, name: str) -> list[int]:
         """The fact ``name`` of every rank."""
         return column(self.packed, name)
@@ -396,14 +392,12 @@ def agree(
     return agreement
 
 
-def agree_on_kinds(call: Call, agreement: Agreement, kinds: Sequence[int]) -> list[int]:
+def agree_on_kinds(call: Call, kinds: Sequence[int]) -> list[int]:
     """The kind of every reduced gradient: absent if absent on every rank, dense if ranks hold different kinds.
 
-    ``kinds``: the kinds on this rank. Collective only if the headers show different kinds: 2 bytes a slot, whatever the
-    number of ranks.
+    Collective, needed only if the headers show different kinds: 2 bytes a slot, whatever the number of ranks.
+    ``kinds``: the kinds on this rank.
     """
-    if agreement.has_same_mask:
-        return list(kinds)
     own = torch.tensor(kinds, dtype=torch.uint8, device="cpu")
     # One maximum gives both ends: the largest kind, and 255 minus the smallest kind that is not absent.
     lowest = torch.where(own == ABSENT, 0, 255 - own)

@@ -203,7 +203,7 @@ class Bucket:
             joined.append((start, stop))
         return joined
 
-    @property
+    @cached_property
     def may_be_shared(self) -> bool:
         """Whether the memory of the bucket may be a segment: on CPU, with elements."""
         return self.device.type == "cpu" and self.numel > 0

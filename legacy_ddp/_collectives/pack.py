@@ -81,20 +81,24 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
             grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
         _allocate(call, plan, has_wire=leaves is None)
+        flats: Sequence[torch.Tensor] = [buffer.views.flat for buffer in plan.buffers]
         if not takes_part:
             kinds = [ABSENT] * len(plan.parameters)
-            flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
+            if leaves is not None:
+                flats = leaves.zeros(plan, has_peers=has_peers)
             _add_fingerprints(call, plan, header, kinds)
-            return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats), metrics)
+            segments = () if leaves is None else leaves.sums.segments(flats)
+            return Packed(kinds, flats, {}, header, segments, metrics)
         header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
         if header.participation == Participation.SAMPLES:
             _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-        kinds, flats = plan.kinds(grads), _flats(plan)
+        kinds = plan.kinds(grads)
         if leaves is not None:
             header.leaves, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
         sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
         _add_fingerprints(call, plan, header, kinds)
-        packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats), metrics)
+        segments = () if leaves is None else leaves.sums.segments(flats)
+        packed = Packed(kinds, flats, sparse, header, segments, metrics)
         if call.checks.level != "off":
             _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy == "raise")
         return packed
@@ -104,9 +108,9 @@ def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
     """Find the group of every buffer's device, and allocate the copies for the wire."""
     has_peers = call.groups.size > 1
     for buffer in plan.buffers:
-        if has_peers:
+        if has_peers and buffer.bucket.device.type != "cpu":
             call.groups.payload(buffer.bucket.device)
-        if has_wire:
+        if has_wire and buffer.may_need_wire:
             buffer.make_wire(has_peers=has_peers)
 
 
@@ -121,16 +125,8 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
         leaves.sums.reserve(packed.flats)
 
 
-def _flats(plan: Plan) -> list[torch.Tensor]:
-    return [buffer.views.flat for buffer in plan.buffers]
-
-
 def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:
     return {index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE}
-
-
-def _sum_segments(leaves: Leaves | None, flats: Sequence[torch.Tensor]) -> Sequence[Segment | None]:
-    return () if leaves is None else leaves.sums.segments(flats)
 
 
 def _header_of(sample_size: SupportsIndex | None, skip: bool) -> Header:
@@ -268,7 +264,9 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     read: list[float] = []
     away: list[torch.Tensor] = []
     for piece in pieces:
-        norm = _norm(piece, wide=wide)
+        real = torch.view_as_real(piece) if piece.is_complex() else piece
+        narrow = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
+        norm = torch.linalg.vector_norm(real, dtype=torch.float64 if wide else narrow)
         if norm.device.type == "cpu":
             read.append(norm.item())
         else:
@@ -276,11 +274,3 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     if away:  # one wait for the device, whatever the number of pieces
         read += torch.stack([norm.to(away[0].device, torch.float64, non_blocking=True) for norm in away]).tolist()
     return read
-
-
-def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
-    if piece.is_complex():
-        piece = torch.view_as_real(piece)
-    narrow = torch.float32 if piece.dtype in (torch.float16, torch.bfloat16) else piece.dtype
-    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow)
-    return norm

@@ -16,7 +16,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
@@ -101,7 +101,7 @@ class BackwardHook:
             # An addition in place raises the version of a tensor. An equal version means a new gradient, too, except
             # where two threads add first and run their hooks afterwards. If no step used the previous gradient, it was
             # dropped: restart the count, so that a batch which failed on one rank is not reported as uneven work.
-            thread = 0 if is_compiling() else get_ident()  # get_ident() cannot be compiled
+            thread = 0 if is_dynamo_compiling() else get_ident()  # get_ident() cannot be compiled
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
             if is_new and parameter._version == versions[index]:
                 counts[index] = 0
@@ -263,7 +263,7 @@ class BackwardCounter:
         Empty where some gradients were cleared, and steps reached a part of the parameters: optimizers that take turns
         clear their own gradients before they use them.
         """
-        if not any(sums() for sums in tuple(_sums)):
+        if not any(sums is not None and sums.additions for sums in [reference() for reference in tuple(_sums)]):
             return []
         reached = self.reached(parameters)
         found = _find_results(reached, ResultSums.contains)
@@ -275,7 +275,7 @@ class BackwardCounter:
 
         False if reading the gradients would wait for a device.
         """
-        if not self._sums or self._sums.may_wait():
+        if not self._sums.additions or self._sums.may_wait():
             return False
         reached = self.reached(parameters)
         if not all(own.is_stepped for own, _ in reached):

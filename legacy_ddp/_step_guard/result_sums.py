@@ -79,9 +79,6 @@ class ResultSums:
         self.awaits_step = False
         self._used_version = -1  # of the result in that slot, at the end of the last step
 
-    def __bool__(self) -> bool:
-        return bool(self.additions)
-
     def note(self, index: int, grad: torch.Tensor, version: int) -> None:
         """``grad``, now of ``version``, is the result in slot ``index`` after the first backward since the call."""
         look, used_version = self._look, -1

@@ -1,7 +1,6 @@
 """Optimizer steps of the process: their observers, their number between two calls, and the GradScaler of each."""
 
 import weakref
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -123,10 +122,9 @@ class StepCounter(StepObserver):
         """Count no steps until the next successful call."""
         self._place = None
 
-    def begin(self, place: object, parameters: Sequence[torch.Tensor]) -> None:
+    def begin(self, place: object) -> None:
         """Count from now on, after a successful call."""
         self._place, self._steps = weakref.ref(place), 0
-        self.ids = frozenset(map(id, parameters))
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step."""

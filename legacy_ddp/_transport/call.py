@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -51,11 +50,10 @@ class Call(Gatherer):
         self,
         group_state: GroupState,
         operation: Operation,
-        timeout: timedelta,
         settings: Settings,
         module_class: str,
     ) -> None:
-        super().__init__(group_state.groups, timeout)
+        super().__init__(group_state.groups, settings.timeout_seconds)
         self.group_state = group_state
         self.operation = operation
         self.checks = settings.checks
@@ -72,7 +70,8 @@ class Call(Gatherer):
             raise LegacyDDPError(f"{self.operation}: {self._refusal()}")
         try:
             self.groups.caller = self.operation.label, threading.get_ident()
-            self.groups.check_usable()
+            if self.groups.lost:
+                raise self.groups.lost_error()
             self.number = self.group_state.calls[self.operation] + 1
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
             self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1
@@ -234,5 +233,6 @@ def check_can_communicate(call: Call) -> None:
         raise LegacyDDPError(
             f"{call.operation} was called from inside backward, expected after it; move it behind loss.backward()"
         )
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    # Nothing is captured before CUDA is initialised; the question whether there is a device would take longer.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         raise LegacyDDPError(f"{call.operation} was called while a CUDA graph is captured; end the capture before it")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -28,14 +29,19 @@ T = TypeVar("T")
 class Waiter:
     """Starts asynchronous operations of a call and waits for them."""
 
-    def __init__(self, groups: Groups, timeout: timedelta) -> None:
+    def __init__(self, groups: Groups, timeout_seconds: float | None) -> None:
         self.groups = groups
-        self.timeout = timeout
+        self._timeout_seconds = timeout_seconds
         self.name = ""  # for example "all_reduce() call 3"
         self.number = 0
         self.phase_name = ""
         self._has_communicated = False  # this rank started an operation: the other ranks count this call, too
         self._peers_waiting = False  # the other ranks wait, or may wait, for the next operation of this rank
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        """Limit of every wait. Most calls over the star end without a look at it."""
+        return self.groups.timeout(self._timeout_seconds)
 
     def options(self, kind: str) -> Any:
         """Options for one operation (``Allreduce``, ``AllToAll``, ...), with the timeout of this call."""
