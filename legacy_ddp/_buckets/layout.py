@@ -208,7 +208,7 @@ class Bucket:
         """Whether the memory of the bucket may be a segment: on CPU, with elements."""
         return self.device.type == "cpu" and self.numel > 0
 
-    @property
+    @cached_property
     def label(self) -> str:
         """``cpu float32``."""
         return f"{self.device} {str(self.dtype).removeprefix('torch.')}"

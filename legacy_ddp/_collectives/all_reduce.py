@@ -62,7 +62,8 @@ def all_reduce(
             agreement = agree(call, packed.header, plan.layout.inventory, mismatches=mismatches, metrics=names)
             transport.require_host(call)
             _compare(synchronizer, step, agreement)
-            metrics = sum_metrics(call, agreement, packed.metrics)
+            has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
+            metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
             route = transport.settle(call, plan, packed)
             reduced = route.reduce(call, plan, packed, agreement)
             with call.phase("alias"):

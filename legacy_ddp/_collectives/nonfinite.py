@@ -52,8 +52,9 @@ class NonFiniteGradients(Check):
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
-        # With a streak of non-finite gradients, after the warning. Equal on all ranks.
-        self._warned: weakref.WeakSet[Groups] = weakref.WeakSet()
+        # With a streak of non-finite gradients, after the warning. Equal on all ranks. Looked up in every call: a
+        # WeakSet would take longer.
+        self._warned: set[weakref.ref[Groups]] = set()
         self._has_searched_scalers = False  # all scalers of the process were looked for, which is done once
         if self.is_on:
             watch_scalers()
@@ -72,9 +73,9 @@ class NonFiniteGradients(Check):
         if not agreement.common_flags & Flag.WATCHED or not agreement.participants:
             return None
         if not agreement.some_flags & Flag.NONFINITE:
-            self._warned.discard(call.groups)
+            self._warned.discard(weakref.ref(call.groups))
             return None
-        if call.groups in self._warned:
+        if weakref.ref(call.groups) in self._warned:
             return None
         ranks = agreement.ranks_with(Flag.NONFINITE)
         with call.phase("agree"):
@@ -90,7 +91,7 @@ class NonFiniteGradients(Check):
             names = [name for rank in ranks for name in found[rank].counts]
             parameter = names[0] if names else None
             raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-        self._warned.add(call.groups)
+        self._warned.add(weakref.ref(call.groups))
         return text
 
 

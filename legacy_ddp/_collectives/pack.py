@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
@@ -219,8 +220,11 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
 
 
 def _add_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> None:
-    header.layout, header.mask = plan.layout.fingerprint, fingerprint(bytes(kinds))
+    header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
     header.waited_us = int(call.group_state.waited_seconds * 1e6)
+
+
+_mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds are the same in most calls
 
 
 def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
