@@ -25,6 +25,9 @@ from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparabl
 from legacy_ddp._step_guard.step_counter import StepCounter
 from legacy_ddp._transport.groups import Groups
 
+_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
+_SPEAKER = 1  # the rank that warns of an evaluation
+
 
 def _reference(subject: Subject) -> Callable[[], nn.Module | None]:
     """A weak reference to the wrapper, which refers to its checks."""
@@ -75,9 +78,6 @@ class EqualSteps(Check):
     def forget(self) -> None:
         if self._counter is not None:
             self._counter.stop()
-
-
-_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
 
 
 class Replicas(Check):
@@ -255,9 +255,6 @@ class MergedMicroBatches(Check):
             f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
             "or another split of them over ranks gives other bits"
         )
-
-
-_SPEAKER = 1  # the rank that warns of an evaluation
 
 
 class EvaluationHint(Check):

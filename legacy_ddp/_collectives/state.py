@@ -29,6 +29,9 @@ from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
 
+_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
+# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
+_private_blocks: list[None] = []
 P = ParamSpec("P")
 
 
@@ -68,10 +71,6 @@ class Observers:
         self.reduced: Event[[SyncRecord]] = Event()
         # all_reduce(), or all_reduce_gradients(), is about to return: callback(record). An exception leaves the call.
         self.returned: Event[[SyncRecord]] = Event()
-
-
-# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
-_private_blocks: list[None] = []
 
 
 @contextmanager
@@ -214,7 +213,6 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
         return Synchronizer(Settings(checks=_UNGUARDED)), partial(_raise, error)
 
 
-_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
 _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
 
 

@@ -10,6 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_counter import StepPolicy
 
+_QUICK_NUMEL = 2**16  # gradients of at most this size are read first
+
 
 class StepObserver:
     """Sees the outermost steps of all optimizers with a parameter in :attr:`ids`, outside of ``no_sync()``.
@@ -90,9 +92,6 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             observer._after_step(optimizer)
         else:
             observer._after_other_step()
-
-
-_QUICK_NUMEL = 2**16  # gradients of at most this size are read first
 
 
 class StepCounter(StepObserver):
