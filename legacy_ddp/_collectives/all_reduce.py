@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, SupportsIndex
 
 import torch
@@ -38,14 +39,12 @@ def all_reduce(
     ``parameters``: all names of every parameter. ``flags``: further flags of the header. ``notice``: starts the
     collective of join() before the header.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):
-            return all_reduce(synchronizer, parameters, group, arguments, flags=flags, notice=notice)
     planner, leaves = synchronizer.planner, synchronizer.leaves
     if synchronizer.observers.called:
         synchronizer.observers.called.notify()
-    # torch.no_grad() would do the same in twice the time.
-    with torch.set_grad_enabled(False), synchronizer.call(Operation.ALL_REDUCE, group) as call:
+    mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    # torch.no_grad() would do the same as set_grad_enabled(False) in twice the time.
+    with mode, torch.set_grad_enabled(False), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):

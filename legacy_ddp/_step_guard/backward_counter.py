@@ -98,9 +98,10 @@ class BackwardHook:
                 version = grad._version
             except RuntimeError:  # of an inference tensor
                 version = 0
-            # An addition in place raises the version of a tensor. An equal version means a new gradient, too, except
-            # where two threads add first and run their hooks afterwards. If no step used the previous gradient, it was
-            # dropped: restart the count, so that a batch which failed on one rank is not reported as uneven work.
+            # An addition in place raises the version of a tensor. The same version in the same thread: `.grad` is a new
+            # tensor. The same version in two threads: both added before either hook ran. If no step used the previous
+            # gradient, it was dropped: the count begins again, so that a batch that failed on one rank is not reported
+            # as uneven work.
             thread = 0 if is_dynamo_compiling() else get_ident()  # get_ident() cannot be compiled
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
             if is_new and parameter._version == versions[index]:

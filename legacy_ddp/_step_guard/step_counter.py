@@ -47,7 +47,7 @@ class StepObserver:
         return False
 
     def forget_failed_step(self) -> None:
-        """In a call: a step still open has raised an error, unless its closure makes this call."""
+        """A step that is still open when a call begins has failed, unless the call runs inside its closure."""
         if not self._has_closure:
             self._open = None
 
