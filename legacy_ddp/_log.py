@@ -30,6 +30,10 @@ LIBRARY = os.path.join(os.path.dirname(__file__), "")
 INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
 _MAX_COLUMNS = 200  # compiled code may have any name
 _MAX_LINES = 16  # recursion may have thousands
+TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
+_STYLES = ("short", "full")
+# Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
+_ELSEWHERE = "_legacy_ddp_shown_by"
 
 
 def script_level() -> int:
@@ -64,11 +68,6 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_inner(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(INNER)
 
-
-TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
-_STYLES = ("short", "full")
-# Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
-_ELSEWHERE = "_legacy_ddp_shown_by"
 
 _PATHS = sysconfig.get_paths()
 _INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))

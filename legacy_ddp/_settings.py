@@ -18,6 +18,21 @@ Transport = Literal["auto", "gloo", "host"]
 _TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEFAULT_CHECKS = Checks()
+_TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
+_DEVICE = "leave it out: move module and batches to the device yourself"
+# Arguments of the constructor of the wrapper that are not attributes.
+SETTINGS = (
+    "world_size",
+    "buffer_size",
+    "init_sync",
+    "gradient_as_bucket_view",
+    "reduce_dtype",
+    "reproducible",
+    "ignore",
+    "transport",
+    "checks",
+    "timeout_seconds",
+)
 
 
 def resolve_transport(transport: Transport) -> Transport:
@@ -135,9 +150,6 @@ class Settings:
         }
 
 
-_TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
-
-
 def names_to_ignore(module: nn.Module, ignore: Iterable[str]) -> frozenset[str]:
     """The names in ``ignore``, and the names in torch DDP's list of ``module``.
 
@@ -165,7 +177,6 @@ def check_ignored(module: nn.Module, ignore: Collection[str]) -> None:
 _ANY_GRAPH = "leave it out: no hook in backward waits for a parameter, so every step may use other parameters"
 _BUFFERS = "leave it out: forward never communicates; call model.broadcast_buffers() where ranks should agree on them"
 _BUCKETS = "leave it out: these buckets serve the overlap with backward, and there is no overlap"
-_DEVICE = "leave it out: move module and batches to the device yourself"
 _LATER = "leave it out: nothing is reduced before you call all_reduce()"
 INSTEAD = {
     "batched_grad_copy": _BUCKETS,
@@ -188,19 +199,6 @@ INSTEAD = {
 }
 _OF_TORCH = frozenset(inspect.signature(DistributedDataParallel).parameters)
 _REDUCER = "leave it out: there is no reducer with hooks in backward; the record of all_reduce() describes a call"
-# Arguments of the constructor of the wrapper that are not attributes.
-SETTINGS = (
-    "world_size",
-    "buffer_size",
-    "init_sync",
-    "gradient_as_bucket_view",
-    "reduce_dtype",
-    "reproducible",
-    "ignore",
-    "transport",
-    "checks",
-    "timeout_seconds",
-)
 # Assignments of scripts. Not here: ``device`` and ``logger`` of torch DDP, which are also names of scripts' own things.
 ATTRIBUTES_INSTEAD = {
     **{name: advice for name, advice in INSTEAD.items() if name not in ("check_reduction", "param_to_hook_all_reduce")},

@@ -12,6 +12,10 @@ from collections.abc import Iterable
 
 WIDTH = 80
 TIE = "\N{NO-BREAK SPACE}"
+# Characters. A rank quotes the text of every failed rank, and a watchdog's message may have 2**20 bytes.
+MAX_LINE, MAX_TEXT = 1_000, 8_000
+_NUMBER_AT_END = re.compile(r"\((\d{1,4})\)$")
+_LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
 
 
 def printable(text: str) -> str:
@@ -83,15 +87,11 @@ def format_bytes(number: float) -> str:
     return f"{number:,.3g} GB"
 
 
-# Characters. A rank quotes the text of every failed rank, and a watchdog's message may have 2**20 bytes.
-MAX_LINE, MAX_TEXT = 1_000, 8_000
-_NUMBER_AT_END = re.compile(r"\((\d{1,4})\)$")
 _LIMITS = {
     errno.EMFILE: "the limit of open files of this process is reached; raise it with ulimit -n",
     errno.ENFILE: "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
     errno.ETOOMANYREFS: "too many open files of this user are on their way; raise the limit with ulimit -n",
 }
-_LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
 
 
 def how_to_explain(name: str) -> str:

@@ -26,7 +26,7 @@ def _private_attributes(path: Path) -> Iterator[tuple[ast.Attribute, str]]:
                 yield node, owner
 
 
-def test_the_list_has_every_private_attribute_of_the_room() -> None:
+def test_the_list_has_every_private_attribute_of_the_folder() -> None:
     listed = {part for entry in PRIVATE_NAMES for part in (entry.name, *entry.owner.split("."))}
     found = {node.attr for path in FOLDER.glob("*.py") for node, _ in _private_attributes(path)}
 
@@ -36,14 +36,14 @@ def test_the_list_has_every_private_attribute_of_the_room() -> None:
 
 def test_the_list_has_nothing_that_the_library_does_not_use() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in FOLDER.glob("*.py") if path.stem != "private")
-    source += (PACKAGE / "_step_guard" / "backward_hook.py").read_text(encoding="utf-8")
+    source += (PACKAGE / "_step_guard" / "backward_counter.py").read_text(encoding="utf-8")
     # Made from a kind of operation, in operation_options().
     used = [entry.name for entry in PRIVATE_NAMES if entry.name.removesuffix("Options") == entry.name]
 
     assert [name for name in used if name not in source] == []
 
 
-def test_no_other_room_uses_a_private_name_of_a_module_of_torch() -> None:
+def test_no_other_folder_uses_a_private_name_of_a_module_of_torch() -> None:
     assert [
         f"{path.relative_to(PACKAGE)}: {owner}.{node.attr}"
         for path in PACKAGE.rglob("*.py")

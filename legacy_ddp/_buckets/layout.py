@@ -14,6 +14,12 @@ from torch.nn.parameter import is_lazy
 
 from legacy_ddp._settings import Settings
 
+SUPPORTED_DTYPES = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+)
+# Absent slots between two present slots are sent as zeros up to this size: cheaper than a second collective.
+MAX_GAP_BYTES = 64 * 1024
+
 
 def as_real(flat: torch.Tensor) -> torch.Tensor:
     """The same memory, each complex number as two real numbers."""
@@ -42,11 +48,6 @@ def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dty
     if dtype.is_complex:
         return dtype.to_real()
     return torch.promote_types(torch.promote_types(dtype, torch.float32), reduce_dtype or dtype)
-
-
-SUPPORTED_DTYPES = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-)
 
 
 @dataclass(frozen=True)
@@ -162,9 +163,6 @@ def check_trainable(item: Named) -> None:
         return
     raise ValueError(f"parameter {item.name!r} {problem}; {step}")
 
-
-# Absent slots between two present slots are sent as zeros up to this size: cheaper than a second collective.
-MAX_GAP_BYTES = 64 * 1024
 
 Run = tuple[int, int]
 

@@ -29,6 +29,10 @@ from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import BackwardCounter, PassiveHook, only_backward_hook, remove_hooks
 
+_WALKS = frozenset({"named_parameters", "named_modules", "_named_members"})
+# Smaller gradients are cheaper to copy all together. Other devices copy all together at any size: not measured there.
+SMALLEST_BYTES = 64 * 1024
+
 
 class Signature:
     """All properties of parameters on which a plan depends. Keeps no parameter alive.
@@ -74,9 +78,6 @@ def _identities(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[
 def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype | None], Sequence[tuple[object, ...]]]:
     facts = [(each.requires_grad, each.dtype, each.device, each.shape, each.stride()) for each in tensors]
     return internals.grad_dtypes(tensors), facts
-
-
-_WALKS = frozenset({"named_parameters", "named_modules", "_named_members"})
 
 
 class Columns(NamedTuple):
@@ -153,10 +154,6 @@ def _names_in(module: nn.Module, prefix: str) -> Iterator[str]:
 @lru_cache(maxsize=256)
 def _has_usual_walk(kind: type[nn.Module]) -> bool:
     return all(getattr(kind, walk) is getattr(nn.Module, walk) for walk in _WALKS)
-
-
-# Smaller gradients are cheaper to copy all together. Other devices copy all together at any size: not measured there.
-SMALLEST_BYTES = 64 * 1024
 
 
 class BackwardCopy:

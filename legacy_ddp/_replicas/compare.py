@@ -32,6 +32,11 @@ from legacy_ddp._replicas.state import KINDS, SharedBuffers, StateItem, describe
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation
 
+# Larger tensors are not compared by element, which may take 17 times their memory.
+LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
+LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
+DETAILS = 3  # tensors that are compared by element by default
+
 
 class ReplicaDigests(Protocol):
     """The digests of a wrapper in its calls: of everything in every call or every Nth call, or in turns."""
@@ -77,11 +82,6 @@ def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceErro
 
 
 Rows = dict[str, dict[str, str]]
-
-# Larger tensors are not compared by element, which may take 17 times their memory.
-LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
-LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
-DETAILS = 3  # tensors that are compared by element by default
 
 
 @dataclass(frozen=True)

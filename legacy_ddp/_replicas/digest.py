@@ -30,6 +30,21 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import argument_errors
 
+MULTIPLIER = 6364136223846793005
+GAMMA = 0x9E3779B97F4A7C15 - 2**64
+# Part of the definition of a digest: the number of rows and lanes. More rows: fewer states to finish. More lanes: fewer
+# calls of torch.
+MAX_ROWS = 2**6
+MIN_LANES = 2**12
+# Not part of the definition: the number of lanes that advance together. On a CPU these lanes fit in the cache, and stay
+# below the size from which torch uses more threads: the threads of many ranks on a host would wait for each other. On a
+# GPU the number of launches should be small.
+CPU_LANES = 2**15
+GPU_LANES = 2**20
+# digest_all() joins tensors of at most SMALL_BYTES into copies of at most CHUNK_BYTES.
+SMALL_BYTES = 2**19
+CHUNK_BYTES = 2**22
+
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether the elements lie in memory of the CPU: not of a sparse, quantized or fake tensor, for example."""
@@ -50,21 +65,6 @@ def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> in
         raise TypeError(f"the tensor has no memory: got {type(tensor).__name__}, expected a tensor with a storage")
     # `tensor` keeps the memory alive until the checksum is there.
     return zlib.crc32((ctypes.c_char * (stop - start)).from_address(address + start), checksum)
-
-
-MULTIPLIER = 6364136223846793005
-GAMMA = 0x9E3779B97F4A7C15 - 2**64
-
-# Part of the definition of a digest: the number of rows and lanes. More rows: fewer states to finish. More lanes: fewer
-# calls of torch.
-MAX_ROWS = 2**6
-MIN_LANES = 2**12
-
-# Not part of the definition: the number of lanes that advance together. On a CPU these lanes fit in the cache, and stay
-# below the size from which torch uses more threads: the threads of many ranks on a host would wait for each other. On a
-# GPU the number of launches should be small.
-CPU_LANES = 2**15
-GPU_LANES = 2**20
 
 
 def sum_of_states(data: torch.Tensor) -> torch.Tensor:
@@ -144,11 +144,6 @@ def count_words(data: torch.Tensor) -> int:
 def max_lanes(device: torch.device) -> int:
     """The number of lanes that advance together on the device."""
     return CPU_LANES if device.type == "cpu" else GPU_LANES
-
-
-# digest_all() joins tensors of at most SMALL_BYTES into copies of at most CHUNK_BYTES.
-SMALL_BYTES = 2**19
-CHUNK_BYTES = 2**22
 
 
 @argument_errors

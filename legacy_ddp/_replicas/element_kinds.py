@@ -28,6 +28,19 @@ from torch import Tensor
 
 BLOCK = 2**20
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
+SPANS = 3  # spans of rows that are named before "and ... more"
+MANTISSA_BITS = {
+    torch.float64: 52,
+    torch.float32: 23,
+    torch.float16: 10,
+    torch.bfloat16: 7,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e4m3fnuz: 3,
+    torch.float8_e5m2: 2,
+    torch.float8_e5m2fnuz: 2,
+    torch.float8_e8m0fnu: 0,
+}
+SAMPLE = 2**16  # the median of this many quotients gives the factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,20 +160,6 @@ def tolerance(dtype: torch.dtype) -> tuple[float, float]:
     return relative, relative * torch.finfo(dtype).tiny
 
 
-SPANS = 3  # spans of rows that are named before "and ... more"
-MANTISSA_BITS = {
-    torch.float64: 52,
-    torch.float32: 23,
-    torch.float16: 10,
-    torch.bfloat16: 7,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e4m3fnuz: 3,
-    torch.float8_e5m2: 2,
-    torch.float8_e5m2fnuz: 2,
-    torch.float8_e8m0fnu: 0,
-}
-
-
 def format_value(bits: Tensor, dtype: torch.dtype) -> str:
     """The shortest text that rounds to the element with these bits, ``[parts]``, and to no other element."""
     if dtype.is_complex:
@@ -225,9 +224,6 @@ def unravel_index(flat_index: int, shape: torch.Size) -> tuple[int, ...]:
         flat_index, remainder = divmod(flat_index, size)
         index.append(remainder)
     return tuple(reversed(index))
-
-
-SAMPLE = 2**16  # the median of this many quotients gives the factor
 
 
 def classify(pair: Pair) -> tuple[str, str]:

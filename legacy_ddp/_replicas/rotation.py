@@ -32,6 +32,8 @@ MAX_PARTS = 16
 SMALLEST_PART = 2**15  # bytes: less would save no time
 TENSOR_COST = 2**14  # the cost of a tensor besides its bytes: a thousand small tensors go to all parts
 _ALIGNMENT = 64
+_KINDS = ("parameters", "buffers")
+MAX_WARNINGS = 5  # in a streak
 
 
 class Piece(NamedTuple):
@@ -138,8 +140,6 @@ _CAUSE = (
     "state, gradients changed after the call), or memory that does not keep its bits"
 )
 
-_KINDS = ("parameters", "buffers")
-MAX_WARNINGS = 5  # in a streak
 
 _Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]
 

@@ -27,6 +27,7 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # new in torch 2.10
 
 foreach_copy = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -157,9 +158,6 @@ def largest_used_scaler(scalers: Iterable[torch.amp.GradScaler]) -> torch.amp.Gr
     """Of the scalers that have scaled a loss the one with the largest scale."""
     used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
     return max(used, key=torch.amp.GradScaler.get_scale, default=None)
-
-
-_SCALER_STEP = torch.amp.GradScaler.step.__code__
 
 
 def calling_scaler() -> torch.amp.GradScaler | None:

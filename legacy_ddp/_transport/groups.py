@@ -43,6 +43,12 @@ from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 
 _SINGLE_RANK = 'torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
 _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
+_BEGINS, _ARRIVALS, _PROBLEM = "begins", "arrivals", "problem"
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
+# Control and payload; measured with torch 2.13: 10, 12 and 16 descriptors for both of 2, 3 and 5 ranks.
+_GROUPS, _BESIDE_RANKS = 2, 4
+# Of the watchdog: file, listening socket, selector, two for waking up, two connections, a request.
+_WATCHDOG = 8
 
 
 class GroupHandle:
@@ -111,14 +117,6 @@ def _find_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost
     if not internals.is_registered(process_group):
         raise ValueError(_DESTROYED)
     return process_group
-
-
-_BEGINS, _ARRIVALS, _PROBLEM = "begins", "arrivals", "problem"
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
-# Control and payload; measured with torch 2.13: 10, 12 and 16 descriptors for both of 2, 3 and 5 ranks.
-_GROUPS, _BESIDE_RANKS = 2, 4
-# Of the watchdog: file, listening socket, selector, two for waking up, two connections, a request.
-_WATCHDOG = 8
 
 
 def meet_members(store: internals.Store, rank: int, size: int, timeout: timedelta) -> internals.Store:

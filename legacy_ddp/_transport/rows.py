@@ -6,6 +6,9 @@ from enum import IntEnum
 from functools import lru_cache
 from typing import NamedTuple
 
+MAX_BUCKETS = 6  # one per supported dtype
+MAX_SEGMENTS = 2 * MAX_BUCKETS
+
 
 class Operation(IntEnum):
     """The kinds of calls; the value travels in the header."""
@@ -27,9 +30,6 @@ class Operation(IntEnum):
     def __str__(self) -> str:
         return self.label
 
-
-MAX_BUCKETS = 6  # one per supported dtype
-MAX_SEGMENTS = 2 * MAX_BUCKETS
 
 _SEGMENTS = struct.Struct(f"<?3x{MAX_SEGMENTS}I4x")
 

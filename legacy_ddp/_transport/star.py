@@ -28,6 +28,10 @@ _NONE = b"-"  # no message has this kind
 _LARGEST_NOTICE = 64  # bytes of all messages but rows
 
 OnSlice = Callable[[], None]
+_FILE = "hub"
+_HELLO_BYTES = 256
+# None: the directory for temporary files (TMPDIR). Where that is full, read-only or without sockets: in memory.
+_PLACES = (None, "/dev/shm")
 
 
 class StarLostError(Exception):
@@ -278,12 +282,6 @@ def _waiting_message(connection: socket.socket, flags: int = 0) -> bytes:
         except OSError:  # told once, before the last message
             continue
     return b""
-
-
-_FILE = "hub"
-_HELLO_BYTES = 256
-# None: the directory for temporary files (TMPDIR). Where that is full, read-only or without sockets: in memory.
-_PLACES = (None, "/dev/shm")
 
 
 class StarListener:

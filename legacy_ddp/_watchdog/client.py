@@ -20,6 +20,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_SIOCGIFADDR = 0x8915  # Linux: address of an interface
+RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
+_STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
+# Fields of /proc/<pid>/stat behind the command's name, see proc(5): state is field 3, start time field 22.
+_STATE, _STARTED = 0, 19
+# A Python thread answers in milliseconds; a thread that waits for the GIL of a busy process, in tens of milliseconds.
+ANSWER_SECONDS = 0.7
+MAX_BYTES, PART_BYTES = 2**20, 2**16
+MAX_CONCURRENT_REQUESTS = 32
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -43,8 +54,6 @@ Address = tuple[str, int]
 # Destinations outside of this host, to find the interface of the default route. The addresses are for documentation
 # (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
 _OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_SIOCGIFADDR = 0x8915  # Linux: address of an interface
 
 
 def own_hosts() -> list[str]:
@@ -90,10 +99,6 @@ def _source_towards(family: int, host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
-_STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
-
-
 @dataclass(frozen=True)
 class Identity:
     """A process. ``machine``: equal for processes that can see each other in /proc.
@@ -136,10 +141,6 @@ def moved_bytes() -> int:
     return int(counts["rchar"]) + int(counts["wchar"])
 
 
-# Fields of /proc/<pid>/stat behind the command's name, see proc(5): state is field 3, start time field 22.
-_STATE, _STARTED = 0, 19
-
-
 def _stat(pid: int) -> list[str]:
     text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     return text.rpartition(")")[2].split()
@@ -163,11 +164,6 @@ def _machine() -> str:
 
 
 Message = Mapping[str, Any]
-
-# A Python thread answers in milliseconds; a thread that waits for the GIL of a busy process, in tens of milliseconds.
-ANSWER_SECONDS = 0.7
-MAX_BYTES, PART_BYTES = 2**20, 2**16
-MAX_CONCURRENT_REQUESTS = 32
 
 
 class Outcome(StrEnum):

@@ -25,6 +25,12 @@ from legacy_ddp._watchdog.status import LEFT_NORMALLY
 
 _outermost: list[FrameType] = []  # of the main thread; one at most
 _last_status: list[object] = []  # of sys.exit(); one at most
+# From the end of the awaited processes to the end of this process.
+_HEAD_START_SECONDS = 1.0
+# For a process that does not end: its rank may be in a debugger, or the script has caught the error.
+_LIMIT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.02
+_TURN = "_legacy_ddp_turn"
 
 
 @cache
@@ -62,14 +68,6 @@ def _was_left_by_an_exception(frame: FrameType) -> bool:
         running = running.f_back
     last = frame.f_code.co_code[frame.f_lasti]
     return running is None and not dis.opname[last].startswith("RETURN")
-
-
-# From the end of the awaited processes to the end of this process.
-_HEAD_START_SECONDS = 1.0
-# For a process that does not end: its rank may be in a debugger, or the script has caught the error.
-_LIMIT_SECONDS = 10.0
-_PAUSE_SECONDS = 0.02
-_TURN = "_legacy_ddp_turn"
 
 
 class _Turn:

@@ -17,6 +17,7 @@ MAX_STACKS = 8
 MAX_PARTS = 4
 # Phases of a call in which user code runs.
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
+_REPORTS = "reports of this rank:"
 
 
 @dataclass(frozen=True)
@@ -207,9 +208,6 @@ def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
 def _wrap(text: str, indent: int = 2, width: int = WIDTH) -> list[str]:
     """Lines that keep paths whole, so that a path can be copied."""
     return wrap(" ".join(text.splitlines()), deeper=" " * indent, columns=width, break_words=False)
-
-
-_REPORTS = "reports of this rank:"
 
 
 class WarningPolicy:

@@ -19,6 +19,7 @@ from legacy_ddp._text import encodable
 _handler_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _NO_HANDLER = (None, int(signal.SIG_IGN))
 _CANNOT_BE_HANDLED = (signal.SIGKILL, signal.SIGSTOP)
+_CLOSED = -1
 
 
 def is_faulthandler_registered(number: int) -> bool:
@@ -42,7 +43,6 @@ def is_faulthandler_registered(number: int) -> bool:
     return bool(handler == faulthandlers_own)
 
 
-_CLOSED = -1
 _open: list[int] = []  # descriptors of the report files of this process, the newest last
 
 

@@ -31,6 +31,12 @@ from legacy_ddp._watchdog.client import (
     own_identity,
 )
 
+_MAX_UNAUTHENTICATED = 128
+# Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
+_ACCEPT_PAUSE_SECONDS = 0.1
+# How long a rank that ends waits for the first connection of the neighbour before it. Most ranks have it for long.
+_FAREWELL_SECONDS = ANSWER_SECONDS / 2
+
 
 class BackgroundTasks:
     """A thread per task, and a reserve thread for tasks when no more threads can be started.
@@ -101,11 +107,6 @@ def _start(target: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-_MAX_UNAUTHENTICATED = 128
-# Pause after a failed accept() for want of a descriptor: an immediate retry would fail, too.
-_ACCEPT_PAUSE_SECONDS = 0.1
-
-
 class StatusServer:
     """The listening socket of a rank, and monitor connections to the two neighbours.
 
@@ -128,6 +129,7 @@ class StatusServer:
         self._accept_again_at = 0.0  # while accepting is paused
         self._exit_reason = ""
         self._neighbour: Endpoint | None = None
+        self._was_monitored = False  # by the neighbour before this rank
         self._started = threading.Event()
         port = self._listener.getsockname()[1]
         self.endpoint = Endpoint(rank, own_identity(), [(host, port) for host in own_hosts()], secrets.token_hex(16))
@@ -165,10 +167,15 @@ class StatusServer:
             self._monitor(self._neighbour)
         while self._wake_receiver in self._selector.get_map():
             self._handle_ready(self._next_timeout())
-        # Handle all input that has arrived: a neighbour that connected a moment ago must get the exit reason, too.
-        while self._handle_ready(0):
+        # The neighbour before this rank connects in its first call, perhaps a moment from now: without the exit reason
+        # it would report that this rank ended unexpectedly. All input that has arrived is handled.
+        deadline = time.monotonic() + _FAREWELL_SECONDS
+        while self._handle_ready(max(0.0, deadline - time.monotonic()) if self._awaits_monitor() else 0):
             pass
         self._close_all()
+
+    def _awaits_monitor(self) -> bool:
+        return self._neighbour is not None and not self._was_monitored
 
     def _handle_ready(self, seconds: float | None) -> int:
         """Wait up to ``seconds`` (None: without limit) for input; handle all ready sockets and return their number."""
@@ -257,6 +264,7 @@ class StatusServer:
             keep_alive(sock)
             # The neighbour may have left already: the rest may hold its exit reason.
             connection.rank, connection.received = _rank_in(message), rest
+            self._was_monitored = True
         else:
             self._reply(sock, message)
 

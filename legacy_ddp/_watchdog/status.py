@@ -21,6 +21,12 @@ LEFT_AFTER_LOSS = "left because another rank was lost"
 LEFT_NORMALLY = "normally; did it run out of data?"  # the end of an exit reason
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
 _PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "payload", "alias")
+# Pause between two polls; the difference of the answers shows whether a rank is advancing.
+_SECOND_POLL_SECONDS = 0.3
+# Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
+_MANY_BYTES = 2**20
+# Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
+_BUSY_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -118,14 +124,6 @@ def missing_after_loss(rows: Sequence[Row], lost: Sequence[int], *, was_polled: 
     behind = [rows[rank] for rank in missing_ranks(rows) if not rows[rank].left_after_loss] if was_polled else []
     silent = [row.rank for row in behind if row.has_ended or (row.sample is None and row.process != RUNNING)]
     return tuple(sorted({*lost, *silent}))
-
-
-# Pause between two polls; the difference of the answers shows whether a rank is advancing.
-_SECOND_POLL_SECONDS = 0.3
-# Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
-_MANY_BYTES = 2**20
-# Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
-_BUSY_SHARE = 0.1
 
 
 @dataclass

@@ -35,6 +35,12 @@ from legacy_ddp._watchdog.status import LEFT_AFTER_LOSS, GroupView, own_status, 
 
 # A collective may still complete if a rank ends after its own part of the collective.
 _GRACE_SECONDS = 0.5
+# How long to wait for the rank that composes the report; it polls twice, and silent ranks delay it.
+_REPORT_SECONDS = 3.0
+# Pause between two requests for a report: a thousand ranks must not keep the composing rank from its work.
+_RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
+# Ranks that start to wait together request a report within this time of each other, and must get the same text.
+_FRESH_SECONDS = 2.0
 
 
 class FailureRecord:
@@ -96,14 +102,6 @@ def broadcast_failure(
     """Send a failure, and the final report if there is one, to the other ranks, or to ``ranks`` only."""
     message = {"request": "record", "failure": asdict(failure), "report": report and asdict(report)}
     request_all(view.others(range(len(view.peers)) if ranks is None else ranks), message, view.own.identity)
-
-
-# How long to wait for the rank that composes the report; it polls twice, and silent ranks delay it.
-_REPORT_SECONDS = 3.0
-# Pause between two requests for a report: a thousand ranks must not keep the composing rank from its work.
-_RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
-# Ranks that start to wait together request a report within this time of each other, and must get the same text.
-_FRESH_SECONDS = 2.0
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -254,6 +255,22 @@ def test_a_server_that_closes_at_once_sends_its_exit_reason_to_a_new_connection(
         server.close("left at once")
 
         assert json.loads(neighbour.recv(1000)) == {"exit_reason": "left at once"}
+
+
+def test_a_server_that_closes_before_its_neighbour_has_asked_for_monitoring_does_not_look_lost(pair: _Servers) -> None:
+    """At load a rank ended unexpectedly for a neighbour that had connected, and had not sent its request yet."""
+    server, other = pair.servers
+    with socket.create_connection(server.endpoint.addresses[-1], timeout=5) as neighbour:
+        server.start(other.endpoint)
+        closing = threading.Thread(target=server.close, args=("left early",))
+        closing.start()
+        with select.epoll() as closed:
+            closed.register(neighbour, select.EPOLLIN)
+            assert closed.poll(0.1) == []  # no end of file: the server waits for the request
+        neighbour.sendall(encode_message(server.endpoint, {"request": "monitor", "rank": 1}))
+
+        assert json.loads(neighbour.recv(1000)) == {"exit_reason": "left early"}
+        closing.join(5)
 
 
 def test_the_end_of_a_killed_neighbour_is_noticed(listener: tuple[subprocess.Popen[str], Endpoint]) -> None:

@@ -29,6 +29,9 @@ from legacy_ddp.debug._operations.operation import Operation
 Run = Callable[[Any, Any], torch.Tensor]
 _STEP = "let run(model, batch) return the loss, without backward(), all_reduce() and step()"
 LOSS, GENERATORS, OTHERS = "the loss", "the random generators", "gradients outside of the model"
+_DEPTH = 4  # of containers, and of functions in closures
+_MOST = 1_000  # items of a container
+_STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
 
 
 class Runner:
@@ -216,10 +219,7 @@ class Passes:
         return capture.kept
 
 
-_DEPTH = 4  # of containers, and of functions in closures
-_MOST = 1_000  # items of a container
 _LEAVES = (torch.Tensor, torch.Generator, Iterator, DataLoader, nn.Module, bool, int, float, str)
-_STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
 _STEP_FOR_GENERATOR = (
     "draw from torch's default generator, which travels with the batch, or draw before and pass the result in the batch"
 )

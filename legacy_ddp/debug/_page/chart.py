@@ -23,6 +23,11 @@ MAX_POINTS = 2000
 # The classes from RAMP on are the levels of the colour ramp. FLAGGED: ranks differ, or bits without their norms.
 ABSENT, ZERO, FLAGGED, NONFINITE, RAMP = range(5)
 LEVELS = 200
+LEFT, RIGHT, HEIGHT = 190, 120, 220
+GREY, BLACK, VERMILLION = "#767676", "#000000", "#d55e00"
+WHITE, LIGHT, SKY = "#ffffff", "#e8e8e8", "#56b4e9"
+BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
+BROWNS = ("#ffe9a8", "#fdae4b", "#d95f0e", "#7f2704")
 
 
 @dataclass(frozen=True)
@@ -189,13 +194,6 @@ def column_captions(grid: Grid, shown: str) -> list[str]:
 
 def row_captions(rows: Bins, items: str) -> list[str]:
     return [f"Each row stands for {rows.size} {items} in the same way."] if rows.size > 1 else []
-
-
-LEFT, RIGHT, HEIGHT = 190, 120, 220
-GREY, BLACK, VERMILLION = "#767676", "#000000", "#d55e00"
-WHITE, LIGHT, SKY = "#ffffff", "#e8e8e8", "#56b4e9"
-BLUES = ("#dbe9f6", "#9dc6e0", "#4a98c9", "#17509a")
-BROWNS = ("#ffe9a8", "#fdae4b", "#d95f0e", "#7f2704")
 
 
 @dataclass(frozen=True)

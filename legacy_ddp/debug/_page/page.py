@@ -30,6 +30,7 @@ from legacy_ddp.debug._trace.run import Run
 # Besides colour, because some readers see none.
 _MARK = "▶"
 _MAX_GROUPS = 6
+PAGE_TAG = "a report of legacy_ddp"
 
 
 def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
@@ -112,7 +113,6 @@ def _cell(ranks: Sequence[str]) -> str:
     return "; ".join([*(f"{name_ranks(which)}: {value}" for value, which in groups[:_MAX_GROUPS]), *more])
 
 
-PAGE_TAG = "a report of legacy_ddp"
 _TEMPLATE = Path(__file__).with_name("page.html")
 # Symbol and label, because some readers see no colours. A headline begins with the label.
 _VERDICTS: dict[Verdict, tuple[str, str]] = {
