@@ -80,6 +80,7 @@ class FlatBuffer:
         self.wire: torch.Tensor | None = None
         self._is_for_hook = settings.comm_hook is not None
         self._wire_dtype = bucket.dtype if self._is_for_hook else wire_dtype(bucket.dtype, settings.reduce_dtype)
+        self.may_need_wire = self._is_for_hook or self._wire_dtype != bucket.dtype  # :meth:`make_wire` may do something
         self._views: SlotViews | None = None  # made by the first backward or call
         self._spare: SlotViews | None = None  # the memory before, while the user keeps a gradient of every call
         self._views_lock = threading.Lock()  # backward passes may run in several threads
@@ -94,6 +95,8 @@ class FlatBuffer:
     @property
     def views(self) -> SlotViews:
         """The slots as tensors, with their flat tensor; made on first use."""
+        if (views := self._views) is not None:
+            return views
         with self._views_lock:
             if self._views is None:
                 with torch.inference_mode(False):  # a backward inside that mode may be the first

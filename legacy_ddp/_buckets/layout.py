@@ -201,12 +201,12 @@ class Bucket:
             joined.append((start, stop))
         return joined
 
-    @property
+    @cached_property
     def may_be_shared(self) -> bool:
         """Whether the memory of the bucket may be a segment: on CPU, with elements."""
         return self.device.type == "cpu" and self.numel > 0
 
-    @property
+    @cached_property
     def label(self) -> str:
         """``cpu float32``."""
         return f"{self.device} {str(self.dtype).removeprefix('torch.')}"

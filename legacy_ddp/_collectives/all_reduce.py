@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, SupportsIndex
 
 import torch
@@ -41,7 +42,9 @@ def all_reduce(
     planner, leaves = synchronizer.planner, synchronizer.leaves
     if synchronizer.observers.called:
         synchronizer.observers.called.notify()
-    with torch.inference_mode(False), torch.no_grad(), synchronizer.call(Operation.ALL_REDUCE, group) as call:
+    mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+    # torch.no_grad() would do the same as set_grad_enabled(False) in twice the time.
+    with mode, torch.set_grad_enabled(False), synchronizer.call(Operation.ALL_REDUCE, group) as call:
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):
@@ -58,7 +61,8 @@ def all_reduce(
             agreement = agree(call, packed.header, plan.layout.inventory, mismatches=mismatches, metrics=names)
             transport.require_host(call)
             _compare(synchronizer, step, agreement)
-            metrics = sum_metrics(call, agreement, packed.metrics)
+            has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
+            metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
             route = transport.settle(call, plan, packed)
             reduced = route.reduce(call, plan, packed, agreement)
             with call.phase("alias"):

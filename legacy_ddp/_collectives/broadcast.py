@@ -20,6 +20,8 @@ from legacy_ddp._settings import Settings, check_ignored
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.rows import Operation
 
+CHUNK_BYTES = 32 * 2**20  # of one collective: more would need more memory for copies
+
 
 def construct(
     call: Call,
@@ -65,9 +67,6 @@ def construct(
     agree(call, Header(layout=layout.fingerprint), layout.inventory)
     transport.require_host(call)
     transport.before_pack()
-
-
-CHUNK_BYTES = 32 * 2**20
 
 
 def broadcast_parameters(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:

@@ -10,7 +10,8 @@ from torch import nn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, Precedence, agreed_error, describe_uneven_work
-from legacy_ddp._agreement.header import Flag, Header, Participation
+from legacy_ddp._agreement.header import PLACES, Flag, Header, Participation, is_equal
+from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._collectives.check import Check, CheckList, LocalStep, Subject
 from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
@@ -23,6 +24,9 @@ from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import StepCounter
 from legacy_ddp._transport.groups import Groups
+
+_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
+_SPEAKER = 1  # the rank that warns of an evaluation
 
 
 def _reference(subject: Subject) -> Callable[[], nn.Module | None]:
@@ -42,6 +46,7 @@ class EqualSteps(Check):
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.counts_steps and subject.wrapper is not None
         self._counter = StepCounter(subject.planner.counter.policy) if self.is_on else None
+        self._layout: Layout | None = None  # of the parameters that the counter knows
 
     def facts(self, step: LocalStep) -> None:
         if self._counter is not None and (count := self._counter.take(step.call.groups)) is not None:
@@ -63,8 +68,12 @@ class EqualSteps(Check):
         return agreed_error(DesyncError, rows, text, finding.ranks)
 
     def end(self, step: LocalStep) -> None:
-        if self._counter is not None:
-            self._counter.begin(step.call.groups, step.plan.parameters)
+        counter = self._counter
+        if counter is None:
+            return
+        if step.plan.layout is not self._layout:  # a plan of the same layout has the same parameters
+            self._layout, counter.ids = step.plan.layout, frozenset(map(id, step.plan.parameters))
+        counter.begin(step.call.groups)
 
     def forget(self) -> None:
         if self._counter is not None:
@@ -102,9 +111,6 @@ class OtherCollectives(Check):
         return agreed_error(DesyncError, rows, text, finding.ranks)
 
 
-_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
-
-
 class Replicas(Check):
     """Compares the replicas of all ranks. ``digests``: of this rank; None if nothing is compared."""
 
@@ -138,7 +144,7 @@ class Replicas(Check):
         # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
         if not agreement.common_flags & Flag.SIGNED:
             return None
-        if agreement.is_equal("replica"):
+        if is_equal(agreement.packed, PLACES["replica"]):
             digests.note_agreement(call)
             return None
         left = agreement.ranks_with(Flag.JOINED)  # ranks that make no more steps
@@ -280,9 +286,6 @@ class MergedMicroBatches(Check):
             f"got {row.micro_batches} in {row.leaves}; put each micro-batch into a no_sync() block of its own,\n"
             "or another split of them over ranks gives other bits"
         )
-
-
-_SPEAKER = 1  # the rank that warns of an evaluation
 
 
 class EvaluationHint(Check):

@@ -29,6 +29,16 @@ _GREATEST_CALLS = 16  # with edited gradients
 _DIRECTION = 2**12  # elements that stand for the direction
 _SAME_DIRECTION = 0.999  # cosine
 _NEAR = 1 - 2**-6  # of the limit: a few steps of bf16
+_FINDINGS = {
+    Flag.UNSCALED: "unscaled by a GradScaler",
+    Flag.NORM_CLIPPED: "clipped by norm: the same norm in call after call",
+    Flag.VALUE_CLIPPED: "clipped by value: the same greatest element in call after call",
+}
+_ANY = sum(_FINDINGS)
+_ADVICE = (
+    "clip and unscale after all_reduce(): before the call, a rank limits its own gradient and not the mean, and sees "
+    "no infinity of another rank; see Checks(edited=...)"
+)
 
 
 class EditedValues:
@@ -108,18 +118,6 @@ def _is_limit(plan: Plan, packed: Packed, limit: float) -> bool:
         at_limit = int((sizes == limit).sum())
         piles += grad.dim() > 1 and at_limit > 1 and at_limit > int((sizes >= _NEAR * limit).sum()) - at_limit
     return piles > 1
-
-
-_FINDINGS = {
-    Flag.UNSCALED: "unscaled by a GradScaler",
-    Flag.NORM_CLIPPED: "clipped by norm: the same norm in call after call",
-    Flag.VALUE_CLIPPED: "clipped by value: the same greatest element in call after call",
-}
-_ANY = sum(_FINDINGS)
-_ADVICE = (
-    "clip and unscale after all_reduce(): before the call, a rank limits its own gradient and not the mean, and sees "
-    "no infinity of another rank; see Checks(edited=...)"
-)
 
 
 class EditedGradients(Check):

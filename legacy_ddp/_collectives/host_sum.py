@@ -323,9 +323,9 @@ def total_of(order: Order, chunk: Chunk) -> torch.Tensor:
 
 
 def divide(chunk: Chunk, total: torch.Tensor, divisor: float) -> None:
-    """Divide ``total``, which may be the own chunk, into the own chunk. Overwrites ``total``.
+    """Write ``total / divisor`` to the own chunk. ``total``: may be the own chunk; afterwards its content is undefined.
 
-    The sum may need the wider range of the two dtypes, the quotient does not.
+    Divides in the wider of the two dtypes, because the sum may overflow the narrower one, and the quotient does not.
     """
     own = chunk.own
     if total.dtype == own.dtype:

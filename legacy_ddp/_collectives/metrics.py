@@ -68,7 +68,7 @@ def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) 
     Collective if a rank has metrics: 8 bytes a metric from every rank. A rank that has left a join() counts as zeros,
     and learns the names here.
     """
-    if not metrics and (agreement.is_uniform or not any(agreement.column("metric_names"))):
+    if not metrics and not any(agreement.column("metric_names")):
         return {}
     with call.phase("metrics"):
         names: Sequence[str] = tuple(metrics)

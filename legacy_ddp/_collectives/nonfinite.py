@@ -52,8 +52,9 @@ class NonFiniteGradients(Check):
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
-        # With a streak of non-finite gradients, after the warning. Equal on all ranks.
-        self._warned: weakref.WeakSet[Groups] = weakref.WeakSet()
+        # With a streak of non-finite gradients, after the warning. Equal on all ranks. Looked up in every call: a
+        # WeakSet would take longer.
+        self._warned: set[weakref.ref[Groups]] = set()
         self._skipped_calls = 0  # with "skip"; equal on all ranks
         self._has_searched_scalers = False  # all scalers of the process were looked for, which is done once
         if self.is_on:
@@ -77,7 +78,7 @@ class NonFiniteGradients(Check):
         if not agreement.common_flags & Flag.WATCHED or not agreement.participants:
             return None
         if not agreement.some_flags & Flag.NONFINITE:
-            self._warned.discard(call.groups)
+            self._warned.discard(weakref.ref(call.groups))
             return None
         ranks = agreement.ranks_with(Flag.NONFINITE)
         reaction = call.checks.nonfinite_policy
@@ -86,7 +87,7 @@ class NonFiniteGradients(Check):
         if reaction == "skip":
             agreement.leave_out_all()
             self._skipped_calls += 1
-        if call.groups in self._warned:
+        if weakref.ref(call.groups) in self._warned:
             return None
         with call.phase("agree"):
             search = not self._has_searched_scalers
@@ -100,7 +101,7 @@ class NonFiniteGradients(Check):
             names = [name for rank in ranks for name in found[rank].counts]
             parameter = names[0] if names else None
             raise NonFiniteGradientError(text, ranks=ranks, call=call.number, phase="agree", parameter=parameter)
-        self._warned.add(call.groups)
+        self._warned.add(weakref.ref(call.groups))
         return text
 
 

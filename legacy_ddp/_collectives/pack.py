@@ -4,6 +4,7 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
@@ -82,20 +83,24 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
             grads = leaves.collect_last(plan)
         has_peers = call.groups.size > 1
         _allocate(call, plan, has_wire=leaves is None)
+        flats: Sequence[torch.Tensor] = [buffer.views.flat for buffer in plan.buffers]
         if not takes_part:
             kinds = [ABSENT] * len(plan.parameters)
-            flats = _flats(plan) if leaves is None else leaves.zeros(plan, has_peers=has_peers)
+            if leaves is not None:
+                flats = leaves.zeros(plan, has_peers=has_peers)
             _add_fingerprints(call, plan, header, kinds)
-            return Packed(kinds, flats, {}, header, _sum_segments(leaves, flats), metrics)
+            segments = () if leaves is None else leaves.sums.segments(flats)
+            return Packed(kinds, flats, {}, header, segments, metrics)
         header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
         if header.participation == Participation.SAMPLES:
             _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-        kinds, flats = plan.kinds(grads), _flats(plan)
+        kinds = plan.kinds(grads)
         if leaves is not None:
             header.leaves, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
         sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
         _add_fingerprints(call, plan, header, kinds)
-        packed = Packed(kinds, flats, sparse, header, _sum_segments(leaves, flats), metrics)
+        segments = () if leaves is None else leaves.sums.segments(flats)
+        packed = Packed(kinds, flats, sparse, header, segments, metrics)
         if call.checks.level != "off":
             _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy in ("raise", "skip"))
         return packed
@@ -105,9 +110,9 @@ def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
     """Find the group of every buffer's device, and allocate the copies for the wire."""
     has_peers = call.groups.size > 1
     for buffer in plan.buffers:
-        if has_peers:
+        if has_peers and buffer.bucket.device.type != "cpu":
             call.groups.payload(buffer.bucket.device)
-        if has_wire:
+        if has_wire and buffer.may_need_wire:
             buffer.make_wire(has_peers=has_peers)
 
 
@@ -122,16 +127,8 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
         leaves.sums.reserve(packed.flats)
 
 
-def _flats(plan: Plan) -> list[torch.Tensor]:
-    return [buffer.views.flat for buffer in plan.buffers]
-
-
 def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:
     return {index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE}
-
-
-def _sum_segments(leaves: Leaves | None, flats: Sequence[torch.Tensor]) -> Sequence[Segment | None]:
-    return () if leaves is None else leaves.sums.segments(flats)
 
 
 def _header_of(sample_size: SupportsIndex | None, skip: bool) -> Header:
@@ -224,8 +221,11 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
 
 
 def _add_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> None:
-    header.layout, header.mask = plan.layout.fingerprint, fingerprint(bytes(kinds))
+    header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
     header.waited_us = int(call.group_state.waited_seconds * 1e6)
+
+
+_mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds are the same in most calls
 
 
 def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
@@ -269,7 +269,11 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     read: list[float] = []
     away: list[torch.Tensor] = []
     for piece in pieces:
-        norm = _norm(piece, wide=wide)
+        real = torch.view_as_real(piece) if piece.is_complex() else piece
+        narrow = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
+        norm = torch.linalg.vector_norm(
+            devices.where_doubles_are(real) if wide else real, dtype=torch.float64 if wide else narrow
+        )
         if norm.device.type == "cpu":
             read.append(norm.item())
         else:
@@ -277,13 +281,3 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     if away:  # one wait for the device, whatever the number of pieces
         read += devices.read_scalars(away)
     return read
-
-
-def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
-    if piece.is_complex():
-        piece = torch.view_as_real(piece)
-    if wide:
-        piece = devices.where_doubles_are(piece)
-    narrow = torch.float32 if piece.dtype in (torch.float16, torch.bfloat16) else piece.dtype
-    norm: torch.Tensor = torch.linalg.vector_norm(piece, dtype=torch.float64 if wide else narrow)
-    return norm

@@ -85,11 +85,19 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Route:
-    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU, for the record."""
+    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU, for the record.
+
+    ``preparing``: the reducers that prepare something.
+    """
 
     layout: Layout
     transport: str
     parts: Sequence[Reducer]
+    preparing: Sequence[Reducer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        preparing = [part for part in self.parts if type(part).prepare is not Reducer.prepare]
+        object.__setattr__(self, "preparing", preparing)
 
     def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
         """Collective: sum the packed gradients over the ranks and divide.
@@ -100,9 +108,9 @@ class Route:
         """
         if agreement.divisor == 0:
             return Reduced([ABSENT] * len(packed.kinds), {}, 0)
-        kinds = agree_on_kinds(call, agreement, packed.kinds)
+        kinds = packed.kinds if agreement.has_same_mask else agree_on_kinds(call, packed.kinds)
         payload = Payload(plan, packed, kinds, agreement.has_same_mask, agreement.divisor)
-        for part in self.parts:
+        for part in self.preparing:
             part.prepare(call, payload)
         size_bytes = 0
         with call.phase("payload"):

@@ -4,7 +4,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import cache, lru_cache, partial
 from typing import Any, Generic, Never, ParamSpec
 
@@ -30,6 +29,9 @@ from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
 
+_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
+# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
+_private_blocks: list[None] = []
 P = ParamSpec("P")
 
 
@@ -71,10 +73,6 @@ class Observers:
         self.returned: Event[[SyncRecord]] = Event()
 
 
-# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
-_private_blocks: list[None] = []
-
-
 @contextmanager
 def private_forwards() -> Iterator[None]:
     """For the block, forward passes, operations and ``no_sync()`` blocks are no part of the user's step."""
@@ -97,6 +95,7 @@ class Synchronizer:
         self.settings = settings
         self.module_class = module_class  # empty for parameters without a module
         self.planner = Planner(settings)
+        self.policy: StepPolicy = self.planner.counter.policy  # no_sync() blocks, and a step without a call
         self.leaves = Leaves(self.planner.counter, self.planner.segments) if settings.reproducible else None
         self.observers = Observers()
         self.warnings = Warnings()
@@ -115,11 +114,6 @@ class Synchronizer:
         """The digests of the replica, None if replicas are not compared."""
         return next((check.digests for check in self.checks.all if isinstance(check, Replicas)), None)
 
-    @property
-    def policy(self) -> StepPolicy:
-        """Whether calls do anything (``no_sync()``), and whether a step without a call is an error."""
-        return self.planner.counter.policy
-
     def use(self, settings: Settings) -> None:
         """Use other settings from the next call on."""
         self.settings = settings
@@ -137,13 +131,11 @@ class Synchronizer:
                 "call it after all_reduce() has returned"
             )
         refuse_inherited(group, operation)
-        seconds = self.settings.timeout_seconds
-        timeout = internals.group_timeout(group) if seconds is None else timedelta(seconds=seconds)
         state = self._group_states.get(group)
         if state is None:
-            state = self._group_states[group] = GroupState(groups_of(group, timeout))
+            state = self._group_states[group] = GroupState(groups_of(group, self.settings.timeout_seconds))
             self._transports[group] = Transport(state.groups, self.planner, self.leaves, self.warnings)
-        return Call(state, operation, timeout, self.settings, self.module_class)
+        return Call(state, operation, self.settings, self.module_class)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """The transport of gradients on ``group``, after :meth:`call`."""
@@ -161,7 +153,7 @@ class Synchronizer:
 
     def begin_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, is_training: bool) -> None:
         """A forward of the wrapper begins: local, and without effect on the forward."""
-        if are_forwards_private():
+        if _private_blocks:
             return
         if self.leaves is not None and self.policy.sync_enabled:
             self.leaves.drop_if_cleared()
@@ -221,7 +213,6 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
         return Synchronizer(Settings(checks=_UNGUARDED)), partial(_raise, error)
 
 
-_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
 _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictionary()
 
 

@@ -60,10 +60,11 @@ class Transport:
     def announce(self, plan: Plan, packed: Packed) -> SegmentIds:
         """The message to the other ranks about the segments of this rank."""
         segments = self._own_segments(plan, packed)
-        serials = tuple([0 if segment is None else segment.serial for segment in segments])
         # After another number of micro-batches the sum lies in its own segment again.
-        may_come_back = None in segments or any(plan.buffers[index].has_spare for index in plan.layout.shared_buckets)
-        return SegmentIds(serials, may_come_back)
+        may_come_back = None in segments
+        for index in plan.layout.shared_buckets:
+            may_come_back = may_come_back or plan.buffers[index].has_spare
+        return SegmentIds(tuple([0 if segment is None else segment.serial for segment in segments]), may_come_back)
 
     def require_host(self, call: Call) -> None:
         """Refuse ``transport="host"`` where the ranks cannot share memory.

@@ -46,7 +46,7 @@ class SteppedOptimizers:
         # Copied and not yet described: an optimizer may have hundreds of parameter groups.
         self._groups[optimizer] = [
             {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for key, value in group.items()
                 if key != "params"
             }
@@ -228,6 +228,7 @@ class StepHistory(StepObserver):
             *state.optimizer_items(self.optimizers.alive, self._module, self.optimizers.settings_of),
         ]
 
+    @torch.no_grad()
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Digest parameters and gradients before a step. A closure computes the gradients later: nothing to digest."""
         self._has_several |= any(other is not optimizer for other in self.optimizers.alive)
@@ -243,6 +244,7 @@ class StepHistory(StepObserver):
         is_first = not self.digests.steps
         self._at_step = _AtStep(own, gradients, self._digest_all(held, own) if is_first or not self._has_several else 0)
 
+    @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the digests before and after the step. A step that raised changed nothing and is not recorded."""
         digests, at_step, mask = self.digests, self._at_step, self._mask_of(optimizer)

@@ -6,7 +6,6 @@ call, the check of ``Checks("detail", every=N)``.
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -89,11 +88,12 @@ class ForwardDigests(StepObserver):
 
     def begin_forward(self, *, is_training: bool) -> None:
         """Take the digest for the next call, in the first training forward since the last call."""
-        # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
-        with suppress(Exception), torch.no_grad():
+        try:
             self.buffers.begin_forward(self._module)
             if is_training and self._taken is None and self._is_due(self._next_call):
                 self._taken = self._next_call, self._digest(self._next_call)
+        except Exception:  # noqa: BLE001 - a forward may run where bits cannot be read (fake tensors, function
+            pass  # transforms): the call reads them
 
     def restart(self) -> None:
         """Discard the digest, after a broadcast of parameters."""
@@ -246,11 +246,11 @@ class RotatingDigests(ForwardDigests):
 
     def digest_of(self, call: Call) -> int:
         """The digest for ``call``."""
+        self.forget_failed_step()
+        taken, self._taken, self._next_call = self._taken, None, call.number + 1
+        if taken is not None and taken[0] == call.number and self._is_divided:
+            return taken[1]
         with call.phase("digest"):
-            self.forget_failed_step()
-            taken, self._taken, self._next_call = self._taken, None, call.number + 1
-            if taken is not None and taken[0] == call.number and self._is_divided:
-                return taken[1]
             return self._digest(call.number)
 
     def note_agreement(self, call: Call) -> None:
@@ -502,6 +502,7 @@ class PeriodicDigests(ForwardDigests):
     def _is_due(self, number: int) -> bool:
         return (number - 1) % self._settings.checks.every == 0
 
+    @torch.no_grad()
     def _digest(self, _: int) -> int:
         self._of_parameters = self._digest_parameters()
         return self._join_digests()

@@ -318,7 +318,8 @@ class SharedBuffers:
         """A forward with gradients begins. The first forward marks again: a checkpoint may have been loaded since."""
         is_first, self.has_run = not self.has_run, True
         if is_first and self._marks is not None:
-            self._marks = _digest(self.named(module))
+            with torch.no_grad():
+                self._marks = _digest(self.named(module))
 
     def learn(self, call: Call, module: nn.Module, left_out: Collection[int]) -> bool:
         """Collective: find statistics, which differ now and have changed since the mark: on every rank, or, if the

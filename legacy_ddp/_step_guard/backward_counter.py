@@ -16,8 +16,7 @@ from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
-from torch.compiler import is_compiling
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.compiler import is_dynamo_compiling
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
@@ -36,18 +35,15 @@ class StepPolicy:
     has_leaves: bool = False
     has_local_steps: bool = False
     block_thread: int = 0  # of the outermost no_sync() block
+    sync_enabled: bool = True  # no no_sync() block is open in any thread
     _open_blocks: int = 0  # a number, not a state to restore: blocks of two threads end in any order
     _lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @property
-    def sync_enabled(self) -> bool:
-        """Whether no ``no_sync()`` block is open in any thread."""
-        return self._open_blocks == 0
 
     def open_block(self) -> bool:
         """Count a ``no_sync()`` block. Returns whether the block is the outermost block."""
         with self._lock:
             self._open_blocks += 1
+            self.sync_enabled = False
             if self._open_blocks > 1:
                 return False
             self.block_thread = threading.get_ident()
@@ -57,6 +53,7 @@ class StepPolicy:
         """A ``no_sync()`` block ended."""
         with self._lock:
             self._open_blocks -= 1
+            self.sync_enabled = not self._open_blocks
 
 
 class PassiveHook:
@@ -101,10 +98,11 @@ class BackwardHook:
                 version = grad._version
             except RuntimeError:  # of an inference tensor
                 version = 0
-            # An addition in place raises the version of a tensor. An equal version means a new gradient, too, except
-            # where two threads add first and run their hooks afterwards. If no step used the previous gradient, it was
-            # dropped: restart the count, so that a batch which failed on one rank is not reported as uneven work.
-            thread = 0 if is_compiling() else get_ident()  # get_ident() cannot be compiled
+            # An addition in place raises the version of a tensor. The same version in the same thread: `.grad` is a new
+            # tensor. The same version in two threads: both added before either hook ran. If no step used the previous
+            # gradient, it was dropped: the count begins again, so that a batch that failed on one rank is not reported
+            # as uneven work.
+            thread = 0 if is_dynamo_compiling() else get_ident()  # get_ident() cannot be compiled
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
             if is_new and parameter._version == versions[index]:
                 counts[index] = 0
@@ -171,7 +169,7 @@ class _Attached(NamedTuple):
 
 _Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
 _counts: dict[int, list[int]] = {}  # of every counter that exists
-_sums: "weakref.WeakSet[ResultSums]" = weakref.WeakSet()  # of every counter that exists
+_sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
 
 
 class BackwardCounter:
@@ -227,7 +225,7 @@ class BackwardCounter:
         self._counts[:] = counts
         self._versions[:] = [parameter._version for parameter in parameters]
         self._sums = ResultSums(last_results, self._counts)
-        _sums.add(self._sums)
+        _sums.append(weakref.ref(self._sums, _sums.remove))
         for index, found in enumerate(before):
             if found is not None:
                 self._sums.take_over(index, found.hook.sums, found.hook.index)
@@ -266,7 +264,7 @@ class BackwardCounter:
         Empty where some gradients were cleared, and steps reached a part of the parameters: optimizers that take turns
         clear their own gradients before they use them.
         """
-        if not any(list(_sums)):
+        if not any(sums is not None and sums.additions for sums in [reference() for reference in tuple(_sums)]):
             return []
         reached = self.reached(parameters)
         found = _find_results(reached, ResultSums.contains)
@@ -278,7 +276,7 @@ class BackwardCounter:
 
         False if reading the gradients would wait for a device.
         """
-        if not self._sums or self._sums.may_wait():
+        if not self._sums.additions or self._sums.may_wait():
             return False
         reached = self.reached(parameters)
         if not all(own.is_stepped for own, _ in reached):
@@ -381,12 +379,15 @@ def is_any_counting() -> bool:
 @cache
 def watch_uses() -> None:
     """Note from now on which steps in this process use the results of calls. Later calls do nothing."""
-    register_optimizer_step_post_hook(_note_step)
+    internals.after_every_step(_note_step)
 
 
-@internals.disable_dynamo
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    if not any(sums.awaits_step for sums in list(_sums)):  # nobody has added to a result until now
+    for reference in tuple(_sums):
+        sums = reference()
+        if sums is not None and sums.awaits_step:
+            break
+    else:  # nobody has added to a result until now
         return
     for group in optimizer.param_groups:
         for hooks in internals.accumulate_hooks(group["params"]):

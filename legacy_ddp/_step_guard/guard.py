@@ -20,7 +20,6 @@ def guard_steps() -> None:
     internals.before_every_step(_check_step)  # after the optimizer's own pre-hooks: one of them may make the call
 
 
-@internals.disable_dynamo
 def _check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """Check now, or after the closure if there is a closure, because the closure makes the gradients.
 
@@ -35,16 +34,17 @@ def _check_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
 
 
 def _checked(closure: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    check = internals.disable_dynamo(_check)  # the closure may be compiled
+
     @wraps(closure)
     def checked(*args: Any, **kwargs: Any) -> Any:
         loss = closure(*args, **kwargs)
-        _check(optimizer)
+        check(optimizer)
         return loss
 
     return checked
 
 
-@internals.disable_dynamo
 def _check(optimizer: torch.optim.Optimizer) -> None:
     """Raise before anything changes if the step would use a gradient of this rank alone."""
     if not is_any_counting():

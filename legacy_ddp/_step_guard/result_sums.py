@@ -66,7 +66,8 @@ class _Look(NamedTuple):
 class ResultSums:
     """The additions to the results of the last call, of one counter. Keeps no parameter and no gradient alive.
 
-    ``additions``: by slot; empty in a loop that clears its gradients.
+    ``additions``: by slot; empty in a loop that clears its gradients. ``awaits_step``: :meth:`note_step` has something
+    to note for some slot.
     """
 
     def __init__(self, results: Sequence[LastResult] = (), counts: Sequence[int] = ()) -> None:
@@ -75,10 +76,8 @@ class ResultSums:
         self.additions: dict[int, _Addition] = {}
         self._look: _Look | None = None  # None until the first addition
         self._first: int | None = None  # the slot of the first addition, of this step or an earlier step
+        self.awaits_step = False
         self._used_version = -1  # of the result in that slot, at the end of the last step
-
-    def __bool__(self) -> bool:
-        return bool(self.additions)
 
     def note(self, index: int, grad: torch.Tensor, version: int) -> None:
         """``grad``, now of ``version``, is the result in slot ``index`` after the first backward since the call."""
@@ -86,7 +85,7 @@ class ResultSums:
         if look is None:
             look = self._look = _Look(get_ident(), self._look_at_others(index))
             used_version = self._used_version if index == self._first else -1
-            self._first = index
+            self._first, self.awaits_step = index, True
         seen = look.seen.get(index)
         # Another thread may have added to its results while this look was taken.
         is_known = seen is not None and version == seen.version + 1 and get_ident() == look.thread
@@ -96,11 +95,6 @@ class ResultSums:
             is_unwritten=version == self._results[index].version + 1,
             is_as_used=version == used_version + 1,
         )
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether :meth:`note_step` does anything for some slot."""
-        return self._first is not None
 
     def note_step(self, index: int) -> None:
         """A step that used the result in slot ``index`` has ended: later writes to the results are no part of it."""

@@ -1,15 +1,16 @@
 """Optimizer steps of the process: their observers, their number between two calls, and the GradScaler of each."""
 
 import weakref
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_counter import StepPolicy
+
+_QUICK_NUMEL = 2**16  # gradients of at most this size are read first
 
 
 class StepObserver:
@@ -23,7 +24,7 @@ class StepObserver:
         self.ids: frozenset[int] = frozenset()
         self._open: weakref.ref[torch.optim.Optimizer] | None = None  # the step that has begun and not ended
         self._has_closure = False  # of the open step
-        _observers.add(self)
+        _observers.append(weakref.ref(self, _observers.remove))
         _register_step_hooks()
 
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
@@ -37,12 +38,16 @@ class StepObserver:
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` steps any parameter in :attr:`ids`. False in ``no_sync()``: steps are local."""
-        return self.policy.sync_enabled and any(
-            id(parameter) in self.ids for group in optimizer.param_groups for parameter in group["params"]
-        )
+        if not self.policy.sync_enabled:
+            return False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:  # mostly the first is one of them: a generator would cost more
+                if id(parameter) in self.ids:
+                    return True
+        return False
 
     def forget_failed_step(self) -> None:
-        """In a call: a step still open has raised an error, unless its closure makes this call."""
+        """A step that is still open when a call begins has failed, unless the call runs inside its closure."""
         if not self._has_closure:
             self._open = None
 
@@ -61,35 +66,32 @@ class StepObserver:
             self.count_other_step()
 
 
-_observers: "weakref.WeakSet[StepObserver]" = weakref.WeakSet()
+_observers: list[weakref.ref[StepObserver]] = []  # a WeakSet takes longer to walk through
 
 
 @cache
 def _register_step_hooks() -> None:
     internals.before_every_step(_before_step)  # after the pre-hooks of the optimizer: a pre-hook may make the call
-    register_optimizer_step_post_hook(_after_step)
+    internals.after_every_step(_after_step)
 
 
-@internals.disable_dynamo
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    has_closure = any(callable(argument) for argument in (*args[1:], *kwargs.values()))
-    with torch.no_grad():
-        for observer in list(_observers):
-            if observer.covers(optimizer):
-                observer._before_step(optimizer, has_closure=has_closure)
+    has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+    for reference in tuple(_observers):
+        observer = reference()
+        if observer is not None and observer.covers(optimizer):
+            observer._before_step(optimizer, has_closure=has_closure)
 
 
-@internals.disable_dynamo
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    with torch.no_grad():
-        for observer in list(_observers):
-            if observer.covers(optimizer):
-                observer._after_step(optimizer)
-            else:
-                observer._after_other_step()
-
-
-_QUICK_NUMEL = 2**16  # gradients of at most this size are read first
+    for reference in tuple(_observers):
+        observer = reference()
+        if observer is None:
+            continue
+        if observer.covers(optimizer):
+            observer._after_step(optimizer)
+        else:
+            observer._after_other_step()
 
 
 class StepCounter(StepObserver):
@@ -119,10 +121,9 @@ class StepCounter(StepObserver):
         """Count no steps until the next successful call."""
         self._place = None
 
-    def begin(self, place: object, parameters: Sequence[torch.Tensor]) -> None:
+    def begin(self, place: object) -> None:
         """Count from now on, after a successful call."""
         self._place, self._steps = weakref.ref(place), 0
-        self.ids = frozenset(map(id, parameters))
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step."""
@@ -154,8 +155,8 @@ class StepCounter(StepObserver):
 
 
 def _is_nonzero(grad: torch.Tensor) -> bool:
-    """Whether any element is not zero. The norm is much quicker than ``any()``, but may underflow."""
-    return bool(torch.linalg.vector_norm(grad)) or bool(grad.any())
+    """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero all the same."""
+    return bool(grad.sum()) or bool(grad.any())
 
 
 # Of each optimizer the scaler of its last step. Weak references: neither stays alive here.

@@ -18,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.profiler import record_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.dlpack import from_dlpack
 from torch.utils.hooks import RemovableHandle
 
@@ -341,20 +341,53 @@ def attach_hooks(tensor: torch.Tensor) -> None:
                 setattr(tensor, name, hooks)
 
 
+# One hook of torch calls all of them: each passage between torch and a function without tracing costs a microsecond.
+_pre_hooks: list[Callable[..., Any]] = []
+_post_hooks: list[Callable[..., Any]] = []
+
+
 def before_every_step(hook: Callable[..., Any]) -> None:
-    """Make torch call ``hook`` before every step of every optimizer, after the optimizer's own pre-hooks."""
+    """Call ``hook`` before every step of every optimizer, after the optimizer's own pre-hooks. Never traced."""
+    if not _pre_hooks:
+        register_optimizer_step_pre_hook(_run_or_postpone_pre_hooks)
+    _pre_hooks.append(hook)
 
+
+def after_every_step(hook: Callable[..., object]) -> None:
+    """Call ``hook`` after every step of every optimizer that raised no error. Never traced."""
+    if not _post_hooks:
+        register_optimizer_step_post_hook(_run_post_hooks)
+    _post_hooks.append(hook)
+
+
+def _run_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call all hooks in order. As with torch's hooks, each may return other arguments of the step."""
+    changed = None
+    for hook in _pre_hooks:
+        result = hook(optimizer, args, kwargs)
+        if result is not None:
+            args, kwargs = changed = result
+    return changed
+
+
+_last_pre_hook = disable_dynamo(_run_pre_hooks)  # of an optimizer with pre-hooks of its own
+
+
+@disable_dynamo
+def _run_or_postpone_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Torch calls global pre-hooks first, and looks up the optimizer's pre-hooks after them.
-    @disable_dynamo
-    def first(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = optimizer._optimizer_step_pre_hooks
-        if not hooks:
-            return hook(optimizer, args, kwargs)
-        place = next((key for key, known in hooks.items() if known is hook), None)
-        if place is None:
-            optimizer.register_step_pre_hook(hook)
-        elif place != next(reversed(hooks)):
-            hooks[place] = hooks.pop(place)
-        return None
+    hooks = optimizer._optimizer_step_pre_hooks
+    if not hooks:
+        return _run_pre_hooks(optimizer, args, kwargs)
+    place = next((key for key, known in hooks.items() if known is _last_pre_hook), None)
+    if place is None:
+        optimizer.register_step_pre_hook(_last_pre_hook)
+    elif place != next(reversed(hooks)):
+        hooks[place] = hooks.pop(place)
+    return None
 
-    register_optimizer_step_pre_hook(first)
+
+@disable_dynamo
+def _run_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for hook in _post_hooks:
+        hook(optimizer, args, kwargs)

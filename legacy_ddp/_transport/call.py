@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -50,11 +49,10 @@ class Call(Gatherer):
         self,
         group_state: GroupState,
         operation: Operation,
-        timeout: timedelta,
         settings: Settings,
         module_class: str,
     ) -> None:
-        super().__init__(group_state.groups, timeout)
+        super().__init__(group_state.groups, settings.timeout_seconds)
         self.group_state = group_state
         self.operation = operation
         self.checks = settings.checks
@@ -71,7 +69,8 @@ class Call(Gatherer):
             raise LegacyDDPError(f"{self.operation}: {self._refusal()}")
         try:
             self.groups.caller = self.operation.label, threading.get_ident()
-            self.groups.check_usable()
+            if self.groups.lost:
+                raise self.groups.lost_error()
             self.number = self.group_state.calls[self.operation] + 1
             # Equal on ranks that make their first calls in the same order; a failed first call uses no number up.
             self.wrapper_id = self.group_state.wrapper_id or self.groups.wrapper_count + 1

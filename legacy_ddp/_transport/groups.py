@@ -73,7 +73,6 @@ class GroupHandle:
         return {"_process_group": None, "_lost": self._lost or self._process_group is not None}
 
 
-@argument_errors
 def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost: bool = False) -> dist.ProcessGroup:
     """The group to use for the argument ``process_group``. ``is_lost``: the argument did not survive a pickle.
 
@@ -81,6 +80,15 @@ def resolve_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lo
         ValueError: no default group, a mesh of several dimensions, a destroyed group.
         TypeError: a different type, or the result of ``new_group`` on a process outside the group.
     """
+    group = dist.group.WORLD if process_group is None else process_group
+    if isinstance(group, dist.ProcessGroup) and internals.is_registered(group) and not is_lost:
+        return group
+    return _find_group(process_group, is_lost=is_lost)
+
+
+@argument_errors
+def _find_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost: bool) -> dist.ProcessGroup:
+    """As :func:`resolve_group`, for a mesh, and for the errors."""
     if is_lost:
         raise ValueError(
             "process_group was not carried by the pickle, expected a live one; assign .process_group after loading"
@@ -208,16 +216,24 @@ class Groups:
         self._timeout = timedelta()
         self._parent = weakref.ref(parent)
         self._issued_before = 0
-        self._lost = ""
+        self.lost = ""  # the text of the failure after which no call is possible
         self._lost_ranks: tuple[int, ...] = ()
 
-    def build(self, parent: dist.ProcessGroup, timeout: timedelta) -> None:
+    def build(self, parent: dist.ProcessGroup, timeout_seconds: float | None) -> None:
         """Collective: connect the members. A single rank needs no connection."""
         if self.size == 1:
             return
+        timeout = self.timeout(timeout_seconds)
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
         self._store, self._timeout = meet_members(store, self.rank, self.size, timeout), timeout
         self.control, self._payload = (self.connect(name, self.rank, self.size) for name in ("control", "payload"))
+
+    def timeout(self, seconds: float | None) -> timedelta:
+        """The limit of a wait: ``seconds``, None for the present timeout of the parent group."""
+        parent = self._parent()
+        if seconds is not None or parent is None:
+            return self._timeout if seconds is None else timedelta(seconds=seconds)
+        return internals.group_timeout(parent)
 
     def connect(self, name: str, rank: int, size: int) -> Any:
         """Collective on the ranks that give this name: a further gloo group, in which this rank has number ``rank``.
@@ -266,18 +282,17 @@ class Groups:
     def issued(self) -> int | None:
         """The number of collectives that the script has issued on its group since the last call; None if the backend
         of the group does not count them, or does not carry gradients."""
-        total = self._count_issued()
-        return None if total is None else total - self._issued_before
+        device = self._counting_device
+        return None if device is None else self._count_issued(device) - self._issued_before
 
     def note_issued(self) -> None:
         """At the end of a call: what was issued until now is no collective of the script, or came before this call."""
-        self._issued_before = self._count_issued() or 0
+        if self._counting_device is not None:
+            self._issued_before = self._count_issued(self._counting_device)
 
-    def _count_issued(self) -> int | None:
-        if self._counting_device is None:
-            return None
+    def _count_issued(self, device: torch.device) -> int:
         parent = self._parent()
-        return None if parent is None else internals.issued_collectives(parent, self._counting_device)
+        return 0 if parent is None else internals.issued_collectives(parent, device)
 
     @cached_property
     def _counting_device(self) -> torch.device | None:
@@ -290,21 +305,16 @@ class Groups:
 
     def mark_failed(self, error: BaseException) -> None:
         """Refuse further calls: ranks may be in different places. Keeps the text, but no traceback with its locals."""
-        self._lost = error_text(error)
+        self.lost = error_text(error)
         self._lost_ranks = error.ranks if isinstance(error, LegacyDDPError) else ()
 
-    def check_usable(self) -> None:
-        """Refuse a call after :meth:`mark_failed`.
-
-        Raises:
-            LostPeerError: with the text of the earlier failure.
-        """
-        if self._lost:
-            raise LostPeerError(
-                f"the process group is not usable after an earlier failure ({self._lost}); "
-                "end this process, or destroy the process group and make a new one",
-                ranks=self._lost_ranks,
-            )
+    def lost_error(self) -> LostPeerError:
+        """The error of every call after :meth:`mark_failed`, with the text of the earlier failure."""
+        return LostPeerError(
+            f"the process group is not usable after an earlier failure ({self.lost}); "
+            "end this process, or destroy the process group and make a new one",
+            ranks=self._lost_ranks,
+        )
 
     def close(self) -> None:
         """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
@@ -364,8 +374,10 @@ def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
         )
 
 
-def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
+def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Groups:
     """The private groups of ``parent``. Collective if this process has to build them.
+
+    ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``.
 
     Raises:
         PeerError: a rank is at its limit of open files; the next call tries again.
@@ -377,7 +389,7 @@ def groups_of(parent: dist.ProcessGroup, timeout: timedelta) -> Groups:
         _alive.add(groups)
         _close_at_exit()
         try:
-            groups.build(parent, timeout)
+            groups.build(parent, timeout_seconds)
         except PeerError:  # nothing was connected: the next call may succeed
             del _groups[parent]
             raise

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -25,17 +26,30 @@ SLICE = timedelta(milliseconds=100)
 T = TypeVar("T")
 
 
-class Waiter:
-    """Starts asynchronous operations of a call and waits for them."""
+class Gatherer:
+    """The communication of a call: starts operations and waits for them; exchanges headers, host tensors and JSON
+    values.
 
-    def __init__(self, groups: Groups, timeout: timedelta) -> None:
+    ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, None before the headers and
+    without stars.
+    """
+
+    segments = SegmentIds()
+    peer_segments: list[SegmentIds] | None = None
+
+    def __init__(self, groups: Groups, timeout_seconds: float | None) -> None:
         self.groups = groups
-        self.timeout = timeout
+        self._timeout_seconds = timeout_seconds
         self.name = ""  # for example "all_reduce() call 3"
         self.number = 0
         self.phase_name = ""
         self._has_communicated = False  # this rank started an operation: the other ranks count this call, too
         self._peers_waiting = False  # the other ranks wait, or may wait, for the next operation of this rank
+
+    @cached_property
+    def timeout(self) -> timedelta:
+        """Limit of every wait. Most calls over the star end without a look at it."""
+        return self.groups.timeout(self._timeout_seconds)
 
     def options(self, kind: str) -> Any:
         """Options for one operation (``Allreduce``, ``AllToAll``, ...), with the timeout of this call."""
@@ -117,63 +131,6 @@ class Waiter:
             return self._late_error()
         return self._peer_error(Failure(f"connection lost after {waited_seconds:.2f} s ({reason})"))
 
-    def _late_error(self, problem: str = "no answer") -> LostPeerError:
-        return self._peer_error(Failure(f"{problem} within {self.timeout.total_seconds():g} s", is_late=True))
-
-    def _is_done(self, work: Any, start: float) -> bool:
-        outcome = _poll(work)
-        if isinstance(outcome, RuntimeError):
-            raise self.lost_error(outcome, time.perf_counter() - start) from None  # quotes the text of gloo
-        return outcome is True
-
-    def _check_watchdog(self, waited_seconds: float) -> None:
-        if self.groups.watchdog is not None and (failure := self.groups.watchdog.check_peers(waited_seconds)):
-            raise self._peer_error(failure)
-
-    def _peer_error(self, failure: Failure) -> LostPeerError:
-        watchdog = self.groups.watchdog
-        kind = SyncTimeoutError if failure.is_late else PeerLostError
-        if watchdog is None:
-            text = f'{self.name}: {failure.reason}; missing ranks unknown, because checks="off" starts no watchdog'
-            return kind(text, call=self.number, phase=self.phase_name)
-        report = watchdog.finalize(failure)
-        kind = SyncTimeoutError if report.is_late else PeerLostError
-        text = f"{report.text}\n\n({watchdog.file.where('also in')})"
-        error = kind(text, ranks=report.missing, call=self.number, phase=self.phase_name)
-        error.report = report.text
-        return error
-
-
-def _gloo_reason(error: RuntimeError) -> str:
-    """The reason in an error of gloo, without the place in gloo's source and without the advice."""
-    return re.sub(r"^\[[^\]]*\] ?", "", first_line(error)).split(". ")[0]
-
-
-def _poll(work: Any) -> bool | RuntimeError | None:
-    """True after success, the error after a failure, None if ``work`` is still under way after a slice."""
-    with suppress(RuntimeError):  # left at once: otherwise Ctrl-C would have the slice's error as its context
-        work.wait(SLICE)
-        return True
-    if not work.is_completed():
-        return None
-    # It may have finished between the end of the slice and is_completed(): wait() now gives the real outcome.
-    try:
-        work.wait()
-    except RuntimeError as error:
-        return error
-    return True
-
-
-class Gatherer(Waiter):
-    """Exchanges headers, host tensors and JSON values.
-
-    ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, None before the headers and
-    without stars.
-    """
-
-    segments = SegmentIds()
-    peer_segments: list[SegmentIds] | None = None
-
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
         rows = torch.empty((self.groups.size, *row.shape), dtype=row.dtype, device="cpu")
@@ -237,3 +194,49 @@ class Gatherer(Waiter):
             options.reduceOp = dist.ReduceOp.MAX
             self.run(self.groups.control, lambda group: group.allreduce([values], options))
         return values
+
+    def _late_error(self, problem: str = "no answer") -> LostPeerError:
+        return self._peer_error(Failure(f"{problem} within {self.timeout.total_seconds():g} s", is_late=True))
+
+    def _is_done(self, work: Any, start: float) -> bool:
+        outcome = _poll(work)
+        if isinstance(outcome, RuntimeError):
+            raise self.lost_error(outcome, time.perf_counter() - start) from None  # quotes the text of gloo
+        return outcome is True
+
+    def _check_watchdog(self, waited_seconds: float) -> None:
+        if self.groups.watchdog is not None and (failure := self.groups.watchdog.check_peers(waited_seconds)):
+            raise self._peer_error(failure)
+
+    def _peer_error(self, failure: Failure) -> LostPeerError:
+        watchdog = self.groups.watchdog
+        kind = SyncTimeoutError if failure.is_late else PeerLostError
+        if watchdog is None:
+            text = f'{self.name}: {failure.reason}; missing ranks unknown, because checks="off" starts no watchdog'
+            return kind(text, call=self.number, phase=self.phase_name)
+        report = watchdog.finalize(failure)
+        kind = SyncTimeoutError if report.is_late else PeerLostError
+        text = f"{report.text}\n\n({watchdog.file.where('also in')})"
+        error = kind(text, ranks=report.missing, call=self.number, phase=self.phase_name)
+        error.report = report.text
+        return error
+
+
+def _gloo_reason(error: RuntimeError) -> str:
+    """The reason in an error of gloo, without the place in gloo's source and without the advice."""
+    return re.sub(r"^\[[^\]]*\] ?", "", first_line(error)).split(". ")[0]
+
+
+def _poll(work: Any) -> bool | RuntimeError | None:
+    """True after success, the error after a failure, None if ``work`` is still under way after a slice."""
+    with suppress(RuntimeError):  # left at once: otherwise Ctrl-C would have the slice's error as its context
+        work.wait(SLICE)
+        return True
+    if not work.is_completed():
+        return None
+    # It may have finished between the end of the slice and is_completed(): wait() now gives the real outcome.
+    try:
+        work.wait()
+    except RuntimeError as error:
+        return error
+    return True

@@ -109,7 +109,8 @@ def test_nothing_is_counted_without_the_check(checks: str | Checks) -> None:
 def test_a_large_gradient_is_read_to_its_end(place: int | None, number: int) -> None:
     group, parameter = _Group(), nn.Parameter(torch.ones(2**10, 2**10))
     counter = StepCounter(StepPolicy(guarded=True))
-    counter.begin(group, [parameter])
+    counter.ids = frozenset([id(parameter)])
+    counter.begin(group)
     parameter.grad = torch.zeros(2**10, 2**10)
     if place is not None:
         parameter.grad.view(-1)[place] = 1.0
@@ -126,7 +127,8 @@ class _Group:
 def test_gradients_of_other_devices_are_not_read() -> None:
     group, parameter = _Group(), nn.Parameter(torch.ones(2, device="meta"))
     counter = StepCounter(StepPolicy(guarded=True))
-    counter.begin(group, [parameter])
+    counter.ids = frozenset([id(parameter)])
+    counter.begin(group)
     parameter.grad = torch.ones(2, device="meta")
 
     SGD([parameter], lr=0.1).step()

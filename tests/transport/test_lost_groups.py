@@ -216,9 +216,9 @@ def _interrupted_in(rank: int, function: str) -> tuple[str, bool]:
 @pytest.mark.parametrize(
     "transport, function, dropped",
     [
-        ("gloo", "agree_on_kinds", False),
+        ("gloo", "settle", False),
         ("gloo", "dense_runs", True),
-        ("host", "agree_on_kinds", True),  # the other rank may write from the header on
+        ("host", "settle", True),  # the other rank may write from the header on
         ("host", "dense_runs", True),
     ],
     indirect=["transport"],
