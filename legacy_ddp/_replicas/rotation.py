@@ -246,11 +246,11 @@ class RotatingDigests(ForwardDigests):
 
     def digest_of(self, call: Call) -> int:
         """The digest for ``call``."""
-        self.forget_failed_step()
-        taken, self._taken, self._next_call = self._taken, None, call.number + 1
-        if taken is not None and taken[0] == call.number and self._is_divided:
-            return taken[1]
-        with call.phase("digest"):
+        with call.phase("digest"):  # in every call, so that records have the same phases
+            self.forget_failed_step()
+            taken, self._taken, self._next_call = self._taken, None, call.number + 1
+            if taken is not None and taken[0] == call.number and self._is_divided:
+                return taken[1]
             return self._digest(call.number)
 
     def note_agreement(self, call: Call) -> None:

@@ -12,6 +12,7 @@ from legacy_ddp._watchdog.client import (
     Failure,
     Message,
     Outcome,
+    busy_seconds,
     moved_bytes,
     request_all,
     state_of,
@@ -165,7 +166,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
         "in_call": status.in_call,
         "call": status.call,
         "moved_bytes": moved_bytes(),
-        "cpu_seconds": time.process_time(),
+        "busy_seconds": busy_seconds(),
         "clock_seconds": time.monotonic(),
         "process_states": {rank: state for rank, state in states.items() if state},
         "exit_reasons": {str(rank): text for rank, text in status.exit_reasons.items()},
@@ -225,8 +226,8 @@ def _with_progress(row: Row, before: Message | None, second: tuple[Outcome, Mess
     after = second[1] if second else None
     if row.sample is None or before is None or after is None:
         return row
-    busy_seconds = after["cpu_seconds"] - before["cpu_seconds"]
-    is_busy = busy_seconds > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
+    busy = after["busy_seconds"] - before["busy_seconds"]
+    is_busy = busy > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])
     return replace(row, is_advancing=_is_advancing(before, after), is_busy=is_busy)
 
 

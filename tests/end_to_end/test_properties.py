@@ -399,7 +399,8 @@ WORDS = st.integers(-(2**63), 2**63 - 1)
 
 
 BYTES = st.integers(0, 255)
-FACTS = st.tuples(BYTES, BYTES, BYTES, st.integers(0, 2**32 - 1), *[WORDS] * 15)
+COUNTS = st.integers(0, 2**32 - 1)
+FACTS = st.tuples(BYTES, BYTES, BYTES, COUNTS, *[WORDS] * 5, COUNTS, COUNTS, *[WORDS] * 9)
 
 
 @given(st.lists(FACTS, min_size=1, max_size=5))

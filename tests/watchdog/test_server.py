@@ -42,6 +42,7 @@ from legacy_ddp._watchdog.server import StatusServer
 from tests.helpers.listening import WARN_SECONDS, Training, listen, said
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import run_script
 from tests.helpers.small_models import error_of, wrap
 
 # Status servers and requests between ranks, with real sockets and processes
@@ -498,3 +499,30 @@ def test_a_connection_that_waits_at_the_limit_of_descriptors_costs_a_few_tries_a
     assert 1 <= tries <= 20
     assert json.loads(answer) == {"heard": "status"}
     assert threads == 1  # the main one: closing ended the other
+
+
+_CROWDED = """
+import os, sys, time
+from legacy_ddp._watchdog.client import busy_seconds
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+if sys.argv[1] == "hog":
+    while True:
+        pass
+os.nice(19)  # about a hundredth of the processor beside the hog
+start, before = time.monotonic(), busy_seconds()
+while time.monotonic() < start + 1.0:
+    time.sleep(0.1) if sys.argv[1] == "idle" else None
+print((busy_seconds() - before) / (time.monotonic() - start))
+"""
+
+
+@pytest.mark.parametrize("what, is_busy", [("busy", True), ("idle", False)])
+def test_a_rank_that_computes_on_a_crowded_machine_is_busy(what: str, is_busy: bool) -> None:
+    """It was called idle, with a report for each wait, because it got less than a tenth of a processor."""
+    with subprocess.Popen([sys.executable, "-c", _CROWDED, "hog"]) as hog:
+        try:
+            share = float(run_script("-c", _CROWDED, what).stdout)
+        finally:
+            hog.kill()
+
+    assert (share > 0.5) is is_busy
