@@ -22,7 +22,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -252,7 +251,7 @@ def reading_seconds(size: int) -> float:
     groups.endpoints_exchanged = True
     settings = Settings(checks=Checks("off"))
     for _ in range(READINGS):
-        with _Imagined(GroupState(groups), Operation.ALL_REDUCE, timedelta(seconds=1), settings, "") as call:
+        with _Imagined(GroupState(groups), Operation.ALL_REDUCE, settings, "") as call:
             call.size = size
             start = time.perf_counter()
             agreement = agree(call, Header(), {})
