@@ -24,6 +24,7 @@ from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
 from tests.helpers.ranks import run_ranks
+from tests.helpers.tiers import count
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
 NONE, DENSE, STRIDED, SPARSE = "none", "dense", "strided", "sparse"
@@ -248,7 +249,7 @@ def test_one_rank_equals_the_single_process(trainings: list[Training]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, phases=_PHASES)
+@settings(max_examples=count(50, 12), phases=_PHASES)
 @given(st.lists(_trainings(2), min_size=1, max_size=6))
 def test_two_ranks_equal_the_single_process(trainings: list[Training]) -> None:
     _check_trainings(trainings, 2)

@@ -68,7 +68,7 @@ def _one_is_stopped_for_a_while(rank: int, folder: Path) -> list[float]:
     return training.waits
 
 
-@pytest.mark.parametrize("slow", [_one_is_slower, _one_is_stopped_for_a_while])
+@pytest.mark.parametrize("slow", [_one_is_slower, thorough(_one_is_stopped_for_a_while)])
 def test_a_rank_that_keeps_others_waiting_for_less_than_the_limit_is_not_mentioned(
     slow: Callable[..., list[float]], tmp_path: Path
 ) -> None:

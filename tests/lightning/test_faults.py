@@ -52,6 +52,7 @@ def _end(pid_file: Path) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_an_exception_on_one_rank_is_shown_and_ends_the_other() -> None:
     job = ended()["trainer", "raise"]
 
