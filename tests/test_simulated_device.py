@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp.data import micro_batch_rng
@@ -20,6 +21,10 @@ from tests.helpers.scripts import run_script
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch has no devices in Python",
+)
 STEPS, MICRO_BATCHES, ITEMS = 3, 4, 8
 Result = tuple[list[torch.Tensor], dict[str, int], list[str]]
 

@@ -51,7 +51,11 @@ COUNTING_BACKENDS = {"nccl", "xccl"}
 
 def counting_device(group: dist.ProcessGroup) -> torch.device | None:
     """A device whose backend in ``group`` counts the collectives that were issued on it, None without one."""
-    return next((device for device in group._device_types if backend_name(group, device) in COUNTING_BACKENDS), None)
+    for device in group._device_types:
+        counts = hasattr(group._get_backend(device), "_get_sequence_number_for_group")  # not in every torch
+        if counts and backend_name(group, device) in COUNTING_BACKENDS:
+            return device
+    return None
 
 
 def issued_collectives(group: dist.ProcessGroup, device: torch.device) -> int:
