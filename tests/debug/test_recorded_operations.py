@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerError, all_reduce_gradients
 from legacy_ddp.debug import Recorder, digest
+from legacy_ddp.debug._diff.compare import compare_runs
 from legacy_ddp.debug._operations.operation import Operation
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers import logged_warnings
@@ -180,6 +181,26 @@ def test_a_plain_module_counts_a_forward_pass_after_each_backward_pass(tmp_path:
     assert [item.micro_batch for item in losses] == [1, 2, 3]
     assert found[2][0].name == "aten::t"
     assert _get_current_dispatch_mode_stack() == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_forward_passes_of_a_wrapper_and_of_a_plain_module_agree(tmp_path: Path) -> None:
+    runs = []
+    for name in ("wrapper", "plain"):
+        torch.manual_seed(0)
+        module = tanh_net()
+        model = LegacyDistributedDataParallel(module) if name == "wrapper" else module
+        with Recorder(model, tmp_path / name, operations={1}):
+            (model(batch(1)).sum() + model(batch(2)).sum()).backward()
+            all_reduce_gradients(module) if name == "plain" else model.all_reduce()
+        runs.append(open_run(tmp_path / name))
+
+    found = compare_runs(*runs)
+
+    # A wrapper counts two micro-batches, a plain module one.
+    assert [{item.micro_batch for item in operations_in(run.folder)[1]} for run in runs] == [{1, 2}, {1}]
+    assert found.verdict == "same"
+    assert "operations of step 1 agree" in found.notes
 
 
 @pytest.mark.usefixtures("alone")

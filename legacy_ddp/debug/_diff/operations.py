@@ -8,7 +8,7 @@ from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
 from legacy_ddp.debug._operations.align import aligned, differing, first_difference
-from legacy_ddp.debug._operations.describe import Labels, alone, at, before, details, short, summary
+from legacy_ddp.debug._operations.describe import Labels, alone, aspects, at, before, details, short, summary
 from legacy_ddp.debug._operations.explain import Facts, explain
 from legacy_ddp.debug._operations.operation import Operation, OperationDifference, with_after_backward
 from legacy_ddp.debug._operations.structure import Structure
@@ -97,7 +97,7 @@ def judge_values(a: Operation, b: Operation) -> str:
         return "inputs differ"
     if outputs:
         return "inputs agree, output differs"
-    return "agrees" if a == b else "values agree, settings differ"
+    return "values agree, settings differ" if aspects(a, b) else "agrees"
 
 
 class _Table:

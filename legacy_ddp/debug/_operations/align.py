@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
+from legacy_ddp.debug._operations.describe import aspects
 from legacy_ddp.debug._operations.flow import with_influence
 from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value, other_parameters
 
@@ -126,7 +127,9 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
             if a[i] == b[j]:
                 continue
             if not _values_differ(a[i], b[j]):
-                forms.append((i, j))
+                # No aspect: a wrapper counts micro-batches unlike a plain module, or one side alone has a digest.
+                if aspects(a[i], b[j]):
+                    forms.append((i, j))
             elif moved := _moved(a, b, i, j, waiting[0]) if waiting else ():
                 waiting.popleft()
                 waiting.extendleft(reversed(moved))

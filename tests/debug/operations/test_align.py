@@ -20,6 +20,18 @@ def test_equal_sequences_have_no_difference() -> None:
     assert first_difference([], []) is None
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        [replace(item, micro_batch=item.micro_batch + (index > 4)) for index, item in enumerate(STEP)],
+        [*STEP[:4], replace(STEP[4], outputs=(value(None),)), *STEP[5:]],
+    ],
+    ids=["micro-batches", "digests"],
+)
+def test_operations_counted_or_digested_otherwise_have_no_difference(other: list[Operation]) -> None:
+    assert first_difference(STEP, other) is None
+
+
 @given(POSITIONS)
 def test_an_output_with_other_bits_is_the_culprit_at_its_place(position: int) -> None:
     wrong = STEP[position].outputs[0].digest or ""
