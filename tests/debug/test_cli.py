@@ -86,7 +86,7 @@ def test_a_rank_whose_file_ends_early_is_reported_by_status_text_json_and_page(
     assert json.loads(capsys.readouterr().out)["steps"] == [0, 2]
     assert main(["report", str(a), str(b), "-o", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "? CANNOT TELL</b>steps 3-5 were not compared on every rank, for rank 1 of B ended before;" in page
+    assert "? CANNOT TELL</b>steps 3-5 were not compared on every rank, because rank 1 of B ended before;" in page
 
 
 def test_json_is_one_object_on_stdout(traces: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]) -> None:

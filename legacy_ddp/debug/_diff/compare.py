@@ -166,8 +166,8 @@ class _Comparison(ABC):
             yield self.no_phase
         if len(self.runs) == 1 and _DIVERGENCE_ERROR in self.run_coverages[0].reasons:
             yield (
-                f"the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; up to there ranks hold the same, and "
-                "what parted them came after it (see the error)"
+                f"the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; all ranks agree up to there, and the "
+                "error shows what differed next"
             )
         if all(self._starting_runs(step) for step in steps):
             yield f"only the start ({coverage.format_steps(steps)}) was recorded by {self.everyone}, where they agree"
@@ -379,7 +379,7 @@ class _RunComparison(_Comparison):
 
     def sides(self) -> str:
         a, b = (run.world_size for run in self.runs)
-        return f"{a} rank{'s' * (a > 1)}" if a == b else f"what ranks of {a} and of {b} share"
+        return _ranks(a) if a == b else f"what runs of {_ranks(a)} and of {_ranks(b)} have in common"
 
     def where(self, first: Divergence) -> str:
         return f" of {name_ranks(first.ranks)}" if self._equal_sizes else ""
@@ -482,7 +482,9 @@ class _RankComparison(_Comparison):
         run_coverage, size = self.run_coverages[0], self._run.world_size
         texts = run_coverage.notes()
         if missing := [phase for phase in SHARED_PHASES if 0 < len(run_coverage.phases.get(phase, ())) < size]:
-            texts.append(f"not compared, for not all ranks recorded it: {', '.join(coverage.phase_labels(missing))}")
+            texts.append(
+                f"not compared, because not all ranks recorded it: {', '.join(coverage.phase_labels(missing))}"
+            )
         texts += coverage.optimizer_notes([self._run], run_coverage.phases)
         texts += coverage.local_buffer_notes(self._run.environments[0].local_buffers)
         if verdict == "same":
@@ -497,6 +499,10 @@ class _RankComparison(_Comparison):
         labels = [side.label for side in reversed(first.sides)]
         more = [f"{len(labels) - MAX_SIDES} more groups"] if len(labels) > MAX_SIDES else []
         return f": {' against '.join([*labels[:MAX_SIDES], *more])}"
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number > 1)}"
 
 
 def _traces(run: Run, until: int) -> Iterator[RankTrace]:

@@ -89,7 +89,7 @@ def uncompared_steps(run_coverages: Sequence[RunCoverage], steps: Sequence[int])
         for run_coverage in run_coverages
         if (ranks := run_coverage.ended_before(first))
     ]
-    reason = f", for {' and '.join(ended)} ended before" if ended else ""
+    reason = f", because {' and '.join(ended)} ended before" if ended else ""
     were = "were" if len(missing) > 1 else "was"
     agreed = f"nothing differs in {format_steps(steps)}" if steps else "no step was compared on every rank"
     return f"{span((first, max(missing)))} {were} not compared on every rank{reason}; {agreed}"
@@ -134,9 +134,9 @@ def optimizer_notes(runs: Iterable[Run], phases: Collection[str]) -> list[str]:
     if "settings" in phases:
         return []
     if not any(environment.has_optimizer for run in runs for environment in run.environments):
-        return ["not compared: settings and state of the optimizer, for no recorder was given it (optimizer=)"]
+        return ["not compared: settings and state of the optimizer; pass optimizer= to Recorder to record them"]
     missing = " and ".join(phase_labels({"settings", "optimizer"}.difference(phases)))
-    return [f"not compared: {missing}, for no optimizer step after an all_reduce() was recorded"]
+    return [f"not compared: {missing}, because no optimizer step after an all_reduce() was recorded"]
 
 
 def world_size_notes(
@@ -148,13 +148,13 @@ def world_size_notes(
     parts = ["local gradients", *["inputs"] * (not inputs_compared), *["operations"] * has_operations]
     notes = [f"world sizes {a.world_size} and {b.world_size}: {_listed(parts)} were not compared"]
     if mixed:
-        notes.append(f"not compared, for ranks of a run differ in it: {', '.join(mixed)}")
+        notes.append(f"not compared, because ranks of a run differ in it: {', '.join(mixed)}")
     return notes + local_buffer_notes(patterns)
 
 
 def local_buffer_notes(patterns: Sequence[str]) -> list[str]:
     """Buffers of single ranks."""
-    return [f"not compared, for each rank has its own: buffers {', '.join(patterns)}"] if patterns else []
+    return [f"not compared, because each rank has its own: buffers {', '.join(patterns)}"] if patterns else []
 
 
 def cause_notes(causes: Sequence[Cause]) -> list[str]:

@@ -1,6 +1,5 @@
 """Explanation of the first divergence: a table of sentences, each with its condition on the evidence. Pure."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,6 +16,7 @@ from legacy_ddp.debug._diff.causes import (
 )
 from legacy_ddp.debug._diff.pair import GROWTH_LIMIT, ROUNDING_LIMIT, Growth
 from legacy_ddp.debug._diff.result import Divergence
+from legacy_ddp.debug._operations.explain import Row, always, explain_by
 
 Kind = Literal["runs", "sizes", "ranks"]
 """Two runs, two runs of different world sizes, or the ranks of one run."""
@@ -32,7 +32,8 @@ class Evidence:
     without any. ``is_start``: the divergence is at the start of a run; ``starting_run``: A or B if only this run starts
     there. ``causes``: names of the possible causes. ``inputs_known``, ``generators_known``: inputs and random
     generators of the differing ranks were recorded. ``reproducible``: sums do not depend on the world size. ``size``:
-    as in :class:`Comparison`. ``world_size``: of one run, to speak of a majority.
+    as in :class:`Comparison`. ``growth``: of a difference of rounding size. ``world_size``: of one run, to speak of a
+    majority.
     """
 
     kind: Kind
@@ -130,82 +131,85 @@ class Evidence:
         return name_ranks(self.first.ranks)
 
 
-Rows = tuple[str | tuple[Callable[[Evidence], object], str], ...]
-"""Sentences, with attributes of the evidence ``e`` in braces. A sentence with a condition is told if it is true."""
+Sentence = str | Row
+"""A text, or a row with the condition and the text. ``{c.values}`` stands for an attribute of the evidence."""
+Group = Sentence | list[Sentence]
+"""A sentence, or several of which the first that applies is told."""
 
 
 def explain(evidence: Evidence) -> str:
     """The sentences that the evidence supports, in the order of the table."""
-    rows = [row if isinstance(row, tuple) else (lambda _: True, row) for row in _rows(evidence)]
-    return " ".join(sentence.format(e=evidence) for holds, sentence in rows if holds(evidence))
+    return " ".join(filter(None, (_told(group, evidence) for group in _groups(evidence))))
 
 
-def _rows(evidence: Evidence) -> Rows:
+def _told(group: Group, evidence: Evidence) -> str:
+    sentences = group if isinstance(group, list) else [group]
+    return explain_by((item if isinstance(item, Row) else Row(always, item) for item in sentences), evidence).meaning
+
+
+def _groups(evidence: Evidence) -> tuple[Group, ...]:
     start, phase = evidence.is_start, evidence.first.phase
-    before = () if start else _STEPS_BEFORE
+    before = () if start else (_STEPS_BEFORE,)
     if evidence.kind == "ranks":
-        return (*_MAJORITY, *before, (_RANKS_AT_START if start else _BETWEEN_RANKS)[phase])
-    sizes = _WORLD_SIZES if evidence.kind == "sizes" and not start else ()
+        return (_MAJORITY, *before, (_RANKS_AT_START if start else _BETWEEN_RANKS)[phase])
+    sizes = (_WORLD_SIZES,) if evidence.kind == "sizes" and not start else ()
     return (*before, *(_RUNS_AT_START if start else _BETWEEN_RUNS)[phase], *sizes, *_SIZE)
 
 
-_MAJORITY: Rows = (
-    (lambda e: not e.agreeing, "No majority: nothing tells which ranks to look at."),
-    (lambda e: e.agreeing, "{e.agreeing} of {e.world_size} ranks agree; a majority speaks against {e.outside}."),
-)
-_STEPS_BEFORE: Rows = (
-    (lambda e: e.previous is None, "Nothing before this step was compared, so the cause may lie earlier."),
-    (lambda e: e.previous == e.first.step - 1, "All that was compared up to step {e.previous} agrees."),
-    (
-        lambda e: e.previous is not None and e.previous < e.first.step - 1,
-        "Steps after {e.previous} and before this one were not compared, so the cause may lie in any of them.",
-    ),
-)
-_ONLY_SIDE: Rows = ((lambda e: e.only_side, "Only {e.only_side} holds {e.first.name}."),)
+_MAJORITY: Group = [
+    Row(lambda c: not c.agreeing, "No majority: nothing tells which ranks to look at."),
+    "{c.agreeing} of {c.world_size} ranks agree; outside of the majority: {c.outside}.",
+]
+_STEPS_BEFORE: Group = [
+    Row(lambda c: c.previous is None, "Nothing before this step was compared, so the cause may lie earlier."),
+    Row(lambda c: c.previous == c.first.step - 1, "All that was compared up to step {c.previous} agrees."),
+    "Steps after {c.previous} and before this one were not compared, so the cause may lie in any of them.",
+]
+_ONLY_SIDE = Row(lambda c: c.only_side, "Only {c.only_side} holds {c.first.name}.")
 
-_RUNS_AT_START: dict[str, Rows] = {
-    "settings": ("{e.begin_with} other settings of the optimizer: {e.values}.",),
+_RUNS_AT_START: dict[str, tuple[Group, ...]] = {
+    "settings": ("{c.begin_with} other settings of the optimizer: {c.values}.",),
     "optimizer": (
-        (
-            lambda e: e.only_side,
-            "Only {e.only_side} holds it there: was the optimizer's state left out of a checkpoint, or of loading it?",
-        ),
-        (
-            lambda e: not e.only_side,
-            "{e.begin_with} another state of the optimizer: another checkpoint, or one loaded in one run only.",
-        ),
+        [
+            Row(
+                lambda c: c.only_side,
+                "Only {c.only_side} holds it there: was the optimizer's state left out of a checkpoint, or of loading "
+                "it?",
+            ),
+            "{c.begin_with} another state of the optimizer: another checkpoint, or one loaded in one run only.",
+        ],
     ),
     "parameters": (
-        "{e.begin_with} other weights: another seed, another initialisation or another checkpoint.",
-        (lambda e: "seed" in e.causes, "Their seeds differ."),
+        "{c.begin_with} other weights: another seed, another initialisation or another checkpoint.",
+        Row(lambda c: "seed" in c.causes, "Their seeds differ."),
     ),
     "buffers": (
-        (lambda e: "parameters" in e.compared, "Weights agree."),
-        "{e.begin_with} other buffers: a checkpoint without them, or a forward pass before the start.",
+        Row(lambda c: "parameters" in c.compared, "Weights agree."),
+        "{c.begin_with} other buffers: a checkpoint without them, or a forward pass before the start.",
     ),
 }
 
-_BETWEEN_RUNS: dict[str, Rows] = {
+_BETWEEN_RUNS: dict[str, tuple[Group, ...]] = {
     "local_gradients": (
         "Local gradients are the first to differ: other inputs, another computation, or another state before it.",
-        *_ONLY_SIDE,
-        (lambda e: SHAPE in e.causes, "The forward passes were given micro-batches of another shape."),
-        (lambda e: e.other_data == {DATA}, "The forward passes were given other data."),
-        (lambda e: e.other_numbers, "The runs took another number of {e.numbers}."),
-        (lambda e: GENERATORS in e.causes, "Random generators differ, so dropout may have drawn other masks."),
-        (
-            lambda e: not e.other_data and not e.inputs_known,
+        _ONLY_SIDE,
+        Row(lambda c: SHAPE in c.causes, "The forward passes were given micro-batches of another shape."),
+        Row(lambda c: c.other_data == {DATA}, "The forward passes were given other data."),
+        Row(lambda c: c.other_numbers, "The runs took another number of {c.numbers}."),
+        Row(lambda c: GENERATORS in c.causes, "Random generators differ, so dropout may have drawn other masks."),
+        Row(
+            lambda c: not c.other_data and not c.inputs_known,
             "Whether the data differ cannot be told: not all inputs were recorded.",
         ),
-        (lambda e: e.equal_data, "The forward passes were given equal data, so the data are ruled out."),
-        (
+        Row(lambda c: c.equal_data, "The forward passes were given equal data, so the data are ruled out."),
+        Row(
             # Not with micro_batch_rng() (reproducible runs): its seeds are gone before the call records the generators.
             # Not with other data: equal generators may have drawn the mask for another tensor.
-            lambda e: e.equal_generators and not e.other_data and not e.reproducible,
+            lambda c: c.equal_generators and not c.other_data and not c.reproducible,
             "Random generators are equal, so dropout has drawn from the same numbers.",
         ),
-        (
-            lambda e: e.equal_data and e.equal_generators and not e.only_side,
+        Row(
+            lambda c: c.equal_data and c.equal_generators and not c.only_side,
             "Look at: other code or arguments of the model, loss or its scale, weights or buffers written since the "
             "step before was recorded, gradients left over (zero_grad) or edited before the call, other targets in a "
             "loss outside the module, other arithmetic (threads, kernels, versions, a kernel that is not "
@@ -213,55 +217,60 @@ _BETWEEN_RUNS: dict[str, Rows] = {
         ),
     ),
     "reduced_gradients": (
-        (lambda e: e.other_amounts, "The ranks took other amounts, which the sum is divided by or made of."),
-        (
-            lambda e: not e.other_amounts and e.kind == "sizes",
-            "Local gradients of other world sizes cannot be compared, so they or their sum may part the runs.",
-        ),
-        (
-            lambda e: not e.other_amounts and e.kind == "runs" and "local_gradients" in e.compared,
-            "All local gradients agree, so their reduction parts the runs: the order of the sum (buffer_size, backend, "
-            "hosts), reduce_dtype, a communication hook, or a transport that does not keep its bits.",
-        ),
-        (
-            lambda e: not e.other_amounts and e.kind == "runs" and "local_gradients" not in e.compared,
-            "Local gradients were not recorded by both, so whether they or their sum part the runs cannot be told.",
-        ),
-        *_ONLY_SIDE,
-        (lambda e: e.other_data, "The forward passes were given other data."),
+        [
+            Row(lambda c: c.other_amounts, "The ranks took other amounts, which the sum is divided by or made of."),
+            Row(
+                lambda c: c.kind == "sizes",
+                "Local gradients of other world sizes cannot be compared, so the difference may come from them or from "
+                "their sum.",
+            ),
+            Row(
+                lambda c: "local_gradients" in c.compared,
+                "All local gradients agree, so the difference comes from their reduction: the order of the sum "
+                "(buffer_size, backend, hosts), reduce_dtype, a communication hook, or a transport that does not keep "
+                "its bits.",
+            ),
+            (
+                "Local gradients were not recorded by both, so nothing tells whether the difference comes from them or "
+                "from their sum."
+            ),
+        ],
+        _ONLY_SIDE,
+        Row(lambda c: c.other_data, "The forward passes were given other data."),
     ),
     "settings": (
-        "A setting of the optimizer parts the runs: {e.values}. Another schedule or another argument.",
-        (lambda e: "reduced_gradients" in e.compared, "Gradients agree up to there."),
+        "A setting of the optimizer differs: {c.values}. Look for another schedule or another argument.",
+        Row(lambda c: "reduced_gradients" in c.compared, "Gradients agree up to there."),
     ),
     "optimizer": (
         (
-            "{e.earlier_phases}something else after the previous step parts the runs. Gradients clipped or edited "
-            "before step(), a step left out or taken twice, a write to the optimizer's state (or to weights, which "
-            "weight decay carries there), or other arithmetic of the optimizer."
+            "{c.earlier_phases}the cause is something else after the previous step. Possible are gradients clipped or "
+            "edited before step(), a step left out or taken twice, a write to the optimizer's state (or to weights, "
+            "which weight decay carries there), and other arithmetic of the optimizer."
         ),
-        *_ONLY_SIDE,
+        _ONLY_SIDE,
     ),
     "parameters": (
-        (
-            lambda e: "optimizer" in e.compared,
-            "{e.earlier_phases}only weights part the runs. A write to them outside of step(), a step left out or taken "
-            "twice, other arithmetic, or memory.",
-        ),
-        (
-            lambda e: "optimizer" not in e.compared,
-            "{e.earlier_phases}what came between the call and the end of the step parts the runs. Gradients clipped or "
-            "edited there, another learning rate if none was recorded, or a write to weights.",
-        ),
-        *_ONLY_SIDE,
+        [
+            Row(
+                lambda c: "optimizer" in c.compared,
+                "{c.earlier_phases}only weights differ. Possible are a write to them outside of step(), a step left "
+                "out or taken twice, other arithmetic, and memory.",
+            ),
+            (
+                "{c.earlier_phases}the cause came between the call and the end of the step. Possible are gradients "
+                "clipped or edited there, another learning rate if none was recorded, and a write to weights."
+            ),
+        ],
+        _ONLY_SIDE,
     ),
     "buffers": (
-        (lambda e: "parameters" in e.compared, "Only buffers part the runs."),
+        Row(lambda c: "parameters" in c.compared, "Only buffers differ."),
         (
-            "Forward passes in training mode that made no gradients (evaluation without eval()), another momentum or "
-            "code of the layer, or a write to them."
+            "Possible are forward passes in training mode that made no gradients (evaluation without eval()), another "
+            "momentum or code of the layer, and a write to buffers."
         ),
-        *_ONLY_SIDE,
+        _ONLY_SIDE,
     ),
 }
 
@@ -274,56 +283,57 @@ _BETWEEN_RANKS: dict[str, str] = {
         "Ranks hold other settings of the optimizer: a scheduler that is ahead, or an argument that depends on rank."
     ),
     "optimizer": (
-        "{e.earlier_phases}something else after the previous step parts the ranks. Gradients clipped or edited on "
-        "some ranks alone, a step left out, a write to the optimizer's state (or to weights, which weight decay "
-        "carries there), or memory."
+        "{c.earlier_phases}the cause is something else after the previous step. Possible are gradients clipped or "
+        "edited on some ranks only, a step left out, a write to the optimizer's state (or to weights, which weight "
+        "decay carries there), and memory."
     ),
     "parameters": (
-        "{e.earlier_phases}something else after the previous step parts the ranks. A write to weights outside of "
-        "step(), a step left out on some ranks, a clip of their own, or memory."
+        "{c.earlier_phases}the cause is something else after the previous step. Possible are a write to weights "
+        "outside of step(), a step left out on some ranks, gradients clipped on some ranks only, and memory."
     ),
     "buffers": (
-        "Buffers of ranks part, often statistics of each rank's own data (BatchNorm, an average). If that is "
-        'meant, leave them out here, --local-buffers "*.running_*", and in the training, '
+        "Buffers differ between ranks. Often they are statistics of each rank's own data (BatchNorm, an average). If "
+        'that is meant, leave them out here, --local-buffers "*.running_*", and in the training, '
         'Checks(local_buffers=("*.running_*",)); else call broadcast_buffers().'
     ),
 }
 _RANKS_AT_START: dict[str, str] = {
     **_BETWEEN_RANKS,
-    "optimizer": "Ranks begin with another state of the optimizer: a checkpoint loaded on some of them alone.",
+    "optimizer": "Ranks begin with another state of the optimizer: a checkpoint loaded on some of them only.",
     "parameters": (
-        "Ranks begin with other weights: seeds with init_sync=False, or a checkpoint loaded on some ranks alone."
+        "Ranks begin with other weights: seeds with init_sync=False, or a checkpoint loaded on some ranks only."
     ),
 }
 
-_WORLD_SIZES: Rows = (
-    (
-        lambda e: e.adds_in_tree,
+_WORLD_SIZES: Group = [
+    Row(
+        lambda c: c.adds_in_tree,
         "Both add gradients in the order of a tree (reproducible=True): with a no_sync() block for each micro-batch "
         "the order of the sum is not the reason. A loss divided by the micro-batches of a rank would be one, and "
         "random numbers that follow from the rank.",
     ),
-    (
-        lambda e: not e.adds_in_tree,
-        "Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order.",
-    ),
-)
-_SIZE: Rows = (
-    (
-        lambda e: e.size is not None and not e.is_rounding,
-        "Norms there differ by up to {e.size:.2g} relative: more than rounding usually makes at once.",
-    ),
-    (
-        lambda e: e.is_rounding,
-        "Norms there differ by at most {e.size:.2g} relative: of rounding size, judged by norms alone.",
-    ),
-    (
-        lambda e: e.is_rounding and e.growth and e.growth.name,
-        f"It grows beyond {GROWTH_LIMIT:.1%} at step {{e.growth.step}}: {{e.growth.name}}.",
-    ),
-    (
-        lambda e: e.is_rounding and e.growth and not e.growth.name,
-        "Up to step {e.growth.last}, no norm of weights or reduced gradients differs by more than "
-        f"{GROWTH_LIMIT:.1%}.",
-    ),
+    "Runs of other world sizes can be expected to hold the same bits only if sums are taken in the same order.",
+]
+_SIZE: tuple[Group, ...] = (
+    [
+        Row(
+            lambda c: c.is_rounding,
+            "Norms there differ by at most {c.size:.2g} relative: of rounding size, judged by norms alone.",
+        ),
+        Row(
+            lambda c: c.size is not None,
+            "Norms there differ by up to {c.size:.2g} relative: more than rounding usually makes at once.",
+        ),
+    ],
+    [
+        Row(
+            lambda c: c.growth and c.growth.name,
+            f"It grows beyond {GROWTH_LIMIT:.1%} at step {{c.growth.step}}: {{c.growth.name}}.",
+        ),
+        Row(
+            lambda c: c.growth,
+            "Up to step {c.growth.last}, no norm of weights or reduced gradients differs by more than "
+            f"{GROWTH_LIMIT:.1%}.",
+        ),
+    ],
 )

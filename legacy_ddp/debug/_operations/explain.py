@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     applies: Callable[[Any], object]
     meaning: str
-    next_step: str
+    next_step: str = ""
 
 
 def always(_: object) -> bool:
@@ -54,8 +54,8 @@ def always(_: object) -> bool:
 
 
 def explain_by(rows: Iterable[Row], case: object) -> Explanation:
-    """The texts of the first row that applies to the case."""
-    row = next(row for row in rows if row.applies(case))
+    """The texts of the first row that applies to the case; empty if none does."""
+    row = next((row for row in rows if row.applies(case)), Row(always, ""))
     return Explanation(row.meaning.format(c=case), row.next_step.format(c=case))
 
 

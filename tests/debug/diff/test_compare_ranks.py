@@ -42,7 +42,7 @@ def test_a_rank_outside_the_majority_is_named_even_if_it_is_rank_0(tmp_path: Pat
     assert (found.first.ranks, found.first.kind) == ((0,), KIND)
     assert found.first.sides == (Side("ranks 1-2", "0000000003040000", 1.375), Side("rank 0", DIGEST, 2.0))
     assert found.locations == (Location(3, "parameters", (0,), 1, 2),)
-    assert "2 of 3 ranks agree; a majority speaks against rank 0." in found.explanation
+    assert "2 of 3 ranks agree; outside of the majority: rank 0." in found.explanation
 
 
 def test_without_a_majority_all_ranks_are_named(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_buffers_that_each_rank_has_of_its_own_are_left_out_and_others_are_not(t
     found = compared(tmp_path / "own", **written, planted=own)
 
     assert found.verdict == "same"
-    assert found.notes == ("not compared, for each rank has its own: buffers *.running_*",)
+    assert found.notes == ("not compared, because each rank has its own: buffers *.running_*",)
     assert ", 114 tensors," in found.headline
 
     found = compared(tmp_path / "table", **written, planted={**own, (1, 4, "buffers", "buffer 'table'"): (DIGEST, 1.0)})
@@ -215,8 +215,8 @@ def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the
 
     assert (found.verdict, found.steps) == ("unknown", (0, 4))
     assert found.headline == (
-        f"cannot tell: steps 5-120 were not compared on every rank, for rank {rank} ended before; nothing differs in "
-        "steps 0-4"
+        f"cannot tell: steps 5-120 were not compared on every rank, because rank {rank} ended before; nothing differs "
+        "in steps 0-4"
     )
 
 

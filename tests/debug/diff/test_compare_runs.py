@@ -236,8 +236,8 @@ def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the
     for found, label in ((compared(a, b), "B"), (compared(b, a), "A")):
         assert (found.verdict, found.steps) == ("unknown", (0, 4))
         assert found.headline == (
-            f"cannot tell: steps 5-120 were not compared on every rank, for rank 1 of {label} ended before; nothing "
-            "differs in steps 0-4"
+            f"cannot tell: steps 5-120 were not compared on every rank, because rank 1 of {label} ended before; "
+            "nothing differs in steps 0-4"
         )
         assert f"{label}: rank 1 ended after step 4 (killed, still running, or recorder stopped)" in found.notes
 
@@ -251,7 +251,7 @@ def test_a_rank_without_any_step_is_not_called_the_same(tmp_path: Path, rank: in
 
     assert (found.verdict, found.steps) == ("unknown", None)
     assert found.headline == (
-        f"cannot tell: steps 0-5 were not compared on every rank, for rank {rank} of B ended before; no step was "
+        f"cannot tell: steps 0-5 were not compared on every rank, because rank {rank} of B ended before; no step was "
         "compared on every rank"
     )
 
@@ -313,13 +313,15 @@ def test_other_world_sizes_are_the_same_only_as_far_as_all_ranks_of_each_go(tmp_
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", world_size=4)
     end_after(b / RANK_FILE.format(3), 4)
 
-    assert compared(a, b).headline.startswith("same: what ranks of 2 and of 4 share, steps 0-4, 5 phases, ")
+    assert compared(a, b).headline.startswith(
+        "same: what runs of 2 ranks and of 4 ranks have in common, steps 0-4, 5 phases, "
+    )
 
     end_after(b / RANK_FILE.format(3), 2)
     found = compared(a, b)
 
     assert found.verdict == "unknown"
-    assert "but inside B: cannot tell: steps 3-5 were not compared on every rank, for rank 3" in found.headline
+    assert "but inside B: cannot tell: steps 3-5 were not compared on every rank, because rank 3" in found.headline
 
 
 def test_a_difference_beyond_the_common_steps_does_not_count(tmp_path: Path) -> None:
@@ -366,7 +368,7 @@ def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compared(tmp_pat
 
     assert found.verdict == "same"
     assert found.notes == (
-        "not compared: settings and state of the optimizer, for no recorder was given it (optimizer=)",
+        "not compared: settings and state of the optimizer; pass optimizer= to Recorder to record them",
     )
 
 
@@ -382,7 +384,7 @@ def test_an_optimizer_that_was_given_is_not_said_to_be_missing(
 ) -> None:
     changes = {"names": {**NAMES, **dict.fromkeys(phases, ())}, "environments": with_optimizer}
 
-    expected = f"not compared: {lacking}, for no optimizer step after an all_reduce() was recorded"
+    expected = f"not compared: {lacking}, because no optimizer step after an all_reduce() was recorded"
     assert pair(tmp_path, changes, changes).notes == (expected,)
     assert compare_ranks(open_run(tmp_path / "a")).notes == (expected,)
 
@@ -760,10 +762,13 @@ def test_runs_of_other_world_sizes_are_compared_in_what_ranks_share(tmp_path: Pa
 
     assert found.verdict == "same"
     # start: 2 parameters; 5 steps: 2 + 2 + 2
-    assert found.headline == "same: what ranks of 2 and of 4 share, steps 0-5, 4 phases, 32 tensors, bit for bit"
+    assert (
+        found.headline
+        == "same: what runs of 2 ranks and of 4 ranks have in common, steps 0-5, 4 phases, 32 tensors, bit for bit"
+    )
     assert found.notes[:2] == (
         "world sizes 2 and 4: local gradients and inputs were not compared",
-        "not compared, for each rank has its own: buffers me*",
+        "not compared, because each rank has its own: buffers me*",
     )
 
 
@@ -841,7 +846,7 @@ def test_facts_of_single_ranks_do_not_explain_runs_of_other_world_sizes(tmp_path
 
     assert [cause.what for cause in found.causes[:2]] == ["world size", "torch"]
     assert "seed" not in [cause.what for cause in found.causes]
-    assert "not compared, for ranks of a run differ in it: seed" in found.notes
+    assert "not compared, because ranks of a run differ in it: seed" in found.notes
 
 
 def test_amounts_are_added_only_where_all_ranks_recorded_the_step(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_nothing_is_ruled_out_that_was_not_recorded(unknown: str) -> None:
 
 
 def test_reduced_gradients_part_in_the_sum_only_if_local_ones_are_known_to_agree() -> None:
-    assert "All local gradients agree, so their reduction parts the runs" in explained("reduced_gradients")
+    assert "All local gradients agree, so the difference comes from their reduction" in explained("reduced_gradients")
     unknown = explained("reduced_gradients", compared=PHASES[1:])
     assert "All local gradients agree" not in unknown
     assert "Local gradients were not recorded by both" in unknown
@@ -109,7 +109,7 @@ def test_other_world_sizes_sum_in_another_order() -> None:
 
 
 def test_settings_are_named_with_both_values() -> None:
-    assert "lr of parameter group 0 is 0.1 in A and 0.2 in B. Another schedule" in explained("settings")
+    assert "lr of parameter group 0 is 0.1 in A and 0.2 in B. Look for another schedule" in explained("settings")
 
 
 @pytest.mark.parametrize(
@@ -118,12 +118,12 @@ def test_settings_are_named_with_both_values() -> None:
         (
             "optimizer",
             PHASES,
-            "Reduced gradients and settings agree, so something else after the previous step parts the runs.",
+            "Reduced gradients and settings agree, so the cause is something else after the previous step.",
         ),
-        ("parameters", PHASES, "Reduced gradients, settings and optimizer state agree, so only weights part the runs."),
+        ("parameters", PHASES, "Reduced gradients, settings and optimizer state agree, so only weights differ."),
         ("parameters", ("reduced_gradients", "parameters"), "Settings were not recorded; reduced gradients agree, so "),
-        ("parameters", ("parameters",), "Reduced gradients and settings were not recorded; what came between"),
-        ("buffers", PHASES, "Only buffers part the runs. Forward passes in training mode that made no gradients"),
+        ("parameters", ("parameters",), "Reduced gradients and settings were not recorded; the cause came between"),
+        ("buffers", PHASES, "Only buffers differ. Possible are forward passes in training mode that made no gradients"),
     ],
 )
 def test_after_the_call_what_agrees_is_named_as_far_as_it_was_recorded(
@@ -163,10 +163,10 @@ def test_without_norms_the_size_is_left_out() -> None:
     [
         ("reduced_gradients", False, "Ranks left one call with other gradients: a transport or memory"),
         ("settings", False, "a scheduler that is ahead"),
-        ("optimizer", True, "a checkpoint loaded on some of them alone"),
-        ("optimizer", False, "Gradients clipped or edited on some ranks alone, a step left out, a write to"),
+        ("optimizer", True, "a checkpoint loaded on some of them only"),
+        ("optimizer", False, "Possible are gradients clipped or edited on some ranks only, a step left out, a"),
         ("parameters", True, "seeds with init_sync=False"),
-        ("parameters", False, "A write to weights outside of step(), a step left out on some ranks"),
+        ("parameters", False, "Possible are a write to weights outside of step(), a step left out on some ranks"),
         ("buffers", False, "leave them out here, --local-buffers"),
     ],
 )
