@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp._torch.groups import COUNTING_BACKENDS
 from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import Recorder, check_replicas, cross_check
 from tests.helpers.outcomes import attempt
@@ -158,8 +159,9 @@ def test_metrics_on_a_device_cost_one_wait_and_keep_the_digits_of_integers(has_f
 def _mixes_collectives(rank: int, *, is_checked: bool) -> tuple[str, list[float], list[float], list[float]]:
     """The error of a call, the gradients after it and after the next call, and the script's own sum."""
     group = new_group()
-    checks = Checks() if is_checked else "off"
-    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), process_group=group, checks=checks)
+    if not is_checked:
+        COUNTING_BACKENDS.clear()
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), process_group=group, checks="off")
     own = torch.full((1,), 100.0, device="sim")
     (model(torch.ones(1, 1, device="sim")) * (rank + 1)).sum().backward()
 
@@ -180,6 +182,43 @@ def test_a_collective_of_the_script_in_another_order_is_an_error_and_never_added
         assert error.startswith("all_reduce() call 1: ranks have issued different numbers of collectives on process_g")
         assert "collectives since the last call: rank 1 has 0; rank 0 has 1" in error
         assert (first, second, own) == ([rank + 1.0], [1.5], [200.0])
+
+
+def _broadcasts_between(rank: int) -> tuple[list[str], list[float], list[float]]:
+    """The errors of a broadcast of parameters and of buffers, the weight, and the script's own tensor."""
+    group, errors = new_group(), []
+    layer = nn.BatchNorm1d(1).to("sim")
+    model = LegacyDistributedDataParallel(layer, process_group=group)
+    own = torch.full((1,), 100.0 + rank, device="sim")
+    for broadcast in (model.broadcast_parameters, model.broadcast_buffers):
+        work = dist.broadcast(own, src=0, group=group, async_op=True) if rank == 0 else None
+        errors.append(str(attempt(broadcast)))
+        (work or dist.broadcast(own, src=0, group=group, async_op=True)).wait()
+        model.broadcast_parameters()
+    return errors, layer.weight.detach().cpu().tolist(), own.cpu().tolist()
+
+
+def test_a_broadcast_does_not_pair_with_a_collective_of_the_script() -> None:
+    """It wrote the script's data to the weights of a rank."""
+    for errors, weight, own in run_ranks(_broadcasts_between, 2, fresh=True):
+        assert all("ranks have issued different numbers of collectives on process_group" in text for text in errors)
+        assert (weight, own) == ([1.0], [100.0])
+
+
+def _is_on_the_cpu(rank: int) -> list[float]:
+    """The gradient of a model on the CPU, beside a collective of the device in another order on each rank."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
+    own = torch.ones(1, device="sim")
+    (model(torch.ones(1, 1)) * (rank + 1)).sum().backward()
+    work = dist.all_reduce(own, group=group, async_op=True) if rank == 0 else None
+    model.all_reduce()
+    (work or dist.all_reduce(own, group=group, async_op=True)).wait()
+    return [model.module.weight.grad.item(), own.item()]
+
+
+def test_gradients_on_the_cpu_have_a_group_of_their_own_beside_a_device() -> None:
+    assert run_ranks(_is_on_the_cpu, 2, fresh=True) == [[1.5, 2.0]] * 2
 
 
 def test_without_the_check_gradients_are_added_to_the_other_collective() -> None:

@@ -132,12 +132,14 @@ def agree(
     mismatches: Sequence[tuple[Precedence, Mismatch]] = (),
     metrics: Sequence[str] = (),
     layout_advice: str = LAYOUT_ADVICE,
+    on_device: bool = False,
 ) -> Agreement:
     """Exchange headers, and return them if they match.
 
     ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
     of ``inventory``. ``mismatches``: of the checks. ``metrics``: the names behind ``header.metric_names``.
-    ``layout_advice``: the next step in the text of a LayoutError.
+    ``layout_advice``: the next step in the text of a LayoutError. ``on_device``: the payload may travel on the user's
+    group, as tensors of a device do.
 
     Raises:
         PeerError: a rank failed before the exchange.
@@ -147,6 +149,9 @@ def agree(
         LayoutError: a different inventory.
     """
     header.wrapper_id, header.operation, header.call = call.wrapper_id, call.operation, call.number
+    if on_device and (issued := call.groups.issued()) is not None:
+        header.issued = issued
+        header.flags |= Flag.ISSUED_KNOWN
     with call.phase("agree"):
         agreement = Agreement(call.exchange_headers(encode_header(header)), header)
         if not agreement.is_uniform:
@@ -379,11 +384,31 @@ def _find_other_metrics(call: Gatherer, names: Sequence[str], rows: Sequence[Hea
     return agreed_error(DesyncError, rows, f"ranks bring different metrics:\n{finding}\n{advice}", finding.ranks)
 
 
+def _find_other_collectives(rows: Sequence[Header]) -> AgreedError | None:
+    """The error for different numbers of the script's own collectives on the group that carries tensors of a device.
+
+    Collectives of one group pair in the order in which they are issued: the payload of one rank would pair with other
+    data of another rank. On the CPU the payload has a group of its own, and there is nothing to compare.
+    """
+    if not all(row.flags & Flag.ISSUED_KNOWN for row in rows):
+        return None
+    finding = compare_rows([{"collectives since the last call": str(row.issued)} for row in rows])
+    if not finding:
+        return None
+    text = (
+        f"ranks have issued different numbers of collectives on process_group:\n{finding}\n"
+        "the tensors of one rank would pair with the data of another collective; issue collectives in the same order\n"
+        "around this call on every rank, also those with async_op=True, or pass a group of its own as process_group="
+    )
+    return agreed_error(DesyncError, rows, text, finding.ranks)
+
+
 _ALWAYS_FOUND: Sequence[tuple[Precedence, Mismatch]] = (
     (Precedence.REPEAT, _find_repeat),
     (Precedence.STEPPED, _find_skipped_call),
     (Precedence.PARTICIPATION, _find_mixed_participation),
     (Precedence.SPLIT, _find_bad_split),
+    (Precedence.ISSUED, _find_other_collectives),
 )
 
 

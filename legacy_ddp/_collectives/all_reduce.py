@@ -57,8 +57,14 @@ def all_reduce(
             _add_facts(synchronizer, step, flags)
             call.segments = transport.announce(plan, packed)
         with discarding_after(call, plan, leaves):
-            mismatches, names = synchronizer.checks.mismatches, tuple(packed.metrics)
-            agreement = agree(call, packed.header, plan.layout.inventory, mismatches=mismatches, metrics=names)
+            agreement = agree(
+                call,
+                packed.header,
+                plan.layout.inventory,
+                mismatches=synchronizer.checks.mismatches,
+                metrics=tuple(packed.metrics),
+                on_device=not plan.layout.is_on_cpu,
+            )
             transport.require_host(call)
             _compare(synchronizer, step, agreement)
             has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them

@@ -114,7 +114,8 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
             check_dense(item, kind=kind)
             call.groups.payload(item.tensor.device)
         inventory = build_inventory(tensors, kind=kind)
-    agree(call, Header(layout=inventory_digest(inventory), source=src), inventory)
+    on_device = any(item.tensor.device.type != "cpu" for item in tensors)
+    agree(call, Header(layout=inventory_digest(inventory), source=src), inventory, on_device=on_device)
     if call.groups.size == 1:
         return
     with call.phase("payload"):

@@ -80,37 +80,6 @@ class EqualSteps(Check):
             self._counter.stop()
 
 
-class OtherCollectives(Check):
-    """Ranks have issued different numbers of collectives on the group that carries gradients of a device.
-
-    Collectives of one group pair in the order in which they are issued: the gradients of one rank would be added to
-    other data of another rank. On the CPU gradients have a group of their own, and there is nothing to compare.
-    """
-
-    precedence = Precedence.ISSUED
-
-    def __init__(self, subject: Subject) -> None:
-        self.is_on = subject.settings.checks.level != "off"
-
-    def facts(self, step: LocalStep) -> None:
-        if (issued := step.call.groups.issued()) is not None:
-            step.header.issued = issued
-            step.header.flags |= Flag.ISSUED_KNOWN
-
-    def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
-        if not all(row.flags & Flag.ISSUED_KNOWN for row in rows):
-            return None
-        finding = compare_rows([{"collectives since the last call": str(row.issued)} for row in rows], range(len(rows)))
-        if not finding:
-            return None
-        text = (
-            f"ranks have issued different numbers of collectives on process_group:\n{finding}\n"
-            "gradients would be added to the data of another collective; issue collectives in the same order around\n"
-            "all_reduce() on every rank, also those with async_op=True, or pass a group of its own as process_group="
-        )
-        return agreed_error(DesyncError, rows, text, finding.ranks)
-
-
 class Replicas(Check):
     """Compares the replicas of all ranks. ``digests``: of this rank; None if nothing is compared."""
 
@@ -357,7 +326,6 @@ def _describe_evaluation(layers: dict[str, str]) -> str:
 
 CHECKS: tuple[type[Check], ...] = (
     EqualSteps,
-    OtherCollectives,
     Replicas,
     EditedGradients,
     NonFiniteGradients,

@@ -87,7 +87,8 @@ class NonFiniteGradients(Check):
         if reaction == "skip":
             agreement.leave_out_all()
             self._skipped_calls += 1
-        if weakref.ref(call.groups) in self._warned:
+        is_told_again = reaction == "skip" and str(self._skipped_calls).strip("0") == "1"  # 1, 10, 100, ...
+        if weakref.ref(call.groups) in self._warned and not is_told_again:
             return None
         with call.phase("agree"):
             search = not self._has_searched_scalers
@@ -157,14 +158,20 @@ def _next_steps(
     if reaction == "skip":
         yield (
             f"all ranks skip this step ({skipped_calls} until now): every .grad is None, and record.skipped is True "
-            "(told once until all are finite again)"
+            "(told again after 10, 100, ... skipped steps, and after finite gradients)"
         )
     if reaction == "warn":
         yield (
             "every rank gets them now (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
             "to stop here instead"
         )
-    if users := [rank for rank, details in enumerate(found) if details.has_other_scaler]:
+    users = [rank for rank, details in enumerate(found) if details.has_other_scaler]
+    if users and reaction == "skip":
+        yield (
+            f"a GradScaler of {name_ranks(users)} was not passed, and its step() fails without gradients: pass it as "
+            "Checks(grad_scaler=...) on all ranks, or step only if record.skipped is False"
+        )
+    elif users:
         yield (
             f"a GradScaler of {name_ranks(users)} was not passed: pass the scaler as Checks(grad_scaler=...) on all "
             "ranks, and a step that the scaler skips is no error"

@@ -104,6 +104,20 @@ def test_the_next_warning_has_the_number_of_all_skipped_steps() -> None:
         assert "(3 until now)" in second
 
 
+def _skips_for_ever(rank: int) -> list[str]:
+    logged_warnings.listen()
+    model = LegacyDistributedDataParallel(_Model(), checks=SKIP)
+    for _ in range(12):
+        _call(model, rank, NAN)
+    return logged_warnings.take()
+
+
+def test_a_training_that_skips_for_ever_says_so_again() -> None:
+    for first, later in run_ranks(_skips_for_ever, 2):
+        assert "(1 until now)" in first
+        assert "(10 until now)" in later
+
+
 def _runs_hook(rank: int) -> tuple[int, bool]:
     """How often a hook ran in two calls, of which the first is bad, and whether the second was reduced."""
     logged_warnings.listen()

@@ -183,7 +183,7 @@ COLLECTIVES = (
     ),
     Mutant(
         "every non-finite gradient of a streak is described",
-        "if weakref.ref(call.groups) in self._warned:",
+        "if weakref.ref(call.groups) in self._warned and not is_told_again:",
         "if False:",
         _EXCHANGES,
     ),
