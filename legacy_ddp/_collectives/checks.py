@@ -1,4 +1,4 @@
-"""The checks of a call, in the order in which they are asked. The longer checks have files of their own."""
+"""The checks of a call. The longer checks have files of their own; ``Precedence`` orders the errors of all checks."""
 
 import weakref
 from collections.abc import Callable, Sequence

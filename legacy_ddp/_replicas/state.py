@@ -322,11 +322,12 @@ class SharedBuffers:
                 self._marks = _digest(self.named(module))
 
     def learn(self, call: Call, module: nn.Module, left_out: Collection[int]) -> bool:
-        """Collective: find statistics, which differ now and have changed since the mark: on every rank, or, if the
-        buffer belongs to a normalisation layer, on a rank where the layer is in training.
+        """Collective: find the buffers that are statistics of each rank's own data.
 
-        A write to a buffer on some ranks leaves the bits of the mark on the other ranks. Returns whether there are new
-        statistics; equal on all ranks that compare the same buffers.
+        Such a buffer differs now, and its bits have changed since the mark on every rank. For a buffer of a
+        normalisation layer one rank is enough, if the layer is in training there. A buffer that the script has written
+        on some ranks alone has the bits of the mark on the other ranks, and is therefore not taken for statistics.
+        Returns whether there are new statistics; equal on all ranks that compare the same buffers.
         """
         present, marks = _digest(self.named(module)), self._marks or {}
         updated = internals.updated_statistics_names(module)

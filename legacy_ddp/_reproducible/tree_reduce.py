@@ -141,7 +141,8 @@ class _ShardedRun:
         """Start to send every shard of this rank's sum to its owner, and to receive this rank's shard of other sums."""
         if self._size == 1:
             return []
-        # Two exchanges, with the ranks below and with the ranks above: a single exchange would copy the own shard, too.
+        # Two exchanges: one sends to the ranks below and receives from those above, one the other way. A single
+        # exchange would copy the own shard, too.
         ranks, length, rank = range(self._size), self._own_shard.numel(), self._rank
         from_below, from_above = self._recv_buffer.tensor_split([rank * length])
         to_below = [self._lengths[other] if other < rank else 0 for other in ranks]
