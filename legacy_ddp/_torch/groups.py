@@ -15,6 +15,10 @@ from torch.distributed import distributed_c10d as c10d
 
 __all__ = ["PrefixStore", "ProcessGroupGloo", "Store"]  # names without an explicit export in torch
 
+# The sequence number of these backends counts collectives only. The number of gloo counts sends and lists of objects,
+# too, of which the ranks of a correct program may have different numbers.
+COUNTING_BACKENDS = {"nccl", "xccl"}
+
 
 def is_registered(group: dist.ProcessGroup) -> bool:
     """Whether the group exists in torch: false after ``destroy_process_group()``."""
@@ -45,10 +49,6 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(torch.device(device.type)).name())
 
 
-# Their number of a group counts collectives alone. On gloo, sends and object lists of correct programs count, too.
-COUNTING_BACKENDS = {"nccl", "xccl"}
-
-
 def counting_device(group: dist.ProcessGroup) -> torch.device | None:
     """A device whose backend in ``group`` counts the collectives that were issued on it, None without one."""
     for device in group._device_types:
@@ -77,7 +77,7 @@ def keep_for_ever(group: Any) -> None:
 
 
 def inner_excepthook(hook: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The hook that torch's ``sys.excepthook`` calls, after it has put the rank in front; None for another hook."""
+    """The hook that torch's ``sys.excepthook`` calls after printing the rank; None if ``hook`` is not torch's."""
     if getattr(hook, "__module__", "") != c10d.__name__ or not isinstance(hook, FunctionType):
         return None
     return cast(Callable[..., Any] | None, getclosurevars(hook).nonlocals.get("old_hook"))

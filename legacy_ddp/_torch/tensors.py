@@ -1,4 +1,4 @@
-"""Tensors of torch: their memory, comparison of many, hooks on them; compiler and tracer; gradient scalers."""
+"""Tensors: memory, comparison of many, hooks; hooks of optimizers; compiler, tracer and profiler; gradient scalers."""
 
 import gc
 import sys
@@ -24,15 +24,27 @@ from torch.utils.hooks import RemovableHandle
 
 _USE_COUNT: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]  # not in the stubs
 _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # new in torch 2.10
+_SCALER_STEP = torch.amp.GradScaler.step.__code__
+_NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
+P = ParamSpec("P")
+T = TypeVar("T")
 
 foreach_copy = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
-_SCALER_STEP = torch.amp.GradScaler.step.__code__
+is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # not in the stubs
+# An object per tensor, and another object after torch.utils.swap_tensors(): compare with `is`. A reference to it
+# keeps neither the tensor nor its memory alive. A weak reference would do the same, but torch refuses to swap tensors
+# with weak references. Never written to. In C, because a call asks for the identity of every parameter.
+identity: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
+
+# One hook of torch calls all of them: each passage between torch and a function without tracing costs a microsecond.
+_pre_hooks: list[Callable[..., Any]] = []
+_post_hooks: list[Callable[..., Any]] = []
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All elements in row-major order, end to end, in one new tensor: half the time of views made in Python."""
-    if all(tensor.dim() == 1 for tensor in tensors):  # needs no views: a fifth of the time
+    """All elements in row-major order, end to end, in one new tensor. Takes half the time of views made in Python."""
+    if all(tensor.dim() == 1 for tensor in tensors):  # needs no views, and takes a fifth of the time
         return torch.cat(list(tensors))
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
@@ -46,6 +58,11 @@ def grad_dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype | None]:
         return [tensor.dtype for tensor in tensors]
     with torch._C.DisableTorchFunction():
         return list(map(attrgetter("grad_dtype"), tensors))
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of writes to a tensor; 0 for a tensor made in inference mode, which counts none."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def storage_use_count(flat: torch.Tensor) -> int:
@@ -94,17 +111,12 @@ def under_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def preserved_versions(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
-    """After the block the version counters of ``tensors`` are as before: for a caller that puts the bits back."""
+    """A block that leaves the version counters of ``tensors`` as they were. The caller restores the values."""
     return _unsafe_preserve_version_counter(tuple(tensor for tensor in tensors if not tensor.is_inference()))
 
 
-def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """The addresses of the storages in C++, for :func:`ref_counts`."""
-    return [storage._cdata for storage in storages]
-
-
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """A number equal for tensors on the same storage; None for a tensor without a storage of its own (sparse)."""
+    """A number, equal for tensors on the same storage; None for a tensor without a storage, such as a sparse one."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):
@@ -114,6 +126,11 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A reference that keeps the :func:`storage_key` from being used again, and not the memory from being freed."""
     return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def storage_handles(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """The addresses of the storages in C++, for :func:`ref_counts`."""
+    return [storage._cdata for storage in storages]
 
 
 def ref_counts(
@@ -149,31 +166,150 @@ class TensorGuards:
         return bool(self._guards.check(*tensors))
 
 
-def all_scalers() -> list[torch.amp.GradScaler]:
-    """Every GradScaler in this process. Looks at all objects, which may take seconds: not for every step."""
-    return [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
+def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Callable[[torch.Tensor], None]]]:
+    """The post-accumulate hooks on each parameter, by the ids of their handles."""
+    with torch._C.DisableTorchFunction():  # subclasses need not know the name; torch.set_default_device costs 5 µs each
+        return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
 
 
-def largest_used_scaler(scalers: Iterable[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
-    """Of the scalers that have scaled a loss the one with the largest scale."""
-    used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
-    return max(used, key=torch.amp.GradScaler.get_scale, default=None)
+def add_accumulate_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a post-accumulate hook, also on a frozen parameter, which the method of torch refuses."""
+    with torch._C.DisableTorchFunction():
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if hooks is None:
+            hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
-def calling_scaler() -> torch.amp.GradScaler | None:
-    """The GradScaler whose ``step()`` is running in the calling thread."""
-    frame = sys._getframe(1)
-    while frame.f_code is not _SCALER_STEP:
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return cast(torch.amp.GradScaler, frame.f_locals["self"])
+@contextmanager
+def without_accumulate_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """For the block, backward calls no post-accumulate hook of the parameters."""
+    with torch._C.DisableTorchFunction():
+        found = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters]
+    # Emptied and filled again: torch's C++ side refers to the same dictionaries.
+    emptied = [(hooks, dict(hooks)) for hooks in found if hooks]
+    for hooks, _ in emptied:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, before in emptied:
+            hooks.clear()
+            hooks.update(before)
 
 
-def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``scaler.unscale_(optimizer)`` ran, and neither ``scaler.step()`` nor ``scaler.update()`` since."""
-    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
-    return states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
+def attach_hooks(tensor: torch.Tensor) -> None:
+    """Make the hooks of a tensor run again after ``torch.utils.swap_tensors()``.
+
+    In Python the hooks stay with the tensor, in C++ they move with the contents. Assigning them again joins both.
+    """
+    with torch._C.DisableTorchFunction():
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if (hooks := getattr(tensor, name)) is not None:
+                setattr(tensor, name, hooks)
+
+
+def inside_backward() -> bool:
+    """Whether the calling thread runs as part of a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def profiled(*names: object) -> AbstractContextManager[object]:
+    """A range for torch's profiler, named ``names`` joined with ``::``; does nothing without a profiler (8 µs less)."""
+    return record_function("::".join(map(str, names))) if is_profiling() else nullcontext()
+
+
+def begin_range(*names: object) -> AbstractContextManager[object]:
+    """As :func:`profiled`, and begun already."""
+    profiler = profiled(*names)
+    profiler.__enter__()
+    return profiler
+
+
+def is_tracing() -> bool:
+    """Whether ``torch.jit.trace`` records the calling thread."""
+    return torch._C._get_tracing_state() is not None
+
+
+def skip_tracing(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark ``function``: inside a compiled step torch calls the function without tracing. Costs nothing per call."""
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)  # this frame, but not the frames below
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def skip_tracing_below(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark ``function``: torch.compile traces neither the function nor its callees. Costs nothing per call."""
+    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+    return function
+
+
+def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
+    """Mark ``function``: torch.compile never traces it. Does not import the compiler."""
+    return torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not in the stubs
+
+
+def inside_of_compiled(module: nn.Module) -> nn.Module:
+    """The module in ``torch.compile(module)``; any other module itself.
+
+    The list of private names lacks this attribute: to look for its class would import the compiler. In a torch without
+    the attribute the module with the compiled code stands for itself.
+    """
+    return getattr(module, "_orig_mod", module)
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def before_every_step(hook: Callable[..., Any]) -> None:
+    """Call ``hook`` before every step of every optimizer, after the optimizer's own pre-hooks. Never traced."""
+    if not _pre_hooks:
+        register_optimizer_step_pre_hook(_run_or_postpone_pre_hooks)
+    _pre_hooks.append(hook)
+
+
+def after_every_step(hook: Callable[..., object]) -> None:
+    """Call ``hook`` after every step of every optimizer that raised no error. Never traced."""
+    if not _post_hooks:
+        register_optimizer_step_post_hook(_run_post_hooks)
+    _post_hooks.append(hook)
+
+
+def _run_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call all hooks in order. As with torch's hooks, each may return other arguments of the step."""
+    changed = None
+    for hook in _pre_hooks:
+        result = hook(optimizer, args, kwargs)
+        if result is not None:
+            args, kwargs = changed = result
+    return changed
+
+
+_last_pre_hook = disable_dynamo(_run_pre_hooks)  # registered on optimizers with pre-hooks of their own
+
+
+@disable_dynamo
+def _run_or_postpone_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Torch calls global pre-hooks first, and looks up the optimizer's pre-hooks after them.
+    hooks = optimizer._optimizer_step_pre_hooks
+    if not hooks:
+        return _run_pre_hooks(optimizer, args, kwargs)
+    place = next((key for key, known in hooks.items() if known is _last_pre_hook), None)
+    if place is None:
+        optimizer.register_step_pre_hook(_last_pre_hook)
+    elif place != next(reversed(hooks)):
+        hooks[place] = hooks.pop(place)
+    return None
+
+
+@disable_dynamo
+def _run_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for hook in _post_hooks:
+        hook(optimizer, args, kwargs)
 
 
 def unsaved_buffer_names(module: torch.nn.Module) -> set[str]:
@@ -218,176 +354,32 @@ def running_statistics(module: torch.nn.Module) -> Iterator[tuple[str, str, dict
             yield prefix, type(child).__name__, dict(zip(_full_names(prefix, buffers), buffers.values(), strict=True))
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The number of writes to a tensor; 0 for a tensor made in inference mode, which counts none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _full_names(prefix: str, names: Iterable[str]) -> list[str]:
     return [f"{prefix}.{name}" if prefix else name for name in names]
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]  # not in the stubs
-
-
-def profiled(*names: object) -> AbstractContextManager[object]:
-    """A range for torch's profiler, named by ``names`` joined with ``::``; nothing (8 us less) without a profiler."""
-    return record_function("::".join(map(str, names))) if is_profiling() else nullcontext()
+def all_scalers() -> list[torch.amp.GradScaler]:
+    """Every GradScaler in this process. Looks at all objects, which may take seconds: not for every step."""
+    return [found for found in gc.get_objects() if issubclass(type(found), torch.amp.GradScaler)]
 
 
-def begin_range(*names: object) -> AbstractContextManager[object]:
-    """As :func:`profiled`, and begun already."""
-    profiler = profiled(*names)
-    profiler.__enter__()
-    return profiler
+def largest_used_scaler(scalers: Iterable[torch.amp.GradScaler]) -> torch.amp.GradScaler | None:
+    """The scaler with the largest scale among those that have scaled a loss; None if there is none."""
+    used = [scaler for scaler in scalers if scaler.is_enabled() and scaler._scale is not None]
+    return max(used, key=torch.amp.GradScaler.get_scale, default=None)
 
 
-def inside_backward() -> bool:
-    """Whether the calling thread runs as part of a backward pass."""
-    return bool(torch._C._current_graph_task_id() != -1)
+def calling_scaler() -> torch.amp.GradScaler | None:
+    """The GradScaler whose ``step()`` is running in the calling thread."""
+    frame = sys._getframe(1)
+    while frame.f_code is not _SCALER_STEP:
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return cast(torch.amp.GradScaler, frame.f_locals["self"])
 
 
-def is_tracing() -> bool:
-    """Whether ``torch.jit.trace`` records the calling thread."""
-    return torch._C._get_tracing_state() is not None
-
-
-def skip_tracing(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: inside a compiled step torch calls the function without tracing. Costs nothing per call."""
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)  # this frame, but not the frames below
-    set_code_exec_strategy(function.__code__, skip)
-    return function
-
-
-def skip_tracing_below(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: torch.compile traces neither the function nor its callees. Costs nothing per call."""
-    set_code_exec_strategy(function.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
-    return function
-
-
-def inside_of_compiled(module: nn.Module) -> nn.Module:
-    """The module in ``torch.compile(module)``; any other module itself.
-
-    The list of private names lacks this attribute: to look for its class would import the compiler. In a torch without
-    the attribute the module with the compiled code stands for itself.
-    """
-    return getattr(module, "_orig_mod", module)
-
-
-def has_compiled_call(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called."""
-    return module._compiled_call_impl is not None
-
-
-def disable_dynamo(function: Callable[P, T]) -> Callable[P, T]:
-    """Mark ``function``: torch.compile never traces it. Does not import the compiler."""
-    return torch._disable_dynamo(function)  # type: ignore[attr-defined]  # not in the stubs
-
-
-_NO_HOOKS: Mapping[int, Callable[[torch.Tensor], None]] = {}
-
-
-def accumulate_hooks(parameters: Iterable[torch.Tensor]) -> list[Mapping[int, Callable[[torch.Tensor], None]]]:
-    """The post-accumulate hooks on each parameter, by the ids of their handles."""
-    with torch._C.DisableTorchFunction():  # subclasses need not know the name; torch.set_default_device costs 5 µs each
-        return [getattr(parameter, "_post_accumulate_grad_hooks", None) or _NO_HOOKS for parameter in parameters]
-
-
-def add_accumulate_hook(parameter: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-    """Register a post-accumulate hook, also on a frozen parameter, which the method of torch refuses."""
-    with torch._C.DisableTorchFunction():
-        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if hooks is None:
-            hooks = parameter._post_accumulate_grad_hooks = OrderedDict()
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
-
-
-@contextmanager
-def without_accumulate_hooks(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """For the block, backward calls no post-accumulate hook of the parameters."""
-    with torch._C.DisableTorchFunction():
-        found = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters]
-    # Emptied and filled again: torch's C++ side refers to the same dictionaries.
-    emptied = [(hooks, dict(hooks)) for hooks in found if hooks]
-    for hooks, _ in emptied:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, before in emptied:
-            hooks.clear()
-            hooks.update(before)
-
-
-# An object per tensor, and another object after torch.utils.swap_tensors(): compare with `is`. A reference to it
-# keeps neither the tensor nor its memory alive. A weak reference would do the same, but torch refuses to swap tensors
-# with weak references. Never written to. In C, because a call asks for the identity of every parameter.
-identity: Callable[[torch.Tensor], dict[str, Any]] = attrgetter("__dict__")
-
-
-def attach_hooks(tensor: torch.Tensor) -> None:
-    """Make the hooks of a tensor run again after ``torch.utils.swap_tensors()``.
-
-    In Python the hooks stay with the tensor, in C++ they move with the contents. Assigning them again joins both.
-    """
-    with torch._C.DisableTorchFunction():
-        for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            if (hooks := getattr(tensor, name)) is not None:
-                setattr(tensor, name, hooks)
-
-
-# One hook of torch calls all of them: each passage between torch and a function without tracing costs a microsecond.
-_pre_hooks: list[Callable[..., Any]] = []
-_post_hooks: list[Callable[..., Any]] = []
-
-
-def before_every_step(hook: Callable[..., Any]) -> None:
-    """Call ``hook`` before every step of every optimizer, after the optimizer's own pre-hooks. Never traced."""
-    if not _pre_hooks:
-        register_optimizer_step_pre_hook(_run_or_postpone_pre_hooks)
-    _pre_hooks.append(hook)
-
-
-def after_every_step(hook: Callable[..., object]) -> None:
-    """Call ``hook`` after every step of every optimizer that raised no error. Never traced."""
-    if not _post_hooks:
-        register_optimizer_step_post_hook(_run_post_hooks)
-    _post_hooks.append(hook)
-
-
-def _run_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call all hooks in order. As with torch's hooks, each may return other arguments of the step."""
-    changed = None
-    for hook in _pre_hooks:
-        result = hook(optimizer, args, kwargs)
-        if result is not None:
-            args, kwargs = changed = result
-    return changed
-
-
-_last_pre_hook = disable_dynamo(_run_pre_hooks)  # of an optimizer with pre-hooks of its own
-
-
-@disable_dynamo
-def _run_or_postpone_pre_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Torch calls global pre-hooks first, and looks up the optimizer's pre-hooks after them.
-    hooks = optimizer._optimizer_step_pre_hooks
-    if not hooks:
-        return _run_pre_hooks(optimizer, args, kwargs)
-    place = next((key for key, known in hooks.items() if known is _last_pre_hook), None)
-    if place is None:
-        optimizer.register_step_pre_hook(_last_pre_hook)
-    elif place != next(reversed(hooks)):
-        hooks[place] = hooks.pop(place)
-    return None
-
-
-@disable_dynamo
-def _run_post_hooks(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for hook in _post_hooks:
-        hook(optimizer, args, kwargs)
+def has_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``scaler.unscale_(optimizer)`` ran, and neither ``scaler.step()`` nor ``scaler.update()`` since."""
+    states = scaler._per_optimizer_states if scaler.is_enabled() else {}
+    return states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED
