@@ -50,6 +50,11 @@ _GROUPS, _BESIDE_RANKS = 2, 4
 # Of the watchdog: file, listening socket, selector, two for waking up, two connections, a request.
 _WATCHDOG = 8
 
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
+_alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
+# In a forked child: the groups of torch that it inherited, each with the number of the process that it was forked from.
+_inherited: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+
 
 class GroupHandle:
     """The user's process group. Copies of a wrapper share the group; a pickle loses the group."""
@@ -184,12 +189,6 @@ def _await_members(store: internals.Store, generation: int, rank: int, size: int
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, Groups]" = weakref.WeakKeyDictionary()
-_alive: "weakref.WeakSet[Groups]" = weakref.WeakSet()
-# In a forked child: the groups of torch that it inherited, each with the number of the process that it was forked from.
-_inherited: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
-
-
 class Groups:
     """Control and payload group of a parent group, shared by all wrappers of the process on this parent."""
 
@@ -280,13 +279,15 @@ class Groups:
         return self._payload if backend == "gloo" else parent
 
     def issued(self) -> int | None:
-        """The number of collectives that the script has issued on its group since the last call; None if the backend
-        of the group does not count them, or does not carry gradients."""
+        """The number of collectives that the script has issued on its group since :meth:`note_issued`.
+
+        None if the backend of the group does not count them, or does not carry gradients.
+        """
         device = self._counting_device
         return None if device is None else self._count_issued(device) - self._issued_before
 
     def note_issued(self) -> None:
-        """At the end of a call: what was issued until now is no collective of the script, or came before this call."""
+        """At the end of a call: count the collectives of the script from here on."""
         if self._counting_device is not None:
             self._issued_before = self._count_issued(self._counting_device)
 
@@ -342,11 +343,13 @@ class Groups:
             self.star = None
 
     def after_fork(self) -> None:
-        """In a forked child: an end of a connection kept open there would hide the death of the parent.
+        """In a forked child: close the connections, which would hide the death of the parent from the other ranks.
 
         The groups stay until the process ends: torch would wait for threads that only the parent has, or end with
         SIGSEGV.
         """
+        if self.watchdog is not None:
+            self.watchdog.after_fork()
         self.close_star()
         self._end.detach()
         for group in (self.control, self._payload, self.between):
@@ -426,6 +429,7 @@ def _close_all(*, shows_exit: bool) -> None:
 
 
 def _note_inherited() -> None:
+    """In a forked child: keep the groups of the parent, and refuse calls on them (:func:`refuse_inherited`)."""
     for group in internals.registered_groups():
         _inherited.setdefault(group, os.getppid())
         internals.keep_for_ever(group)

@@ -6,14 +6,11 @@ One rank composes the report on a wait or a failure, and the other ranks fetch i
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import cache
 
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._fork import run_in_children
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import (
     MAX_CONCURRENT_REQUESTS,
@@ -43,157 +40,6 @@ _RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
 _FRESH_SECONDS = 2.0
 
 
-class FailureRecord:
-    """The first failure on one rank, and the final report. Any thread may call any method."""
-
-    def __init__(self, view: GroupView, policy: WarningPolicy) -> None:
-        self.failure: Failure | None = None
-        self.final_report: Report | None = None
-        self._view = view
-        self._policy = policy
-        self._recorded_at = 0.0
-        self._missing: tuple[int, ...] = ()  # named by the report that was saved with the failure
-        self._lock = threading.Lock()
-
-    @property
-    def due_failure(self) -> Failure | None:
-        """The failure, once the grace time is over."""
-        return self.failure if time.monotonic() - self._recorded_at > _GRACE_SECONDS else None
-
-    def record_failure(self, failure: Failure, *, logs: bool = False) -> None:
-        """Record the first failure, and save a report from this rank alone.
-
-        ``logs``: the failure was found on this rank, so log it, too. A later failure found on this rank is saved and
-        logged if the first report named no rank: gloo may notice a loss before the kernel ends the process.
-        """
-        with self._lock:
-            if self.failure is not None and (self._missing or not logs):
-                return
-            if self.failure is None:
-                self.failure, self._recorded_at = failure, time.monotonic()
-            rows = self._view.local_rows(failure)
-            report = compose(rows, failure, was_polled=False)
-            self._missing = report.missing
-        self._policy.save(f"from this rank alone, before any other rank was asked:\n{report.text}")
-        if logs:
-            missing = "" if failure.ranks else report.summary
-            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing))
-
-    def finalize(self, report: Report) -> Report:
-        """Save ``report`` as the final report, unless there is a final report; return the final report."""
-        with self._lock:
-            if self.final_report is None:
-                self._policy.save(report.text)
-                self.final_report = report
-            return self.final_report
-
-    def exit_reason(self) -> str:
-        """The exit reason after a failure, else empty; for a stopped rank, which may miss the report."""
-        if self.failure is None:
-            return ""
-        if self._view.own.rank in self.failure.ranks:
-            return self.failure.reason
-        return f"{LEFT_AFTER_LOSS}: {self.final_report.summary}" if self.final_report else LEFT_AFTER_LOSS
-
-
-def broadcast_failure(
-    view: GroupView, failure: Failure, report: Report | None = None, ranks: Iterable[int] | None = None
-) -> None:
-    """Send a failure, and the final report if there is one, to the other ranks, or to ``ranks`` only."""
-    message = {"request": "record", "failure": asdict(failure), "report": report and asdict(report)}
-    request_all(view.others(range(len(view.peers)) if ranks is None else ranks), message, view.own.identity)
-
-
-@dataclass
-class _SharedReport:
-    """A report for all ranks; ``report`` is None until composed."""
-
-    report: Report | None = None
-    composed_at: float = float("inf")
-
-
-class ReportExchange:
-    """The reports of one rank: composed here for other ranks, or fetched from the lowest rank that answers."""
-
-    def __init__(
-        self, view: GroupView, record: FailureRecord, background: BackgroundTasks, warn_after_seconds: float
-    ) -> None:
-        self._view = view
-        self._record = record
-        self._background = background
-        self._fresh_seconds = min(_FRESH_SECONDS, warn_after_seconds / 2)
-        self._by_serial: dict[int, _SharedReport] = {}  # reports on waits, without a failure
-        self._final: _SharedReport | None = None
-        self._lock = threading.Lock()
-
-    def answer(self, serial: int, failure: Failure | None) -> Message:
-        """The answer to a request for a report; empty until composed.
-
-        The first request starts the composition. The final report answers every later request.
-        """
-        with self._lock:
-            shared = self._final
-            if shared is None and failure is not None:
-                shared = self._final = self._start_report(failure)
-            elif shared is None:
-                shared = self._by_serial.get(serial)
-                if shared is None or time.monotonic() - shared.composed_at > self._fresh_seconds:
-                    shared = self._start_report(None)
-                    # Ranks may be in two calls at a time, not more.
-                    recent = {other: old for other, old in self._by_serial.items() if abs(other - serial) <= 1}
-                    self._by_serial = {**recent, serial: shared}
-        return asdict(shared.report) if shared.report else {}
-
-    def fetch(self, serial: int, failure: Failure | None) -> Report:
-        """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers."""
-        deadline = time.monotonic() + _REPORT_SECONDS
-        message = {"request": "report", "serial": serial, "failure": failure and asdict(failure)}
-        for peer in self._answering(deadline):
-            while time.monotonic() < deadline:
-                outcome, answer = request(peer, message, self._view.own.identity)
-                if outcome is not Outcome.ANSWERED:
-                    break
-                if answer:
-                    return decode_report(answer)
-                self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
-        return compose(self._view.local_rows(failure), failure, was_polled=False)
-
-    def _start_report(self, failure: Failure | None) -> _SharedReport:
-        shared = _SharedReport()
-        self._background.submit(self._make_report, shared, failure)
-        return shared
-
-    def _make_report(self, shared: _SharedReport, failure: Failure | None) -> None:
-        rows = poll_ranks(self._view.peers, self._view.own, twice=failure is None)
-        report = compose(rows, failure)
-        if failure is not None:
-            report = self._record.finalize(report)
-            # Before any rank fetches the report: a rank with the report leaves, and would then look missing.
-            answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
-            broadcast_failure(self._view, failure, report, answering)
-            # A silent rank may get the report when it runs again; no rank waits for this.
-            self._background.submit(broadcast_failure, self._view, failure, report, set(range(len(rows))) - answering)
-        shared.report, shared.composed_at = report, time.monotonic()
-
-    def _answering(self, deadline: float) -> Iterator[Endpoint]:
-        """The lowest rank, then the other answering ranks, in order.
-
-        Many requests at the same time: a few silent ranks, asked one by one, would use up the time.
-        """
-        known = [peer for peer in self._view.peers if peer is not None]
-        yield from known[:1]
-        for start in range(1, len(known), MAX_CONCURRENT_REQUESTS):
-            if time.monotonic() > deadline:
-                return
-            some = known[start : start + MAX_CONCURRENT_REQUESTS]
-            ping = {"request": "record", "failure": None, "report": None}
-            answers = request_all(some, ping, self._view.own.identity)
-            yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
-
-
-_alive: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
-
-
 class Watchdog:
     """The watchdog of one rank on one process group.
 
@@ -219,8 +65,6 @@ class Watchdog:
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
         self._exchange = ReportExchange(self._view, self._record, self._background, warn_after_seconds)
-        _alive.add(self)
-        _register_after_fork()
         watch_exit()
 
     def endpoint(self) -> bytes:
@@ -321,11 +165,149 @@ class Watchdog:
             broadcast_failure(self._view, failure)
 
 
-@cache
-def _register_after_fork() -> None:
-    run_in_children(_after_fork)
+class FailureRecord:
+    """The first failure on one rank, and the final report. Any thread may call any method."""
+
+    def __init__(self, view: GroupView, policy: WarningPolicy) -> None:
+        self.failure: Failure | None = None
+        self.final_report: Report | None = None
+        self._view = view
+        self._policy = policy
+        self._recorded_at = 0.0
+        self._missing: tuple[int, ...] = ()  # named by the report that was saved with the failure
+        self._lock = threading.Lock()
+
+    @property
+    def due_failure(self) -> Failure | None:
+        """The failure, from the end of the grace time on; None before, and without a failure."""
+        return self.failure if time.monotonic() - self._recorded_at > _GRACE_SECONDS else None
+
+    def record_failure(self, failure: Failure, *, logs: bool = False) -> None:
+        """Record the first failure, and save a report from this rank alone.
+
+        ``logs``: the failure was found on this rank, so log it, too. A later failure found on this rank is saved and
+        logged if the first report named no rank: gloo may notice a loss before the kernel ends the process.
+        """
+        with self._lock:
+            if self.failure is not None and (self._missing or not logs):
+                return
+            if self.failure is None:
+                self.failure, self._recorded_at = failure, time.monotonic()
+            rows = self._view.local_rows(failure)
+            report = compose(rows, failure, was_polled=False)
+            self._missing = report.missing
+        self._policy.save(f"from this rank alone, before any other rank was asked:\n{report.text}")
+        if logs:
+            missing = "" if failure.ranks else report.summary
+            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing))
+
+    def finalize(self, report: Report) -> Report:
+        """Save ``report`` as the final report, unless there is a final report; return the final report."""
+        with self._lock:
+            if self.final_report is None:
+                self._policy.save(report.text)
+                self.final_report = report
+            return self.final_report
+
+    def exit_reason(self) -> str:
+        """The exit reason after a failure, else empty. A rank that was stopped may have missed the report."""
+        if self.failure is None:
+            return ""
+        if self._view.own.rank in self.failure.ranks:
+            return self.failure.reason
+        return f"{LEFT_AFTER_LOSS}: {self.final_report.summary}" if self.final_report else LEFT_AFTER_LOSS
 
 
-def _after_fork() -> None:
-    for watchdog in list(_alive):
-        watchdog.after_fork()
+def broadcast_failure(
+    view: GroupView, failure: Failure, report: Report | None = None, ranks: Iterable[int] | None = None
+) -> None:
+    """Send a failure, and the final report if there is one, to the other ranks, or to ``ranks`` only."""
+    message = {"request": "record", "failure": asdict(failure), "report": report and asdict(report)}
+    request_all(view.others(range(len(view.peers)) if ranks is None else ranks), message, view.own.identity)
+
+
+@dataclass
+class _SharedReport:
+    """A report for all ranks; ``report`` is None until composed."""
+
+    report: Report | None = None
+    composed_at: float = float("inf")
+
+
+class ReportExchange:
+    """The reports of one rank: composed here for other ranks, or fetched from the lowest rank that answers."""
+
+    def __init__(
+        self, view: GroupView, record: FailureRecord, background: BackgroundTasks, warn_after_seconds: float
+    ) -> None:
+        self._view = view
+        self._record = record
+        self._background = background
+        self._fresh_seconds = min(_FRESH_SECONDS, warn_after_seconds / 2)
+        self._by_serial: dict[int, _SharedReport] = {}  # reports on waits, without a failure
+        self._final: _SharedReport | None = None
+        self._lock = threading.Lock()
+
+    def answer(self, serial: int, failure: Failure | None) -> Message:
+        """The answer to a request for a report; empty until composed.
+
+        The first request starts the composition. The final report answers every later request.
+        """
+        with self._lock:
+            shared = self._final
+            if shared is None and failure is not None:
+                shared = self._final = self._start_report(failure)
+            elif shared is None:
+                shared = self._by_serial.get(serial)
+                if shared is None or time.monotonic() - shared.composed_at > self._fresh_seconds:
+                    shared = self._start_report(None)
+                    # Ranks may be in two calls at a time, not more.
+                    recent = {other: old for other, old in self._by_serial.items() if abs(other - serial) <= 1}
+                    self._by_serial = {**recent, serial: shared}
+        return asdict(shared.report) if shared.report else {}
+
+    def fetch(self, serial: int, failure: Failure | None) -> Report:
+        """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers."""
+        deadline = time.monotonic() + _REPORT_SECONDS
+        message = {"request": "report", "serial": serial, "failure": failure and asdict(failure)}
+        for peer in self._answering(deadline):
+            while time.monotonic() < deadline:
+                outcome, answer = request(peer, message, self._view.own.identity)
+                if outcome is not Outcome.ANSWERED:
+                    break
+                if answer:
+                    return decode_report(answer)
+                self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
+        return compose(self._view.local_rows(failure), failure, was_polled=False)
+
+    def _start_report(self, failure: Failure | None) -> _SharedReport:
+        shared = _SharedReport()
+        self._background.submit(self._make_report, shared, failure)
+        return shared
+
+    def _make_report(self, shared: _SharedReport, failure: Failure | None) -> None:
+        rows = poll_ranks(self._view.peers, self._view.own, twice=failure is None)
+        report = compose(rows, failure)
+        if failure is not None:
+            report = self._record.finalize(report)
+            # Before any rank fetches the report: a rank with the report leaves, and would then look missing.
+            answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
+            broadcast_failure(self._view, failure, report, answering)
+            # A silent rank may get the report when it runs again; no rank waits for this.
+            self._background.submit(broadcast_failure, self._view, failure, report, set(range(len(rows))) - answering)
+        shared.report, shared.composed_at = report, time.monotonic()
+
+    def _answering(self, deadline: float) -> Iterator[Endpoint]:
+        """The lowest rank, then the other answering ranks, in order.
+
+        Many requests at the same time: a few silent ranks, asked one by one, would use up the time.
+        """
+        known = [peer for peer in self._view.peers if peer is not None]
+        yield from known[:1]
+        for start in range(1, len(known), MAX_CONCURRENT_REQUESTS):
+            if time.monotonic() > deadline:
+                return
+            some = known[start : start + MAX_CONCURRENT_REQUESTS]
+            ping = {"request": "record", "failure": None, "report": None}
+            answers = request_all(some, ping, self._view.own.identity)
+            yield from (peer for peer in some if answers[peer.rank][0] is Outcome.ANSWERED)
