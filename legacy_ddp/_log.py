@@ -1,9 +1,9 @@
 """Warnings and log records, each with the attribute ``rank``, and the display of an error at the end of a process.
 
-An error of all ranks is a single traceback for a job, with a single line of the library. A failed call chains
-``sys.excepthook``. The chained hook changes the display alone: the exception keeps its traceback, and every exception
-of other code goes to the hook of before as it is. A process with a display of its own (a hook of the script, IPython)
-is left alone.
+If all ranks raise the same error, one rank of the job shows the traceback, with a single line of the library in it. A
+failed call puts a hook of its own in front of ``sys.excepthook``. The hook changes only the display: the exception
+keeps its traceback, and exceptions of other code go to the earlier hook unchanged. Nothing is done in a process with
+another display (a hook of the script, IPython).
 """
 
 import contextlib
@@ -28,6 +28,8 @@ from legacy_ddp._text import first_line, format_bytes, shorten
 LIBRARY = os.path.join(os.path.dirname(__file__), "")
 # Frames of these files between the script and the library, or between two frames of the library.
 INNER = (LIBRARY, os.path.join(os.path.dirname(torch.__file__), ""), contextlib.__file__)
+_PATHS = sysconfig.get_paths()
+_INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))
 _MAX_COLUMNS = 200  # compiled code may have any name
 _MAX_LINES = 16  # recursion may have thousands
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
@@ -35,13 +37,92 @@ _STYLES = ("short", "full")
 # Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
 _ELSEWHERE = "_legacy_ddp_shown_by"
 
+LOGGER = logging.getLogger("legacy_ddp")
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
+    """The logger of one rank, counted inside its group."""
+    LOGGER.addHandler(_DEFAULT)  # at the first use, because an import configures nothing; once
+    return logging.LoggerAdapter(LOGGER, {"rank": rank})
+
+
+def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
+    """Show a ``UserWarning`` at the line of the script that led here. If a filter makes it an error, log it instead.
+
+    The log record has level WARNING. An error on a single rank would end a call, or a step, while the other ranks go
+    on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
+    """
+    is_logged = is_everywhere and is_configured()
+    if is_logged:
+        logger_of(rank).warning("%s", text)
+    if is_everywhere and rank != 0:
+        return
+    try:
+        warnings.warn(text, stacklevel=script_level())
+    except UserWarning:
+        if not is_logged:
+            logger_of(rank).warning("%s", text)
+
+
+def log_construction(rank: int, describe: Callable[[], str]) -> None:
+    """Log a new wrapper, level INFO."""
+    if LOGGER.isEnabledFor(logging.INFO):
+        logger_of(rank).info("new wrapper: %s", describe().replace("\n", "; "))
+
+
+def log_transport(rank: int, transport: str) -> None:
+    """Log the choice of a transport, level INFO."""
+    logger_of(rank).info("transport: %s", transport)
+
+
+def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
+    """Log a completed call. The caller has tested for level DEBUG."""
+    phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
+    logger_of(rank).debug("%s: %s; %s", call, format_bytes(payload_bytes), phases)
+
+
+def is_configured() -> bool:
+    """Whether a handler of the script takes the records."""
+    logger: logging.Logger | None = LOGGER
+    while logger is not None:
+        if any(handler is not _DEFAULT for handler in logger.handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
+    return False
+
+
+class _DefaultHandler(logging.Handler):
+    """Writes records to stderr as long as the script has no handler for them.
+
+    Every text is a single write, so that reports of several ranks do not mix.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        form = "%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s"
+        self.setFormatter(logging.Formatter(form, defaults={"rank": "?"}))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the line, or the lines of a report."""
+        if is_configured():
+            return
+        try:
+            sys.stderr.write(f"{self.format(record)}\n")
+            sys.stderr.flush()
+        except Exception:  # noqa: BLE001 - as every handler of Python: a log that cannot be written stops no training
+            self.handleError(record)
+
+
+_DEFAULT = _DefaultHandler()
+
 
 def script_level() -> int:
     """The ``stacklevel`` with which ``warnings.warn()`` in the caller names the last line before torch and the library.
 
     1, the line of the caller, in a thread without such a line.
     """
-    frames = enumerate(_outward(sys._getframe(1)), start=1)
+    frames = enumerate(outward(sys._getframe(1)), start=1)
     return next((level for level, frame in frames if not _is_inner(frame)), 1)
 
 
@@ -50,7 +131,7 @@ def script_lines() -> list[str]:
 
     Empty in a thread without such a line.
     """
-    frames = (frame for frame in _outward(sys._getframe(1)) if not _is_inner(frame))
+    frames = (frame for frame in outward(sys._getframe(1)) if not _is_inner(frame))
     return [_line_of(frame) for frame in islice(frames, _MAX_LINES)]
 
 
@@ -59,7 +140,8 @@ def _line_of(frame: FrameType) -> str:
     return shorten(f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}", _MAX_COLUMNS)
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+def outward(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame`` and the frames around it, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -67,12 +149,6 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_inner(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(INNER)
-
-
-_PATHS = sysconfig.get_paths()
-_INSTALLED = tuple(os.path.join(_PATHS[kind], "") for kind in ("stdlib", "purelib", "platlib"))
-
-Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 def check_traceback_variable() -> None:
@@ -151,7 +227,7 @@ def _shortened(error: BaseException) -> Iterator[None]:
         shown = _next(shown)
     try:
         for shown, trace in whole:
-            # An argument of the wrong kind, behind the error of all ranks.
+            # A wrong argument is the cause of an error of all ranks.
             is_cause = isinstance(error, LegacyDDPError) and isinstance(shown, TypeError | ValueError)
             if is_cause or _hides_frames(shown):
                 shown.__traceback__ = _outer_frames(trace)
@@ -164,8 +240,7 @@ def _shortened(error: BaseException) -> Iterator[None]:
 
 
 def _hides_frames(error: BaseException) -> bool:
-    """Whether the place of ``error`` inside the library says nothing to a reader: the text says all, or the place of a
-    Ctrl-C is chance."""
+    """Whether a reader does not need the place of ``error`` in the library: the text says all, or it is a Ctrl-C."""
     is_argument = isinstance(error, TypeError | ValueError) and _ELSEWHERE in vars(error)
     return is_argument or isinstance(error, LegacyDDPError | KeyboardInterrupt)
 
@@ -203,80 +278,3 @@ def _links(trace: TracebackType | None) -> Iterator[TracebackType]:
 
 def _file(link: TracebackType) -> str:
     return link.tb_frame.f_code.co_filename
-
-
-LOGGER = logging.getLogger("legacy_ddp")
-
-
-class _DefaultHandler(logging.Handler):
-    """Writes records to stderr as long as the script has no handler for them. Every text is a single write, so that
-    reports of several ranks do not mix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        form = "%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s"
-        self.setFormatter(logging.Formatter(form, defaults={"rank": "?"}))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write the line, or the lines of a report."""
-        if is_configured():
-            return
-        try:
-            sys.stderr.write(f"{self.format(record)}\n")
-            sys.stderr.flush()
-        except Exception:  # noqa: BLE001 - as every handler of Python: a log that cannot be written stops no training
-            self.handleError(record)
-
-
-_DEFAULT = _DefaultHandler()
-
-
-def is_configured() -> bool:
-    """Whether a handler of the script takes the records."""
-    logger: logging.Logger | None = LOGGER
-    while logger is not None:
-        if any(handler is not _DEFAULT for handler in logger.handlers):
-            return True
-        logger = logger.parent if logger.propagate else None
-    return False
-
-
-def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
-    """The logger of one rank, counted inside its group."""
-    LOGGER.addHandler(_DEFAULT)  # at the first use, because an import configures nothing; once
-    return logging.LoggerAdapter(LOGGER, {"rank": rank})
-
-
-def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
-    """Show a ``UserWarning`` at the line of the script that led here. If a filter makes it an error, log it instead.
-
-    The log record has level WARNING. An error on a single rank would end a call, or a step, while the other ranks go
-    on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
-    """
-    is_logged = is_everywhere and is_configured()
-    if is_logged:
-        logger_of(rank).warning("%s", text)
-    if is_everywhere and rank != 0:
-        return
-    try:
-        warnings.warn(text, stacklevel=script_level())
-    except UserWarning:
-        if not is_logged:
-            logger_of(rank).warning("%s", text)
-
-
-def log_construction(rank: int, describe: Callable[[], str]) -> None:
-    """Log a new wrapper, level INFO."""
-    if LOGGER.isEnabledFor(logging.INFO):
-        logger_of(rank).info("new wrapper: %s", describe().replace("\n", "; "))
-
-
-def log_transport(rank: int, transport: str) -> None:
-    """Log the choice of a transport, level INFO."""
-    logger_of(rank).info("transport: %s", transport)
-
-
-def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
-    """Log a completed call. The caller has tested for level DEBUG."""
-    phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
-    logger_of(rank).debug("%s: %s; %s", call, format_bytes(payload_bytes), phases)

@@ -4,12 +4,13 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import NamedTuple
 
+from legacy_ddp._log import outward
 from legacy_ddp._text import shorten
 
 FORWARD, BACKWARD, DEBUGGER, USER_CODE = "forward", "backward", "debugger", "user code"
@@ -54,9 +55,9 @@ class Sample:
 
 
 class Activity:
-    """The current phase of one thread. Entering a phase costs a microsecond; the cost of a sample is the reader's.
+    """The current phase of one thread. ``mark``: the phase entered last.
 
-    ``mark``: the phase entered last.
+    To enter a phase costs the thread a microsecond; a sample costs it nothing, the reader does the work.
     """
 
     def __init__(self) -> None:
@@ -71,14 +72,13 @@ class Activity:
     def sample(self) -> Sample:
         """Sample the thread that entered the last phase. Backward and a debugger are recognised by the stack."""
         mark = self.mark
-        frame = sys._current_frames().get(mark.thread)
-        files = {code.co_filename for code in _codes(frame)}
+        frames = [_read_frame(frame) for frame in outward(sys._current_frames().get(mark.thread))][::-1]
+        files = {entry.filename for entry in frames}
         phase = mark.phase
         if any(name.endswith(("/bdb.py", "/pdb.py")) for name in files):
             phase = DEBUGGER
         elif not mark.call and any(name.endswith("/torch/autograd/graph.py") for name in files):
             phase = BACKWARD
-        frames = _frames(frame)
         if mark.call:
             frames = _frames_into_call(frames, with_user_code=mark.phase in (HOOK, RUN))
         own = [entry for entry in frames if not entry.filename.startswith(_LIBRARIES)]
@@ -95,30 +95,19 @@ class Activity:
 process_activity = Activity()
 
 
-def _codes(frame: FrameType | None) -> Iterator[CodeType]:
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
-
-
 class _Frame(NamedTuple):
     filename: str
     text: str
 
 
-def _frames(frame: FrameType | None) -> list[_Frame]:
-    """All frames, outermost first.
+def _read_frame(frame: FrameType) -> _Frame:
+    """File and line of a frame.
 
     Without the traceback module, which reads source files, perhaps from the disk that blocks all ranks.
     """
-    frames: list[_Frame] = []
-    while frame is not None:
-        code = frame.f_code
-        text = f"{_short_path(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-        frames.append(_Frame(code.co_filename, shorten(text, _MAX_FRAME_COLUMNS)))
-        frame = frame.f_back
-    frames.reverse()
-    return frames
+    code = frame.f_code
+    path = "/".join(Path(code.co_filename).parts[-2:])  # enough to find the file, and short enough for a line
+    return _Frame(code.co_filename, shorten(f"{path}:{frame.f_lineno} in {code.co_name}", _MAX_FRAME_COLUMNS))
 
 
 def _frames_into_call(frames: list[_Frame], *, with_user_code: bool) -> list[_Frame]:
@@ -141,8 +130,3 @@ def _innermost(frames: Sequence[_Frame], own: Sequence[_Frame]) -> tuple[str, ..
     if own and own[-1] not in shown:
         texts = [own[-1].text, "...", *texts[2:]]
     return tuple(texts)
-
-
-def _short_path(filename: str) -> str:
-    """The last two parts of a path: enough to find the file, short enough for a line of 80 columns."""
-    return "/".join(Path(filename).parts[-2:])
