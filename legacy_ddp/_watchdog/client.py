@@ -22,6 +22,9 @@ from typing import Any
 
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915  # Linux: address of an interface
+# Destinations outside of this host, to find the interface of the default route. The addresses are for documentation
+# (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
+_OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
 RUNNING, STOPPED, TRACED, DEAD, UNKNOWN = "running", "stopped", "held by a debugger", "dead", ""
 _STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
 # Fields of /proc/<pid>/stat behind the command's name, see proc(5): state is field 3, start time field 22.
@@ -30,6 +33,9 @@ _STATE, _STARTED = 0, 19
 ANSWER_SECONDS = 0.7
 MAX_BYTES, PART_BYTES = 2**20, 2**16
 MAX_CONCURRENT_REQUESTS = 32
+
+Address = tuple[str, int]
+Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -49,56 +55,6 @@ def decode_failure(data: Mapping[str, Any] | None) -> Failure | None:
     return Failure(**{**data, "ranks": tuple(data["ranks"])}) if data else None
 
 
-Address = tuple[str, int]
-
-# Destinations outside of this host, to find the interface of the default route. The addresses are for documentation
-# (RFC 5737, RFC 3849) and get no data: connecting a datagram socket only looks up the route.
-_OUTSIDE: tuple[tuple[int, str], ...] = ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1"))
-
-
-def own_hosts() -> list[str]:
-    """Addresses of this host, the likeliest first.
-
-    Order: the interface set for gloo or NCCL, the route to the job's master, the default route, loopback.
-    """
-    found = dict.fromkeys(host for host in _candidates() if not host.startswith("127.") and host != "::1")
-    return [*found, "127.0.0.1"]
-
-
-def reachable(addresses: list[Address], *, same_machine: bool) -> list[Address]:
-    """The addresses worth trying: loopback only on the same machine, and there first."""
-    if same_machine:
-        return sorted(addresses, key=lambda address: not address[0].startswith("127."))
-    return [address for address in addresses if not address[0].startswith("127.")]
-
-
-def _candidates() -> Iterator[str]:
-    for variable in _INTERFACE_VARIABLES:
-        if name := os.environ.get(variable, "").split(",")[0]:
-            with suppress(OSError):
-                yield _interface_address(name)
-    if master := os.environ.get("MASTER_ADDR"):
-        with suppress(OSError):
-            for kind, _, _, _, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
-                with suppress(OSError):
-                    yield _source_towards(kind, str(address[0]))
-    for family, host in _OUTSIDE:
-        with suppress(OSError):
-            yield _source_towards(family, host)
-
-
-def _interface_address(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-
-
-def _source_towards(family: int, host: str) -> str:
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
-
-
 @dataclass(frozen=True)
 class Identity:
     """A process. ``machine``: equal for processes that can see each other in /proc.
@@ -115,68 +71,6 @@ class Identity:
 def own_identity() -> Identity:
     """The identity of this process."""
     return Identity(socket.gethostname(), os.getpid(), _started(os.getpid()), _machine())
-
-
-def state_of(process: Identity) -> str:
-    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see ``process``."""
-    if not process.machine or process.machine != _machine():
-        return UNKNOWN
-    try:
-        fields = _stat(process.pid)
-    except (FileNotFoundError, ProcessLookupError):
-        return DEAD
-    except OSError:  # a limit of this process, not the state of the other: no more files can be opened
-        return UNKNOWN
-    if fields[_STARTED] != process.started:
-        return DEAD
-    return _STATES.get(fields[_STATE], RUNNING)
-
-
-def moved_bytes() -> int:
-    """Bytes read and written by this process through files and pipes until now; 0 without /proc."""
-    try:
-        counts = dict(line.split(":") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
-    except OSError:
-        return 0
-    return int(counts["rchar"]) + int(counts["wchar"])
-
-
-def busy_seconds() -> float:
-    """Seconds until now in which this process computed, or in which its main thread waited for a processor.
-
-    On a crowded machine a thread that computes gets a small share of a processor. The second number of schedstat is the
-    time in which a thread was ready to run and did not run; 0 where Linux does not count it.
-    """
-    try:
-        waited = int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError, ValueError):
-        waited = 0
-    return time.process_time() + waited * 1e-9
-
-
-def _stat(pid: int) -> list[str]:
-    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return text.rpartition(")")[2].split()
-
-
-def _started(pid: int) -> str:
-    try:
-        return _stat(pid)[_STARTED]
-    except OSError:
-        return ""
-
-
-@cache
-def _machine() -> str:
-    """Boot and pid namespace: containers on one machine do not see each other's processes. Empty without /proc."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-Message = Mapping[str, Any]
 
 
 class Outcome(StrEnum):
@@ -320,3 +214,105 @@ def decode_message(data: bytearray) -> Message | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
+
+
+def state_of(process: Identity) -> str:
+    """``running``, ``stopped``, ``held by a debugger`` or ``dead``; empty if this process cannot see ``process``."""
+    if not process.machine or process.machine != _machine():
+        return UNKNOWN
+    try:
+        fields = _stat(process.pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return DEAD
+    except OSError:  # a limit of this process, not the state of the other: no more files can be opened
+        return UNKNOWN
+    if fields[_STARTED] != process.started:
+        return DEAD
+    return _STATES.get(fields[_STATE], RUNNING)
+
+
+def moved_bytes() -> int:
+    """Bytes read and written by this process through files and pipes until now; 0 without /proc."""
+    try:
+        counts = dict(line.split(":") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    except OSError:
+        return 0
+    return int(counts["rchar"]) + int(counts["wchar"])
+
+
+def busy_seconds() -> float:
+    """Seconds until now in which this process computed, or in which its main thread waited for a processor.
+
+    On a crowded machine a thread that computes gets a small share of a processor. The second number of schedstat is the
+    time in which a thread was ready to run and did not run; 0 where Linux does not count it.
+    """
+    try:
+        waited = int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        waited = 0
+    return time.process_time() + waited * 1e-9
+
+
+def _stat(pid: int) -> list[str]:
+    text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return text.rpartition(")")[2].split()
+
+
+def _started(pid: int) -> str:
+    try:
+        return _stat(pid)[_STARTED]
+    except OSError:
+        return ""
+
+
+@cache
+def _machine() -> str:
+    """Boot and pid namespace: containers on one machine do not see each other's processes. Empty without /proc."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def own_hosts() -> list[str]:
+    """Addresses of this host, the likeliest first.
+
+    Order: the interface set for gloo or NCCL, the route to the job's master, the default route, loopback.
+    """
+    found = dict.fromkeys(host for host in _candidates() if not host.startswith("127.") and host != "::1")
+    return [*found, "127.0.0.1"]
+
+
+def reachable(addresses: list[Address], *, same_machine: bool) -> list[Address]:
+    """The addresses worth trying: loopback only on the same machine, and there first."""
+    if same_machine:
+        return sorted(addresses, key=lambda address: not address[0].startswith("127."))
+    return [address for address in addresses if not address[0].startswith("127.")]
+
+
+def _candidates() -> Iterator[str]:
+    for variable in _INTERFACE_VARIABLES:
+        if name := os.environ.get(variable, "").split(",")[0]:
+            with suppress(OSError):
+                yield _interface_address(name)
+    if master := os.environ.get("MASTER_ADDR"):
+        with suppress(OSError):
+            for kind, _, _, _, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+                with suppress(OSError):
+                    yield _source_towards(kind, str(address[0]))
+    for family, host in _OUTSIDE:
+        with suppress(OSError):
+            yield _source_towards(family, host)
+
+
+def _interface_address(interface: str) -> str:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", interface.encode()[:15])
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+
+
+def _source_towards(family: int, host: str) -> str:
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])

@@ -71,7 +71,7 @@ def _was_left_by_an_exception(frame: FrameType) -> bool:
 
 
 class _Turn:
-    """The end of this process a second after the end of ``processes``.
+    """Lets this process end one second after the last of ``processes``.
 
     Processes on other hosts cannot be seen. A process that launched this process is not awaited: it may wait, too.
     """
@@ -147,7 +147,7 @@ def error_behind(error: BaseException) -> BaseException:
 
 
 def _is_exit_code(error: BaseException) -> TypeGuard[SystemExit]:
-    """Whether ``error`` tells nothing but that something failed."""
+    """Whether ``error`` is a number that only says that the process failed."""
     return isinstance(error, SystemExit) and isinstance(error.code, int) and error.code != 0
 
 

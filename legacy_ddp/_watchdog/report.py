@@ -1,4 +1,4 @@
-"""The report on a waiting or failed call: its text of 80 columns, and when it goes to the log or to the file. Pure."""
+"""The report on a waiting or failed call: its text of 80 columns, and when it goes to the log or to the file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
