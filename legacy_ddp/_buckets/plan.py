@@ -42,7 +42,7 @@ class Signature:
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
-        self._identities = _identities(names, tensors)
+        self._identities = (names, list(map(id, tensors)), list(map(type, tensors)))
         first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
         self._first = sorted(first.values())  # index of the first name of each tensor
         kinds = set(self._identities[2])
@@ -65,14 +65,8 @@ class Signature:
 
     def _shaped(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Each tensor once, without lazy tensors, which have no shape yet."""
-        distinct = tensors if len(self._first) == len(tensors) else [tensors[index] for index in self._first]
-        if self._has_lazy:
-            return [tensor for tensor in distinct if not is_lazy(tensor)]
-        return distinct
-
-
-def _identities(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[Sequence[str], list[int], list[type]]:
-    return names, list(map(id, tensors)), list(map(type, tensors))
+        once = tensors if len(self._first) == len(tensors) else [tensors[index] for index in self._first]
+        return [tensor for tensor in once if not is_lazy(tensor)] if self._has_lazy else once
 
 
 def _facts(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.dtype | None], Sequence[tuple[object, ...]]]:

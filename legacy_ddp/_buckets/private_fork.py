@@ -70,15 +70,15 @@ class Mapping:
         _map_at(self.address, self.size_bytes, _READ_WRITE, mmap.MAP_PRIVATE | flag, descriptor)
 
     def unmap(self) -> None:
-        """The last tensor in this memory is gone."""
+        """End the mapping: no tensor refers to the memory any more."""
         _mappings.pop(self.address, None)
         _libc().munmap(self.address, self.size_bytes)
 
 
 def map_shared(descriptor: int, *, is_own: bool) -> tuple[torch.Tensor, Mapping]:
-    """The whole memory of a sealed file, uint8. Mapped as long as a tensor refers to it.
+    """The whole memory of a sealed file, uint8. It stays mapped as long as a tensor refers to it.
 
-    ``is_own``: of this rank, whose children see its values.
+    ``is_own``: the file is of this rank, and forked children of this rank see its values.
 
     Raises:
         OSError: the memory cannot be mapped.

@@ -30,7 +30,7 @@ _serials = count(1)
 class Segment:
     """Shared memory of ``size_bytes``. ``serial``: number in this process, from 1.
 
-    Without the segment, its memory is private: only gradients kept by the user refer to it.
+    When the segment is deleted, its memory becomes private: from then on only gradients kept by the user are in it.
 
     Raises:
         OSError: no memory, or a limit of the process, of the container or of the kernel.
@@ -76,8 +76,10 @@ class SegmentPolicy:
         return is_shared == self.is_for(bucket)
 
     def carries(self, bucket: Bucket) -> bool:
-        """Whether the host transport will carry ``bucket``, unless memory fails on another rank. The first call decides
-        after its header."""
+        """Whether the host transport will carry ``bucket``, unless memory fails on another rank.
+
+        False in the first call, which chooses the transport after its header.
+        """
         return self.chosen and self.is_for(bucket)
 
     def allocate(self, bucket: Bucket, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, Segment | None]:
