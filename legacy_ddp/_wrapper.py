@@ -44,46 +44,6 @@ else:
     ModuleT_co = TypeVar("ModuleT_co", bound=nn.Module, covariant=True)
 
 
-def describe_wrapper(
-    layout: Layout | None,
-    group: GroupHandle,
-    transport_text: Callable[[dist.ProcessGroup], str],
-    settings: Settings,
-) -> str:
-    """A few lines. Never raises.
-
-    ``layout``: the last layout, None before the first plan. ``transport_text``: the transport on a group, may be empty.
-    """
-    return "\n".join([*_layout_lines(layout), *_group_lines(group, transport_text), _settings_line(settings)])
-
-
-def _layout_lines(layout: Layout | None) -> Iterator[str]:
-    if layout is None:
-        yield "no layout planned yet"
-        return
-    for index, bucket in enumerate(layout.buckets):
-        size = format_bytes(bucket.numel * bucket.dtype.itemsize)
-        yield f"bucket {index}: {bucket.label}, {len(bucket.slots):,} tensors, {bucket.numel:,} elements, {size}"
-    if not layout.buckets:
-        yield "no trainable parameters"
-
-
-def _group_lines(group: GroupHandle, transport_text: Callable[[dist.ProcessGroup], str]) -> list[str]:
-    with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
-        found = group.resolve()
-        lines = [f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"]
-        return lines + [f"transport: {text}" for text in [transport_text(found)] if text]
-    return ["group: none available"]
-
-
-def _settings_line(settings: Settings) -> str:
-    defaults = Settings()
-    changed = {name: value for name, value in vars(settings).items() if value != getattr(defaults, name)}
-    changed.pop("transport", None)  # shown with the group
-    checks = changed.pop("checks", None) or repr(settings.checks.level)
-    return ", ".join([*(f"{name}={value!r}" for name, value in changed.items()), f"checks={checks}"])
-
-
 class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     """Data parallelism with one explicit synchronisation: any number of ``backward()``, then :meth:`all_reduce`.
 
@@ -350,8 +310,9 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     def extra_repr(self) -> str:
         """The part of ``print(model)`` about buckets, group, transport, checks and settings other than the defaults."""
-        synchronizer = self._synchronizer
-        return describe_wrapper(synchronizer.planner.layout, self._group, synchronizer.transport_text, self._settings)
+        layout, transport_text = self._synchronizer.planner.layout, self._synchronizer.transport_text
+        lines = [*_layout_lines(layout), *_group_lines(self._group, transport_text), _settings_line(self._settings)]
+        return "\n".join(lines)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As of every module. Assignments that would do nothing, to the arguments of the constructor but ``module`` and
@@ -373,3 +334,30 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
 
     def _plan(self) -> Plan:
         return self._synchronizer.planner.plan(parameter_columns(self.module))
+
+
+def _layout_lines(layout: Layout | None) -> Iterator[str]:
+    if layout is None:
+        yield "no layout planned yet"
+        return
+    for index, bucket in enumerate(layout.buckets):
+        size = format_bytes(bucket.numel * bucket.dtype.itemsize)
+        yield f"bucket {index}: {bucket.label}, {len(bucket.slots):,} tensors, {bucket.numel:,} elements, {size}"
+    if not layout.buckets:
+        yield "no trainable parameters"
+
+
+def _group_lines(group: GroupHandle, transport_text: Callable[[dist.ProcessGroup], str]) -> list[str]:
+    with suppress(ValueError, TypeError, RuntimeError):  # no group, or a destroyed group
+        found = group.resolve()
+        lines = [f"group: rank {dist.get_rank(found)} of {dist.get_world_size(found)}, {dist.get_backend(found)}"]
+        return lines + [f"transport: {text}" for text in [transport_text(found)] if text]
+    return ["group: none available"]
+
+
+def _settings_line(settings: Settings) -> str:
+    defaults = Settings()
+    changed = {name: value for name, value in vars(settings).items() if value != getattr(defaults, name)}
+    changed.pop("transport", None)  # shown with the group
+    checks = changed.pop("checks", None) or repr(settings.checks.level)
+    return ", ".join([*(f"{name}={value!r}" for name, value in changed.items()), f"checks={checks}"])
