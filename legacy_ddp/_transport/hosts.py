@@ -45,11 +45,6 @@ def own_card() -> dict[str, str]:
         return {"problem": str(error)}
 
 
-def new_token() -> str:
-    """A random number of 128 bits, as text."""
-    return secrets.token_hex(16)
-
-
 def find_hosts(cards: Sequence[Mapping[str, str]]) -> list[tuple[int, ...]]:
     """The ranks of every host, ascending; the hosts in the order of their lowest ranks."""
     hosts: dict[tuple[str, ...], list[int]] = {}
@@ -95,7 +90,7 @@ class HostMeeting:
         if not self.card["problem"]:
             try:
                 self._listener = StarListener(size)
-                self.card |= {"directory": self._listener.directory, "token": new_token()}
+                self.card |= {"directory": self._listener.directory, "token": secrets.token_hex(16)}
             except OSError as error:
                 self.card["problem"] = _problem_text("on the host", error)
 
@@ -140,7 +135,7 @@ class HostMeeting:
 
 
 def _agreed(call: Gatherer, place: str, step: Callable[[], None]) -> str:
-    """Collective, after a step of this rank: the first problem of any rank, empty without a problem."""
+    """Collective: do ``step`` on this rank. Returns the first problem of any rank, empty without a problem."""
     problem = ""
     try:
         step()

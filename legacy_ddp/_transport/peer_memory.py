@@ -65,9 +65,10 @@ class PeerMemory:
         return ""
 
     def forget_unused(self, segments: Sequence[SegmentIds]) -> None:
-        """Unmap what no rank will come back to: all but the current segments, and as many spare ones, the newest.
+        """Unmap the segments that no rank will use again.
 
-        ``segments``: of every rank, as exchanged.
+        If a rank has spare memory, its newest earlier segments stay mapped, too: as many as it has current ones.
+        ``segments``: the current segments of every rank, as exchanged.
         """
         for mapped, current in zip(self._mapped, segments, strict=True):
             used = sum(map(bool, current.serials))

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._transport.hosts import MAX_RANKS, find_hosts, new_token, own_card, why_gloo
+from legacy_ddp._transport.hosts import MAX_RANKS, find_hosts, own_card, why_gloo
 from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Descriptors, Star, StarListener, StarLostError, StarTimeoutError, connect
@@ -34,7 +34,7 @@ SERIALS = st.lists(st.integers(0, 2**32 - 1), max_size=MAX_SEGMENTS)
 @contextmanager
 def _stars(size: int, *, first: int = 0, step: int = 1) -> Iterator[list[Star]]:
     ranks = range(first, first + size * step, step)
-    token = new_token()
+    token = "token"
     listener = StarListener(size)
     leaves = [connect(listener.directory, token, rank, ranks) for rank in ranks[1:]]
     stars = [listener.accept(ranks, token), *leaves]
