@@ -4,16 +4,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
-from typing import (
-    Any,
-    Literal,
-    Protocol,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-    runtime_checkable,
-)
+from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
 
 from legacy_ddp._errors import argument_errors
 
@@ -38,28 +29,6 @@ class LossScaler(Protocol):
 
     def get_scale(self) -> float:
         """The factor on the loss."""
-
-
-def is_duration(seconds: object) -> bool:
-    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= LONGEST_SECONDS
-
-
-def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
-    """``names`` as a tuple. ``argument``: the name of the argument, for the error.
-
-    Raises:
-        TypeError: a single string, which would be read as letters, or an item that is no string.
-    """
-    if isinstance(names, str):
-        raise TypeError(
-            f"{argument} is of the wrong type: got the string {names!r}, expected several names; write [{names!r}]"
-        )
-    if not isinstance(names, Iterable):
-        raise TypeError(f"{argument} is of the wrong type: got {names!r}, expected several names")
-    found = tuple(names)
-    if others := [name for name in found if not isinstance(name, str)]:
-        raise TypeError(f"{argument} is of the wrong type: got {others[0]!r}, expected names (str)")
-    return found
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,3 +242,25 @@ def _refuse_without_effect(checks: Checks) -> None:
             "checks: divergence='ignore' has no effect at level 'detail', which always raises; take level 'info' for "
             "replicas that differ on purpose"
         )
+
+
+def as_names(names: Iterable[str], argument: str) -> tuple[str, ...]:
+    """``names`` as a tuple. ``argument``: the name of the argument, for the error.
+
+    Raises:
+        TypeError: a single string, which would be read as letters, or an item that is no string.
+    """
+    if isinstance(names, str):
+        raise TypeError(
+            f"{argument} is of the wrong type: got the string {names!r}, expected several names; write [{names!r}]"
+        )
+    if not isinstance(names, Iterable):
+        raise TypeError(f"{argument} is of the wrong type: got {names!r}, expected several names")
+    found = tuple(names)
+    if others := [name for name in found if not isinstance(name, str)]:
+        raise TypeError(f"{argument} is of the wrong type: got {others[0]!r}, expected names (str)")
+    return found
+
+
+def is_duration(seconds: object) -> bool:
+    return isinstance(seconds, int | float) and not isinstance(seconds, bool) and 0 < seconds <= LONGEST_SECONDS

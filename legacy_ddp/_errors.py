@@ -28,6 +28,8 @@ from typing import Any, ClassVar
 
 from legacy_ddp._text import encodable, how_to_explain
 
+_LIBRARY = os.path.join(os.path.dirname(__file__), "")
+
 
 class LegacyDDPError(RuntimeError):
     """Base of all exceptions of this library.
@@ -303,9 +305,6 @@ for _item in tuple(globals().values()):
     if isinstance(_item, type) and issubclass(_item, LegacyDDPError):
         _item.__module__ = "legacy_ddp"
         _item.anchor, _item._section = _item.__name__.lower(), _item.__name__
-
-
-_LIBRARY = os.path.join(os.path.dirname(__file__), "")
 
 
 class ArgumentErrors(ContextDecorator):

@@ -47,7 +47,8 @@ class _OwnMask(threading.local):
 
     def __init__(self) -> None:
         self._as_parameter_ = ctypes.create_string_buffer(_MASK_BYTES)
-        # Without a call of "block" the call of "unblock" changes nothing: the hooks may be new in this very fork.
+        # The mask at present. If another hook of this very fork has registered these hooks, "block" was not called, and
+        # "unblock" must not change the mask.
         ctypes.PyDLL(None).pthread_sigmask(signal.SIG_BLOCK, None, self._as_parameter_)
 
 

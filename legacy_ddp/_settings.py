@@ -72,7 +72,7 @@ class CommHook:
 
 @dataclass(frozen=True)
 class Settings:
-    """Arguments carried by a copy of a wrapper besides the module, without ``comm_hook``: its state is not shared.
+    """The arguments of a wrapper. A copy of the wrapper has all of them but ``comm_hook``, whose state is not shared.
 
     Raises:
         TypeError, ValueError: an unusable value; the text names the argument.
@@ -232,7 +232,7 @@ def refuse_attribute(target: type, name: str) -> None:
     A subclass may have an attribute of that name in its class.
 
     Raises:
-        AttributeError: with the words of a reading, and the alternative.
+        AttributeError: with Python's text for a missing attribute, and the alternative.
     """
     if name in ATTRIBUTES_INSTEAD and not hasattr(target, name):
         missing = f"'{target.__name__}' object has no attribute '{name}'"

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import nan
 from statistics import fmean, median
 
-# Chance, or a batch that is shared on purpose, ends earlier. Data that two ranks read do not.
+# By chance, or with a batch shared on purpose, norms are equal in fewer calls. Ranks that read the same data have
+# equal norms in every call.
 SUSPICIOUS_CALLS = 10
 RECENT_NORMS = 32  # of a rank
 _EQUAL_NORMS = 5  # of the recent norms

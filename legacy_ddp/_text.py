@@ -16,6 +16,11 @@ TIE = "\N{NO-BREAK SPACE}"
 MAX_LINE, MAX_TEXT = 1_000, 8_000
 _NUMBER_AT_END = re.compile(r"\((\d{1,4})\)$")
 _LINE_END = re.compile(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")  # as for str.splitlines()
+_LIMITS = {
+    errno.EMFILE: "the limit of open files of this process is reached; raise it with ulimit -n",
+    errno.ENFILE: "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
+    errno.ETOOMANYREFS: "too many open files of this user are on their way; raise the limit with ulimit -n",
+}
 
 
 def printable(text: str) -> str:
@@ -85,13 +90,6 @@ def format_bytes(number: float) -> str:
             return f"{number:.0f} bytes" if unit == "bytes" else f"{number:.3g} {unit}"
         number /= 1000
     return f"{number:,.3g} GB"
-
-
-_LIMITS = {
-    errno.EMFILE: "the limit of open files of this process is reached; raise it with ulimit -n",
-    errno.ENFILE: "the limit of open files of this machine is reached; raise the sysctl fs.file-max",
-    errno.ETOOMANYREFS: "too many open files of this user are on their way; raise the limit with ulimit -n",
-}
 
 
 def how_to_explain(name: str) -> str:
