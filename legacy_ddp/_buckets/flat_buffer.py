@@ -82,7 +82,7 @@ class FlatBuffer:
         self._wire_dtype = bucket.dtype if self._is_for_hook else wire_dtype(bucket.dtype, settings.reduce_dtype)
         self.may_need_wire = self._is_for_hook or self._wire_dtype != bucket.dtype  # :meth:`make_wire` may do something
         self._views: SlotViews | None = None  # made by the first backward or call
-        self._spare: SlotViews | None = None  # the memory before, while the user keeps a gradient of every call
+        self._spare: SlotViews | None = None  # of an earlier call, if the user keeps a gradient of every call
         self._views_lock = threading.Lock()  # backward passes may run in several threads
         self.moves_enabled = True  # False while the flat tensor holds values that are still needed
         self._is_view = [False] * len(bucket.slots)  # whether the gradient is the view of its slot
@@ -114,7 +114,7 @@ class FlatBuffer:
 
     @property
     def has_spare(self) -> bool:
-        """Whether the memory before is kept, and may be used again."""
+        """Whether the memory of an earlier call is kept, and may be used again."""
         return self._spare is not None
 
     @property
@@ -172,7 +172,7 @@ class FlatBuffer:
             return None
         if not views.is_slot_unreferenced(index):
             return None
-        moved: torch.Tensor = views[index].copy_(grad)
+        moved = views.tensors[index].copy_(grad)
         parameter.grad = moved
         return moved
 
@@ -213,7 +213,7 @@ class FlatBuffer:
         """Whether ``grad`` is the object left for the slot by the last call. Writes to the object do not matter."""
         if self._result_identities:
             return internals.identity(grad) is self._result_identities[index]
-        return self._views is not None and self._views.has_result and grad is self._views[index]
+        return self._views is not None and self._views.has_result and grad is self._views.tensors[index]
 
     def result_version(self, index: int) -> int:
         """The version of the gradient left for the slot by the last call, at the end of the call."""
@@ -223,7 +223,7 @@ class FlatBuffer:
         """The view of the slot, if the last call has left it as the gradient."""
         if self._views is None:
             return None
-        view: torch.Tensor = self._views[index]
+        view = self._views.tensors[index]
         return view if self.is_last_result(index, view) else None
 
     @property

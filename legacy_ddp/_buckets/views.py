@@ -5,10 +5,9 @@ flat tensor, so that its reference counts belong to a single slot. Object identi
 ``.data =`` and ``set_()`` put other memory under the object. So address, shape, strides and dtype are compared, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import compress
 from operator import attrgetter, is_, le, not_
-from typing import Any
 
 import torch
 
@@ -17,12 +16,12 @@ from legacy_ddp._buckets.layout import Bucket, Slot
 from legacy_ddp._buckets.segment import SegmentPolicy
 
 
-class SlotViews(Sequence[torch.Tensor]):
+class SlotViews:
     """A tensor per slot, of the parameter's shape, in the memory of ``flat``; an empty slot has memory of its own.
 
-    ``tensors``: the views. ``segment``: the shared memory of ``flat``, None for ordinary memory. ``transport_view`` is
-    the memory of ``flat`` under a further storage. A thread of the transport may hold a sent tensor for milliseconds
-    after the wait; the extra storage keeps this reference out of the counts of the slots.
+    ``tensors``: the views, one per slot. ``segment``: the shared memory of ``flat``, None for ordinary memory.
+    ``transport_view``: the memory of ``flat`` under a further storage. A thread of the transport may hold a sent tensor
+    for milliseconds after the wait; the extra storage keeps this reference out of the counts of the slots.
     """
 
     def __init__(self, bucket: Bucket, policy: SegmentPolicy) -> None:
@@ -39,15 +38,6 @@ class SlotViews(Sequence[torch.Tensor]):
         self._expected_refs = internals.ref_counts(self.tensors[:], self._storages[:], self._handles)
         (self._expected_storage_refs,) = _ref_counts_of_each([internals.under_own_storage(self.flat).untyped_storage()])
         self._result_versions: list[int] = []  # of the views, when the last call left its result
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tensors[index]
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
     def match_views(self, grads: Sequence[torch.Tensor | None]) -> list[bool]:
         """For each gradient (one per slot): whether the gradient is the view of its slot."""
@@ -72,7 +62,7 @@ class SlotViews(Sequence[torch.Tensor]):
 
     def is_reusable(self) -> bool:
         """Whether nothing refers to memory of any slot. Rebuilds changed views."""
-        return not self.has_external_refs(self.match_views([None] * len(self)))
+        return not self.has_external_refs(self.match_views([None] * len(self.tensors)))
 
     def is_slot_unreferenced(self, index: int) -> bool:
         """Whether the slot can be written to unseen: nothing refers to its memory, ``.grad`` included."""
