@@ -160,7 +160,7 @@ class Star:
             self._send(rank, message, on_slice)
 
     def _send(self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()) -> OSError | None:
-        """Why the kernel refused the descriptors, None if it did not: then the message went without them."""
+        """Send a message with descriptors. If the kernel refuses them, send it without, and return the reason."""
         connection = self._connections[rank]
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         problem = None
@@ -279,7 +279,7 @@ def _waiting_message(connection: socket.socket, flags: int = 0) -> bytes:
             return connection.recv(_LARGEST_NOTICE, flags | socket.MSG_DONTWAIT)
         except BlockingIOError:
             break
-        except OSError:  # told once, before the last message
+        except OSError:  # the kernel reports an error once; the last message can be read after it
             continue
     return b""
 
