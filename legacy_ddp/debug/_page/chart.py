@@ -53,6 +53,11 @@ class Bins:
         """The first and the last item of a bin."""
         return number * self.size, min(self.total, (number + 1) * self.size) - 1
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The spans of all bins."""
+        return [self.span(number) for number in range(self.count)]
+
 
 @dataclass(frozen=True)
 class Grid:

@@ -1,6 +1,6 @@
 """Heat maps of a page: parameters by step, and the seconds that ranks waited. Needs bokeh."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from sys import float_info
 
@@ -23,10 +23,9 @@ from legacy_ddp.debug._page.chart import (
     Axis,
     Cells,
     Chart,
-    Floats,
     Grid,
 )
-from legacy_ddp.debug._page.series import ParameterCells, Series
+from legacy_ddp.debug._page.series import Series
 
 _MAX_LABEL = 22  # characters of 11 px, beside a chart
 
@@ -59,18 +58,22 @@ _CAPTIONS = (
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Content of a heat map.
+    """Description of a heat map.
 
-    ``classes``: an index into ``colours`` for every cell. ``values``: for the hover, NaN for no value. ``row_labels``,
-    ``column_labels``: for the hover; ``row_ticks``: for the axis. ``class_labels``: for the hover. ``nonfinite``:
-    number of non-finite elements by index in the flat array. ``binned``: a cell stands for several items. ``ramp``:
-    ends of the colour ramp, as exponents of ten.
+    ``cells``: the values, for the hover. ``classes``: an index into ``colours`` for every cell. ``ramp``: ends of the
+    colour ramp, as exponents of ten. ``row_labels``, ``column_labels``: for the hover; ``row_ticks``: for the axis.
+    ``class_labels``: for the hover. ``binned``: a cell stands for several items. ``markers``: cells to point at from
+    above their columns, with a colour. ``swatches``, ``table``: as of :class:`Chart`.
     """
 
+    title: str
+    captions: tuple[str, ...]
     grid: Grid
+    cells: Cells
     classes: NDArray[np.uint8]
-    values: Floats
+    ramp: tuple[float, float]
     colours: Sequence[str]
+    y_label: str
     row_title: str
     row_labels: Sequence[str]
     row_ticks: Sequence[str]
@@ -78,45 +81,47 @@ class HeatMap:
     value_title: str
     class_labels: Sequence[str]
     ramp_title: str
-    ramp: tuple[float, float]
-    nonfinite: Mapping[int, int]
-    binned: bool
     height: int
+    swatches: tuple[tuple[str, str], ...]
+    binned: bool = False
+    markers: Sequence[tuple[NDArray[np.bool_], str]] = ()
+    table: tuple[tuple[str, ...], ...] = ()
 
 
-def _draw_heat_map(axis: Axis, heat_map: HeatMap) -> figure:
+def draw_heat_map(axis: Axis, heat_map: HeatMap) -> Chart:
     rows, columns = heat_map.classes.shape
     grid = heat_map.grid
-    plot = axis.plot(heat_map.row_title if heat_map.row_title == "parameter" else "rank", height=heat_map.height)
+    plot = axis.plot(heat_map.y_label, height=heat_map.height)
     plot.y_range = models.Range1d(rows - 0.5, -0.5, bounds="auto")
-    source = models.ColumnDataSource({"cell": [heat_map.classes], "value": [np.nan_to_num(heat_map.values, nan=-1.0)]})
+    values = np.nan_to_num(heat_map.cells.largest, nan=-1.0)
     image = plot.image(
         "cell",
-        source=source,
+        source=models.ColumnDataSource({"cell": [heat_map.classes], "value": [values]}),
         x=grid.left,
         y=-0.5,
         dw=columns * grid.width,
         dh=rows,
         color_mapper=models.LinearColorMapper(palette=heat_map.colours, low=-0.5, high=len(heat_map.colours) - 0.5),
     )
-    plot.add_tools(_hover(heat_map, [image]))
+    plot.add_tools(_hover(heat_map, image))
     _add_row_labels(plot, heat_map)
     _add_colour_bar(plot, heat_map)
     plot.grid.visible = False
-    return plot
+    _add_column_markers(plot, heat_map)
+    return Chart(heat_map.title, heat_map.captions, plot, heat_map.swatches, heat_map.table)
 
 
-def _hover(heat_map: HeatMap, renderers: list[object]) -> models.HoverTool:
-    grid = heat_map.grid
+def _hover(heat_map: HeatMap, image: models.GlyphRenderer) -> models.HoverTool:
+    grid, nonfinite = heat_map.grid, heat_map.cells.nonfinite
     columns = {"columns": list(heat_map.column_labels), "left": grid.left, "width": grid.width}
     cell = {
         "labels": list(heat_map.class_labels),
-        "counts": {str(index): count for index, count in heat_map.nonfinite.items()},
+        "counts": {str(index): int(nonfinite.flat[index]) for index in np.flatnonzero(nonfinite)},
         "columns": grid.count,
         "most": "up to " if heat_map.binned else "",
     }
     return models.HoverTool(
-        renderers=renderers,
+        renderers=[image],
         tooltips=[
             (heat_map.row_title, "$y{custom}"),
             ("step", "$x{custom}"),
@@ -170,20 +175,17 @@ def _add_colour_bar(plot: figure, heat_map: HeatMap) -> None:
     )
 
 
-def _add_column_markers(plot: figure, heat_map: HeatMap, selections: Sequence[tuple[NDArray[np.bool_], str]]) -> None:
-    """Draw triangles above the columns with a selected cell, because a cell may be only a pixel high."""
+def _add_column_markers(plot: figure, heat_map: HeatMap) -> None:
+    """Draw triangles above the columns with a marked cell, because a cell may be only a pixel high."""
     rows = len(heat_map.row_labels)
     line = 12 * rows / heat_map.height
-    lines = 0
-    for cells, colour in selections:
-        columns = np.flatnonzero(cells.any(axis=0))
-        if not len(columns):
-            continue
+    marked = [(np.flatnonzero(cells.any(axis=0)), colour) for cells, colour in heat_map.markers]
+    marked = [(columns, colour) for columns, colour in marked if len(columns)]
+    for above, (columns, colour) in enumerate(marked):
         middles = heat_map.grid.left + (columns + 0.5) * heat_map.grid.width
-        source = models.ColumnDataSource({"x": middles, "y": np.full(len(columns), -0.5 - (lines + 0.5) * line)})
+        source = models.ColumnDataSource({"x": middles, "y": np.full(len(columns), -0.5 - (above + 0.5) * line)})
         plot.scatter("x", "y", source=source, marker="inverted_triangle", size=9, color=colour)
-        lines += 1
-    plot.y_range.end = -0.5 - lines * line
+    plot.y_range.end = -0.5 - len(marked) * line
 
 
 def short_label(name: str, more: int = 0) -> str:
@@ -254,51 +256,47 @@ _DIFFERENCES = _ParameterMap(
 )
 
 
-def parameter_chart(axis: Axis, series: Series) -> Chart:
+def parameter_chart(series: Series) -> HeatMap | Chart:
     """Norms of the reduced gradients of one run, or differences of two runs."""
-    meaning = _DIFFERENCES if len(series.calls) == 2 else _NORMS
-    parameters, cells = series.parameters, series.parameters.cells
-    if not parameters.names:
+    is_difference = len(series.calls) == 2
+    meaning = _DIFFERENCES if is_difference else _NORMS
+    names, cells, grid = series.parameters.names, series.parameters.cells, series.parameters.grid
+    if not names:
         return Chart(meaning.title, ("Left out: the trace holds neither reduced gradients nor parameters.",))
-    heat_map = _of_parameters(parameters, meaning)
-    plot = _draw_heat_map(axis, heat_map)
-    _add_column_markers(plot, heat_map, [(cells.differs, VERMILLION), (cells.nonfinite > 0, BLACK)])
     captions = [*meaning.captions]
-    if meaning is _DIFFERENCES:
+    if is_difference:
         each = "Ranks are compared each with its own." if series.every_rank else "Only rank 0 of both is compared."
         captions.append(each)
     captions.append("A triangle above a column: something in it differs (red), or is not finite (black).")
     shown = "the largest value among them; anything that is not finite, or differs, shows"
-    captions += [*chart.column_captions(parameters.grid, shown), *chart.row_captions(cells.rows, "parameters")]
-    return Chart(meaning.title, tuple(captions), plot, tuple(zip(meaning.colours, meaning.swatches, strict=True)))
-
-
-def _of_parameters(parameters: ParameterCells, meaning: _ParameterMap) -> HeatMap:
-    names, cells, grid = parameters.names, parameters.cells, parameters.grid
+    captions += [*chart.column_captions(grid, shown), *chart.row_captions(cells.rows, "parameters")]
     classes, ramp = chart.classify(cells.largest, _DECADES)
-    if meaning is _DIFFERENCES:
+    if is_difference:
         classes[cells.differs & (cells.largest == 0)] = chart.FLAGGED
         classes[cells.nonfinite > 0] = chart.NONFINITE
     else:
         classes[cells.nonfinite > 0] = chart.NONFINITE
         classes[cells.differs] = chart.FLAGGED
-    spans = [cells.rows.span(row) for row in range(cells.rows.count)]
     return HeatMap(
+        title=meaning.title,
+        captions=tuple(captions),
         grid=grid,
+        cells=cells,
         classes=classes,
-        values=cells.largest,
+        ramp=ramp,
         colours=[*meaning.colours, *_colour_ramp(meaning.ramp)],
+        y_label="parameter",
         row_title="parameter",
-        row_labels=[_row_label(names[first : last + 1]) for first, last in spans],
-        row_ticks=[short_label(names[first].strip("'\""), last - first) for first, last in spans],
+        row_labels=[_row_label(names[first : last + 1]) for first, last in cells.rows.spans],
+        row_ticks=[short_label(names[first].strip("'\""), last - first) for first, last in cells.rows.spans],
         column_labels=chart.column_labels(grid),
         value_title=meaning.value_title,
         class_labels=[*meaning.class_labels, *[meaning.ramp_label] * chart.LEVELS * bool(meaning.ramp_label)],
         ramp_title=meaning.ramp_title,
-        ramp=ramp,
-        nonfinite={int(index): int(cells.nonfinite.flat[index]) for index in np.flatnonzero(cells.nonfinite)},
-        binned=grid.bins.size > 1 or cells.rows.size > 1,
         height=min(560, max(130, 16 * cells.rows.count)),
+        swatches=tuple(zip(meaning.colours, meaning.swatches, strict=True)),
+        binned=grid.bins.size > 1 or cells.rows.size > 1,
+        markers=[(cells.differs, VERMILLION), (cells.nonfinite > 0, BLACK)],
     )
 
 
@@ -306,7 +304,7 @@ def _row_label(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} parameters)"
 
 
-def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
+def wait_chart(calls: CallTable, grid: Grid, label: str) -> HeatMap | Chart:
     title = f"Who waited for whom{f': {label}' if label else ''}"
     if calls.world_size < 2:
         return Chart(title, ("Left out: a single rank waits for no other rank.",))
@@ -315,26 +313,21 @@ def wait_chart(axis: Axis, calls: CallTable, grid: Grid, label: str) -> Chart:
     cells = Cells(chart.Bins.at_most(calls.world_size, chart.MAX_ROWS), grid.count)
     for step, waited in zip(calls.steps, calls.waited.T, strict=True):
         cells.add_values(grid.column(int(step)), waited)
-    plot = _draw_heat_map(axis, _of_waits(cells, calls, grid))
     found = stragglers(calls.waited)
-    captions = [*chart.column_captions(grid, "the longest wait"), *chart.row_captions(cells.rows, "ranks")]
-    if label != "B":  # the chart of A has them
-        captions = [*_CAPTIONS, *captions]
-    if len(found) > _MAX_STRAGGLERS:
-        captions.append(f"{len(found) - _MAX_STRAGGLERS} more ranks were last, and cost less.")
-    swatches = ((LIGHT, "did not wait"), (WHITE, "not recorded"))
-    return Chart(title, tuple(captions), plot, swatches, _straggler_table(found, len(calls.steps)))
-
-
-def _of_waits(cells: Cells, calls: CallTable, grid: Grid) -> HeatMap:
+    captions = () if label == "B" else _CAPTIONS  # the chart of A has them
+    more = [f"{len(found) - _MAX_STRAGGLERS} more ranks were last, and cost less."] * (len(found) > _MAX_STRAGGLERS)
+    bins = *chart.column_captions(grid, "the longest wait"), *chart.row_captions(cells.rows, "ranks")
     classes, ramp = chart.classify(cells.largest, _WAIT_DECADES)
-    spans = [cells.rows.span(row) for row in range(cells.rows.count)]
-    ranks = [f"rank {first}" if first == last else f"ranks {first}-{last}" for first, last in spans]
+    ranks = [f"rank {first}" if first == last else f"ranks {first}-{last}" for first, last in cells.rows.spans]
     return HeatMap(
+        title=title,
+        captions=(*captions, *bins, *more),
         grid=grid,
+        cells=cells,
         classes=classes,
-        values=cells.largest,
+        ramp=ramp,
         colours=[WHITE, LIGHT, WHITE, WHITE, *_colour_ramp(BLUES)],
+        y_label="rank",
         row_title="who waited",
         row_labels=ranks,
         row_ticks=ranks,
@@ -342,10 +335,9 @@ def _of_waits(cells: Cells, calls: CallTable, grid: Grid) -> HeatMap:
         value_title="seconds",
         class_labels=["not recorded", "did not wait"],
         ramp_title="seconds",
-        ramp=ramp,
-        nonfinite={},
-        binned=False,  # affects only counts of non-finite elements
         height=min(560, max(100, 18 * len(ranks))),
+        swatches=((LIGHT, "did not wait"), (WHITE, "not recorded")),
+        table=_straggler_table(found, len(calls.steps)),
     )
 
 

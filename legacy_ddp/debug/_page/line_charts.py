@@ -108,9 +108,9 @@ def draw_line_chart(axis: Axis, chart: LineChart, labels: Sequence[str]) -> Char
     return Chart(chart.title, (*chart.captions, *captions, *_bin_captions(chart)), plot)
 
 
-def local_norm_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[str]) -> Chart:
+def local_norm_chart(calls: Sequence[CallTable]) -> LineChart:
     """The norm of every rank's local gradient."""
-    chart = LineChart(
+    return LineChart(
         title="Local gradients: every rank's own norm, before the reduction",
         y_label="2-norm",
         left_out="no finite norm of a local gradient is in the trace",
@@ -118,10 +118,9 @@ def local_norm_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[st
         noun="norm",
         damaged=[run.damaged for run in calls],
     )
-    return draw_line_chart(axis, chart, labels)
 
 
-def noise_scale_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[str]) -> Chart:
+def noise_scale_chart(calls: Sequence[CallTable], labels: Sequence[str]) -> LineChart:
     """The gradient noise scale: the batch size from which larger batches hardly help."""
     captions, windows, curves = [], [], []
     for run, label, colour in zip(calls, labels, COLOURS, strict=False):
@@ -137,7 +136,7 @@ def noise_scale_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[s
             "them; a gap where one of them is not positive. Over fewer steps than hundreds it is rough."
         )
     unit = "items of sample_size" if any(run.counted for run in calls) else "contributions of a rank"
-    chart = LineChart(
+    return LineChart(
         title="Gradient noise scale: the batch at which noise and signal are alike",
         y_label=f"noise scale [{unit}]",
         left_out="no average is positive" if curves else "",
@@ -145,28 +144,27 @@ def noise_scale_chart(axis: Axis, calls: Sequence[CallTable], labels: Sequence[s
         curves=curves,
         value_title="noise scale",
     )
-    return draw_line_chart(axis, chart, labels)
 
 
 def metric_charts(
-    axis: Axis, runs: Sequence[Mapping[str, Metric]], calls: Sequence[CallTable], labels: Sequence[str]
-) -> Iterator[Chart]:
+    runs: Sequence[Mapping[str, Metric]], calls: Sequence[CallTable], labels: Sequence[str]
+) -> Iterator[LineChart | Chart]:
     """A curve of each metric: the mean per item where calls have a ``sample_size``, else the sum over the ranks."""
     names = _names(runs)
     counted = any(run.counted for run in calls)
     for name in names[:MAX_CHARTS]:
-        yield draw_line_chart(axis, _metric(name, runs, labels, counted=counted), labels)
+        yield _metric(name, runs, labels, counted=counted)
     yield from _left_out("metrics", names[MAX_CHARTS:])
 
 
-def logged_charts(axis: Axis, runs: Sequence[LoggedValues], labels: Sequence[str]) -> Iterator[Chart]:
+def logged_charts(runs: Sequence[LoggedValues], labels: Sequence[str]) -> Iterator[LineChart | Chart]:
     """The numbers that each rank logged under a name, and a table of the last texts."""
     tables = [run.tables() for run in runs]
     names = _names(tables)
     none = RankTable(np.zeros(0, dtype=np.int64), np.zeros((1, 0)))
     for name in names[:MAX_CHARTS]:
         title, of_runs = f"Logged {name!r}: each rank's own value", [table.get(name, none) for table in tables]
-        yield draw_line_chart(axis, LineChart(title, "value", tables=of_runs), labels)
+        yield LineChart(title, "value", tables=of_runs)
     yield from _left_out("logged names", names[MAX_CHARTS:])
     yield from _text_table(runs, labels)
 

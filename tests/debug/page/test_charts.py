@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from bokeh.models import GlyphRenderer, HoverTool, Line, Scatter, VArea
 
+from legacy_ddp.debug._page.calls import CallTable
 from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
 from legacy_ddp.debug._page.line_charts import MAX_LINES, local_norm_chart, noise_scale_chart
+from legacy_ddp.debug._page.page import draw
 from legacy_ddp.debug._page.series import ParameterCells, Series
 from tests.helpers.call_tables import make_call_table
 
@@ -33,8 +35,12 @@ def _hover(chart: Chart, key: str) -> Any:
     return hover.formatters[key].args
 
 
+def _local_norms(tables: list[CallTable], labels: list[str]) -> Chart:
+    return draw(AXIS, local_norm_chart(tables), labels)
+
+
 def test_every_rank_has_a_line() -> None:
-    chart = local_norm_chart(AXIS, [make_call_table([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])], [""])
+    chart = _local_norms([make_call_table([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])], [""])
 
     assert [item.data_source.data["value"].tolist() for item in _renderers(chart, Line)] == [[1, 2, 3], [4, 5, 6]]
     assert all(item.data_source.data["step"].tolist() == [1, 2, 3] for item in _renderers(chart, Line))
@@ -43,16 +49,16 @@ def test_every_rank_has_a_line() -> None:
 
 def test_two_runs_share_the_colour_of_a_rank_and_differ_in_dash() -> None:
     table = make_call_table([[1.0, 2.0], [3.0, 4.0]])
-    lines = _renderers(local_norm_chart(AXIS, [table, table], ["A", "B"]), Line)
+    lines = _renderers(_local_norms([table, table], ["A", "B"]), Line)
 
     assert [line.glyph.line_color for line in lines[:2]] == [line.glyph.line_color for line in lines[2:]]
     assert len({line.glyph.line_color for line in lines}) == 2
     assert [line.glyph.line_dash for line in lines] == [[], [], [6], [6]]
-    assert _legend(local_norm_chart(AXIS, [table, table], ["A", "B"])) == ["rank 0", "rank 1"]
+    assert _legend(_local_norms([table, table], ["A", "B"])) == ["rank 0", "rank 1"]
 
 
 def test_a_point_between_gaps_is_a_dot() -> None:
-    chart = local_norm_chart(AXIS, [make_call_table([[1.0, nan, 3.0, nan, 5.0, 6.0]])], [""])
+    chart = _local_norms([make_call_table([[1.0, nan, 3.0, nan, 5.0, 6.0]])], [""])
 
     (dots,) = _renderers(chart, Scatter)
     assert dots.data_source.data["step"].tolist() == [1, 3]
@@ -64,7 +70,7 @@ def test_a_gradient_that_was_not_finite_is_a_cross_with_its_ranks() -> None:
         [[1.0, nan, 3.0], [4.0, nan, nan]], damaged=np.array([[False, True, False], [False, True, True]])
     )
 
-    crosses = _renderers(local_norm_chart(AXIS, [table, table], ["A", "B"]), Scatter)
+    crosses = _renderers(_local_norms([table, table], ["A", "B"]), Scatter)
 
     found = [item.data_source.data for item in crosses if "owner" in item.data_source.data]
     assert [data["step"] for data in found] == [[2, 3]] * 2
@@ -74,9 +80,7 @@ def test_a_gradient_that_was_not_finite_is_a_cross_with_its_ranks() -> None:
 def test_crosses_of_many_steps_are_counted() -> None:
     damaged = np.zeros((1, 1200), dtype=np.bool_)
     damaged[0, [3, 5, 900]] = True
-    (crosses,) = _renderers(
-        local_norm_chart(AXIS, [make_call_table(np.ones((1, 1200)), damaged=damaged)], [""]), Scatter
-    )
+    (crosses,) = _renderers(_local_norms([make_call_table(np.ones((1, 1200)), damaged=damaged)], [""]), Scatter)
 
     assert crosses.data_source.data["steps"] == ["2 of 4 to 6", "901"]
 
@@ -84,7 +88,7 @@ def test_crosses_of_many_steps_are_counted() -> None:
 def test_the_band_of_many_ranks_goes_from_the_smallest_to_the_largest() -> None:
     norms = np.full((MAX_LINES + 1, 3), 2.0)
     norms[4, :2], norms[5, :2], norms[:, 2] = 1.0, 9.0, nan
-    chart = local_norm_chart(AXIS, [make_call_table(norms)], [""])
+    chart = _local_norms([make_call_table(norms)], [""])
 
     (band,) = _renderers(chart, VArea)
     assert [band.data_source.data[key].tolist() for key in ("step", "low", "high")] == [[1, 2], [1, 1], [9, 9]]
@@ -95,7 +99,7 @@ def test_the_band_of_many_ranks_goes_from_the_smallest_to_the_largest() -> None:
 
 @pytest.mark.parametrize("norms, scale", [([1.0, 19.0], "linear"), ([1.0, 21.0], "log"), ([0.0, 21.0], "linear")])
 def test_an_axis_is_logarithmic_where_a_linear_one_would_squeeze(norms: list[float], scale: str) -> None:
-    chart = local_norm_chart(AXIS, [make_call_table([norms])], [""])
+    chart = _local_norms([make_call_table([norms])], [""])
 
     assert chart.plot is not None
     assert type(chart.plot.y_scale).__name__.lower() == f"{scale}scale"
@@ -104,7 +108,7 @@ def test_an_axis_is_logarithmic_where_a_linear_one_would_squeeze(norms: list[flo
 def test_the_axis_of_the_noise_scale_has_its_unit() -> None:
     for counted, unit in ((True, "items of sample_size"), (False, "contributions of a rank")):
         table = make_call_table([[1.5] * 4, [1.4] * 4], [1.2] * 4, counted=counted)
-        chart = noise_scale_chart(AXIS, [table], [""])
+        chart = draw(AXIS, noise_scale_chart([table], [""]), [""])
         assert chart.plot is not None
         assert chart.plot.yaxis[0].axis_label == f"noise scale [{unit}]"
 
@@ -113,7 +117,8 @@ def test_the_axis_of_the_noise_scale_has_its_unit() -> None:
 def test_a_count_of_several_cells_is_the_largest_of_them(names: int, steps: int, prefix: str) -> None:
     parameters = ParameterCells([f"p{number}" for number in range(names)], Grid.of(range(1, steps + 1)))
     parameters.cells.nonfinite[1, 2] = 7
-    cell = _hover(parameter_chart(AXIS, Series(parameters, (make_call_table([[1.0]]),), True)), "@cell")
+    series = Series(parameters, (make_call_table([[1.0]]),), True)
+    cell = _hover(draw(AXIS, parameter_chart(series), [""]), "@cell")
 
     assert cell["most"] == prefix
     assert cell["counts"] == {str(parameters.grid.count + 2): 7}
@@ -125,7 +130,7 @@ def test_a_column_names_the_rank_that_was_waited_for_most_often_in_it() -> None:
 
     def columns(max_columns: int) -> list[str]:
         grid = Grid.of(range(1, 5), max_columns=max_columns)
-        labels: list[str] = _hover(wait_chart(AXIS, table, grid, ""), "$x")["columns"]
+        labels: list[str] = _hover(draw(AXIS, wait_chart(table, grid, ""), [""]), "$x")["columns"]
         return labels
 
     assert columns(2) == ["1 to 2, waiting for rank 0 in 1 of 2 steps", "3 to 4, waiting for rank 1 in 1 of 2 steps"]

@@ -11,7 +11,7 @@ from bokeh.models import Line
 
 from legacy_ddp.debug._page.chart import Axis, Chart
 from legacy_ddp.debug._page.line_charts import MAX_CHARTS, logged_charts, metric_charts
-from legacy_ddp.debug._page.page import draw_charts
+from legacy_ddp.debug._page.page import draw, draw_charts
 from legacy_ddp.debug._page.series import read_series
 from legacy_ddp.debug._trace.records import CallFacts
 from legacy_ddp.debug._trace.run import open_run
@@ -35,8 +35,8 @@ def _charts(folder: Path, *runs: dict[str, Any]) -> tuple[list[Chart], list[Char
     opened = [open_run(write_trace(folder / str(index), **run)) for index, run in enumerate(runs)]
     series = read_series(opened)
     titles = [chart.title for chart in draw_charts(series, labels)]
-    metrics = list(metric_charts(AXIS, series.metrics, series.calls, labels))
-    logged = list(logged_charts(AXIS, series.logged, labels))
+    metrics = [draw(AXIS, item, labels) for item in metric_charts(series.metrics, series.calls, labels)]
+    logged = [draw(AXIS, item, labels) for item in logged_charts(series.logged, labels)]
     assert [chart.title for chart in (*metrics, *logged)] == [
         title for title in titles if title.startswith(("Metric", "Logged")) or " more " in title
     ]
