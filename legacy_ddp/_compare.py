@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 MISSING = "nothing"
 MAX_LINES = 10
 MAX_SIDES = 4
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -18,10 +21,7 @@ class Difference:
     @property
     def suspects(self) -> tuple[int, ...]:
         """The ranks outside the strict majority; empty without a majority, because then no rank can be blamed."""
-        total = sum(len(ranks) for _, ranks in self.holders)
-        if 2 * len(self.holders[0][1]) <= total:
-            return ()
-        return tuple(sorted(rank for _, ranks in self.holders[1:] for rank in ranks))
+        return outside_majority([ranks for _, ranks in self.holders])
 
     @property
     def sides(self) -> str:
@@ -65,16 +65,31 @@ def compare_rows(rows: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
     ``rows[i]``: item -> value, of rank i, or of ``ranks[i]`` if given. Differences keep the order in which the items
     first appear.
     """
+    if rows and rows.count(rows[0]) == len(rows):  # as in a call without a mismatch: no more time for it
+        return Finding(())
     names = dict.fromkeys(name for row in rows for name in row)
-    differences = []
-    for name in names:
-        holders: dict[str, list[int]] = {}
-        for rank, row in zip(range(len(rows)) if ranks is None else ranks, rows, strict=True):
-            holders.setdefault(row.get(name, MISSING), []).append(rank)
-        if len(holders) > 1:
-            by_count = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-            differences.append(Difference(name, tuple((value, tuple(group)) for value, group in by_count)))
-    return Finding(tuple(differences))
+    holders = ((name, group_ranks([row.get(name, MISSING) for row in rows], ranks)) for name in names)
+    return Finding(tuple(Difference(name, groups) for name, groups in holders if len(groups) > 1))
+
+
+def group_ranks(
+    values: Sequence[_Value], ranks: Sequence[int] | None = None
+) -> tuple[tuple[_Value, tuple[int, ...]], ...]:
+    """Each value with its ranks, most ranks first; of equal numbers the lowest rank first.
+
+    ``values[i]``: of rank i, or of ``ranks[i]`` if given.
+    """
+    holders: dict[_Value, list[int]] = {}
+    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    by_count = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+    return tuple((value, tuple(group)) for value, group in by_count)
+
+
+def outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks of all groups but the first, the largest; empty unless more than half of all ranks are in it."""
+    others = sorted(rank for group in groups[1:] for rank in group)
+    return tuple(others) if len(groups[0]) > len(others) else ()
 
 
 def name_ranks(ranks: Iterable[int]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from legacy_ddp._compare import MAX_LINES, name_ranks
+from legacy_ddp._compare import MAX_LINES, group_ranks, name_ranks, outside_majority
 from legacy_ddp._replicas.element_compare import ElementDifference
 from legacy_ddp._text import wrap
 from legacy_ddp.debug._operations.operation import OperationDifference
@@ -46,7 +46,7 @@ class Verdict:
     @property
     def is_attributed(self) -> bool:
         """Whether ``ranks`` are outside of a majority, or disagree with themselves."""
-        return self.kind in ("once", "nondeterministic") or len(self.groups[0]) > sum(map(len, self.groups[1:]))
+        return self.kind in ("once", "nondeterministic") or bool(outside_majority(self.groups))
 
     def group_of(self, witness: Witness) -> tuple[int, ...]:
         """The ranks with the results of a run."""
@@ -78,29 +78,20 @@ def judge(batch: int, own: Digests, foreign: Digests, repeats: Sequence[tuple[Di
     ``own``, ``foreign``: of the batch on its rank and on the next rank. ``repeats[r]``: of two runs of the batch on
     rank r afterwards.
     """
+    values = [first for first, _ in repeats]
+    groups = tuple(ranks for _, ranks in group_ranks(values))
     unstable = tuple(rank for rank, (first, second) in enumerate(repeats) if first != second)
     if unstable:
         odd, reference = Witness(unstable[0], REPEAT), Witness(unstable[0], LATER_REPEAT)
-        return Verdict("nondeterministic", unstable, _group([first for first, _ in repeats]), odd, reference)
-    values = [first for first, _ in repeats]
-    groups = _group(values)
+        return Verdict("nondeterministic", unstable, groups, odd, reference)
     if len(groups) > 1:
-        has_majority = len(groups[0]) > sum(map(len, groups[1:]))
-        ranks = tuple(sorted(rank for group in groups[has_majority:] for rank in group))
+        ranks = outside_majority(groups) or tuple(range(len(repeats)))
         return Verdict("differs", ranks, groups, Witness(groups[1][0], REPEAT), Witness(groups[0][0], REPEAT))
     pair = {batch: own, (batch + 1) % len(repeats): foreign}
     changed = tuple(sorted(rank for rank, digests in pair.items() if digests != values[0]))
     if len(repeats) == 1:
         changed = (0,)
     return Verdict("once", changed, groups, Witness(changed[0], RING), Witness(changed[0], REPEAT))
-
-
-def _group(values: Sequence[Digests]) -> tuple[tuple[int, ...], ...]:
-    """The ranks with equal values, the largest group first; of equal groups the group with the lowest rank first."""
-    groups: dict[Digests, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return tuple(sorted(map(tuple, groups.values()), key=lambda ranks: (-len(ranks), ranks)))
 
 
 @dataclass(frozen=True)

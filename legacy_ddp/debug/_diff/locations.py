@@ -4,9 +4,9 @@ from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise
 
-from legacy_ddp._compare import Difference, name_ranks
+from legacy_ddp._compare import group_ranks, name_ranks, outside_majority
 from legacy_ddp.debug._diff.pair import ABSENT, Entry, EntryDifference, Keep, entries, greatest_difference
 from legacy_ddp.debug._diff.result import Divergence, Location
 from legacy_ddp.debug._trace.records import PHASES
@@ -184,10 +184,7 @@ class RankGroups:
 
     def outside_majority(self) -> tuple[int, ...]:
         """Ranks outside the strict majority; all ranks without a majority."""
-        found: dict[int, list[int]] = {}
-        for rank, content in enumerate(self._contents):
-            found.setdefault(content, []).append(rank)
-        return _outside_majority(sorted(found.values(), key=_greatest_first))
+        return _outside_majority([ranks for _, ranks in group_ranks(self._contents)])
 
 
 def _content_digest(contents: Mapping[str, object]) -> int:
@@ -218,7 +215,7 @@ def _with_absent(groups: list[_Group], world_size: int) -> list[_Group]:
     having = {rank for _, ranks in groups for rank in ranks}
     if without := [rank for rank in range(world_size) if rank not in having]:
         groups.append((ABSENT, without))
-    return sorted(groups, key=lambda group: _greatest_first(group[1]))
+    return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
 
 
 def _divergence(step: int, phase: str, name: str, groups: list[_Group]) -> Divergence:
@@ -232,11 +229,6 @@ def _divergence(step: int, phase: str, name: str, groups: list[_Group]) -> Diver
     )
 
 
-def _greatest_first(ranks: list[int]) -> tuple[int, list[int]]:
-    return -len(ranks), ranks
-
-
-def _outside_majority(groups: list[list[int]]) -> tuple[int, ...]:
+def _outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Ranks outside the strict majority; all ranks without a majority. ``groups`` begin with the greatest."""
-    difference = Difference("", tuple((str(index), tuple(ranks)) for index, ranks in enumerate(groups)))
-    return difference.suspects or tuple(sorted(rank for ranks in groups for rank in ranks))
+    return outside_majority(groups) or tuple(sorted(chain.from_iterable(groups)))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from legacy_ddp._compare import MAX_SIDES, MISSING, name_ranks
+from legacy_ddp._compare import MAX_SIDES, MISSING, group_ranks, name_ranks
 from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
@@ -384,10 +384,7 @@ def _unused(step: int, ranks: tuple[int, int], operations: Sequence[Operation]) 
 
 def _uneven(step: int, micro_batches: Sequence[int]) -> str:
     """A note about other numbers of micro-batches."""
-    ranks: dict[int, list[int]] = {}
-    for rank, number in enumerate(micro_batches):
-        ranks.setdefault(number, []).append(rank)
-    numbers = ", ".join(f"{number} on {name_ranks(ranks[number])}" for number in sorted(ranks))
+    numbers = ", ".join(f"{number} on {name_ranks(ranks)}" for number, ranks in sorted(group_ranks(micro_batches)))
     return (
         f"ranks took other numbers of micro-batches, first in step {step}: {numbers}; only operations of common "
         "micro-batches were compared"
