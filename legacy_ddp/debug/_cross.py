@@ -29,7 +29,7 @@ from legacy_ddp.debug._arguments import Target, as_count, as_flag, target_of
 from legacy_ddp.debug._cross_check.batch import classes_in, pack
 from legacy_ddp.debug._cross_check.explain import RankSettings, differing_settings, report_of, settings_of
 from legacy_ddp.debug._cross_check.locate import locate
-from legacy_ddp.debug._cross_check.run import Passes, Run, Runner, held_modules, held_statistics, held_values
+from legacy_ddp.debug._cross_check.run import Passes, Run, held_modules, held_statistics, held_values
 from legacy_ddp.debug._cross_check.saved_state import generator_states, state_set_aside
 from legacy_ddp.debug._cross_check.trial import run_ring, try_batch
 from legacy_ddp.debug._cross_check.verdict import CrossCheckReport, choose_batch, differing_batches
@@ -135,7 +135,7 @@ def cross_check(
             raise divergence_error(call, replicas)
         settings = partial(settings_of, target.group, synchronizer.settings, module, held)
         with state_set_aside(module, [model, *held_modules(run).values()], statistics) as saved:
-            passes = Passes(Runner(run, model, module, saved), module, classes_in(batch))
+            passes = Passes(run, model, module, saved, classes_in(batch))
             report = _compare_runs(call, passes, data, settings, with_operations=operations)
         if raises and not report.agrees:
             raise _error(call, report)

@@ -62,8 +62,9 @@ def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel
     """The inverse of :func:`pack`, in new memory. Tensors from an accelerator are put on ``device``.
 
     Raises:
-        TypeError: the batch holds a class missing in ``classes``.
+        TypeError: see :func:`check_classes`.
     """
+    check_classes(data, classes)
     description, start = _description(data)
     tensors = []
     for layout in description["tensors"]:
@@ -76,10 +77,17 @@ def unpack(data: torch.Tensor, device: torch.device, classes: Classes) -> Parcel
     )
 
 
-def unknown_classes(data: torch.Tensor, classes: Classes) -> list[str]:
-    """The names of the classes in the batch of a parcel, without the names in ``classes``."""
-    description, _ = _description(data)
-    return sorted(_class_names(description["batch"]) - set(classes))
+def check_classes(data: torch.Tensor, classes: Classes) -> None:
+    """Refuse a parcel with a class missing in ``classes``; an empty parcel, of a rank without a batch, has none.
+
+    Raises:
+        TypeError: names the class.
+    """
+    if data.numel() and (unknown := sorted(_class_names(_description(data)[0]["batch"]) - set(classes))):
+        raise TypeError(
+            f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
+            "of one structure on all ranks; use the same classes on all ranks"
+        )
 
 
 def classes_in(batch: object) -> dict[str, type]:
@@ -219,11 +227,7 @@ def _kind(value: object) -> str:
 
 
 def _rebuild(value: Any, tensors: Sequence[torch.Tensor], classes: Classes) -> Any:
-    """The batch for a JSON value of :func:`_describe`.
-
-    Raises:
-        TypeError: a class is not in ``classes``.
-    """
+    """The batch for a JSON value of :func:`_describe`."""
     if not isinstance(value, dict):
         return value
     if "tensor" in value:
@@ -237,23 +241,14 @@ def _rebuild(value: Any, tensors: Sequence[torch.Tensor], classes: Classes) -> A
             return kind(_rebuild(item, tensors, classes) for item in value[kind.__name__])
     if "fields" in value:
         fields = {name: _rebuild(item, tensors, classes) for name, item in value["fields"].items()}
-        return _find_class(value["class"], classes)(**fields)
+        return classes[value["class"]](**fields)
     pairs = value["dict"] if "dict" in value else value["items"]
     built = {_rebuild_key(key): _rebuild(item, tensors, classes) for key, item in pairs}
-    return built if "dict" in value else _find_class(value["class"], classes)(built)
+    return built if "dict" in value else classes[value["class"]](built)
 
 
 def _rebuild_key(key: Any) -> Any:
     return tuple(map(_rebuild_key, key["tuple"])) if isinstance(key, dict) else key
-
-
-def _find_class(name: str, classes: Classes) -> Any:
-    if name not in classes:
-        raise TypeError(
-            f"the batch of another rank holds a {name}, and the batch of this rank holds none: expected batches of one "
-            "structure on all ranks; use the same classes on all ranks"
-        )
-    return classes[name]
 
 
 def _class_name(kind: type) -> str:

@@ -20,7 +20,7 @@ from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._collectives.state import private_forwards
 from legacy_ddp._replicas.digest import digest_each
 from legacy_ddp._replicas.state import NONE, StateItem, comparable, describe_items
-from legacy_ddp.debug._cross_check.batch import Classes, Parcel, unknown_classes, unpack
+from legacy_ddp.debug._cross_check.batch import Classes, check_classes, unpack
 from legacy_ddp.debug._cross_check.saved_state import SavedState, generator_states
 from legacy_ddp.debug._cross_check.verdict import Digests
 from legacy_ddp.debug._operations.capture import OperationCapture
@@ -31,17 +31,28 @@ _STEP = "let run(model, batch) return the loss, without backward(), all_reduce()
 LOSS, GENERATORS, OTHERS = "the loss", "the random generators", "gradients outside of the model"
 _DEPTH = 4  # of containers, and of functions in closures
 _MOST = 1_000  # items of a container
+# Values of which no parts are looked at.
+_LEAVES = (torch.Tensor, torch.Generator, Iterator, DataLoader, nn.Module, bool, int, float, str)
 _STEP_FOR_ITERATOR = "take the item before, and pass it in the batch"
+_STEP_FOR_GENERATOR = (
+    "draw from torch's default generator, which travels with the batch, or draw before and pass the result in the batch"
+)
 
 
-class Runner:
-    """Runs batches. ``model``: the first argument of ``run``; ``module``: the plain module behind it.
+class Passes:
+    """Forward and backward passes of the batches in parcels. Every pass has a new copy of its batch.
 
-    ``names``: of the results, in the order of their digests, on all ranks of replicas the same.
+    ``model``: the first argument of ``run``; ``module``: the plain module behind it. ``classes``: of the batch of this
+    rank, see :func:`~legacy_ddp.debug._cross_check.batch.classes_in`. ``names``: of the results, in the order of their
+    digests, on all ranks of replicas the same.
+
+    A pass raises a TypeError if ``run`` returns no loss, a ValueError if ``run`` called backward or step itself, and
+    any failure of ``run`` or of backward.
     """
 
-    def __init__(self, run: Run, model: nn.Module, module: nn.Module, saved: SavedState) -> None:
-        self._run, self._model, self._module, self._saved = run, model, module, saved
+    def __init__(self, run: Run, model: nn.Module, module: nn.Module, saved: SavedState, classes: Classes) -> None:
+        self._run, self._model, self._module, self._saved, self._classes = run, model, module, saved, classes
+        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._parameters = [item.name for item in distinct(module.named_parameters(remove_duplicate=False))]
         self._buffers = [item.name for item in distinct(module.named_buffers(remove_duplicate=False))]
         self.names = (
@@ -52,17 +63,32 @@ class Runner:
             OTHERS,
         )
 
-    def digests(self, parcel: Parcel, around: AbstractContextManager[object] | None = None) -> tuple[int, ...]:
-        """Forward and backward of the batch; a 64-bit number for each of ``names``.
-
-        ``around``: entered for forward and backward.
+    def check_classes(self, data: torch.Tensor) -> None:
+        """Refuse a batch with an unknown class.
 
         Raises:
-            TypeError: ``run`` returns no loss. ValueError: ``run`` called backward or step itself.
-            Exception: any failure of ``run`` or of backward.
+            TypeError: names the class.
         """
+        check_classes(data, self._classes)
+
+    def run(self, data: torch.Tensor, *, with_operations: bool) -> tuple[Digests, list[Operation]]:
+        """The digests of all results of a pass; the operations, empty unless captured."""
+        if not with_operations:
+            return self._digests(data, nullcontext()), []
+        capture = OperationCapture(self._module)
+        return self._digests(data, capture), capture.operations
+
+    def run_keeping(self, data: torch.Tensor, keep: Collection[int]) -> Mapping[int, tuple[torch.Tensor, ...]]:
+        """The output tensors of the operations at the positions ``keep``."""
+        capture = OperationCapture(self._module, keep=keep)
+        self._digests(data, capture)
+        return capture.kept
+
+    def _digests(self, data: torch.Tensor, around: AbstractContextManager[object]) -> Digests:
+        """A 64-bit number for each of ``names``. ``around``: entered for forward and backward."""
+        parcel = unpack(data, self._device, self._classes)
         self._saved.begin_run(parcel.generators, parcel.tensors)
-        with _as_in_training(), _without_steps(), around or nullcontext():
+        with _as_in_training(), _without_steps(), around:
             loss = self._run(self._model, parcel.batch)
             self._check(loss)
             others = _other_leaves(loss, {id(parameter) for parameter in self._module.parameters()})
@@ -178,53 +204,6 @@ def _gradients_set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
             leaf.grad = grad
 
 
-class Passes:
-    """Forward and backward passes of the batches in parcels. Every pass has a new copy of its batch.
-
-    ``names``: of the results. ``classes``: of the batch of this rank, see
-    :func:`~legacy_ddp.debug._cross_check.batch.classes_in`.
-    """
-
-    def __init__(self, runner: Runner, module: nn.Module, classes: Classes) -> None:
-        self.names = runner.names
-        self._runner, self._module, self._classes = runner, module, classes
-        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-
-    def check_classes(self, data: torch.Tensor) -> None:
-        """Refuse a batch with an unknown class.
-
-        Raises:
-            TypeError: names the class.
-        """
-        if data.numel() and (unknown := unknown_classes(data, self._classes)):
-            raise TypeError(
-                f"the batch of another rank holds {unknown[0]}, and the batch of this rank does not: expected batches "
-                "of one structure on all ranks; use the same classes on all ranks"
-            )
-
-    def run(self, data: torch.Tensor, *, with_operations: bool) -> tuple[Digests, list[Operation]]:
-        """The digests of all results of a pass; the operations, empty unless captured."""
-        parcel = unpack(data, self._device, self._classes)
-        if not with_operations:
-            return self._runner.digests(parcel, nullcontext()), []
-        capture = OperationCapture(self._module)
-        digests = self._runner.digests(parcel, capture)
-        return digests, capture.operations
-
-    def run_keeping(self, data: torch.Tensor, keep: Collection[int]) -> Mapping[int, tuple[torch.Tensor, ...]]:
-        """The output tensors of the operations at the positions ``keep``."""
-        parcel = unpack(data, self._device, self._classes)
-        capture = OperationCapture(self._module, keep=keep)
-        self._runner.digests(parcel, capture)
-        return capture.kept
-
-
-_LEAVES = (torch.Tensor, torch.Generator, Iterator, DataLoader, nn.Module, bool, int, float, str)
-_STEP_FOR_GENERATOR = (
-    "draw from torch's default generator, which travels with the batch, or draw before and pass the result in the batch"
-)
-
-
 def held_values(run: object, module: nn.Module) -> dict[str, Any]:
     """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
 
@@ -241,7 +220,11 @@ def held_values(run: object, module: nn.Module) -> dict[str, Any]:
             kind = type(value).__name__
             step = _STEP_FOR_GENERATOR if isinstance(value, torch.Generator) else _STEP_FOR_ITERATOR
             raise TypeError(f"{place} is a {kind}, which has a state of this rank alone; {step}")
-        for name, item in _tensors(place, value) if isinstance(value, nn.Module) else [(place, value)]:
+        items = [(place, value)]
+        if isinstance(value, nn.Module):
+            tensors = (*value.named_parameters(), *value.named_buffers())
+            items = [(f"{place}.{key}", tensor) for key, tensor in tensors]
+        for name, item in items:
             # Of the model nothing is new, and of a wrapper around the model neither.
             if not isinstance(item, torch.Tensor) or id(item) not in own:
                 found[name] = item
@@ -262,11 +245,6 @@ def held_statistics(run: object, module: nn.Module) -> dict[str, torch.Tensor]:
         names = internals.statistics_names(item) & buffers.keys()
         found.update({f"{place}.{name}": buffers[name] for name in sorted(names) if id(buffers[name]) not in own})
     return found
-
-
-def _tensors(place: str, module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for key, tensor in (*module.named_parameters(), *module.named_buffers()):
-        yield f"{place}.{key}", tensor
 
 
 def _walk(value: object, name: str, depth: int) -> Iterator[tuple[str, Any]]:

@@ -42,6 +42,8 @@ _UNDECLARED_WRITES = {
 }
 # Collectives return before they have written.
 _ASYNCHRONOUS = ("c10d", "_c10d_functional")
+_LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
+_CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,6 @@ def signature_of(function: Callable[..., Any]) -> Signature:
         undefined=_WORKSPACES.get(name, ()) if is_of_torch else (),
         is_asynchronous=space in _ASYNCHRONOUS,
     )
-
-
-_LIBRARY: Final[str] = os.path.join(str(Path(__file__).parents[2]), "")
-_CAPTURES: Final[str] = os.path.join(str(Path(__file__).parent), "")  # another capture passes an operation on
 
 
 class Place(NamedTuple):
