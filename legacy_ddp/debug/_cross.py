@@ -57,10 +57,10 @@ def cross_check(
     """Compare the computation of the ranks: every rank runs its own batch, and the batch of the rank before.
 
     Collective: on every rank of the group, at any moment outside of backward. The batch travels with the states of the
-    random generators and with the buffers of its rank alone (statistics of normalisation layers, ``local_buffers``):
-    dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of every gradient, and of buffers
-    and random generators after the run. If all agree, a check costs two passes forward and backward, and 16 bytes for
-    each result and rank.
+    random generators and with the buffers that belong to its rank only (statistics of normalisation layers,
+    ``local_buffers``): dropout and BatchNorm are no difference. Compared are 64-bit digests of the loss, of every
+    gradient, and of buffers and random generators after the run. If all agree, a check costs two passes forward and
+    backward, and 16 bytes for each result and rank.
 
     After a difference one batch goes to all ranks, and every rank runs it twice more with all operations captured (8 to
     20 times the cost of a pass), and once or twice more for the elements. The report names the ranks with results
@@ -82,8 +82,8 @@ def cross_check(
         batch: tensors, numbers and texts in lists, tuples, dicts, named tuples, dataclasses, or mappings with the
             constructor of dict; None on a rank without a batch. ``run`` has a copy, with equal strides.
         operations: capture operations in all passes: then a single event has the name of its operation, too.
-        local_buffers: names or patterns of buffers with values of each rank alone, in addition to the statistics of
-            normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
+        local_buffers: names or patterns of buffers in which each rank has values of its own, in addition to the
+            statistics of normalisation layers; None: ``Checks(local_buffers=)`` of the wrapper.
         max_bytes: limit for the size of a batch with its generators and buffers.
         raises: whether a difference is an error.
         process_group: of a plain module; None for the default group, and with a wrapper, which has its own.
@@ -155,7 +155,7 @@ class CrossCheck:
         raises: True by default.
 
     Raises:
-        TypeError, ValueError: an argument is not usable; on this rank alone, before any call.
+        TypeError, ValueError: an argument is not usable; only on this rank, before any call.
 
     Example:
         >>> check = CrossCheck(model, lambda model, batch: model(batch).sum(), every=2)
@@ -244,7 +244,7 @@ def check_initialised(module: nn.Module) -> None:
 
 
 def _own_tensors(target: Target, local: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers with values of this rank alone: ignored, statistics, or ``local``."""
+    """The parameters and buffers in which this rank has values of its own: ignored, statistics, or ``local``."""
     module, statistics = target.module, internals.statistics_names(target.module)
     parameters = distinct(module.named_parameters(remove_duplicate=False))
     buffers = distinct(module.named_buffers(remove_duplicate=False))

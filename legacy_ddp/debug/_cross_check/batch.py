@@ -26,7 +26,7 @@ class Parcel:
     """All state for a run besides the shared parameters: see :func:`pack`.
 
     ``generators``: states of the random generators. ``tensors``: by name, the parameters and buffers with values of the
-    batch's rank alone.
+    batch's rank only.
     """
 
     batch: Any

@@ -272,7 +272,7 @@ class _Case:
 
     @property
     def of_operation(self) -> Explanation:
-        """The explanation of the different operation. Results differ: operations of one side alone may be the cause."""
+        """The explanation of the different operation. Results differ: operations of only one side may be the cause."""
         if self.found is None:
             return Explanation("", "")
         has_no_effect = self.found.has_effect is False

@@ -44,7 +44,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
 
 
 def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) -> Place:
-    """The first different operation, found on the rank of ``odd`` and told to all."""
+    """The first different operation, found on the rank of ``odd`` and sent to all."""
     rank = call.groups.rank
     own = list(trial.operations[odd.run]) if rank == odd.rank else []
     if odd.rank == reference.rank:

@@ -208,7 +208,7 @@ def held_values(run: object, module: nn.Module) -> dict[str, Any]:
     """Tensors, numbers and texts inside of ``run``, by place. The model's own tensors and settings are left out.
 
     Of a container the first thousand items are looked at, and of an object the attributes with names in the code of
-    ``run``. Globals of functions inside of ``run`` are not seen, and attributes of objects in a closure neither.
+    ``run``. Not seen are globals of functions inside of ``run``, and attributes of objects in a closure.
 
     Raises:
         TypeError: a data loader, an iterator or a random generator, with different values on every rank.
@@ -219,13 +219,13 @@ def held_values(run: object, module: nn.Module) -> dict[str, Any]:
         if isinstance(value, Iterator | DataLoader | torch.Generator):
             kind = type(value).__name__
             step = _STEP_FOR_GENERATOR if isinstance(value, torch.Generator) else _STEP_FOR_ITERATOR
-            raise TypeError(f"{place} is a {kind}, which has a state of this rank alone; {step}")
+            raise TypeError(f"{place} is a {kind}, whose state belongs to this rank only; {step}")
         items = [(place, value)]
         if isinstance(value, nn.Module):
             tensors = (*value.named_parameters(), *value.named_buffers())
             items = [(f"{place}.{key}", tensor) for key, tensor in tensors]
         for name, item in items:
-            # Of the model nothing is new, and of a wrapper around the model neither.
+            # The model is the same on all ranks already, and so is a wrapper around it.
             if not isinstance(item, torch.Tensor) or id(item) not in own:
                 found[name] = item
     return found

@@ -118,7 +118,7 @@ def _run_twice(
 ) -> tuple[list[Digests], dict[str, Sequence[Operation]], str]:
     """The digests of two runs, their operations, and the reason for missing operations.
 
-    A run that fails under the capture alone (an operation without support for dispatch modes) is repeated without it:
+    A run that fails only under the capture (an operation without support for dispatch modes) is repeated without it:
     the ranks are known then, and the operation is not.
     """
     digests: dict[str, Digests] = {}

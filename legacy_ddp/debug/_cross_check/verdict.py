@@ -123,7 +123,7 @@ class CrossCheckReport:
     ``nondeterministic``  two runs of a batch differ on ``ranks``
     ====================  ==============================================================================================
 
-    ``ranks``: empty if equal; two sides without a majority, as of two ranks, are all listed. ``batch``: the rank of the
+    ``ranks``: empty if equal; all ranks if there is no majority, for example with two ranks. ``batch``: the rank of the
     examined batch. ``compared``: the number of results; ``differing``: names of the results with a difference.
     ``module``, ``operation``, ``stage``: of the first different operation; empty if not known. ``elements``: of its
     output, None if not known. ``settings``: settings with different values on the ranks, as texts (one for more than

@@ -306,7 +306,7 @@ class _RunComparison(_Comparison):
         return self.coverage.any_steps
 
     def divergences(self) -> list[Divergence]:
-        """Differing settings alone are a note: they changed no bit."""
+        """If only settings differ, there is no divergence but a note: they changed no bit."""
         return (self._settings if self._settings_come_first else self._tensors).divergences()
 
     def size(self) -> float | None:

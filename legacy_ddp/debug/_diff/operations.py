@@ -17,7 +17,7 @@ from legacy_ddp.debug._trace.records import Environment
 from legacy_ddp.debug._trace.run import Run, span
 
 ROWS_BEFORE, ROWS_AFTER = 6, 8
-# Of the operations of one side alone, at the first difference.
+# Of the operations that only one side has, at the first difference.
 MAX_FIRST = 12
 
 Judge = Callable[[Operation, Operation], str]
@@ -31,7 +31,7 @@ _UNSEEN = (
     "Forward and backward computed the same, as far as recorded: gradients were written to after backward, or by "
     "another thread, or inside of a kernel that the record does not see (compiled code)."
 )
-# Groups of ranks with other operations; more are not told apart, because each is kept in memory.
+# Groups of ranks with other operations. Further groups are not compared, because each is kept in memory.
 _MAX_GROUPS = 4
 _HIDDEN = "other data hide the rest, as a constant in the loss: legacy_ddp.debug.cross_check() compares it"
 
@@ -179,7 +179,7 @@ class RunOperations:
         return self._first(first.step, first.ranks) or agreement(first.step, self._counts[first.step], _LABELS, meaning)
 
     def notes(self, first: Divergence | None) -> Iterator[str]:
-        """Notes about steps with equal operations, about steps of one run alone, and about the first different step."""
+        """Notes about steps with equal operations, about steps of only one run, and about the first different step."""
         if first is None and self._counts and not self._findings:
             yield f"operations of {format_steps(sorted(self._counts))} agree"
         if first is None or first.phase != "local_gradients":
@@ -194,7 +194,7 @@ class RunOperations:
         )
 
     def _without_common_steps(self) -> Iterator[str]:
-        """A note if both runs have operations of other steps, or one run alone has operations."""
+        """A note if both runs have operations of other steps, or only one run has operations."""
         a, b = self._recorded.values()
         if (a or b) and not a & b:
             sides = [f"for {span((min(steps), max(steps))) if steps else 'none'} in" for steps in (a, b)]
@@ -336,7 +336,7 @@ class RankOperations:
         return self._compared(step, (group.first, rank), group.operations, operations).difference is None
 
     def _compared(self, step: int, ranks: tuple[int, int], a: Sequence[Operation], b: Sequence[Operation]) -> Structure:
-        """The comparison of two ranks. Notes the operations that one rank ran alone without influence."""
+        """The comparison of two ranks. Notes the operations without influence that only one rank ran."""
         found = Structure(a, b, self._is_shared)
         for gap in found.unused:
             for rank, other, own in ((ranks[0], ranks[1], gap.a), (ranks[1], ranks[0], gap.b)):

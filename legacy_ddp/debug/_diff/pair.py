@@ -115,7 +115,7 @@ def entries(section: Section | None, keep: Keep) -> dict[str, Entry]:
 
 
 def entry_differences(a: dict[str, Entry], b: dict[str, Entry]) -> list[EntryDifference]:
-    """Names with unequal entries: first in the order of A, then the names of B alone."""
+    """Names with unequal entries: first in the order of A, then the names that only B has."""
     return [
         EntryDifference(name, left, right)
         for name in dict.fromkeys([*a, *b])
@@ -294,7 +294,7 @@ def _advice(left: Mapping[str, str], right: Mapping[str, str]) -> str:
     a, b = ({name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right))
     if a == b:
         return (
-            f"the names differ by {_COMPILED!r} of torch.compile(module) alone; use module.compile(), which keeps names"
+            f"the names differ only by {_COMPILED!r} of torch.compile(module); use module.compile(), which keeps names"
         )
     return "compare runs of one model"
 

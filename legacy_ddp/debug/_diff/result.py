@@ -114,11 +114,11 @@ class OperationFinding:
     ``labels``: of the two sides, as in :class:`Side`. ``ranks``: for two runs the ranks with a difference; for one run
     the ranks outside the majority, or all ranks without a majority; empty without a difference. ``counts``: operations
     of the step, on each side. ``kind``: ``output`` (inputs agree, an output differs), ``input``, ``sequence``
-    (operations of one side alone), ``order`` (the same operations in another order), ``form`` (settings, layout and the
-    like) or empty without a difference. ``stage``, ``module``, ``name``: of the first different operation; the stage is
-    ``forward``, ``backward`` or, between two runs, ``after backward``. ``summary``: one phrase. ``details``: differing
-    values. ``earlier``: operations of one side alone before, and whether they are without influence. ``meaning``,
-    ``next_step``: sentences. ``rows``: the operations around the difference.
+    (operations that only one side has), ``order`` (the same operations in another order), ``form`` (settings, layout
+    and the like) or empty without a difference. ``stage``, ``module``, ``name``: of the first different operation; the
+    stage is ``forward``, ``backward`` or, between two runs, ``after backward``. ``summary``: one phrase. ``details``:
+    differing values. ``earlier``: operations before that only one side has, and whether they are without influence.
+    ``meaning``, ``next_step``: sentences. ``rows``: the operations around the difference.
     """
 
     step: int

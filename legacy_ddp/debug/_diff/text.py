@@ -108,14 +108,11 @@ def _locations(comparison: Comparison) -> list[str]:
 
 def _metrics(differences: Sequence[MetricDifference]) -> Iterator[str]:
     for item in differences[:MAX_LINES]:
-        sides = ", ".join(f"{_sum(value)} in {label}" for value, label in ((item.a, "A"), (item.b, "B")))
+        sums = zip("AB", ("nothing" if value is None else value for value in (item.a, item.b)), strict=True)
+        sides = ", ".join(f"{value} in {label}" for label, value in sums)
         share = f"differs in {item.differing:,} of {item.calls:,} calls"
         yield from wrap(f"{item.name!r}, step {item.step}: {sides} ({share})", "  ")
     yield from _more(len(differences) - MAX_LINES)
-
-
-def _sum(value: float | str | None) -> str:
-    return "nothing" if value is None else str(value)
 
 
 def _more(number: int, unit: str = "") -> list[str]:
@@ -130,7 +127,7 @@ def _folders(comparison: Comparison) -> Iterator[str]:
 
 def operation_lines(found: OperationFinding) -> Iterator[str]:
     """The section about operations, with the first difference first."""
-    yield from wrap(f"operations of step {found.step}{_ranks(found)}: {_counts(found)}")
+    yield from wrap(f"operations of step {found.step}{on_ranks(found)}: {_counts(found)}")
     yield from wrap(f"{found.summary}{_number(found)}", "  ")
     for item in found.details:
         yield from wrap(item, "    ")
@@ -141,7 +138,8 @@ def operation_lines(found: OperationFinding) -> Iterator[str]:
         yield from wrap(f"next: {found.next_step}", "  ")
 
 
-def _ranks(found: OperationFinding) -> str:
+def on_ranks(found: OperationFinding) -> str:
+    """`` on ranks 0-1``: the ranks with a difference between two runs, for a headline; otherwise empty."""
     return f" on {name_ranks(found.ranks)}" if found.ranks and found.labels == ("A", "B") else ""
 
 

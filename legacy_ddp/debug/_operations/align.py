@@ -14,7 +14,7 @@ from legacy_ddp.debug._operations.describe import aspects
 from legacy_ddp.debug._operations.flow import with_influence
 from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value, other_parameters
 
-# Two sequences meet again where this many keys agree. One key alone would meet by chance: operations repeat.
+# Two sequences meet again where this many keys agree. A single key would meet by chance: operations repeat.
 _MEETING = 2
 # Blocks with more items on both sides are not refined, because the time grows with the product.
 _REFINED = 400
@@ -26,7 +26,7 @@ _MAX_GAPS = 10
 class Block:
     """Items ``start_a`` to ``end_a`` (exclusive) of A beside items ``start_b`` to ``end_b`` of B.
 
-    ``is_common``: the keys agree, one by one. Otherwise the items are of one sequence alone, and one side may be empty.
+    ``is_common``: the keys agree, one by one. Otherwise no item has a counterpart, and one side may be empty.
     """
 
     start_a: int
@@ -42,7 +42,7 @@ class Block:
 
 
 def aligned(a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[Block]:
-    """Blocks of operations with equal stage, module and name, and blocks of operations of one sequence alone."""
+    """Blocks of operations with equal stage, module and name, and blocks of operations that only one sequence has."""
     return blocks([item.key for item in a], [item.key for item in b])
 
 
@@ -109,8 +109,8 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
 
     Operations are aligned by stage, module and name. The first pair with different values decides: with equal inputs
     and different outputs the operation is the culprit; a different input came in with the data or the weights, from
-    operations of one sequence alone, or by a write that is no operation. Without different values the difference is the
-    first of: an operation that takes a different parameter with equal bits; operations of a single sequence with
+    operations that only one sequence has, or by a write that is no operation. Without different values the difference
+    is the first of: an operation that takes a different parameter with equal bits; operations of a single sequence with
     influence; operations of a single sequence; different settings, layout or generator.
 
     Time and memory are linear in the number of operations.
@@ -127,7 +127,7 @@ def first_difference(a: Sequence[Operation], b: Sequence[Operation]) -> Operatio
             if a[i] == b[j]:
                 continue
             if not _values_differ(a[i], b[j]):
-                # No aspect: a wrapper counts micro-batches unlike a plain module, or one side alone has a digest.
+                # No aspect: a wrapper counts micro-batches unlike a plain module, or only one side has a digest.
                 if aspects(a[i], b[j]):
                     forms.append((i, j))
             elif moved := _moved(a, b, i, j, waiting[0]) if waiting else ():
@@ -144,8 +144,8 @@ def _moved(
 ) -> tuple[Block, Block] | tuple[()]:
     """The block ``following``, moved to the pair ``i``, ``j``, and the pairs behind it; empty if it belongs elsewhere.
 
-    Of neighbours with equal keys, as two products of a module, the keys do not tell which one is of one sequence alone.
-    The values do.
+    If neighbours have equal keys, for example two products of a module, the keys do not show which of them only one
+    sequence has. The values do.
     """
     more_a, more_b = following.end_a - following.start_a, following.end_b - following.start_b
     if following.is_common or (more_a and more_b):
@@ -193,7 +193,7 @@ def _without_other_values(
 def _gap_difference(
     a: Sequence[Operation], b: Sequence[Operation], gap: Gap, earlier: Iterable[Gap], *, has_effect: bool
 ) -> OperationDifference:
-    """The gap as a difference, or the operations from there on that differ in their order alone."""
+    """The gap as a difference, or the operations from there on that differ only in their order."""
     found = sequence_difference(gap, earlier, has_effect=has_effect)
     left, right = a[gap.start_a :], b[gap.start_b :]
     count = _reordered(left, right)
@@ -201,7 +201,7 @@ def _gap_difference(
 
 
 def _reordered(a: Sequence[Operation], b: Sequence[Operation]) -> int:
-    """The number of operations at the beginning of A and of B that differ in their order alone; or 0.
+    """The number of operations at the beginning of A and of B that differ only in their order; or 0.
 
     Equal operations have the same stage, module, name, parameters and settings.
     """

@@ -10,7 +10,7 @@ Labels = tuple[str, str]
 """The names of the two sides in texts: ``A`` and ``B``, or ``rank 0`` and ``rank 1``."""
 
 _MAX_SETTINGS = 120  # characters
-_MAX_NAMES = 3  # of operations of one side alone
+_MAX_NAMES = 3  # of operations that only one side has
 _KEPT = "; p is the probability of keeping an element, 0.5 by default, and dropout has 1 - p"
 _MAX_LATER = 3  # gaps behind a difference
 
@@ -175,7 +175,7 @@ def aspects_of(found: OperationDifference) -> list[str]:
 
 
 def details(found: OperationDifference, labels: Labels) -> Iterator[str]:
-    """A phrase for each differing value and setting, and for further operations of one side alone."""
+    """A phrase for each differing value and setting, and for further operations that only one side has."""
     noun = "output" if found.kind == "output" else "input"
     for index, (a, b) in zip(found.differing[:3], found.differing_values, strict=False):
         yield _value(f"{noun} {index + 1}", a, b, labels)

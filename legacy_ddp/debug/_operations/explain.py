@@ -66,7 +66,7 @@ def explain(found: OperationDifference, labels: Labels = ("A", "B"), facts: Fact
 
 @dataclass(frozen=True)
 class _Named:
-    """An operation in a text. ``side``: the side that alone has the operation, as ``in A``."""
+    """An operation in a text. ``side``: the only side with the operation, as ``in A``."""
 
     operation: Operation
     side: str = ""
@@ -151,7 +151,7 @@ class _Case:
 
     @property
     def earlier_draw(self) -> _Named | None:
-        """The first random draw that one side alone made before."""
+        """The first earlier random draw that only one side made."""
         earlier = (item for gap in self.found.earlier for item in (*gap.a, *gap.b))
         return next((_Named(item) for item in earlier if item.generator), None)
 
@@ -175,7 +175,7 @@ class _Case:
 
     @property
     def cast(self) -> _Named | None:
-        """A cast, if one side alone casts, and does nothing else."""
+        """A cast, if only one side casts, and does nothing else."""
         side, casts = self._only(_is_cast)
         others = [item for item in self.sides.get(side, ()) if not _is_cast(item)]
         is_all = all(value.digest is None for item in others for value in item.outputs)
@@ -188,13 +188,13 @@ class _Case:
 
     @property
     def compiled(self) -> _Named | None:
-        """An operation of compiled code, if one side alone runs any."""
+        """An operation of compiled code, if only one side runs any."""
         side, compiled = self._only(_is_compiled)
         return _Named(compiled[0], side) if compiled else None
 
     @property
     def draw(self) -> _Named | None:
-        """A random draw, if one side alone draws."""
+        """A random draw, if only one side draws."""
         side, draws = self._only(_is_draw)
         return _Named(draws[0], side) if draws else None
 
@@ -215,7 +215,7 @@ class _Case:
 
     @property
     def suspects(self) -> str:
-        """The code that may be the reason for operations of one side alone."""
+        """The code that may be the reason for operations that only one side has."""
         first = self.found.operation
         if first.stage == "after backward":
             return "the code after backward(): gradients that it scales, clips or edits"
@@ -236,11 +236,11 @@ class _Case:
         equal = " All operations that both sides ran have equal values"
         if not self.found.tensors_differ:
             return f"{equal}."
-        rest = "their order is" if self.found.kind == "order" else "operations of one side alone are"
+        rest = "their order is" if self.found.kind == "order" else "operations that only one side has are"
         return f"{equal}: {rest} the only recorded difference, and the likely cause of the tensors that differ."
 
     def _only(self, has_trait: Callable[[Operation], bool]) -> tuple[str, list[Operation]]:
-        """The side that alone has operations with the trait, and these operations; empty if both sides have some."""
+        """The only side that has operations with the trait, and these operations; empty if both sides have any."""
         found = [(side, [item for item in group if has_trait(item)]) for side, group in self.sides.items()]
         found = [(side, group) for side, group in found if group]
         return found[0] if len(found) == 1 else ("", [])
@@ -275,8 +275,8 @@ _COPIES = "look at {c.here.code}, and for copies of weights"
 _MODE = "compare model.training, and train() and eval() of {}"
 _UNKNOWN_SOURCE = (
     "Unknown source: the input is no parameter, and no recorded operation of this step returned these bits. Possible "
-    "are a batch (or a target), a tensor kept from an earlier step, and a kernel that is not recorded, as of "
-    "torch.compile."
+    "are a batch (or a target), a tensor kept from an earlier step, and a kernel that is not recorded, such as "
+    "one of torch.compile."
 )
 _FIND_SOURCE = (
     "compare the batches (sampler, seed of the data, order, targets); look for kept tensors; run without "
@@ -340,7 +340,7 @@ _INPUT = (
 _OUTPUT = (
     Row(
         lambda c: c.a.generator != c.b.generator and c.earlier_draw,
-        "Random generator at another place: one side alone drew random numbers before, in {c.earlier_draw.place}.",
+        "Random generator at another place: only one side drew random numbers before, in {c.earlier_draw.place}.",
         "look at the code that calls {c.earlier_draw.name} there",
     ),
     Row(
@@ -411,18 +411,18 @@ _FORM = (
 _SEQUENCE = (
     Row(
         lambda c: c.cast,
-        "Other dtype: a cast to {c.dtype} {c.cast.side} alone (autocast, or a cast in the code).{c.effect}",
+        "Other dtype: a cast to {c.dtype} only {c.cast.side} (autocast, or a cast in the code).{c.effect}",
         "compare autocast around the forward pass",
     ),
     Row(
         lambda c: c.compiled,
-        "Compiled code {c.compiled.side} alone: {c.compiled.place}. Kernels that torch.compile generates are no "
+        "Compiled code only {c.compiled.side}: {c.compiled.place}. Kernels that torch.compile generates are no "
         "recorded operations, and may round otherwise.{c.effect}",
         "run both with torch.compile, or both without, and diff again",
     ),
     Row(
         lambda c: c.dropout,
-        "Random numbers are drawn {c.dropout.side} alone ({c.dropout.name}): dropout in training mode against eval "
+        "Random numbers are drawn only {c.dropout.side} ({c.dropout.name}): dropout in training mode against eval "
         "mode, another probability, or other code.{c.effect}",
         _MODE.format("{c.dropout.module}"),
     ),
@@ -439,13 +439,13 @@ _SEQUENCE = (
     ),
     Row(
         lambda c: c.draw,
-        "Operations {c.side} alone, among them a random draw ({c.draw.name}): other code, a hook, or another path for "
+        "Operations only {c.side}, among them a random draw ({c.draw.name}): other code, a hook, or another path for "
         "other values.{c.effect}",
         "look at {c.suspects}",
     ),
     Row(
         always,
-        "Operations {c.side} alone: other code, a hook, or another path for other values.{c.effect}",
+        "Operations only {c.side}: other code, a hook, or another path for other values.{c.effect}",
         "look at {c.suspects}",
     ),
 )

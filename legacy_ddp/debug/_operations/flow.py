@@ -60,7 +60,7 @@ def _has_influence(operation: Operation, read: Collection[str]) -> bool:
 
 
 Influence = Literal["none", "state", "values"]
-"""``values``: on values of the step. ``state``: on a parameter or buffer alone, without a later reader in the step."""
+"""``values``: on values of the step. ``state``: only on a parameter or buffer, without a later reader in the step."""
 
 
 class Flow:

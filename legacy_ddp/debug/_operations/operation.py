@@ -152,7 +152,7 @@ class OperationDifference:
 
     - ``output``: the inputs agree in dtype, shape and bits, and an output differs: the culprit.
     - ``input``: an input differs, although all operations before agree; see ``origin``.
-    - ``sequence``: operations of one sequence alone.
+    - ``sequence``: operations that only one sequence has.
     - ``order``: the same operations in another order.
     - ``form``: settings, layout, dtype, dimensions or generator of an operation differ, and no value, as far as values
       can be compared (ranks have data of their own).
@@ -189,7 +189,7 @@ class OperationDifference:
 
     @property
     def passed(self) -> tuple[int, ...]:
-        """Positions of inputs with equal bits that are another parameter, or a parameter on one side alone."""
+        """Positions of inputs with equal bits that are another parameter, or a parameter on only one side."""
         if self.kind != "form" or self.has_effect is None:
             return ()
         return other_parameters(self.a[0], self.b[0])

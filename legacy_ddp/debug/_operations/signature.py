@@ -82,7 +82,7 @@ class Signature:
 
 @cache
 def signature_of(function: Callable[..., Any]) -> Signature:
-    """The signature of an operation; of a higher-order operation, which has no schema, the name alone."""
+    """The signature of an operation; of a higher-order operation, which has no schema, only the name."""
     schema = internals.schema_of(function)
     if schema is None:
         return Signature(f"higher_order::{getattr(function, '__name__', type(function).__name__)}")

@@ -120,7 +120,7 @@ class Structure:
     def _forward_part(self, gap: Gap) -> Gap:
         """The operations of the forward pass that a gap in the backward pass belongs to, or else the gap.
 
-        Without other bits, as of ``h + 0 * x``, operations of the forward pass seem to be unused.
+        If they change no bits, as in ``h + 0 * x``, operations of the forward pass seem to be unused.
         """
         back = {(item.micro_batch, item.module) for item in (*gap.a, *gap.b) if item.stage == "backward"}
         for unused in self.unused:
@@ -175,7 +175,7 @@ class Structure:
 def _form(operation: Operation, other: Operation, *, has_dimensions: bool, has_fractions: bool) -> tuple[object, ...]:
     """The parts of an operation without influence of data; ``other``: the operation of the other rank.
 
-    - The parameters, and dtype and number of dimensions (``has_dimensions``) of the tensors. Like neighbours count as
+    - The parameters, and dtype and number of dimensions (``has_dimensions``) of the tensors. Equal neighbours count as
       a single tensor: the length of a list (``unbind``, ``cat``) is a length of the data.
     - Words among the settings, as ``training=True``.
     - Two kinds of numbers among the settings, only for tensors of equal shapes in both operations: the
@@ -212,7 +212,7 @@ def _arguments(settings: str, *, has_equal_shapes: bool, has_fractions: bool) ->
 
 
 def _merged(items: Iterable[object]) -> list[object]:
-    """The items, like neighbours as one."""
+    """The items; equal neighbours count as one."""
     return [item for item, _ in groupby(items)]
 
 
@@ -288,7 +288,8 @@ class _Turns:
     def repeats(self, start: int, end: int) -> bool:
         """Whether the operations from ``start`` to ``end`` (exclusive) are copies of the operations directly before.
 
-        Several copies may stand in a row. The alignment pairs the first turns of both sides, and leaves the last alone.
+        Several copies may stand in a row. The alignment pairs the first turns of both sides, and leaves the last
+        without a pair.
         """
         first, last = (bisect_left(self._positions, position) for position in (start, end))
         own = self._keys[first:last]
@@ -307,6 +308,6 @@ class _Turns:
         return False
 
     def holds(self, operations: Iterable[Operation]) -> bool:
-        """Whether every computing operation has its like here, at any place."""
+        """Whether every computing operation has an equal one here, at any place."""
         known = {*self._keys}
         return all(item.keeps_bits or item.key in known for item in operations)

@@ -71,18 +71,13 @@ class RankCalls:
             norms.append(nan if call.local_norm is None or call.finite is False else call.local_norm)
             damaged.append(call.finite is False)
             waited.append(call.seconds_waited)
-            sizes.append(_size(call.took_part, call.sample_size))
+            sample_size = 1 if call.sample_size is None else call.sample_size
+            sizes.append(sample_size if call.took_part else 0)
             self.counted |= call.sample_size is not None
         self.steps = np.array(steps, dtype=np.int64)
         self.damaged = np.array(damaged, dtype=np.bool_)
         self.columns = [np.array(values, dtype=np.float64) for values in (norms, waited, sizes)]
         self.end = _end(trace)
-
-
-def _size(took_part: bool, sample_size: int | None) -> int:
-    if not took_part:
-        return 0
-    return 1 if sample_size is None else sample_size
 
 
 def _end(trace: RankTrace) -> str:

@@ -17,7 +17,7 @@ from legacy_ddp._compare import MISSING, compare_rows, name_ranks
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding, OperationRow, Verdict
-from legacy_ddp.debug._diff.text import lines
+from legacy_ddp.debug._diff.text import lines, on_ranks
 from legacy_ddp.debug._operations.describe import at
 from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import HeatMap, draw_heat_map, parameter_chart, wait_chart
@@ -176,14 +176,13 @@ def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
     """The table, if there is a difference."""
     if found is None or not found.rows:
         return
-    where = f" on {name_ranks(found.ranks)}" if found.ranks and found.labels == ("A", "B") else ""
     captions = (
         f"{_MARK} The first difference: {found.summary}.",
         f"Numbers count the operations of the step, {found.counts[0]:,} {at(found.labels[0])}, {found.counts[1]:,} "
         f"{at(found.labels[1])}.{_consequences(found)}",
     )
     header = ("", *found.labels, "stage", "module", "operation", "comparison")
-    yield Chart(f"Operations of step {found.step}{where}", captions, table=(header, *map(_cells, found.rows)))
+    yield Chart(f"Operations of step {found.step}{on_ranks(found)}", captions, table=(header, *map(_cells, found.rows)))
 
 
 def _consequences(found: OperationFinding) -> str:

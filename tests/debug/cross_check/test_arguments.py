@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
     "held iterator": (
         _held_iterator,
         "TypeError",
-        "run variable 'numbers' is a list_iterator, which has a state of this",
+        "run variable 'numbers' is a list_iterator, whose state belongs to this",
     ),
     "raising": (_raising, "PeerError", "run failed on rank 1; model, gradients and random generators are as before"),
     "backward": (_backward, "PeerError", "run left gradients, expected none before the backward of cross_check()"),
@@ -180,7 +180,7 @@ CASES: dict[str, tuple[Case, str, str]] = {
         "rank 1: IndexError: short",
     ),
     "other group": (_other_group, "ValueError", "process_group is the wrapper's own, expected None"),
-    "held loader": (_held_loader, "TypeError", "run variable 'loader' is a DataLoader, which has a state of this rank"),
+    "held loader": (_held_loader, "TypeError", "run variable 'loader' is a DataLoader, whose state belongs to this"),
     "swapped": (_swapped, "TypeError", "run is not callable: got a dict, expected run(model, batch)"),
     "without the model": (
         partial(_returning, lambda *_: torch.ones((), requires_grad=True) * 2),

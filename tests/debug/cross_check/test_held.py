@@ -94,7 +94,7 @@ def _generator() -> Iterator[int]:
 
 @pytest.mark.parametrize("held", [_generator(), iter([1]), torch.Generator(), enumerate([1])])
 def test_iterators_and_generators_are_refused(held: Any) -> None:
-    with pytest.raises(TypeError, match=r"run variable 'held' is a .*, which has a state of this rank alone"):
+    with pytest.raises(TypeError, match=r"run variable 'held' is a .*, whose state belongs to this rank only"):
         held_values(_closure(held), MODEL)
 
 

@@ -91,7 +91,7 @@ def test_draws_of_one_side_alone_before_a_random_operation_are_named() -> None:
     text, told_about = told(b, a)
 
     assert text == "forward of drop (aten::bernoulli_): inputs agree, output differs"
-    assert "one side alone drew random numbers before, in forward of debug (aten::rand)" in told_about.meaning
+    assert "only one side drew random numbers before, in forward of debug (aten::rand)" in told_about.meaning
 
 
 def test_other_data_and_other_weights() -> None:
@@ -111,7 +111,11 @@ def test_other_data_and_other_weights() -> None:
 def test_an_input_from_compiled_code_is_not_called_data() -> None:
     _, unknown = told(model("y"))
 
-    for source in ("a batch", "kept from an earlier step", "a kernel that is not recorded, as of torch.compile"):
+    for source in (
+        "a batch",
+        "kept from an earlier step",
+        "a kernel that is not recorded, such as one of torch.compile",
+    ):
         assert source in unknown.meaning
     for advice in ("compare the batches", "kept tensors", "run without torch.compile"):
         assert advice in unknown.next_step
@@ -173,7 +177,7 @@ def test_autocast_is_told_by_its_casts() -> None:
     text, told_about = told([STEP[0], cast, *rewritten(STEP[1:], 0, "x", "x16")])
 
     assert text == "1 operation only in B: forward of 0 (aten::_to_copy)"
-    assert told_about.meaning == "Other dtype: a cast to bfloat16 in B alone (autocast, or a cast in the code)."
+    assert told_about.meaning == "Other dtype: a cast to bfloat16 only in B (autocast, or a cast in the code)."
 
 
 def test_eval_mode_is_told_by_the_missing_random_operation() -> None:
@@ -185,7 +189,7 @@ def test_eval_mode_is_told_by_the_missing_random_operation() -> None:
     text, told_about = told(STEP, [*STEP[:3], *drop, *rewritten(STEP[3:], 1, "r0(x)", "d")])
 
     assert text == "2 operations only in A: forward of 0.drop (aten::bernoulli_, aten::mul)"
-    assert told_about.meaning.startswith("Random numbers are drawn in A alone (aten::bernoulli_): dropout in")
+    assert told_about.meaning.startswith("Random numbers are drawn only in A (aten::bernoulli_): dropout in")
     assert "eval()" in told_about.next_step
 
 

@@ -14,7 +14,7 @@ from tests.helpers.operations import changed, layer, model, operation, rewritten
 STEP = model()
 SIDES = ("A", "B")
 LIKELY = (
-    " All operations that both sides ran have equal values: operations of one side alone are the only recorded "
+    " All operations that both sides ran have equal values: operations that only one side has are the only recorded "
     "difference, and the likely cause of the tensors that differ."
 )
 
@@ -49,7 +49,7 @@ def test_gradients_scaled_after_backward_are_the_likely_cause_of_other_gradients
 
     assert text == "4 operations only in B: outside of modules, after the backward pass (aten::mul_.Tensor)"
     assert told_about.meaning == (
-        "Operations in B alone: other code, a hook, or another path for other values." + LIKELY
+        "Operations only in B: other code, a hook, or another path for other values." + LIKELY
     )
     assert told_about.next_step == "look at the code after backward(): gradients that it scales, clips or edits"
 
@@ -106,7 +106,7 @@ def test_compiled_code_is_named_by_its_operations() -> None:
     _, told_about, __ = told(b, a, differ=True)
 
     assert told_about.meaning == (
-        "Compiled code in B alone: forward outside of submodules (aten::addmm.out). Kernels that torch.compile "
+        "Compiled code only in B: forward outside of submodules (aten::addmm.out). Kernels that torch.compile "
         "generates are no recorded operations, and may round otherwise." + LIKELY
     )
     assert told_about.next_step == "run both with torch.compile, or both without, and diff again"
@@ -155,7 +155,7 @@ def test_a_block_called_once_more_is_not_explained_by_its_dropout() -> None:
 
     assert text == "6 operations only in B, the first: forward of sub.lin (aten::t, aten::mm)"
     assert told_about.meaning == (
-        "Operations in B alone, among them a random draw (aten::bernoulli_.float): other code, a hook, or another path "
+        "Operations only in B, among them a random draw (aten::bernoulli_.float): other code, a hook, or another path "
         "for other values."
     )
     assert told_about.next_step == "look at the code and the hooks of sub.lin"
@@ -173,14 +173,14 @@ def test_a_block_called_once_more_is_not_explained_by_its_dropout() -> None:
 def test_only_the_operations_of_a_single_dropout_of_a_module_are_its_mode(group: list[Operation]) -> None:
     _, told_about, __ = told([*STEP[:3], *group, *rewritten(STEP[3:], 1, "r0(x)", "d")])
 
-    assert told_about.meaning.startswith("Operations in B alone, among them a random draw (aten::bernoulli_.float)")
+    assert told_about.meaning.startswith("Operations only in B, among them a random draw (aten::bernoulli_.float)")
     assert "model.training" not in told_about.next_step
 
 
 def test_random_numbers_outside_of_modules_are_not_explained_by_dropout() -> None:
     _, told_about, __ = told([operation("rand", [], ["r"], generator="0" * 16), *STEP])
 
-    assert told_about.meaning.startswith("Operations in B alone, among them a random draw (aten::rand): other code")
+    assert told_about.meaning.startswith("Operations only in B, among them a random draw (aten::rand): other code")
     assert told_about.next_step == "look at the code and the hooks of the model, and at the code outside of it"
 
 
@@ -192,7 +192,7 @@ def test_a_dropout_alone_is_a_mode_of_its_module(more: list[Operation]) -> None:
 
     assert text.endswith("forward of drop (aten::empty_like, aten::bernoulli_.float, aten::div_.Scalar, ...)")
     is_one = not more
-    assert told_about.meaning.startswith("Random numbers are drawn in A alone (aten::bernoulli_.float)") == is_one
+    assert told_about.meaning.startswith("Random numbers are drawn only in A (aten::bernoulli_.float)") == is_one
     assert (told_about.next_step == "compare model.training, and train() and eval() of drop") == is_one
 
 
@@ -202,7 +202,7 @@ def test_a_block_with_a_normalisation_or_a_cast_called_once_more_is_no_mode_and_
 
     _, told_about, __ = told([*STEP[:3], *block, *rewritten(STEP[3:], 1, "r0(x)", "d")])
 
-    assert told_about.meaning.startswith("Operations in B alone: other code")
+    assert told_about.meaning.startswith("Operations only in B: other code")
 
 
 def swapped(*, equal: bool) -> tuple[list[Operation], list[Operation]]:

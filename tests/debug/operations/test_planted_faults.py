@@ -92,9 +92,9 @@ def test_autocast_on_one_rank_is_named_between_runs_and_between_ranks(tmp_path: 
     runs, ranks = _found(_between_runs(folder)), _found(_between_ranks(folder))
 
     assert _place(runs) == ("sequence", "forward", "first", "aten::_to_copy", (FAULTY_RANK,))
-    assert runs.meaning == "Other dtype: a cast to bfloat16 in B alone (autocast, or a cast in the code)."
+    assert runs.meaning == "Other dtype: a cast to bfloat16 only in B (autocast, or a cast in the code)."
     assert (ranks.kind, ranks.module, ranks.name) == ("sequence", "first", "aten::_to_copy")
-    assert ranks.meaning.startswith("Other dtype: a cast to bfloat16 on rank 1 alone")
+    assert ranks.meaning.startswith("Other dtype: a cast to bfloat16 only on rank 1")
     assert ranks.labels == (("rank 0", "rank 1") if world_size == 2 else ("ranks 0, 2", "rank 1"))
     assert ranks.ranks == ((0, 1) if world_size == 2 else (1,))
 
@@ -106,8 +106,8 @@ def test_a_module_in_eval_mode_on_one_rank_is_named_between_runs_and_between_ran
     for found in (runs, ranks):
         assert (found.kind, found.stage, found.module) == ("sequence", "forward", "body.2")
         assert "eval()" in found.next_step
-    assert runs.meaning.startswith("Random numbers are drawn in A alone (aten::bernoulli_.float)")
-    assert ranks.meaning.startswith("Random numbers are drawn on ranks 0, 2 alone")
+    assert runs.meaning.startswith("Random numbers are drawn only in A (aten::bernoulli_.float)")
+    assert ranks.meaning.startswith("Random numbers are drawn only on ranks 0, 2")
     assert _between_ranks(folder).verdict == "same"  # the ranks hold equal weights
 
 
