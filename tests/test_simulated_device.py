@@ -108,6 +108,42 @@ def test_waits_that_do_nothing_are_found_as_races_and_give_other_weights() -> No
         assert not all(torch.allclose(mine, one) for mine, one in zip(weights, expected, strict=True))
 
 
+def _uses_two_groups(rank: int, *, waits: bool) -> tuple[float, list[str]]:
+    """What a quick group reduces, after the broadcast of a slow group to the same tensor; and the races."""
+    slow, quick = new_group(), new_group()
+    slow.delay_seconds, quick.delay_seconds, slow.waits = 0.2, 0.0, waits
+    tensor = torch.full((1,), rank + 1.0, device="sim")
+    dist.broadcast(tensor, src=0, group=slow)
+    dist.all_reduce(tensor, group=quick)
+    return tensor.item(), device.races
+
+
+def test_a_collective_follows_an_awaited_collective_of_another_group() -> None:
+    """The quick group reduced what the slow group had not written yet, and no race was found."""
+    assert run_ranks(partial(_uses_two_groups, waits=True), 2, fresh=True) == [(2.0, [])] * 2
+
+
+def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> None:
+    for _, races in run_ranks(partial(_uses_two_groups, waits=False), 2, fresh=True):
+        assert any(race.startswith("allreduce") for race in races)
+
+
+def _uses_one_group(rank: int) -> tuple[float, list[str]]:
+    group = new_group()
+    tensor = torch.full((1,), rank + 1.0, device="sim")
+    works = [
+        dist.broadcast(tensor, src=0, group=group, async_op=True),
+        dist.all_reduce(tensor, group=group, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    return tensor.item(), device.races
+
+
+def test_collectives_of_one_group_follow_each_other_without_a_wait() -> None:
+    assert run_ranks(_uses_one_group, 2, fresh=True) == [(2.0, [])] * 2
+
+
 def _looks_at_generators(rank: int) -> tuple[list[str], list[float], bool]:
     """The reports about generators, the draws of a micro-batch, and whether the device's generator is as before."""
     group = new_group()

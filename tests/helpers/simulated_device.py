@@ -35,9 +35,10 @@ _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.
 
 @dataclass
 class InFlight:
-    """A collective: the memory that it uses, and whether the stream waits for its end."""
+    """A collective: the memory that it uses, its group, and whether the stream waits for its end."""
 
     memory: list[tuple[int, int]]
+    group: object
     done: threading.Event = field(default_factory=threading.Event)
     is_awaited: bool = False
 
@@ -60,13 +61,16 @@ class SimulatedDevice:
         self.in_flight: list[InFlight] = []
         self.generator.manual_seed(0)
 
-    def before(self, operation: Any, tensors: list[torch.Tensor]) -> None:
-        """An operation on ``tensors`` is issued: it runs after the collectives that were awaited."""
+    def before(self, operation: Any, tensors: list[torch.Tensor], group: object = None) -> None:
+        """An operation on ``tensors`` is issued: it runs after the collectives that were awaited.
+
+        ``group``: of a collective, which also runs after all collectives of its group.
+        """
         for collective in list(self.in_flight):
             if collective.is_awaited:
                 collective.done.wait()
                 self.in_flight.remove(collective)
-            elif any(collective.uses(*_extent(tensor)) for tensor in tensors):
+            elif collective.group is not group and any(collective.uses(*_extent(tensor)) for tensor in tensors):
                 self.races.append(f"{operation} at {_place()}")
 
     def wait_for_host(self) -> None:

@@ -5,6 +5,7 @@ counts the collectives that were issued on it, in order, for all threads of the 
 """
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -102,7 +103,8 @@ class SimulatedGroup(dist.ProcessGroup):
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return collective(self._gloo, values)  # type: ignore[no-any-return]
         self.issued += 1
-        flight = InFlight(extents(tensors))
+        flight = InFlight(extents(tensors), group=self)
+        device.before(sys._getframe(1).f_code.co_name, tensors, group=self)
         device.in_flight.append(flight)
         self._queue.put((lambda: collective(self._gloo, values).wait(), flight))
         return SimulatedWork(flight, waits=self.waits)
