@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
@@ -18,7 +19,7 @@ from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import Recorder, check_replicas, cross_check
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import run_script
+from tests.helpers.scripts import fork_ranks, run_script
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 
@@ -74,6 +75,7 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [  # with the waits of the host in 
     ({"checks": "off"}, 0),
     ({"buffer_size": 8}, 0),
     ({"gradient_as_bucket_view": False}, 0),
+    ({"transport": "gloo"}, 0),
     ({"reproducible": True}, 1),  # whether zero_grad() came between blocks
     ({"checks": Checks(nonfinite="raise")}, 1),
     ({"checks": Checks(nonfinite="skip")}, 1),
@@ -142,6 +144,56 @@ def _uses_one_group(rank: int) -> tuple[float, list[str]]:
 
 def test_collectives_of_one_group_follow_each_other_without_a_wait() -> None:
     assert run_ranks(_uses_one_group, 2, fresh=True) == [(2.0, [])] * 2
+
+
+def _reduces_convolutions(_: int) -> list[tuple[list[float], tuple[int, ...]]]:
+    """Gradients of a convolution in channels_last with the sum of torch, and with a hook of torch DDP; the strides."""
+    group, found = new_group(), []
+    for hook in (None, allreduce_hook):
+        layer = nn.Conv2d(2, 1, 2, bias=False).to(memory_format=torch.channels_last)
+        model = LegacyDistributedDataParallel(layer.to("sim"), process_group=group)
+        if hook is not None:
+            model.register_comm_hook(group, hook)
+        image = torch.arange(8.0).view(1, 2, 2, 2) * (dist.get_rank() + 1)
+        model(image.to("sim")).sum().backward()
+        model.all_reduce()
+        found.append((layer.weight.grad.cpu().flatten().tolist(), layer.weight.grad.stride()))
+    assert device.races == []
+    return found
+
+
+def test_convolutions_and_hooks_of_torch_ddp_work_on_a_device() -> None:
+    mean = [1.5 * value for value in range(8)]  # the gradient of a sum over one position is the image
+
+    for (plain, strides), (hooked, _) in run_ranks(_reduces_convolutions, 2, fresh=True):
+        assert plain == hooked == mean
+        assert strides[1] == 1
+
+
+_MIXED = """
+import torch, torch.distributed as dist
+from tests.helpers.simulated_device import device
+from tests.helpers.simulated_group import register
+from legacy_ddp import LegacyDistributedDataParallel
+
+register()
+dist.init_process_group("cpu:gloo,sim:simccl")
+on_cpu, on_device = torch.ones(1), torch.ones(1, device="sim")
+dist.all_reduce(on_cpu)
+dist.all_reduce(on_device)
+model = LegacyDistributedDataParallel(torch.nn.Linear(1, 1, bias=False).to("sim"))
+model(torch.full((1, 1), dist.get_rank() + 1.0, device="sim")).sum().backward()
+model.all_reduce()
+if dist.get_rank() == 0:
+    print(on_cpu.item(), on_device.item(), model.module.weight.grad.item(), device.races)
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_initialises_torch_with_a_backend_for_the_cpu_and_one_for_the_device() -> None:
+    run = fork_ranks(2, "-c", _MIXED)
+
+    assert (run.returncode, run.stdout) == (0, "2.0 2.0 1.5 []\n"), run.stderr
 
 
 def _looks_at_generators(rank: int) -> tuple[list[str], list[float], bool]:

@@ -118,11 +118,14 @@ def install() -> SimulatedDevice:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=device)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run, "PrivateUse1")
-    _libraries.append(library)
+    convolutions = torch.library.Library("aten", "IMPL")
+    convolutions.impl("convolution_overrideable", _convolve, "PrivateUse1")
+    convolutions.impl("convolution_backward_overrideable", _convolve_backward, "PrivateUse1")
+    _libraries.extend([library, convolutions])
     return device
 
 
-_libraries: list[torch.library.Library] = []  # the fallback ends with its library
+_libraries: list[torch.library.Library] = []  # what they register ends with them
 
 
 def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +141,15 @@ def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     if operation is _aten.resize_.default:
         return _resize(*args)
     return _run_on_cpu(operation, args, kwargs)
+
+
+def _convolve(*args: Any) -> Any:
+    """torch asks a device outside of torch for a convolution of its own, and never the fallback."""
+    return _run(_aten.convolution.default, *args)
+
+
+def _convolve_backward(grad: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
+    return _run(_aten.convolution_backward.default, grad, image, weight, [grad.shape[1]], *args)
 
 
 def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:

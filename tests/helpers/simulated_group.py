@@ -25,15 +25,23 @@ BACKEND = "simccl"
 class SimulatedWork(Work):
     """A collective on the device."""
 
-    def __init__(self, collective: InFlight, *, waits: bool) -> None:
+    def __init__(self, collective: InFlight, results: list[torch.Tensor], *, waits: bool) -> None:
         super().__init__()
         self._collective = collective
+        self._results = results
         self._waits = waits
 
     def wait(self, _timeout: timedelta = timedelta()) -> bool:
         """Order later operations of the device after the collective; the host goes on."""
         self._collective.is_awaited |= self._waits
         return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future that is there at once: what uses its value is ordered after the collective, as with NCCL."""
+        self.wait()
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
 
     def is_completed(self) -> bool:
         return self._collective.done.is_set()
@@ -107,7 +115,7 @@ class SimulatedGroup(dist.ProcessGroup):
         device.before(sys._getframe(1).f_code.co_name, tensors, group=self)
         device.in_flight.append(flight)
         self._queue.put((lambda: collective(self._gloo, values).wait(), flight))
-        return SimulatedWork(flight, waits=self.waits)
+        return SimulatedWork(flight, tensors, waits=self.waits)
 
     def _serve(self) -> None:
         while True:
@@ -117,12 +125,17 @@ class SimulatedGroup(dist.ProcessGroup):
             flight.done.set()
 
 
-def new_group() -> SimulatedGroup:
-    """Collective: a group of all ranks for tensors of the device."""
+def register() -> None:
+    """Let torch make groups of this kind: ``init_process_group("cpu:gloo,sim:simccl")``."""
     install()
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=[NAME])
         COUNTING_BACKENDS.add(BACKEND)
+
+
+def new_group() -> SimulatedGroup:
+    """Collective: a group of all ranks for tensors of the device."""
+    register()
     group = dist.new_group(backend=BACKEND)
     assert isinstance(group, SimulatedGroup)
     return group
