@@ -8,19 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._diff.compare import compare_ranks
-from legacy_ddp.debug._diff.pair import SHARED_PHASES
-from legacy_ddp.debug._diff.result import Comparison, Location, Side
-from legacy_ddp.debug._trace.records import RANK_FILE
-from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.command import Place, Side, compare
+from tests.helpers.recorded import PHASES, RANK_FILE
 from tests.helpers.traces import KIND, NAMES, START, end_after, environment, without, write_trace
 
 DIGEST, OTHER = "ab" * 8, "cd" * 8
 WEIGHT = "parameter 'a'"
 
 
-def compared(folder: Path, **written: Any) -> Comparison:
-    return compare_ranks(open_run(write_trace(folder / "trace", **written)))
+def compared(folder: Path, **written: Any) -> Any:
+    return compare(write_trace(folder / "trace", **written))
 
 
 def test_ranks_that_agree_are_the_same_whatever_their_local_gradients(tmp_path: Path) -> None:
@@ -41,16 +38,16 @@ def test_a_rank_outside_the_majority_is_named_even_if_it_is_rank_0(tmp_path: Pat
     assert (found.first.step, found.first.phase, found.first.name) == (3, "parameters", WEIGHT)
     assert (found.first.ranks, found.first.kind) == ((0,), KIND)
     assert found.first.sides == (Side("ranks 1-2", "0000000003040000", 1.375), Side("rank 0", DIGEST, 2.0))
-    assert found.locations == (Location(3, "parameters", (0,), 1, 2),)
-    assert "2 of 3 ranks agree; outside of the majority: rank 0." in found.explanation
+    assert found.places == (Place(3, "parameters", (0,), 1, 2),)
+    assert "2 of 3 ranks agree; outside of the majority: rank 0." in found.meaning
 
 
 def test_without_a_majority_all_ranks_are_named(tmp_path: Path) -> None:
     found = compared(tmp_path, world_size=2, planted={(1, 3, "parameters", WEIGHT): (DIGEST, 2.0)})
 
     assert found.first is not None
-    assert (found.first.ranks, found.locations[0].ranks) == ((0, 1), (0, 1))
-    assert found.explanation.startswith("No majority: nothing tells which ranks to look at.")
+    assert (found.first.ranks, found.places[0].ranks) == ((0, 1), (0, 1))
+    assert found.meaning.startswith("No majority: nothing tells which ranks to look at.")
 
 
 def test_the_earliest_location_comes_first_and_counts_every_name_that_differs(tmp_path: Path) -> None:
@@ -65,7 +62,7 @@ def test_the_earliest_location_comes_first_and_counts_every_name_that_differs(tm
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (3, WEIGHT, (3,))
     assert [(other.name, other.ranks) for other in found.others] == [("parameter 'b'", (2,))]
-    assert found.locations == (Location(3, "parameters", (2, 3), 2, 2), Location(4, "reduced_gradients", (1,), 1, 2))
+    assert found.places == (Place(3, "parameters", (2, 3), 2, 2), Place(4, "reduced_gradients", (1,), 1, 2))
 
 
 def test_the_first_ten_locations_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
@@ -74,8 +71,8 @@ def test_the_first_ten_locations_are_listed_and_the_rest_counted(tmp_path: Path)
 
     found = compared(tmp_path, world_size=3, steps=12, planted=planted)
 
-    assert [location.step for location in found.locations] == list(range(10))
-    assert found.more_locations == 3
+    assert [place.step for place in found.places] == list(range(10))
+    assert found.more_places == 3
     assert found.headline.startswith("different: ranks part at the start (step 0) in parameters: ")
 
 
@@ -88,12 +85,12 @@ def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ra
 
     found = compared(tmp_path, world_size=3, steps=12, planted=planted)
 
-    assert found.locations == (
-        Location(3, "parameters", (odd,), 1, 2, last_step=7, steps=5),
-        Location(9, "parameters", (odd,), 1, 2, last_step=12, steps=4),
-        Location(11, "optimizer", (2,), 1, 2),
+    assert found.places == (
+        Place(3, "parameters", (odd,), 1, 2, last_step=7, steps=5),
+        Place(9, "parameters", (odd,), 1, 2, last_step=12, steps=4),
+        Place(11, "optimizer", (2,), 1, 2),
     )
-    assert found.more_locations == 0
+    assert found.more_places == 0
 
 
 def test_where_every_rank_has_its_own_all_names_count(tmp_path: Path) -> None:
@@ -102,7 +99,7 @@ def test_where_every_rank_has_its_own_all_names_count(tmp_path: Path) -> None:
 
     found = compared(tmp_path, world_size=4, planted=planted)
 
-    assert found.locations == (Location(3, "parameters", (0, 1, 2, 3), 2, 2),)
+    assert found.places == (Place(3, "parameters", (0, 1, 2, 3), 2, 2),)
 
 
 def test_one_rank_is_unknown(tmp_path: Path) -> None:
@@ -131,7 +128,7 @@ def test_buffers_that_each_rank_has_of_its_own_are_left_out_and_others_are_not(t
 
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (4, "buffer 'table'", (1,))
-    assert found.locations == (Location(4, "buffers", (1,), 1, 1),)
+    assert found.places == (Place(4, "buffers", (1,), 1, 1),)
 
 
 def test_names_in_another_order_on_one_rank_are_no_difference(tmp_path: Path) -> None:
@@ -144,7 +141,7 @@ def test_names_in_another_order_on_one_rank_are_no_difference(tmp_path: Path) ->
     write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
     (tmp_path / "turned" / RANK_FILE.format(1)).replace(folder / RANK_FILE.format(1))
 
-    assert compare_ranks(open_run(folder)).verdict == "same"
+    assert compare(folder).verdict == "same"
 
 
 def test_a_difference_besides_names_in_another_order_is_found(tmp_path: Path) -> None:
@@ -157,11 +154,11 @@ def test_a_difference_besides_names_in_another_order_is_found(tmp_path: Path) ->
     write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
     (tmp_path / "turned" / RANK_FILE.format(1)).replace(folder / RANK_FILE.format(1))
 
-    found = compare_ranks(open_run(folder))
+    found = compare(folder)
 
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (4, WEIGHT, (2,))
-    assert found.locations == (Location(4, "parameters", (2,), 1, 2),)
+    assert found.places == (Place(4, "parameters", (2,), 1, 2),)
 
 
 def test_ranks_with_equal_values_and_names_in_another_order_are_one_majority(tmp_path: Path) -> None:
@@ -176,11 +173,11 @@ def test_ranks_with_equal_values_and_names_in_another_order_are_one_majority(tmp
     write_trace(tmp_path / "turned", world_size=3, planted=planted, names=turned)
     (tmp_path / "turned" / RANK_FILE.format(2)).replace(folder / RANK_FILE.format(2))
 
-    found = compare_ranks(open_run(folder))
+    found = compare(folder)
 
     assert found.first is not None
     assert (found.first.step, found.first.ranks) == (4, (0,))
-    assert found.locations == (Location(4, "parameters", (0,), 1, 2),)
+    assert found.places == (Place(4, "parameters", (0,), 1, 2),)
 
 
 def test_a_name_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
@@ -196,7 +193,7 @@ def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path: Path) -> None:
     path = folder / RANK_FILE.format(1)
     without(path, lambda line: b'"step":5' in line)
 
-    found = compare_ranks(open_run(folder))
+    found = compare(folder)
 
     assert (found.verdict, found.steps) == ("same", (0, 4))
     assert found.notes == (
@@ -211,7 +208,7 @@ def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the
 ) -> None:
     folder = end_after(write_trace(tmp_path / "trace", steps=120) / RANK_FILE.format(rank), 4)
 
-    found = compare_ranks(open_run(folder))
+    found = compare(folder)
 
     assert (found.verdict, found.steps) == ("unknown", (0, 4))
     assert found.headline == (
@@ -224,9 +221,7 @@ def test_tensors_are_counted_in_the_steps_of_all_ranks(tmp_path: Path) -> None:
     folder = end_after(write_trace(tmp_path / "trace") / RANK_FILE.format(1), 4)
 
     # 2 ranks x (start: 3 tensors; 4 steps: 2 + 2 + 2 + 1 tensors)
-    assert compare_ranks(open_run(folder)).headline == (
-        "same: 2 ranks hold the same, steps 0-4, 5 phases, 62 tensors, bit for bit"
-    )
+    assert compare(folder).headline == ("same: 2 ranks hold the same, steps 0-4, 5 phases, 62 tensors, bit for bit")
 
 
 def test_the_start_alone_is_no_answer(tmp_path: Path) -> None:
@@ -241,7 +236,7 @@ def test_phases_that_a_killed_rank_did_not_come_to_are_no_difference(tmp_path: P
     path = folder / RANK_FILE.format(1)
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-2]))  # parameters and buffers of step 5
 
-    assert compare_ranks(open_run(folder)).verdict == "same"
+    assert compare(folder).verdict == "same"
 
 
 def test_a_phase_missing_in_the_midst_is_a_difference(tmp_path: Path) -> None:
@@ -249,7 +244,7 @@ def test_a_phase_missing_in_the_midst_is_a_difference(tmp_path: Path) -> None:
     path = folder / RANK_FILE.format(1)
     without(path, lambda line: b'"step":3,"phase":"buffers"' in line)
 
-    found = compare_ranks(open_run(folder))
+    found = compare(folder)
 
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.ranks) == (3, "buffers", (1,))
@@ -260,7 +255,7 @@ def test_a_damaged_rank_that_agrees_up_to_there_is_unknown(tmp_path: Path) -> No
     path = folder / RANK_FILE.format(1)
     path.write_bytes(path.read_bytes().replace(b'"step":3,"phase":"parameters"', b'"step":3,"phase":"parametres"'))
 
-    found = compare_ranks(open_run(folder))
+    found = compare(folder)
 
     assert found.verdict == "unknown"
     assert found.headline.startswith(f"cannot tell: {path}, line ")
@@ -281,13 +276,12 @@ def test_environments_that_ranks_do_not_share_are_causes_but_for_seeds(tmp_path:
 
 def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
-    run = open_run(
-        write_trace(tmp_path / "t", world_size=200, steps=2, planted={(77, 2, "parameters", WEIGHT): (DIGEST, 1.0)})
-    )
+    planted = {(77, 2, "parameters", WEIGHT): (DIGEST, 1.0)}
+    folder = write_trace(tmp_path / "t", world_size=200, steps=2, planted=planted)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        found = compare_ranks(run)
+        found = compare(folder)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -296,14 +290,14 @@ def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -
     assert found.first.sides[0].label == "ranks 0-76, 78-199"
 
 
-_LOCATIONS = [(phase, name) for phase in SHARED_PHASES for name in NAMES[phase]]
+_PLACES = [(phase, name) for phase in PHASES[1:] for name in NAMES[phase]]
 
 
 @settings(max_examples=40)
 @given(st.data())
 def test_one_difference_anywhere_is_found_on_its_rank(data: st.DataObject) -> None:
     world_size, steps = data.draw(st.integers(3, 6)), data.draw(st.integers(1, 8))
-    phase, name = data.draw(st.sampled_from(_LOCATIONS))
+    phase, name = data.draw(st.sampled_from(_PLACES))
     step = data.draw(st.integers(0 if phase in START else 1, steps))
     rank = data.draw(st.integers(0, world_size - 1))
     with TemporaryDirectory() as folder:
@@ -312,11 +306,11 @@ def test_one_difference_anywhere_is_found_on_its_rank(data: st.DataObject) -> No
 
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name, found.first.ranks) == (step, phase, name, (rank,))
-    assert found.locations == (Location(step, phase, (rank,), 1, len(NAMES[phase])),)
+    assert found.places == (Place(step, phase, (rank,), 1, len(NAMES[phase])),)
 
 
 def test_a_run_that_ended_because_its_ranks_parted_is_not_the_same(tmp_path: Path) -> None:
-    found = compare_ranks(open_run(write_trace(tmp_path / "a", end="ReplicaDivergenceError")))
+    found = compare(write_trace(tmp_path / "a", end="ReplicaDivergenceError"))
 
     assert found.verdict == "unknown"
     assert "the run ended by ReplicaDivergenceError after step 5" in found.headline
@@ -324,13 +318,13 @@ def test_a_run_that_ended_because_its_ranks_parted_is_not_the_same(tmp_path: Pat
 
 def test_nan_on_a_rank_is_a_note(tmp_path: Path) -> None:
     planted = {(1, 3, "local_gradients", "gradient of 'a'"): (DIGEST, 1.0, 2)}
-    found = compare_ranks(open_run(write_trace(tmp_path / "a", planted=planted)))
+    found = compare(write_trace(tmp_path / "a", planted=planted))
 
     assert found.notes == ("NaN or infinity, first in local gradients of step 3 on rank 1",)
 
 
 def test_buffers_can_be_left_out_afterwards(tmp_path: Path) -> None:
-    run = open_run(write_trace(tmp_path / "a", planted={(1, 3, "buffers", "buffer 'mean'"): (DIGEST, 1.0)}))
+    folder = write_trace(tmp_path / "a", planted={(1, 3, "buffers", "buffer 'mean'"): (DIGEST, 1.0)})
 
-    assert compare_ranks(run).verdict == "different"
-    assert compare_ranks(run.with_local_buffers(["me*"])).verdict == "same"
+    assert compare(folder).verdict == "different"
+    assert compare(folder, local_buffers=("me*",)).verdict == "same"

@@ -1,7 +1,6 @@
 """Comparison of two runs: step, phase, name and ranks of the first difference, and its possible causes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,11 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp._errors import TraceError
-from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._diff.result import Comparison, Location, Side
-from legacy_ddp.debug._trace.records import PHASES, RANK_FILE
-from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.command import Place, RefusedError, Side, compare
+from tests.helpers.recorded import PHASES, RANK_FILE
 from tests.helpers.traces import KIND, NAMES, START, call_facts, end_after, environment, without, write_trace
 
 WORD = "ab" * 8
@@ -23,13 +19,9 @@ WORD = "ab" * 8
 RATE = NAMES["settings"][0]
 
 
-def compared(a: Path, b: Path) -> Comparison:
-    return compare_runs(open_run(a), open_run(b))
-
-
-def pair(tmp_path: Path, a: Mapping[str, Any] | None = None, b: Mapping[str, Any] | None = None) -> Comparison:
+def pair(tmp_path: Path, a: Mapping[str, Any] | None = None, b: Mapping[str, Any] | None = None) -> Any:
     """Two runs, compared, that differ in how they were written."""
-    return compared(write_trace(tmp_path / "a", **(a or {})), write_trace(tmp_path / "b", **(b or {})))
+    return compare(write_trace(tmp_path / "a", **(a or {})), write_trace(tmp_path / "b", **(b or {})))
 
 
 def cut(folder: Path, rank: int, drop: int) -> None:
@@ -48,7 +40,7 @@ def damage(folder: Path, rank: int, needle: bytes) -> int:
     return index + 1
 
 
-def test_equal_runs_are_the_same_and_the_headline_counts_what_was_compared(tmp_path: Path) -> None:
+def test_equal_runs_are_the_same_and_the_headline_counts_what_was_compare(tmp_path: Path) -> None:
     found = pair(tmp_path)
 
     assert found.verdict == "same"
@@ -69,8 +61,8 @@ def test_one_planted_difference_has_both_sides(tmp_path: Path) -> None:
     assert (found.first.ranks, found.first.kind) == ((1,), KIND)
     assert found.first.sides == (Side("A", "0000000003030100", 2.375), Side("B", WORD, 3.5))
     assert found.size == pytest.approx(1.125 / 3.5)
-    assert found.locations == (Location(3, "optimizer", (1,), 1, 2),)
-    assert (found.others, found.more_locations) == ((), 0)
+    assert found.places == (Place(3, "optimizer", (1,), 1, 2),)
+    assert (found.others, found.more_places) == ((), 0)
 
 
 def test_the_earliest_step_comes_first_then_the_phase_then_the_lowest_rank_then_the_name(tmp_path: Path) -> None:
@@ -87,10 +79,10 @@ def test_the_earliest_step_comes_first_then_the_phase_then_the_lowest_rank_then_
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name) == (3, "reduced_gradients", "gradient of 'b'")
     assert found.first.ranks == (1, 2)
-    assert found.locations == (
-        Location(3, "reduced_gradients", (1, 2), 2, 2),
-        Location(3, "parameters", (0,), 1, 2),
-        Location(4, "local_gradients", (0,), 1, 2),
+    assert found.places == (
+        Place(3, "reduced_gradients", (1, 2), 2, 2),
+        Place(3, "parameters", (0,), 1, 2),
+        Place(4, "local_gradients", (0,), 1, 2),
     )
 
 
@@ -115,9 +107,9 @@ def test_the_first_ten_locations_are_listed_and_the_rest_counted(tmp_path: Path)
     found = pair(tmp_path, {"steps": 8}, {"steps": 8, "planted": planted})
 
     expected = [(step, phase) for step in range(2, 7) for phase in ("reduced_gradients", "parameters")]
-    assert [(location.step, location.phase) for location in found.locations] == expected
-    assert [location.ranks for location in found.locations] == [(1,), (1,), *[(0, 1)] * 8]
-    assert found.more_locations == 4
+    assert [(place.step, place.phase) for place in found.places] == expected
+    assert [place.ranks for place in found.places] == [(1,), (1,), *[(0, 1)] * 8]
+    assert found.more_places == 4
 
 
 def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ranks_are_one_location(
@@ -128,11 +120,11 @@ def test_steps_one_after_the_other_in_which_the_same_names_differ_on_the_same_ra
 
     found = pair(tmp_path, {"steps": 120}, {"steps": 120, "planted": planted})
 
-    assert found.locations == (
-        Location(62, "parameters", (1,), 1, 2, last_step=120, steps=59),
-        Location(119, "buffers", (0, 1), 1, 1),
+    assert found.places == (
+        Place(62, "parameters", (1,), 1, 2, last_step=120, steps=59),
+        Place(119, "buffers", (0, 1), 1, 1),
     )
-    assert found.more_locations == 0
+    assert found.more_places == 0
 
 
 @pytest.mark.parametrize(
@@ -151,7 +143,7 @@ def test_a_step_that_differs_in_another_way_or_not_at_all_parts_the_steps_around
 
     found = pair(tmp_path, {"steps": 6}, {"steps": 6, "planted": {**around, **other}})
 
-    spans = [(location.step, location.last_step) for location in found.locations]
+    spans = [(place.step, place.last_step) for place in found.places]
     assert spans == ([(2, 3), (4, None), (5, 6)] if other else [(2, 3), (5, 6)])
 
 
@@ -162,13 +154,13 @@ def test_ranks_that_differ_in_the_same_names_are_joined_only_as_a_whole(tmp_path
 
     found = pair(tmp_path, b={"planted": planted})
 
-    assert found.locations == (Location(1, "parameters", (0, 1), 2, 2), Location(2, "parameters", (0, 1), 1, 2))
+    assert found.places == (Place(1, "parameters", (0, 1), 2, 2), Place(2, "parameters", (0, 1), 1, 2))
 
 
 def test_settings_that_change_no_tensor_are_a_note(tmp_path: Path) -> None:
     found = pair(tmp_path, b={"planted": {(0, step, "settings", RATE): ("0.002", None) for step in (2, 3, 4)}})
 
-    assert (found.verdict, found.first, found.locations) == ("same", None, ())
+    assert (found.verdict, found.first, found.places) == ("same", None, ())
     assert found.notes == (f"{RATE} differs and changed no bit: 0.001 in A and 0.002 in B (from step 2)",)
 
 
@@ -181,8 +173,8 @@ def test_settings_that_differ_before_anything_else_does_are_a_cause_and_not_the_
     assert found.first is not None
     assert (found.first.step, found.first.phase) == (4, "parameters")
     assert [(cause.what, cause.where) for cause in found.causes] == [(RATE, "from step 2")]
-    assert [(location.step, location.phase) for location in found.locations] == [(4, "parameters")]
-    assert found.more_locations == 0
+    assert [(place.step, place.phase) for place in found.places] == [(4, "parameters")]
+    assert found.more_places == 0
 
 
 def test_a_setting_is_compared_by_its_value(tmp_path: Path) -> None:
@@ -192,7 +184,7 @@ def test_a_setting_is_compared_by_its_value(tmp_path: Path) -> None:
     assert found.first is not None
     assert found.first.sides == (Side("A", "0.001", None), Side("B", "0.002", None))
     assert found.size is None
-    assert "lr of parameter group 0 is 0.001 in A and 0.002 in B" in found.explanation
+    assert "lr of parameter group 0 is 0.001 in A and 0.002 in B" in found.meaning
 
 
 @pytest.mark.parametrize("name", ["lr of parameter group 0", "momentum of parameter group 0"])
@@ -215,11 +207,11 @@ def test_names_in_another_order_are_no_difference(tmp_path: Path, name: str) -> 
 
     planted = {**words, (0, 3, "settings", name): ("7", None), (0, 3, "buffers", "buffer 'mean'"): (WORD, 1.0)}
     c = write_trace(tmp_path / "c", names=orders[1], planted=planted)
-    found = compared(tmp_path / "a", c)
+    found = compare(tmp_path / "a", c)
 
     assert found.first is not None
     assert (found.first.step, found.first.name) == (3, name)
-    assert [(location.step, location.phase) for location in found.locations] == [(3, "settings"), (3, "buffers")]
+    assert [(place.step, place.phase) for place in found.places] == [(3, "settings"), (3, "buffers")]
 
 
 def test_runs_of_other_length_are_compared_in_the_steps_that_both_have(tmp_path: Path) -> None:
@@ -233,7 +225,7 @@ def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the
     a, b = write_trace(tmp_path / "a", world_size=3, steps=120), write_trace(tmp_path / "b", world_size=3, steps=120)
     end_after(b / RANK_FILE.format(1), 4)
 
-    for found, label in ((compared(a, b), "B"), (compared(b, a), "A")):
+    for found, label in ((compare(a, b), "B"), (compare(b, a), "A")):
         assert (found.verdict, found.steps) == ("unknown", (0, 4))
         assert found.headline == (
             f"cannot tell: steps 5-120 were not compared on every rank, because rank 1 of {label} ended before; "
@@ -247,7 +239,7 @@ def test_a_rank_without_any_step_is_not_called_the_same(tmp_path: Path, rank: in
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
     end_after(b / RANK_FILE.format(rank), None)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert (found.verdict, found.steps) == ("unknown", None)
     assert found.headline == (
@@ -260,7 +252,7 @@ def test_a_short_rank_beyond_the_steps_of_the_other_run_does_not_count(tmp_path:
     a, b = write_trace(tmp_path / "a", steps=3), write_trace(tmp_path / "b", steps=20)
     end_after(b / RANK_FILE.format(1), 10)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert (found.verdict, found.steps) == ("same", (0, 3))
 
@@ -269,7 +261,7 @@ def test_a_rank_that_a_kill_left_one_step_behind_is_compared_as_far_as_it_went(t
     a, b = write_trace(tmp_path / "a", steps=9), write_trace(tmp_path / "b")
     end_after(b / RANK_FILE.format(1), 4)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     # 2 ranks x (start: 3 tensors; 4 steps: 9 tensors)
     assert found.headline == "same: 2 ranks, steps 0-4, 6 phases, 78 tensors, bit for bit"
@@ -280,15 +272,15 @@ def test_of_a_single_step_that_not_all_ranks_have_only_the_start_is_left(tmp_pat
     a, b = write_trace(tmp_path / "a", steps=1), write_trace(tmp_path / "b", steps=1)
     end_after(b / RANK_FILE.format(1), 0)
 
-    assert compared(a, b).headline.startswith("cannot tell: only the start (step 0) was recorded by both")
+    assert compare(a, b).headline.startswith("cannot tell: only the start (step 0) was recorded by both")
 
 
-def test_a_difference_counts_wherever_the_ranks_that_show_it_were_compared(tmp_path: Path) -> None:
+def test_a_difference_counts_wherever_the_ranks_that_show_it_were_compare(tmp_path: Path) -> None:
     a = write_trace(tmp_path / "a")
     b = write_trace(tmp_path / "b", planted={(0, 4, "parameters", "parameter 'a'"): (WORD, 1.0)})
     end_after(b / RANK_FILE.format(1), 1)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.first is not None
     assert (found.verdict, found.first.step, found.steps) == ("different", 4, (0, 1))
@@ -302,7 +294,7 @@ def test_a_phase_that_one_rank_alone_was_compared_in_is_not_counted_and_is_a_not
             lambda line: b'"line":"values"' in line and (b'"settings"' in line or b'"optimizer"' in line),
         )
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     # 2 ranks x (start: 3 tensors; 5 steps: 2 + 2 + 2 + 1 tensors)
     assert found.headline == "same: 2 ranks, steps 0-5, 4 phases, 76 tensors, bit for bit"
@@ -313,12 +305,12 @@ def test_other_world_sizes_are_the_same_only_as_far_as_all_ranks_of_each_go(tmp_
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", world_size=4)
     end_after(b / RANK_FILE.format(3), 4)
 
-    assert compared(a, b).headline.startswith(
+    assert compare(a, b).headline.startswith(
         "same: what runs of 2 ranks and of 4 ranks have in common, steps 0-4, 5 phases, "
     )
 
     end_after(b / RANK_FILE.format(3), 2)
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "unknown"
     assert "but inside B: cannot tell: steps 3-5 were not compared on every rank, because rank 3" in found.headline
@@ -338,13 +330,13 @@ def test_the_start_of_a_resumed_run_is_compared_with_that_step_of_a_whole_one(tm
     assert pair(tmp_path, b=start).verdict == "different"  # the start has no optimizer state, step 3 has
 
     with_state = write_trace(tmp_path / "c", **start, planted={(1, 3, "parameters", "parameter 'b'"): (WORD, 1.0)})
-    found = compared(tmp_path / "a", with_state)
+    found = compare(tmp_path / "a", with_state)
 
     assert found.first is not None
     assert found.headline.startswith("different: runs part at the start (step 3) in optimizer state of ranks 0-1: ")
     assert found.first.sides[1] == Side("B", None, None)
-    assert "was the optimizer's state left out" in found.explanation
-    assert [(location.step, location.phase) for location in found.locations] == [(3, "optimizer"), (3, "parameters")]
+    assert "was the optimizer's state left out" in found.meaning
+    assert [(place.step, place.phase) for place in found.places] == [(3, "optimizer"), (3, "parameters")]
     assert found.notes == ("A begins with step 0",)
 
 
@@ -361,7 +353,7 @@ def test_a_run_of_other_first_step_without_optimizer_state_agrees(tmp_path: Path
     assert found.notes == ("A begins with step 0",)
 
 
-def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compared(tmp_path: Path) -> None:
+def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compare(tmp_path: Path) -> None:
     names = {**NAMES, "optimizer": (), "settings": (), "buffers": ()}
 
     found = pair(tmp_path, {"names": names}, {"names": names})
@@ -386,7 +378,7 @@ def test_an_optimizer_that_was_given_is_not_said_to_be_missing(
 
     expected = f"not compared: {lacking}, because no optimizer step after an all_reduce() was recorded"
     assert pair(tmp_path, changes, changes).notes == (expected,)
-    assert compare_ranks(open_run(tmp_path / "a")).notes == (expected,)
+    assert compare(tmp_path / "a").notes == (expected,)
 
 
 def test_runs_without_a_common_step_is_unknown(tmp_path: Path) -> None:
@@ -411,7 +403,7 @@ def test_phases_that_a_killed_run_did_not_come_to_are_no_difference(tmp_path: Pa
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", end=None)
     cut(b, 1, 3)  # optimizer, parameters and buffers of step 5
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "same"
     assert found.notes == ("B: all ranks ended after step 5 (killed, still running, or recorder stopped)",)
@@ -422,7 +414,7 @@ def test_an_exception_may_leave_the_last_step_unfinished(tmp_path: Path) -> None
     path = b / RANK_FILE.format(0)
     without(path, lambda line: b'"step":5,"phase":"buffers"' in line)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "same"
     assert found.notes == ("B: all ranks ended after step 5 (left by RuntimeError)",)
@@ -433,15 +425,15 @@ def test_a_phase_missing_in_the_midst_of_a_run_is_a_difference(tmp_path: Path) -
     path = b / RANK_FILE.format(0)
     without(path, lambda line: b'"step":3,"phase":"parameters"' in line)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.ranks) == (3, "parameters", (0,))
     assert found.first.sides[1] == Side("B", None, None)
-    assert "Only A holds parameter 'a'." in found.explanation
+    assert "Only A holds parameter 'a'." in found.meaning
 
 
-def test_buffers_that_one_recorder_could_not_take_are_not_compared(tmp_path: Path) -> None:
+def test_buffers_that_one_recorder_could_not_take_are_not_compare(tmp_path: Path) -> None:
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
     for rank in (0, 1):
         without(
@@ -449,7 +441,7 @@ def test_buffers_that_one_recorder_could_not_take_are_not_compared(tmp_path: Pat
             lambda line: b'"phase":"buffers"' in line and b'"step":0' not in line and b'"line":"values"' in line,
         )
 
-    assert compared(a, b).verdict == "same"
+    assert compare(a, b).verdict == "same"
 
 
 def test_a_torn_last_line_is_only_a_note(tmp_path: Path) -> None:
@@ -457,7 +449,7 @@ def test_a_torn_last_line_is_only_a_note(tmp_path: Path) -> None:
     path = b / RANK_FILE.format(1)
     path.write_bytes(path.read_bytes()[:-30])  # the end line, and none of the step
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "same"
     assert found.notes == (
@@ -469,7 +461,7 @@ def test_a_damaged_trace_that_agrees_up_to_there_is_unknown(tmp_path: Path) -> N
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b")
     line = damage(b, 1, b'"step":3,"phase":"parameters"')
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "unknown"
     assert found.headline.startswith(f"cannot tell: {b}/rank-00001.jsonl, line {line}: its checksum is not that of its")
@@ -481,7 +473,7 @@ def test_a_difference_before_the_damage_is_one(tmp_path: Path) -> None:
     b = write_trace(tmp_path / "b")
     damage(b, 1, b'"step":3,"phase":"parameters"')
 
-    assert compared(a, b).verdict == "different"
+    assert compare(a, b).verdict == "different"
 
 
 def test_a_trace_damaged_before_its_first_step_is_named(tmp_path: Path) -> None:
@@ -490,7 +482,7 @@ def test_a_trace_damaged_before_its_first_step_is_named(tmp_path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + b"junk\n")
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "unknown"
     assert "rank-00000.jsonl, line 2" in found.headline
@@ -500,7 +492,7 @@ def test_a_trace_damaged_before_its_first_step_is_named(tmp_path: Path) -> None:
 def test_traces_of_other_models_are_refused(tmp_path: Path) -> None:
     more = {**NAMES, "parameters": ("parameter 'a'", *(f"parameter 'c{index}'" for index in range(5)))}
 
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(RefusedError) as caught:
         pair(tmp_path, b={"names": more})
 
     assert "only in A: parameter 'b'; only in B: parameter 'c0', parameter 'c1', parameter 'c2' and 2 more" in str(
@@ -510,7 +502,7 @@ def test_traces_of_other_models_are_refused(tmp_path: Path) -> None:
 
 def test_parameters_of_another_shape_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        TraceError, match=r"of another kind: parameter 'a' \(float32 \(2, 3\) in A, float32 \(9,\) in B\)"
+        RefusedError, match=r"of another kind: parameter 'a' \(float32 \(2, 3\) in A, float32 \(9,\) in B\)"
     ):
         pair(tmp_path, b={"kind": "float32 (9,)"})
 
@@ -519,7 +511,7 @@ def test_without_recorded_parameters_the_names_in_the_environment_tell_models_ap
     names = {"local_gradients": NAMES["local_gradients"]}
     other = {"names": names, "environments": lambda rank, size: environment(rank, size, parameters=("a", "z"))}
 
-    with pytest.raises(TraceError, match="only in A: parameter 'b'; only in B: parameter 'z'"):
+    with pytest.raises(RefusedError, match="only in A: parameter 'b'; only in B: parameter 'z'"):
         pair(tmp_path, {"names": names}, other)
 
 
@@ -529,7 +521,7 @@ def test_a_compiled_model_against_an_eager_model_is_told_of_names_that_stay(
 ) -> None:
     compiled = {**NAMES, "parameters": ("parameter '_orig_mod.a'", "parameter '_orig_mod.b'")}
 
-    with pytest.raises(TraceError) as caught:
+    with pytest.raises(RefusedError) as caught:
         pair(tmp_path, {"names": compiled, "kind": kind}, {})
 
     assert ("use module.compile(), which keeps names" in str(caught.value)) == is_told
@@ -625,8 +617,8 @@ def test_another_number_of_forward_passes_is_told_by_the_numbers(tmp_path: Path)
     (cause,) = found.causes
     assert (cause.what, cause.sides) == ("forward passes", (("A", "2"), ("B", "3")))
     assert cause.where == "first at step 3 on rank 1"
-    assert "The runs took another number of forward passes." in found.explanation
-    assert "equal data" not in found.explanation
+    assert "The runs took another number of forward passes." in found.meaning
+    assert "equal data" not in found.meaning
 
 
 def test_other_data_before_a_further_forward_pass_have_their_place(tmp_path: Path) -> None:
@@ -645,8 +637,8 @@ def test_a_plain_module_has_no_number_of_micro_batches_to_compare(tmp_path: Path
     found = pair(tmp_path, b=with_call(3, 1, micro_batches=0, forwards=0, inputs=()))
 
     assert found.causes == ()
-    assert "another number" not in found.explanation
-    assert "Whether the data differ cannot be told: not all inputs were recorded." in found.explanation
+    assert "another number" not in found.meaning
+    assert "Whether the data differ cannot be told: not all inputs were recorded." in found.meaning
 
 
 def test_a_rank_that_took_no_part_has_no_micro_batches(tmp_path: Path) -> None:
@@ -678,8 +670,8 @@ def test_timings_and_norms_of_calls_are_no_causes(tmp_path: Path) -> None:
 def test_equal_inputs_and_generators_rule_data_and_dropout_out(tmp_path: Path) -> None:
     found = pair(tmp_path, b=with_call(3, 1))
 
-    assert "The forward passes were given equal data" in found.explanation
-    assert "dropout has drawn from the same numbers" in found.explanation
+    assert "The forward passes were given equal data" in found.meaning
+    assert "dropout has drawn from the same numbers" in found.meaning
 
 
 def test_a_call_that_was_not_recorded_rules_nothing_out(tmp_path: Path) -> None:
@@ -687,10 +679,10 @@ def test_a_call_that_was_not_recorded_rules_nothing_out(tmp_path: Path) -> None:
     path = b / RANK_FILE.format(1)
     without(path, lambda line: line.startswith(b'{"line":"call","step":3,'))
 
-    explanation = compared(a, b).explanation
+    meaning = compare(a, b).meaning
 
-    assert "equal data" not in explanation
-    assert "ruled out" not in explanation
+    assert "equal data" not in meaning
+    assert "ruled out" not in meaning
 
 
 def test_inputs_that_were_not_recorded_rule_nothing_out(tmp_path: Path) -> None:
@@ -699,15 +691,15 @@ def test_inputs_that_were_not_recorded_rule_nothing_out(tmp_path: Path) -> None:
     found = pair(tmp_path, nothing, {**with_call(9, 9), **nothing})
 
     assert found.causes == ()
-    assert "Whether the data differ cannot be told" in found.explanation
-    assert "equal data" not in found.explanation
+    assert "Whether the data differ cannot be told" in found.meaning
+    assert "equal data" not in found.meaning
 
 
 def test_more_inputs_than_a_trace_holds_rule_nothing_out(tmp_path: Path) -> None:
     inputs = (("int64 (1,)", WORD),) * 64
     many = {"calls": lambda step, rank: call_facts(step, rank, inputs=inputs, inputs_complete=False)}
 
-    assert "Whether the data differ cannot be told" in pair(tmp_path, many, {**with_call(9, 9), **many}).explanation
+    assert "Whether the data differ cannot be told" in pair(tmp_path, many, {**with_call(9, 9), **many}).meaning
 
 
 def test_a_difference_of_rounding_size_is_followed_until_norms_part(tmp_path: Path) -> None:
@@ -722,9 +714,7 @@ def test_a_difference_of_rounding_size_is_followed_until_norms_part(tmp_path: Pa
     found = pair(tmp_path, b={"planted": planted})
 
     assert found.size == pytest.approx(1e-6, rel=1e-3)
-    assert (
-        "of rounding size, judged by norms alone. It grows beyond 0.1% at step 4: parameter 'b'." in found.explanation
-    )
+    assert "of rounding size, judged by norms alone. It grows beyond 0.1% at step 4: parameter 'b'." in found.meaning
 
 
 def test_a_difference_may_grow_within_its_first_step(tmp_path: Path) -> None:
@@ -733,13 +723,13 @@ def test_a_difference_may_grow_within_its_first_step(tmp_path: Path) -> None:
         (0, 2, "parameters", "parameter 'a'"): (WORD, 9.0),
     }
 
-    assert "It grows beyond 0.1% at step 2: parameter 'a'." in pair(tmp_path, b={"planted": planted}).explanation
+    assert "It grows beyond 0.1% at step 2: parameter 'a'." in pair(tmp_path, b={"planted": planted}).meaning
 
 
 def test_a_difference_that_stays_small_names_the_last_step(tmp_path: Path) -> None:
     found = pair(tmp_path, b={"planted": {(0, 2, "parameters", "parameter 'a'"): (WORD, 1.25)}})
 
-    assert "Up to step 5, no norm of weights or reduced gradients differs by more than 0.1%." in found.explanation
+    assert "Up to step 5, no norm of weights or reduced gradients differs by more than 0.1%." in found.meaning
 
 
 def test_elements_that_are_not_finite_are_not_of_rounding_size(tmp_path: Path) -> None:
@@ -748,7 +738,7 @@ def test_elements_that_are_not_finite_are_not_of_rounding_size(tmp_path: Path) -
     assert found.first is not None
     assert found.first.sides[1] == Side("B", WORD, 1.25, 3)
     assert found.size is None
-    assert "rounding" not in found.explanation
+    assert "rounding" not in found.meaning
 
 
 def test_runs_of_other_world_sizes_are_compared_in_what_ranks_share(tmp_path: Path) -> None:
@@ -783,8 +773,8 @@ def test_runs_of_other_world_sizes_explain_themselves_by_the_amounts_of_all_rank
         ("micro-batches of all ranks", (("A", "4"), ("B", "8")), "first at step 1"),
         ("sample_size of all ranks", (("A", "128"), ("B", "256")), "first at step 1"),
     ]
-    assert "only if sums are taken in the same order" in found.explanation
-    assert "of rounding size" in found.explanation
+    assert "only if sums are taken in the same order" in found.meaning
+    assert "of rounding size" in found.meaning
 
 
 def _reproducible(rank: int, size: int) -> Any:
@@ -817,9 +807,9 @@ def test_reproducible_runs_of_other_world_sizes_compare_their_data(
     found = pair(tmp_path, a, b)
 
     assert [(cause.what, cause.where) for cause in found.causes] == [("world size", ""), *expected]
-    assert "the order of the sum is not the reason" in found.explanation
-    assert "only if sums are taken in the same order" not in found.explanation
-    assert ("The forward passes were given other data." in found.explanation) == bool(expected)
+    assert "the order of the sum is not the reason" in found.meaning
+    assert "only if sums are taken in the same order" not in found.meaning
+    assert ("The forward passes were given other data." in found.meaning) == bool(expected)
     assert found.notes[0] == "world sizes 2 and 4: local gradients were not compared"
 
 
@@ -861,7 +851,7 @@ def test_amounts_are_added_only_where_all_ranks_recorded_the_step(tmp_path: Path
     path = b / RANK_FILE.format(2)  # killed after step 3
     without(path, lambda line: b'"step":4' in line or b'"step":5' in line)
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert [cause.what for cause in found.causes] == ["world size"]
 
@@ -883,16 +873,16 @@ def test_other_intervals_of_recording_are_compared_where_both_recorded(tmp_path:
         path = a / RANK_FILE.format(rank)
         without(path, lambda line: b'"end"' not in line and any(step in line for step in odd))
 
-    found = compared(a, write_trace(tmp_path / "b", planted=planted))
+    found = compare(a, write_trace(tmp_path / "b", planted=planted))
 
     every_step = {(0, step, "parameters", "parameter 'a'"): (WORD, 1.0) for step in range(1, 6)}
-    joined = compared(a, write_trace(tmp_path / "d", planted=every_step))
-    assert joined.locations == (Location(2, "parameters", (0,), 1, 2, last_step=4, steps=2),)
-    same = compared(a, write_trace(tmp_path / "c"))
+    joined = compare(a, write_trace(tmp_path / "d", planted=every_step))
+    assert joined.places == (Place(2, "parameters", (0,), 1, 2, last_step=4, steps=2),)
+    same = compare(a, write_trace(tmp_path / "c"))
     assert same.headline.startswith("same: 2 ranks, steps 0-4 (3 compared), ")
     assert found.steps == (0, 4)
     assert "A recorded every 2 steps, B every 1: 3 in common" in found.notes
-    assert "Steps after 2 and before this one were not compared" in found.explanation
+    assert "Steps after 2 and before this one were not compared" in found.meaning
 
 
 def test_a_parameter_that_one_run_adds_later_is_a_difference(tmp_path: Path) -> None:
@@ -907,18 +897,18 @@ def test_a_parameter_that_one_run_adds_later_is_a_difference(tmp_path: Path) -> 
 
     assert found.first is not None
     assert (found.first.step, found.first.name, found.first.ranks) == (3, "parameter 'lora'", (0,))
-    assert "Only A holds parameter 'lora'." in found.explanation
+    assert "Only A holds parameter 'lora'." in found.meaning
 
 
 def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     shape = {"world_size": 150, "steps": 2}
-    a = open_run(write_trace(tmp_path / "a", **shape))
-    b = open_run(write_trace(tmp_path / "b", **shape, planted={(77, 2, "buffers", "buffer 'mean'"): (WORD, 1.0)}))
+    a = write_trace(tmp_path / "a", **shape)
+    b = write_trace(tmp_path / "b", **shape, planted={(77, 2, "buffers", "buffer 'mean'"): (WORD, 1.0)})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        found = compare_runs(a, b)
+        found = compare(a, b)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -926,13 +916,13 @@ def test_many_ranks_are_compared_with_two_files_open_at_a_time(tmp_path: Path) -
     assert (found.first.phase, found.first.ranks) == ("buffers", (77,))
 
 
-_LOCATIONS = [(phase, name) for phase in PHASES for name in NAMES[phase]]
+_PLACES = [(phase, name) for phase in PHASES for name in NAMES[phase]]
 
 
 @st.composite
 def planted_differences(draw: st.DrawFn) -> tuple[int, int, tuple[int, int, str, str]]:
     world_size, steps = draw(st.integers(1, 4)), draw(st.integers(1, 12))
-    phase, name = draw(st.sampled_from([location for location in _LOCATIONS if location[0] != "settings"]))
+    phase, name = draw(st.sampled_from([place for place in _PLACES if place[0] != "settings"]))
     first = 0 if phase in START else 1
     return world_size, steps, (draw(st.integers(0, world_size - 1)), draw(st.integers(first, steps)), phase, name)
 
@@ -947,16 +937,15 @@ def test_one_difference_anywhere_is_found_there_and_from_both_sides(
         shape = {"world_size": world_size, "steps": steps}
         a = write_trace(Path(folder) / "a", **shape)
         b = write_trace(Path(folder) / "b", **shape, planted={where: (WORD, 0.5)})
-        found, reverse = compared(a, b), compared(b, a)
+        found, reverse = compare(a, b), compare(b, a)
 
     rank, step, phase, name = where
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name, found.first.ranks) == (step, phase, name, (rank,))
-    assert found.locations == (Location(step, phase, (rank,), 1, len(NAMES[phase])),)
-    assert reverse.first == replace(
-        found.first, sides=tuple(replace(side, label="AB"[side.label == "A"]) for side in found.first.sides[::-1])
-    )
-    assert (reverse.verdict, reverse.locations, reverse.size) == (found.verdict, found.locations, found.size)
+    assert found.places == (Place(step, phase, (rank,), 1, len(NAMES[phase])),)
+    found.first.sides = tuple(side._replace(label="AB"[side.label == "A"]) for side in found.first.sides[::-1])
+    assert reverse.first == found.first
+    assert (reverse.verdict, reverse.places, reverse.size) == (found.verdict, found.places, found.size)
 
 
 @settings(max_examples=25)
@@ -978,7 +967,7 @@ def test_equal_values_are_the_same_whatever_is_around_them(
         a = write_trace(Path(folder) / "a", world_size=world_size)
         b = write_trace(Path(folder) / "b", **noisy)
 
-        assert [compared(a, b).verdict, compared(b, a).verdict, compared(b, b).verdict] == ["same"] * 3
+        assert [compare(a, b).verdict, compare(b, a).verdict, compare(b, b).verdict] == ["same"] * 3
 
 
 def test_other_world_sizes_are_not_the_same_if_the_ranks_of_one_run_part(tmp_path: Path) -> None:
@@ -996,7 +985,7 @@ def test_other_world_sizes_are_not_the_same_if_another_rank_is_damaged(tmp_path:
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", world_size=4)
     damage(a, 1, b'"step":3')
 
-    found = compared(a, b)
+    found = compare(a, b)
 
     assert found.verdict == "unknown"
     assert "but inside A: cannot tell: " in found.headline
@@ -1013,7 +1002,7 @@ def test_only_the_start_in_common_is_no_comparison(tmp_path: Path) -> None:
 def test_the_same_folder_twice_is_a_note(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "a")
 
-    assert compared(folder, folder).notes == ("A and B are the same folder",)
+    assert compare(folder, folder).notes == ("A and B are the same folder",)
 
 
 def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_that_all_is(tmp_path: Path) -> None:
@@ -1026,7 +1015,7 @@ def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_that_all_is(tmp_p
 
     assert found.size is not None
     assert found.size < 1e-10
-    assert "of rounding size" in found.explanation
+    assert "of rounding size" in found.meaning
 
 
 def test_of_a_resumed_run_only_the_resumed_run_begins_there(tmp_path: Path) -> None:
@@ -1037,9 +1026,7 @@ def test_of_a_resumed_run_only_the_resumed_run_begins_there(tmp_path: Path) -> N
 
     assert found.first is not None
     assert (found.first.step, found.first.phase) == (3, "parameters")
-    assert (
-        "B begins there, and the other run has trained up to there. It begins with other weights" in found.explanation
-    )
+    assert "B begins there, and the other run has trained up to there. It begins with other weights" in found.meaning
 
 
 def test_local_gradients_that_part_in_the_same_step_come_before_settings(tmp_path: Path) -> None:

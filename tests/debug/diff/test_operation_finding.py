@@ -1,19 +1,31 @@
 """The first different operation as a record with the rows around it, and its text."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._text import WIDTH
 from legacy_ddp.debug._diff import text as operation_text
-from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, agreement, finding, judge_values
+from legacy_ddp.debug._diff.operations import (
+    MAX_FIRST,
+    ROWS_AFTER,
+    ROWS_BEFORE,
+    RankOperations,
+    agreement,
+    finding,
+    judge_values,
+)
 from legacy_ddp.debug._diff.result import Comparison, OperationFinding
 from legacy_ddp.debug._diff.text import as_json, lines
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
+from tests.helpers.command import compare
 from tests.helpers.operations import model, numbered, operation, rewritten
+from tests.helpers.traces import write_trace
 
 STEP = model()
 
@@ -163,3 +175,14 @@ def test_the_section_stands_in_text_and_json_of_the_comparison() -> None:
     given = as_json(comparison)["operations"]
     assert (given["step"], given["kind"], given["module"], given["name"]) == (41, "output", "2", "aten::mm")
     assert given["rows"][ROWS_BEFORE]["is_first"] is True
+
+
+def test_a_rank_that_agrees_with_two_different_ranks_is_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RankOperations, "_is_same", lambda *_: True)
+    product = operation("mul", ["0a" * 8], ["0b" * 8])
+    recorded = [product], [product, operation("neg", ["0b" * 8], ["0c" * 8])]
+
+    comparison = compare(write_trace(tmp_path, operations=lambda _, rank: recorded[rank]))
+
+    assert comparison.operations is None
+    assert "operations of step 1 differ between two ranks, and a third agrees with both" in comparison.notes

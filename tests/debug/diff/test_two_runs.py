@@ -17,10 +17,9 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerLostError
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._diff.result import Comparison, Divergence
-from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.command import compare
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
 from tests.helpers.scripts import fork_script
 
 STEPS, BATCHES = 6, 3  # per step and rank
@@ -84,13 +83,13 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _run(tmp_path_factory.mktemp("original") / "trace")
 
 
-def _compare(original: Path, tmp_path: Path, **changes: Any) -> Comparison:
-    return compare_runs(open_run(original), open_run(_run(tmp_path / "other", **changes)))
+def _compare(original: Path, tmp_path: Path, **changes: Any) -> Any:
+    return compare(original, _run(tmp_path / "other", **changes))
 
 
-def _place(comparison: Comparison) -> tuple[int, str, str, tuple[int, ...]]:
+def _place(comparison: Any) -> tuple[int, str, str, tuple[int, ...]]:
     first = comparison.first
-    assert isinstance(first, Divergence)
+    assert first is not None
     return first.step, first.phase, first.name, first.ranks
 
 
@@ -171,7 +170,7 @@ def test_a_shorter_run_recorded_less_often_is_the_same_as_far_as_it_goes(origina
 
 def test_a_weight_written_on_one_rank_shows_among_the_ranks_of_one_run(tmp_path: Path) -> None:
     """It is written after step 3 was recorded; step 4 starts from it, and its state still agrees."""
-    comparison = compare_ranks(open_run(_run(tmp_path / "trace", written_on=1)))
+    comparison = compare(_run(tmp_path / "trace", written_on=1))
 
     step, phase, name, ranks = _place(comparison)
     assert (step, phase, name) == (4, "parameters", "parameter '0.bias'")
@@ -179,7 +178,7 @@ def test_a_weight_written_on_one_rank_shows_among_the_ranks_of_one_run(tmp_path:
 
 
 def test_the_ranks_of_a_good_run_are_the_same(original: Path) -> None:
-    assert compare_ranks(open_run(original)).verdict == "same"
+    assert compare(original).verdict == "same"
 
 
 def _diff(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -221,11 +220,7 @@ def test_a_run_killed_at_a_random_byte_is_the_same_as_far_as_it_got(
 ) -> None:
     run_ranks(_train_until_killed, 2, tmp_path, size_bytes, lost={1})
 
-    killed = open_run(tmp_path)
-    with killed.open(0) as survivor, killed.open(1) as victim:
-        assert (survivor.end, survivor.damage) == ("PeerLostError", "")
-        assert (victim.end, victim.damage) == ("", "")
-        assert victim.size_bytes >= size_bytes
-    comparison = compare_runs(open_run(original), killed)
-    assert comparison.verdict == "same"
-    assert compare_ranks(killed).verdict == "same"
+    assert [Recorded(tmp_path, rank).end for rank in (0, 1)] == ["PeerLostError", ""]
+    assert (tmp_path / "rank-00001.jsonl").stat().st_size >= size_bytes
+    assert compare(original, tmp_path).verdict == "same"
+    assert compare(tmp_path).verdict == "same"

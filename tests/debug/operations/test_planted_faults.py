@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._diff.result import Comparison, OperationFinding
-from legacy_ddp.debug._trace.run import open_run
 from tests.helpers import operation_faults as faults
+from tests.helpers.command import compare
 from tests.helpers.operation_faults import FAULTY_RANK, STEP
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
@@ -30,21 +28,21 @@ def _runs(folder: Path, world_size: int = 2, others: dict[str, Any] | None = Non
     return folder
 
 
-def _between_runs(folder: Path) -> Comparison:
-    return compare_runs(open_run(folder / "a"), open_run(folder / "b"))
+def _between_runs(folder: Path) -> Any:
+    return compare(folder / "a", folder / "b")
 
 
-def _between_ranks(folder: Path) -> Comparison:
-    return compare_ranks(open_run(folder / "b"))
+def _between_ranks(folder: Path) -> Any:
+    return compare(folder / "b")
 
 
-def _found(comparison: Comparison, step: int = STEP) -> OperationFinding:
+def _found(comparison: Any, step: int = STEP) -> Any:
     assert comparison.operations is not None
     assert comparison.operations.step == step
     return comparison.operations
 
 
-def _place(found: OperationFinding) -> tuple[str, str, str, str, tuple[int, ...]]:
+def _place(found: Any) -> tuple[str, str, str, str, tuple[int, ...]]:
     return found.kind, found.stage, found.module, found.name, found.ranks
 
 
@@ -190,7 +188,7 @@ def _loss_with_log_on_first(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def test_a_log_on_rank_0_is_no_difference_and_hides_no_fault_of_another_rank(tmp_path: Path) -> None:
     folder = _runs(tmp_path, 3, others={"loss": _loss_with_log_on_first}, fault=faults.extra_operation)
-    equal, ranks = compare_ranks(open_run(folder / "a")), _found(_between_ranks(folder))
+    equal, ranks = compare(folder / "a"), _found(_between_ranks(folder))
 
     assert equal.operations is None
     assert [note for note in equal.notes if "without influence" in note and "only on rank 0" in note]

@@ -1,0 +1,93 @@
+"""The command ``legacy-ddp`` in this process, and the answer of ``legacy-ddp diff --json`` as a record."""
+
+import json
+import runpy
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from subprocess import CompletedProcess
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+_STATUS = {"same": 0, "different": 1, "unknown": 2}
+
+
+class Side(NamedTuple):
+    """The value of one side of a difference."""
+
+    label: str
+    word: str | None
+    norm: float | None
+    nonfinite: int = 0
+
+
+class Place(NamedTuple):
+    """A step and phase with differences."""
+
+    step: int
+    phase: str
+    ranks: tuple[int, ...]
+    differing: int
+    total: int
+    last_step: int | None = None
+    steps: int = 1
+
+
+class MetricDifference(NamedTuple):
+    """The first difference of a metric."""
+
+    name: str
+    step: int
+    a: float | str | None
+    b: float | str | None
+    differing: int
+    calls: int
+
+
+class RefusedError(Exception):
+    """The command refused a trace; the text is its line of error."""
+
+
+def command(*arguments: object) -> "CompletedProcess[str]":
+    """``python -m legacy_ddp`` with these arguments, without a process of its own."""
+    output, errors = StringIO(), StringIO()
+    given = [*map(str, arguments)]
+    with patch.object(sys, "argv", ["legacy-ddp", *given]), redirect_stdout(output), redirect_stderr(errors):
+        try:
+            runpy.run_module("legacy_ddp", run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    assert isinstance(status, int)
+    return CompletedProcess(given, status, output.getvalue(), errors.getvalue())
+
+
+def compare(*folders: Path, local_buffers: tuple[str, ...] = ()) -> Any:
+    """What ``legacy-ddp diff --json`` finds between two runs, or between the ranks of one run.
+
+    It has an attribute for each member of the JSON object, and so have the objects inside.
+
+    Raises:
+        RefusedError: the command cannot compare the traces.
+    """
+    patterns = [f"--local-buffers={pattern}" for pattern in local_buffers]
+    done = command("diff", "--json", *patterns, *folders)
+    if not done.stdout:
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        raise RefusedError(done.stderr.removeprefix("legacy-ddp: error: ").rstrip("\n"))
+    found = _record(json.loads(done.stdout))
+    assert (done.returncode, done.stderr) == (_STATUS[found.verdict], "")
+    found.places = tuple(Place(**vars(item)) for item in found.places)
+    found.metrics = tuple(MetricDifference(**vars(item)) for item in found.metrics)
+    for item in (found.first, *found.others):
+        if item is not None:
+            item.sides = tuple(Side(**vars(side)) for side in item.sides)
+    return found
+
+
+def _record(value: Any) -> Any:
+    """The value with attributes for the members of objects, and tuples for lists."""
+    if isinstance(value, dict):
+        return SimpleNamespace(**{name: _record(item) for name, item in value.items()})
+    return tuple(map(_record, value)) if isinstance(value, list) else value
