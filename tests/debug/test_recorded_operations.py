@@ -16,18 +16,15 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from legacy_ddp import LegacyDistributedDataParallel, PeerError, all_reduce_gradients
 from legacy_ddp.debug import Recorder, digest
-from legacy_ddp.debug._diff.compare import compare_runs
-from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._trace.run import open_run
 from tests.helpers import logged_warnings
+from tests.helpers.command import compare
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded, RecordedOperation
 from tests.helpers.small_models import tanh_net
 
 
-def operations_in(folder: Path, rank: int = 0) -> dict[int, tuple[Operation, ...]]:
-    with open_run(folder).open(rank) as trace:
-        assert trace.damage == ""
-        return {step: trace.operations(step) for step in trace.operation_counts}
+def operations_in(folder: Path, rank: int = 0) -> dict[int, tuple[RecordedOperation, ...]]:
+    return Recorded(folder, rank).operations
 
 
 def batch(step: int, rank: int = 0) -> torch.Tensor:
@@ -104,11 +101,10 @@ def test_a_step_with_operations_is_recorded_although_every_leaves_it_out(tmp_pat
     with Recorder(model, tmp_path, optimizer=optimizer, every=3, operations=(4,)):
         train(model, optimizer, steps=5)
 
-    with open_run(tmp_path).open(0) as trace:
-        assert list(trace.steps) == [0, 3, 4]
-        assert list(trace.operation_counts) == [4]
-        assert trace.section(4, "local_gradients") is not None
-        assert trace.section(4, "parameters") is not None
+    trace = Recorded(tmp_path)
+    assert trace.steps == [0, 3, 4]
+    assert list(trace.operations) == [4]
+    assert {(4, "local_gradients"), (4, "parameters")} <= trace.sections.keys()
 
 
 @pytest.mark.usefixtures("alone")
@@ -185,7 +181,6 @@ def test_a_plain_module_counts_a_forward_pass_after_each_backward_pass(tmp_path:
 
 @pytest.mark.usefixtures("alone")
 def test_two_forward_passes_of_a_wrapper_and_of_a_plain_module_agree(tmp_path: Path) -> None:
-    runs = []
     for name in ("wrapper", "plain"):
         torch.manual_seed(0)
         module = tanh_net()
@@ -193,12 +188,12 @@ def test_two_forward_passes_of_a_wrapper_and_of_a_plain_module_agree(tmp_path: P
         with Recorder(model, tmp_path / name, operations={1}):
             (model(batch(1)).sum() + model(batch(2)).sum()).backward()
             all_reduce_gradients(module) if name == "plain" else model.all_reduce()
-        runs.append(open_run(tmp_path / name))
 
-    found = compare_runs(*runs)
+    found = compare(tmp_path / "wrapper", tmp_path / "plain")
 
     # A wrapper counts two micro-batches, a plain module one.
-    assert [{item.micro_batch for item in operations_in(run.folder)[1]} for run in runs] == [{1, 2}, {1}]
+    assert {item.micro_batch for item in operations_in(tmp_path / "wrapper")[1]} == {1, 2}
+    assert {item.micro_batch for item in operations_in(tmp_path / "plain")[1]} == {1}
     assert found.verdict == "same"
     assert "operations of step 1 agree" in found.notes
 
@@ -244,8 +239,8 @@ def test_a_compiled_wrapper_is_recorded_and_told_to_lack_operations(tmp_path: Pa
         "holds no operations: those of a compiled wrapper are not recorded; compile the module inside "
         "(wrapper.module.compile()), or record without torch.compile"
     )
-    with open_run(tmp_path).open(0) as trace:
-        assert (list(trace.steps), trace.environment.parameters[0]) == ([0, 1, 2], "0.bias")
+    trace = Recorded(tmp_path)
+    assert (trace.steps, trace.environment.parameters[0]) == ([0, 1, 2], "0.bias")
 
 
 @pytest.mark.usefixtures("alone")
@@ -288,8 +283,8 @@ def test_an_exception_in_a_step_leaves_no_mode_behind(tmp_path: Path) -> None:
         model(torch.ones(2, 9))
 
     assert _get_current_dispatch_mode_stack() == []
-    with open_run(tmp_path).open(0) as trace:
-        assert (trace.end, trace.operation_counts) == ("RuntimeError", {})
+    trace = Recorded(tmp_path)
+    assert (trace.end, trace.operations) == ("RuntimeError", {})
 
 
 class Odd(torch.Tensor):
@@ -317,8 +312,7 @@ def test_a_failure_to_capture_ends_the_trace_and_not_the_training(tmp_path: Path
     assert "rank-00000.jsonl ends before step 2" in told
     assert "no strides" in told
     assert _get_current_dispatch_mode_stack() == []
-    with open_run(tmp_path).open(0) as trace:
-        assert list(trace.steps) == [0, 1]
+    assert Recorded(tmp_path).steps == [0, 1]
 
 
 @pytest.mark.usefixtures("alone")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
 from tests.helpers.small_models import add_gradients, error_of, wrap
 
 
@@ -22,14 +22,11 @@ def _call(model: Any, **arguments: Any) -> None:
 
 
 def _metrics(folder: Path, rank: int = 0) -> dict[int, dict[str, float]]:
-    with open_run(folder).open(rank) as trace:
-        return {step: dict(call.metrics) for step in trace.steps if (call := trace.call(step))}
+    return {step: call.metrics for step, call in Recorded(folder, rank).calls.items()}
 
 
 def _logged(folder: Path, rank: int = 0) -> dict[int, dict[str, float | str]]:
-    with open_run(folder).open(rank) as trace:
-        assert not trace.damage
-        return trace.logged
+    return Recorded(folder, rank).logged
 
 
 def _record_sums(rank: int, folder: Path) -> None:
@@ -190,7 +187,7 @@ def _facts(folder: Path, **options: Any) -> dict[str, str]:
     model = wrap()
     with Recorder(model, folder, **options):
         _call(model)
-    return dict(open_run(folder).environments[0].facts)
+    return Recorded(folder).environment.facts
 
 
 @pytest.mark.usefixtures("alone")

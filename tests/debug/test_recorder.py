@@ -8,7 +8,7 @@ import resource
 import shutil
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,34 +20,17 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
-from legacy_ddp._errors import TraceError
+from legacy_ddp import Checks, LegacyDistributedDataParallel, PeerError, TraceError, all_reduce_gradients
 from legacy_ddp.debug import Recorder, digest
-from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.run import open_run
 from tests.helpers import logged_warnings
 from tests.helpers.processes import open_files
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
 from tests.helpers.small_models import add_gradients, error_of, tanh_net, wrap
 
 
 def _word(values: Any) -> str:
     return f"{digest(torch.tensor(values)) % 2**64:016x}"
-
-
-_opened: list[RankTrace] = []
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while _opened:
-        _opened.pop().__exit__()
-
-
-def _read(folder: Path, rank: int = 0) -> RankTrace:
-    _opened.append(open_run(folder).open(rank))
-    return _opened[-1]
 
 
 def _take_steps(model: LegacyDistributedDataParallel, optimizer: torch.optim.Optimizer, values: list[float]) -> None:
@@ -75,14 +58,13 @@ def test_every_phase_of_a_step_holds_what_hand_arithmetic_says(tmp_path: Path) -
     run_ranks(_record_two_steps, 2, tmp_path)
 
     for rank in range(2):
-        trace = _read(tmp_path, rank)
-        assert list(trace.steps) == [0, 1, 2]
+        trace = Recorded(tmp_path, rank)
+        assert trace.steps == [0, 1, 2]
         assert trace.end == "closed"
         held = {
-            (step, phase): (found.names.names, found.values.words, found.values.norms)
-            for step in trace.steps
-            for phase in trace.phases
-            if (found := trace.section(step, phase)) and phase != "settings"
+            where: tuple(map(tuple, (found.words, found.words.values(), found.norms.values())))
+            for where, found in trace.sections.items()
+            if where[1] != "settings"
         }
         gradient, parameter, state = (
             ("gradient of 'weight'",),
@@ -101,9 +83,7 @@ def test_every_phase_of_a_step_holds_what_hand_arithmetic_says(tmp_path: Path) -
             (2, "optimizer"): (state, (_word([[4.25, 4.25]]),), (_rounded(4.25 * math.sqrt(2)),)),
             (2, "parameters"): (parameter, (_word([[-1.875, -0.875]]),), (_rounded(math.hypot(1.875, 0.875)),)),
         }
-        settings = trace.section(1, "settings")
-        assert settings is not None
-        assert settings.words["lr of parameter group 0"] == "0.5"
+        assert trace.sections[1, "settings"].words["lr of parameter group 0"] == "0.5"
 
 
 def _rounded(value: float) -> Any:
@@ -115,8 +95,7 @@ def test_the_call_line_holds_what_the_record_says(tmp_path: Path) -> None:
     records = run_ranks(_record_one_call, 2, tmp_path)
 
     for rank in range(2):
-        facts = _read(tmp_path, rank).call(1)
-        assert facts is not None
+        facts = Recorded(tmp_path, rank).calls[1]
         assert (facts.call, facts.micro_batches, facts.sample_size, facts.took_part) == (1, 2, 4 + rank, True)
         assert (facts.divisor, facts.payload_bytes) == (9, 8)
         assert facts.local_norm == pytest.approx(math.sqrt(2) * 2)
@@ -145,16 +124,12 @@ def _record_one_call(rank: int, folder: Path) -> dict[str, float]:
 @pytest.mark.usefixtures("alone")
 def test_random_generators_are_those_that_the_call_found(tmp_path: Path) -> None:
     model = wrap()
-    found = []
     with Recorder(model, tmp_path):
         for draws in (0, 1, 0):
             torch.rand(draws)
             add_gradients(model, 1.0)
             model.all_reduce()
-    for step in (1, 2, 3):
-        facts = _read(tmp_path).call(step)
-        assert facts is not None
-        found.append(facts.generators)
+    found = [Recorded(tmp_path).calls[step].generators for step in (1, 2, 3)]
 
     assert len(found[0]) == 16
     assert found[0] != found[1] == found[2]
@@ -178,8 +153,7 @@ def test_inputs_in_dictionaries_and_keywords_are_seen(tmp_path: Path) -> None:
         model({"x": torch.ones(1, 2), "name": "a"}, scale=torch.tensor(2.0), power=2).backward()
         model.all_reduce()
 
-    facts = _read(tmp_path).call(1)
-    assert facts is not None
+    facts = Recorded(tmp_path).calls[1]
     assert [kind for kind, _ in facts.inputs] == ["float32 (1, 2)", "str", "float32 ()", "int"]
     assert facts.inputs_complete
 
@@ -192,8 +166,7 @@ def test_of_very_many_forward_passes_the_first_inputs_are_kept_and_all_are_count
             model(torch.ones(1, 2)).sum().backward()
         model.all_reduce()
 
-    facts = _read(tmp_path).call(1)
-    assert facts is not None
+    facts = Recorded(tmp_path).calls[1]
     assert (facts.forwards, len(facts.inputs), facts.inputs_complete) == (100, 64, False)
 
 
@@ -242,7 +215,7 @@ def _train_noisy(rank: int, folder: Path | None, every: int, level: str) -> list
 @pytest.mark.parametrize("every", [1, 2])
 def test_recording_changes_no_bit_of_the_training(tmp_path: Path, level: str, every: int) -> None:
     assert run_ranks(_train_noisy, 2, tmp_path, every, level) == run_ranks(_train_noisy, 2, None, 1, "info")
-    assert list(_read(tmp_path).steps) == [0, *range(every, 7, every)]
+    assert Recorded(tmp_path).steps == [0, *range(every, 7, every)]
 
 
 def test_two_runs_of_the_same_training_write_the_same_values(tmp_path: Path) -> None:
@@ -250,13 +223,12 @@ def test_two_runs_of_the_same_training_write_the_same_values(tmp_path: Path) -> 
         run_ranks(_train_noisy, 2, tmp_path / name, 1, "info")
 
     for rank in range(2):
-        one, other = _read(tmp_path / "a", rank), _read(tmp_path / "b", rank)
+        one, other = Recorded(tmp_path / "a", rank), Recorded(tmp_path / "b", rank)
         assert one.phases == other.phases
         assert len(one.phases) == 6
-        for step in one.steps:
-            assert {phase: one.digest(step, phase) for phase in one.phases} == {
-                phase: other.digest(step, phase) for phase in other.phases
-            }
+        assert {where: found.words for where, found in one.sections.items()} == {
+            where: found.words for where, found in other.sections.items()
+        }
 
 
 @pytest.mark.usefixtures("alone")
@@ -270,8 +242,7 @@ def test_gradients_that_are_not_there_and_elements_that_are_not_finite_are_disti
         model.all_reduce()
 
     for phase in ("local_gradients", "reduced_gradients"):
-        found = _read(tmp_path).section(1, phase)
-        assert found is not None
+        found = Recorded(tmp_path).sections[1, phase]
         assert found.norms == {"gradient of 'a'": 5.0, "gradient of 'b'": 0.0, "gradient of 'c'": None}
         assert found.nonfinite == {"gradient of 'a'": 1}
         assert found.words["gradient of 'c'"] is None
@@ -284,8 +255,8 @@ def test_steps_are_counted_from_the_first_one_and_recorded_where_every_divides_t
     with Recorder(model, tmp_path, optimizer=optimizer, every=5, first_step=101):
         _take_steps(model, optimizer, [1.0] * 12)
 
-    trace = _read(tmp_path)
-    assert list(trace.steps) == [100, 105, 110]
+    trace = Recorded(tmp_path)
+    assert trace.steps == [100, 105, 110]
     assert (trace.environment.every, trace.environment.first_step) == (5, 101)
 
 
@@ -298,12 +269,12 @@ def test_what_a_resumed_run_starts_from_is_what_the_step_before_left(tmp_path: P
         with Recorder(model, tmp_path / "resumed", optimizer=optimizer, first_step=4):
             _take_steps(model, optimizer, [4.0])
 
-    whole, resumed = _read(tmp_path / "whole"), _read(tmp_path / "resumed")
+    whole, resumed = Recorded(tmp_path / "whole"), Recorded(tmp_path / "resumed")
     for phase in ("optimizer", "parameters"):
-        assert whole.digest(3, phase) == resumed.digest(3, phase) is not None
-        assert whole.digest(4, phase) == resumed.digest(4, phase) != whole.digest(3, phase)
-    assert whole.digest(4, "settings") == resumed.digest(4, "settings") is not None
-    assert resumed.digest(3, "settings") is None  # no step used any
+        assert whole.words(3, phase) == resumed.words(3, phase) is not None
+        assert whole.words(4, phase) == resumed.words(4, phase) != whole.words(3, phase)
+    assert whole.words(4, "settings") == resumed.words(4, "settings") is not None
+    assert resumed.words(3, "settings") is None  # no step used any
 
 
 @pytest.mark.usefixtures("alone")
@@ -317,8 +288,7 @@ def test_settings_are_those_that_the_step_used_not_those_that_a_scheduler_left(t
             scheduler.step()
 
     for step, rate in ((1, "0.5"), (2, "0.25")):
-        settings = _read(tmp_path).section(step, "settings")
-        assert settings is not None
+        settings = Recorded(tmp_path).sections[step, "settings"]
         assert settings.words["lr of parameter group 0"] == rate
 
 
@@ -332,9 +302,9 @@ def test_a_step_that_the_optimizer_skips_is_recorded_as_the_next_call_finds_it(t
         model.zero_grad()
         _take_steps(model, optimizer, [2.0])
 
-    trace = _read(tmp_path)
-    assert trace.digest(1, "parameters") == trace.digest(0, "parameters")
-    assert trace.digest(2, "parameters") != trace.digest(1, "parameters")
+    trace = Recorded(tmp_path)
+    assert trace.words(1, "parameters") == trace.words(0, "parameters")
+    assert trace.words(2, "parameters") != trace.words(1, "parameters")
 
 
 @pytest.mark.usefixtures("alone")
@@ -344,10 +314,9 @@ def test_without_an_optimizer_the_last_step_is_taken_at_the_end(tmp_path: Path) 
     with Recorder(model, tmp_path):
         _take_steps(model, optimizer, [1.0, 1.0])
 
-    trace = _read(tmp_path)
+    trace = Recorded(tmp_path)
     assert trace.phases == ("local_gradients", "reduced_gradients", "parameters")
-    held = trace.section(2, "parameters")
-    assert held is not None
+    held = trace.sections[2, "parameters"]
     assert held.words == {"parameter 'weight'": _word(model.module.weight.tolist())}
 
 
@@ -366,11 +335,9 @@ def test_with_two_optimizers_a_step_is_over_when_both_have_stepped(tmp_path: Pat
                 model.module["a"].add_(8)  # after the step
 
     for step, held in ((1, (0.5, 0.5)), (2, (8.0, 0.0))):
-        found = _read(tmp_path).section(step, "parameters")
-        assert found is not None
+        found = Recorded(tmp_path).sections[step, "parameters"]
         assert found.words == {"parameter 'a'": _word([held[0]]), "parameter 'b'": _word([held[1]])}
-    settings = _read(tmp_path).section(1, "settings")
-    assert settings is not None
+    settings = Recorded(tmp_path).sections[1, "settings"]
     assert settings.words["optimizer 1: lr of parameter group 0"] == "0.5"
 
 
@@ -383,8 +350,7 @@ def test_inputs_belong_to_the_step_that_follows_them(tmp_path: Path) -> None:
             model.all_reduce()
 
     for step in (1, 2):
-        facts = _read(tmp_path).call(step)
-        assert facts is not None
+        facts = Recorded(tmp_path).calls[step]
         assert (facts.forwards, [kind for kind, _ in facts.inputs]) == (1, [f"float32 ({step}, 2)"])
 
 
@@ -392,10 +358,9 @@ def test_a_call_that_failed_is_no_step(tmp_path: Path) -> None:
     run_ranks(_fail_and_repeat, 2, tmp_path)
 
     for rank in range(2):
-        trace = _read(tmp_path, rank)
-        assert list(trace.steps) == [0, 1]
-        local = trace.section(1, "local_gradients")
-        assert local is not None
+        trace = Recorded(tmp_path, rank)
+        assert trace.steps == [0, 1]
+        local = trace.sections[1, "local_gradients"]
         assert local.words == {"gradient of 'weight'": _word([[1.0, 1.0]])}
 
 
@@ -418,7 +383,7 @@ def test_a_call_inside_no_sync_is_no_step(tmp_path: Path) -> None:
         add_gradients(model, 1.0)
         model.all_reduce()
 
-    assert list(_read(tmp_path).steps) == [0, 1]
+    assert Recorded(tmp_path).steps == [0, 1]
 
 
 @pytest.mark.usefixtures("alone")
@@ -428,7 +393,7 @@ def test_calls_of_the_function_are_recorded_by_its_module(tmp_path: Path) -> Non
         add_gradients(module, 1.0)
         all_reduce_gradients(module)
 
-    assert _read(tmp_path).phases == ("local_gradients", "reduced_gradients", "parameters")
+    assert Recorded(tmp_path).phases == ("local_gradients", "reduced_gradients", "parameters")
 
 
 @pytest.mark.usefixtures("alone")
@@ -442,12 +407,10 @@ def test_parameters_that_come_later_are_recorded_from_then_on(tmp_path: Path) ->
         add_gradients(model, 1.0)
         model.all_reduce()
 
-    trace = _read(tmp_path)
-    first, second = (trace.section(step, "reduced_gradients") for step in (1, 2))
-    assert first is not None
-    assert second is not None
-    assert first.names.names == ("gradient of 'a'",)
-    assert second.names.names == ("gradient of 'a'", "gradient of 'b'")
+    trace = Recorded(tmp_path)
+    first, second = (trace.sections[step, "reduced_gradients"].words for step in (1, 2))
+    assert list(first) == ["gradient of 'a'"]
+    assert list(second) == ["gradient of 'a'", "gradient of 'b'"]
 
 
 @pytest.mark.usefixtures("alone")
@@ -459,7 +422,7 @@ def test_the_last_line_says_how_the_block_was_left(tmp_path: Path, error: type[B
         model.all_reduce()
         raise error
 
-    assert _read(tmp_path).end == error.__name__
+    assert Recorded(tmp_path).end == error.__name__
 
 
 @pytest.mark.usefixtures("alone")
@@ -475,7 +438,7 @@ def test_a_copy_or_a_checkpoint_made_meanwhile_knows_nothing_of_the_recorder(tmp
         twin_optimizer.step()
         _take_steps(model, optimizer, [1.0])
 
-    assert list(_read(tmp_path).steps) == [0, 1]
+    assert Recorded(tmp_path).steps == [0, 1]
 
 
 @pytest.mark.usefixtures("alone")
@@ -514,9 +477,9 @@ def _train_compiled(rank: int, folder: Path) -> list[int]:
 def test_compiled_model_and_optimizer_are_recorded_without_compiling_again(tmp_path: Path) -> None:
     (graphs,) = run_ranks(_train_compiled, 1, tmp_path)
 
-    trace = _read(tmp_path)
-    assert list(trace.steps) == list(range(9))
-    assert len({trace.digest(step, "parameters") for step in trace.steps}) == 9
+    trace = Recorded(tmp_path)
+    assert trace.steps == list(range(9))
+    assert len({str(trace.words(step, "parameters")) for step in trace.steps}) == 9
     assert graphs[2] == graphs[-1]
 
 
@@ -639,7 +602,7 @@ def test_a_folder_may_lie_in_the_home_directory(
         add_gradients(model, 1.0)
         model.all_reduce()
 
-    assert list(_read(tmp_path / "home" / "runs" / "x").steps) == [0, 1]
+    assert Recorded(tmp_path / "home" / "runs" / "x").steps == [0, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
@@ -652,10 +615,9 @@ def test_gradients_whose_norm_no_float64_holds_are_recorded_without_one(tmp_path
             model.module.weight.grad = torch.full((1, 2), value, dtype=torch.float64)
             model.all_reduce()
 
-    trace = _read(tmp_path)
-    assert (list(trace.steps), trace.end) == ([0, 1, 2], "closed")
-    facts = trace.call(2)
-    assert facts is not None
+    trace = Recorded(tmp_path)
+    assert (trace.steps, trace.end) == ([0, 1, 2], "closed")
+    facts = trace.calls[2]
     assert (facts.local_norm, facts.finite) == (None, True)
 
 
@@ -697,7 +659,7 @@ def test_optimizers_of_some_of_the_parameters_or_of_more_than_the_model_has_are_
         late.step()
         joint.step()
 
-    assert _read(tmp_path).end == "closed"
+    assert Recorded(tmp_path).end == "closed"
 
 
 @pytest.mark.usefixtures("alone")
@@ -765,19 +727,19 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, as_erro
     assert "rank-00001.jsonl ends before step" in said[0]
     assert "cannot be recorded or written any more (File too large)" in said[0]
     assert weights == others_weights
-    whole, cut = _read(tmp_path, 0), _read(tmp_path, 1)
-    assert (whole.end, list(whole.steps)) == ("closed", list(range(9)))
-    assert (cut.end, cut.damage) == ("", "")
+    whole, cut = Recorded(tmp_path, 0), Recorded(tmp_path, 1)
+    assert (whole.end, whole.steps) == ("closed", list(range(9)))
+    assert cut.end == ""
     assert 1 < len(cut.steps) < 9
     for step in cut.steps:
-        assert cut.digest(step, "reduced_gradients") in (whole.digest(step, "reduced_gradients"), None)
+        assert cut.words(step, "reduced_gradients") in (whole.words(step, "reduced_gradients"), None)
 
 
 @pytest.mark.parametrize("level", ["off", "detail"])
 def test_layout_and_local_buffers_are_in_the_first_line(tmp_path: Path, level: str) -> None:
     run_ranks(partial(_train_noisy, folder=tmp_path, every=1, level=level), 2)
 
-    one, other = open_run(tmp_path).environments
+    one, other = (Recorded(tmp_path, rank).environment for rank in range(2))
     assert one.layout == other.layout != "0" * 16
     assert one.local_buffers == ("*",)
     assert one.parameters[:2] == ("body.1.bias", "body.1.weight")
@@ -800,5 +762,5 @@ def test_the_environment_names_the_transport(tmp_path: Path) -> None:
     run_ranks(_record_transports, 2, tmp_path)
 
     for name in ("before the first call", "after it"):
-        found = [_read(tmp_path / transport / name, 0).environment.facts["transport"] for transport in ("host", "gloo")]
-        assert found == ["host", 'gloo (transport="gloo")']
+        traces = [Recorded(tmp_path / transport / name) for transport in ("host", "gloo")]
+        assert [trace.environment.facts["transport"] for trace in traces] == ["host", 'gloo (transport="gloo")']

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._replicas.digest import digest_each
-from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._diff.result import Comparison
-from legacy_ddp.debug._trace.run import open_run
+from legacy_ddp.debug import Recorder, digest
+from tests.helpers.command import compare
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
 from tests.helpers.small_models import add_gradients, error_of, wrap
 from tests.helpers.torch_versions import uses_torch_jit
 from tests.test_error_text import MuteError
@@ -69,8 +67,8 @@ def _train(
     return model
 
 
-def _compare(one: Path, other: Path) -> Comparison:
-    return compare_runs(open_run(one), open_run(other))
+def _word(tensor: torch.Tensor) -> str:
+    return f"{digest(tensor) % 2**64:016x}"
 
 
 @pytest.mark.usefixtures("alone")
@@ -80,7 +78,7 @@ def test_a_run_left_between_call_and_step_is_not_different(tmp_path: Path, known
     with pytest.raises(KeyboardInterrupt):
         _train(tmp_path / "left", 6, leave_at=4, known=known)
 
-    comparison = _compare(tmp_path / "whole", tmp_path / "left")
+    comparison = compare(tmp_path / "whole", tmp_path / "left")
 
     assert (comparison.verdict, comparison.steps) == ("same", (0, 4))
 
@@ -101,7 +99,7 @@ def _leave_on_rank_1(rank: int, folder: Path) -> None:
 def test_a_rank_that_leaves_before_its_last_step_does_not_part_from_the_others(tmp_path: Path) -> None:
     run_ranks(_leave_on_rank_1, 2, tmp_path)
 
-    assert compare_ranks(open_run(tmp_path)).verdict == "same"
+    assert compare(tmp_path).verdict == "same"
 
 
 @pytest.mark.usefixtures("alone")
@@ -112,7 +110,7 @@ def test_buffers_of_a_short_run_are_those_of_a_long_one(tmp_path: Path, how: dic
     _train(tmp_path / "long", 6, **how)
     _train(tmp_path / "short", 3, **how)
 
-    assert _compare(tmp_path / "long", tmp_path / "short").verdict == "same"
+    assert compare(tmp_path / "long", tmp_path / "short").verdict == "same"
 
 
 @pytest.mark.usefixtures("alone")
@@ -123,7 +121,7 @@ def test_a_run_recorded_without_its_optimizer_has_the_same_buffers_and_parameter
     _train(tmp_path / "known", 4, wrapped=wrapped)
     _train(tmp_path / "unknown", 4, known=False, wrapped=wrapped)
 
-    assert _compare(tmp_path / "known", tmp_path / "unknown").verdict == "same"
+    assert compare(tmp_path / "known", tmp_path / "unknown").verdict == "same"
 
 
 @pytest.mark.usefixtures("alone")
@@ -135,7 +133,7 @@ def test_a_resumed_run_starts_from_the_buffers_that_the_step_before_left(tmp_pat
     _train(tmp_path / "first half", 3, model=model, optimizer=optimizer, known=known)
     _train(tmp_path / "second half", 6, model=model, optimizer=optimizer, known=known, first=4)
 
-    comparison = _compare(tmp_path / "whole", tmp_path / "second half")
+    comparison = compare(tmp_path / "whole", tmp_path / "second half")
 
     assert (comparison.verdict, comparison.steps) == ("same", (3, 6))
 
@@ -147,11 +145,8 @@ def test_a_step_that_calls_the_step_of_its_base_class_is_recorded_at_its_end(tmp
 
     _train(tmp_path, 1, model=model, optimizer=_Clamped(model.parameters(), lr=0.5))
 
-    with open_run(tmp_path).open(0) as trace:
-        held = trace.section(1, "parameters")
-    assert held is not None
-    expected = digest_each([dict(model.named_parameters())["0.weight"]])
-    assert held.words["parameter '0.weight'"] == f"{expected[0] % 2**64:016x}"
+    held = Recorded(tmp_path).sections[1, "parameters"]
+    assert held.words["parameter '0.weight'"] == _word(model[0].weight)
     assert model[0].weight.abs().max() <= 0.3
 
 
@@ -174,11 +169,8 @@ def test_a_step_that_raised_does_not_hide_the_next_one(tmp_path: Path) -> None:
             with torch.no_grad():
                 model.module.weight.add_(1)  # after the step
 
-    with open_run(tmp_path).open(0) as trace:
-        held = trace.section(2, "parameters")
-    assert held is not None
-    expected = digest_each([model.module.weight.detach() - 1])
-    assert held.words == {"parameter 'weight'": f"{expected[0] % 2**64:016x}"}
+    held = Recorded(tmp_path).sections[2, "parameters"]
+    assert held.words == {"parameter 'weight'": _word(model.module.weight.detach() - 1)}
 
 
 @pytest.mark.usefixtures("alone")
@@ -195,10 +187,8 @@ def test_settings_that_are_tensors_are_those_of_the_step_although_they_change_be
         rate.mul_(2)
         second.step()
 
-    with open_run(tmp_path).open(0) as trace:
-        held = trace.section(1, "settings")
-    assert held is not None
-    assert held.words["optimizer 0: lr of parameter group 0"] == f"{digest_each([rate / 2])[0] % 2**64:016x}"
+    held = Recorded(tmp_path).sections[1, "settings"]
+    assert held.words["optimizer 0: lr of parameter group 0"] == _word(rate / 2)
 
 
 class _Takes(nn.Module):
@@ -235,13 +225,10 @@ def test_inputs_and_buffers_of_any_kind_leave_the_training_alone(tmp_path: Path,
         model(given).backward()
         model.all_reduce()
 
-    with open_run(tmp_path).open(0) as trace:
-        facts, held = trace.call(1), trace.section(0, "buffers")
-        assert trace.end == "closed"
-    assert facts is not None
-    assert facts.inputs_complete == (isinstance(given, torch.Tensor) and given.dtype is torch.bits8)
-    assert held is not None
-    assert held.norms == {"buffer 'away'": None, "buffer 'packed'": None}
+    trace = Recorded(tmp_path)
+    assert trace.end == "closed"
+    assert trace.calls[1].inputs_complete == (isinstance(given, torch.Tensor) and given.dtype is torch.bits8)
+    assert trace.sections[0, "buffers"].norms == {"buffer 'away'": None, "buffer 'packed'": None}
 
 
 @uses_torch_jit
@@ -257,8 +244,7 @@ def test_functional_transforms_of_a_recorded_wrapper_work(tmp_path: Path) -> Non
         model(torch.ones(1, 2)).sum().backward()
         model.all_reduce()
 
-    with open_run(tmp_path).open(0) as trace:
-        assert list(trace.steps) == [0, 1]
+    assert Recorded(tmp_path).steps == [0, 1]
 
 
 @uses_torch_jit
@@ -281,9 +267,7 @@ def test_inputs_that_bypass_the_wrapper_leave_the_inputs_incomplete(tmp_path: Pa
         model.module(torch.ones(1, 2)).sum().backward()
         model.all_reduce()
 
-    with open_run(tmp_path).open(0) as trace:
-        facts = trace.call(1)
-    assert facts is not None
+    facts = Recorded(tmp_path).calls[1]
     assert (facts.forwards, facts.micro_batches, facts.inputs_complete) == (1, 2, False)
 
 
@@ -305,8 +289,8 @@ def test_a_value_that_cannot_be_recorded_ends_the_trace_and_not_the_training(tmp
     told = [str(warning.message) for warning in said if "the training goes on" in str(warning.message)]
     assert len(told) == 1
     assert "rank-00000.jsonl ends before step 3" in told[0]
-    with open_run(tmp_path).open(0) as trace:
-        assert (list(trace.steps), trace.end, trace.damage) == ([0, 1, 2], "", "")
+    trace = Recorded(tmp_path)
+    assert (trace.steps, trace.end) == ([0, 1, 2], "")
 
 
 class _Unreadable(dict[str, Any]):
@@ -339,7 +323,7 @@ def _record_on_a_part(rank: int, folder: Path) -> int:
 
 def test_ranks_are_those_of_the_group(tmp_path: Path) -> None:
     assert run_ranks(_record_on_a_part, 3, tmp_path) == [0, 1, 0]
-    assert [open_run(tmp_path / name).world_size for name in "01"] == [2, 1]
+    assert [Recorded(tmp_path / name).environment.world_size for name in "01"] == [2, 1]
 
 
 @pytest.mark.usefixtures("alone")
@@ -371,7 +355,7 @@ def test_gradients_of_a_rank_that_sits_out_are_nobody_s_business(tmp_path: Path)
     for name, garbage in (("a", 5.0), ("b", 7.0)):
         run_ranks(partial(_sit_out, folder=tmp_path / name, garbage=garbage), 2)
 
-    assert _compare(tmp_path / "a", tmp_path / "b").verdict == "same"
+    assert compare(tmp_path / "a", tmp_path / "b").verdict == "same"
 
 
 @pytest.mark.usefixtures("alone")
@@ -393,9 +377,9 @@ def test_entering_that_fails_leaves_no_file(tmp_path: Path, where: str) -> None:
 
 def test_digests_do_not_depend_on_the_default_device() -> None:
     tensors = [torch.arange(5, device="cpu"), torch.arange(3, device="cpu")]
-    expected = digest_each(copy.deepcopy(tensors))
+    expected = [*map(digest, copy.deepcopy(tensors))]
     with torch.device("meta"):
-        assert digest_each(tensors) == expected
+        assert [*map(digest, tensors)] == expected
 
 
 def _share_a_buffer(rank: int, folder: Path) -> None:
@@ -410,6 +394,5 @@ def _share_a_buffer(rank: int, folder: Path) -> None:
 def test_a_buffer_that_is_a_rank_s_own_by_its_second_name_is_left_out(tmp_path: Path) -> None:
     run_ranks(_share_a_buffer, 2, tmp_path)
 
-    run = open_run(tmp_path)
-    assert run.environments[0].local_buffers == ("1.*", "*.running_var", "0.running_mean")
-    assert compare_ranks(run).verdict == "same"
+    assert Recorded(tmp_path).environment.local_buffers == ("1.*", "*.running_var", "0.running_mean")
+    assert compare(tmp_path).verdict == "same"

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 RANK_FILE = "rank-{:05}.jsonl"
 PHASES = ("local_gradients", "reduced_gradients", "settings", "optimizer", "parameters", "buffers")
 
+_NOT_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
+
 
 class Section(NamedTuple):
     """The values of a phase in a step, each by the name of its entry."""
@@ -82,8 +84,9 @@ class Recorded:
         columns = (dict(zip(of, column, strict=True)) for column in (kinds, words, norms))
         self.sections[step, phase] = Section(*columns, {of[index]: number for index, number in nonfinite})
 
-    def _add_call(self, step: int, **members: Any) -> None:
-        self.calls[step] = SimpleNamespace(**{name: _tuples(value) for name, value in members.items()})
+    def _add_call(self, step: int, metrics: Mapping[str, Any], **members: Any) -> None:
+        found = {name: _tuples(value) for name, value in members.items()}
+        self.calls[step] = SimpleNamespace(**found, metrics=_numbers(metrics))
 
     def _add_operation(self, number: int, **members: Any) -> None:
         assert number == len(self._declared)
@@ -116,7 +119,7 @@ class Recorded:
         self.operations[step] = (*self.operations.get(step, ()), *found)
 
     def _add_log(self, step: int, values: dict[str, Any]) -> None:
-        self.logged.setdefault(step, {}).update(values)
+        self.logged.setdefault(step, {}).update(_numbers(values))
 
     def _add_end(self, reason: str, **_: int) -> None:
         self.end = reason
@@ -129,6 +132,11 @@ def _members(line: bytes, number: int) -> dict[str, Any]:
     assert seal == f'"{zlib.crc32(body):08x}"}}'.encode()
     assert (members.pop("at"), bool(members.pop("crc32"))) == (number, True)
     return members
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with numbers in place of the texts for numbers that are not finite."""
+    return {name: _NOT_FINITE.get(value, value) for name, value in values.items()}
 
 
 def _tuples(value: Any) -> Any:
