@@ -14,7 +14,7 @@ from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.comm_hooks import mean
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
-from tests.test_error_text import MuteError
+from tests.test_message_parts import MuteError
 
 CULPRIT = 1
 FIFTY_MB = 50_000_000

@@ -18,7 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.recorded import Recorded
 from tests.helpers.small_models import add_gradients, error_of, wrap
 from tests.helpers.torch_versions import uses_torch_jit
-from tests.test_error_text import MuteError
+from tests.test_message_parts import MuteError
 
 
 def _net() -> nn.Sequential:

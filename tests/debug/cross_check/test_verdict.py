@@ -1,8 +1,19 @@
-"""The verdict about digests: expected ranks counted by hand."""
+"""The verdict of a cross-check: ranks counted by hand, the cause with its evidence, and settings that differ."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._cross_check.verdict import RING, choose_batch, differing_batches, judge
+from legacy_ddp._compare import compare_rows
+from legacy_ddp.debug._cross_check.explain import RankSettings, describe_settings, differing_settings, report_of
+from legacy_ddp.debug._cross_check.locate import difference_from, operation_from
+from legacy_ddp.debug._cross_check.verdict import RING, CrossCheckReport, Place, choose_batch, differing_batches, judge
+from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._operations.operation import Operation
+from tests.helpers.operations import changed, model, operation, rewritten, value
 
 A, B, C = (1, 1), (1, 2), (1, 3)
 
@@ -77,3 +88,202 @@ def test_a_result_that_does_not_return_is_that_of_the_rank_that_differs_from_all
 def test_two_ranks_and_one_event_name_the_rank() -> None:
     assert judge(0, B, A, [(A, A)] * 2).ranks == (0,)
     assert judge(1, A, B, [(A, A)] * 2).ranks == (0,)
+
+
+STEP = model()
+UNSTABLE = [(A, B), (A, A)]
+VERDICTS: dict[str, Any] = {
+    "nondeterministic": judge(0, A, A, UNSTABLE),
+    "once": judge(0, B, A, [(A, A)] * 2),
+    "differs": judge(0, A, B, [(A, A), (B, B)]),
+}
+
+
+def _report(kind: str, other: list[Operation], first: list[Operation] = STEP) -> CrossCheckReport:
+    place = Place(first_difference(first, other), None, len(first))
+    assert place.difference is not None
+    return report_of("cross_check() call 1", 2, 2, 0, VERDICTS[kind], ["the loss"], place, ())
+
+
+def _why(report: CrossCheckReport) -> str:
+    return next(text for text in report.place if text.startswith("why: "))
+
+
+def _scaled(number: float) -> list[Operation]:
+    """A step that multiplies by a number that forward has counted."""
+    return [operation("mul", ["x"], [f"x * {number}"], settings=f"other={number}"), *STEP]
+
+
+@pytest.mark.parametrize("kind", ["nondeterministic", "once"])
+@pytest.mark.parametrize(
+    "first, other", [(_scaled(0.04), _scaled(0.05)), (STEP, [*STEP[:2], operation("clamp", ["y"], ["z"]), *STEP[2:]])]
+)
+def test_a_counter_in_forward_is_no_kernel(kind: str, first: list[Operation], other: list[Operation]) -> None:
+    report = _report(kind, other, first)
+
+    assert _why(report) == "why: state in Python that a run changes: a counter, a cache, an attribute of a module"
+    assert report.next_step == "keep such state in buffers, or take it out of run()"
+
+
+@pytest.mark.parametrize("kind", ["nondeterministic", "once"])
+def test_another_order_of_calls_is_no_kernel(kind: str) -> None:
+    ends = [operation("relu", ["x"], ["r"], module="a"), operation("tanh", ["x"], ["t"], module="b")]
+
+    assert _why(_report(kind, [*reversed(ends), *STEP], [*ends, *STEP])).startswith("why: state in Python")
+
+
+def test_operations_of_one_rank_alone_behind_equal_values_are_not_called_harmless() -> None:
+    report = _report("differs", [*STEP, operation("clamp", ["g"], ["g'"], stage="backward")])
+
+    assert _why(report).endswith("the only recorded difference, and the likely cause of the tensors that differ.")
+
+
+def test_a_kernel_with_other_outputs_for_the_same_call_is_still_a_kernel() -> None:
+    report = _report("nondeterministic", changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),)))
+
+    assert "a kernel that is not deterministic (atomic additions, threads)" in _why(report)
+
+
+@pytest.mark.parametrize(
+    "is_intermittent, why, step",
+    [
+        (True, "equal outputs in a third: a kernel that is wrong at times", "start the job again with the rank on"),
+        (False, "the same inputs give other outputs on rank 1 than on rank 0, in every run", "compare libraries"),
+    ],
+)
+def test_a_kernel_that_is_wrong_at_times_is_not_called_wrong_in_every_run(
+    is_intermittent: bool, why: str, step: str
+) -> None:
+    found = first_difference(STEP, changed(rewritten(STEP, 4, "h1(x)", "wrong"), 4, outputs=(value("wrong"),)))
+    place = Place(found, None, len(STEP), is_intermittent=is_intermittent)
+    report = report_of("cross_check() call 1", 2, 2, 0, VERDICTS["differs"], ["the loss"], place, ())
+
+    assert why in _why(report)
+    assert report.next_step.startswith(step)
+
+
+@pytest.mark.parametrize("kind", VERDICTS)
+@pytest.mark.parametrize("kind_of_input", ["float32 (4, 8)", "float64 (4, 8)"])
+def test_an_attribute_of_a_module_is_no_other_batch(kind: str, kind_of_input: str) -> None:
+    other = changed(model("y"), 1, inputs=(value("y", kind_of_input), STEP[1].inputs[1]))
+
+    text = " ".join(str(_report(kind, other)).split())
+
+    assert "both runs had the same batch: state kept outside of parameters and buffers (an attribute of a" in text
+    assert "sampler" not in text
+    assert "compare the batches" not in text
+
+
+@pytest.mark.parametrize(
+    "ranks, text",
+    [
+        ([(A, B), (A, C)], "the results of 2 runs of the batch of rank 0 differ on every rank"),
+        ([(A, B), (A, A)], "the results of 2 runs of the batch of rank 0 differ on rank 0; rank 1 agrees with itself"),
+        ([(A, B)], "the results of 2 runs of the batch of rank 0 differ on rank 0"),
+    ],
+)
+def test_ranks_that_disagree_with_themselves_are_told_plainly(ranks: Any, text: str) -> None:
+    report = report_of("cross_check() call 1", len(ranks), 2, 0, judge(0, A, A, ranks), [], Place(), ())
+
+    assert report.who == text
+
+
+def _lines(names: Sequence[str]) -> list[str]:
+    rows = [{f"module {name!r}": mode for name in names} for mode in ("training", "eval", "training")]
+    return list(describe_settings(compare_rows(rows).differences))
+
+
+@pytest.mark.parametrize(
+    "names, line",
+    [
+        (["", "a", "a.b", "c"], "the model and 3 modules inside"),
+        (["body.0", "body.0.norm", "body.1", "body.12"], "4 modules of 'body'"),
+        (["body.0", "body.0.norm", "body.0.act", "body.0.drop"], "4 modules of 'body.0'"),
+        (["a", "b", "c", "d"], "4 modules, first 'a'"),
+    ],
+)
+def test_many_modules_in_eval_are_one_line(names: list[str], line: str) -> None:
+    assert _lines(names) == [f"{line}: ranks 0, 2 have training; rank 1 has eval"]
+
+
+def _differing(held: Sequence[object], numbers: Sequence[dict[str, int]] | None = None) -> list[str]:
+    """The differing settings of ranks that hold a value each; ranks of the third host of two by default."""
+    numbers = numbers or [{"rank": rank, "global rank": rank + 4, "local rank": rank % 2} for rank in range(len(held))]
+    rows = [RankSettings({"run variable 'value'": repr(value)}, own) for value, own in zip(held, numbers, strict=True)]
+    return [item.name for item in differing_settings(rows)]
+
+
+@pytest.mark.parametrize("held", [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 0, 1], ["0", "1", "0", "1"], ["4", "5", "6", "7"]])
+def test_the_rank_s_own_number_is_no_different_setting(held: list[object]) -> None:
+    assert _differing(held) == []
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [0, 1, 2, 2],  # not the own number on every rank
+        [4, 1, 2, 3],  # a number of another kind on one rank
+        [3, 2, 1, 0],
+        [100, 101, 102, 103],  # a seed
+        ["cuda:0", "cuda:1", "cuda:0", "cuda:1"],
+        [0.0, 1.0, 2.0, 3.0],
+        [False, True, False, True],
+    ],
+)
+def test_other_values_of_each_rank_are_different_settings(held: list[object]) -> None:
+    assert _differing(held) == ["run variable 'value'"]
+
+
+def test_a_kind_of_number_counts_only_if_every_rank_has_it() -> None:
+    assert _differing([0, 1], [{"rank": 0, "local rank": 0}, {"rank": 3}]) == ["run variable 'value'"]
+
+
+def test_a_setting_that_is_no_value_of_run_may_not_follow_the_rank() -> None:
+    rows = [RankSettings({"threads": str(rank)}, {"rank": rank}) for rank in (1, 2)]
+
+    assert [item.name for item in differing_settings(rows)] == ["threads"]
+
+
+def test_few_modules_are_named() -> None:
+    end = ": ranks 0, 2 have training; rank 1 has eval"
+
+    assert _lines(["a", "b", "c"]) == [f"module 'a'{end}", f"module 'b'{end}", f"module 'c'{end}"]
+
+
+def test_ranks_are_told_in_ascending_order() -> None:
+    rows = [{"threads": value} for value in ("7", "8", "9")]
+
+    assert [*describe_settings(compare_rows(rows).differences)] == ["threads: rank 0 has 7; rank 1 has 8; rank 2 has 9"]
+
+
+def test_modules_with_other_values_and_other_settings_keep_their_lines() -> None:
+    rows = [{"threads": "1", "module 'a'": "eval"}, {"threads": "2", "module 'a'": "training"}]
+
+    assert len([*describe_settings(compare_rows(rows).differences)]) == 2
+
+
+POKED = (value("poked"), *STEP[7].inputs[1:])
+
+
+def test_operations_arrive_as_they_were_sent() -> None:
+    assert [operation_from(json.loads(json.dumps(asdict(item)))) for item in STEP] == STEP
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        rewritten(STEP, 4, "h1(x)", "wrong"),
+        changed(STEP, 7, inputs=POKED),
+        [*STEP[:5], operation("clone", ["r0(x)"], ["copy"]), *changed(STEP, 7, inputs=POKED)[5:]],
+        [*STEP[:5], operation("clone", ["r0(x)"], ["copy"]), *STEP[5:], operation("exp", ["r0(x)"], ["e"])],
+    ],
+    ids=["output", "input with a writer", "input behind a gap", "gap before a gap"],
+)
+def test_a_difference_arrives_with_every_record_in_it(other: list[Operation]) -> None:
+    """The writers of an input once arrived as dictionaries."""
+    sent = first_difference(STEP, other)
+    assert sent is not None
+
+    received = difference_from(json.loads(json.dumps(asdict(sent))))
+
+    assert repr(received) == repr(sent)  # `==` leaves out the writers

@@ -1,13 +1,15 @@
 """The first difference of two sequences of operations of the same data."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legacy_ddp.debug._operations.align import first_difference
+from legacy_ddp.debug._operations.align import Block, blocks, first_difference
+from legacy_ddp.debug._operations.describe import before
 from legacy_ddp.debug._operations.operation import Operation, Origin
 from tests.helpers.operations import changed, model, operation, rewritten, value
 
@@ -285,3 +287,178 @@ def test_an_extra_product_with_an_effect_is_the_difference() -> None:
 
     assert found is not None
     assert (found.kind, found.b, found.has_effect) == ("sequence", (wrong,), True)
+
+
+KEYS = st.lists(st.sampled_from("abcd"), max_size=30)
+
+
+@given(KEYS, KEYS)
+def test_blocks_cover_both_sequences_in_order(a: list[str], b: list[str]) -> None:
+    ends = (0, 0)
+    for block in blocks(a, b):
+        assert (block.start_a, block.start_b) == ends
+        ends = (block.end_a, block.end_b)
+    assert ends == (len(a), len(b))
+
+
+@given(KEYS, KEYS)
+def test_paired_items_have_equal_keys_and_no_block_is_empty(a: list[str], b: list[str]) -> None:
+    for block in blocks(a, b):
+        assert block.end_a > block.start_a or block.end_b > block.start_b
+        if block.is_common:
+            assert a[block.start_a : block.end_a] == b[block.start_b : block.end_b]
+
+
+@given(KEYS)
+def test_equal_sequences_are_one_common_block(keys: list[str]) -> None:
+    assert [*blocks(keys, keys)] == ([Block(0, len(keys), 0, len(keys), is_common=True)] if keys else [])
+
+
+@given(st.lists(st.integers(), unique=True, min_size=1, max_size=40), st.data())
+def test_items_taken_out_are_told_one_by_one(keys: list[int], data: st.DataObject) -> None:
+    gone = data.draw(st.sets(st.integers(0, len(keys) - 1)))
+    rest = [key for index, key in enumerate(keys) if index not in gone]
+
+    only_a = [
+        index for block in blocks(keys, rest) if not block.is_common for index in range(block.start_a, block.end_a)
+    ]
+    only_b = [
+        index for block in blocks(rest, keys) if not block.is_common for index in range(block.start_b, block.end_b)
+    ]
+
+    assert {*only_a} == {*only_b} == gone
+
+
+def test_a_repeated_pattern_meets_again_right_after_an_insertion() -> None:
+    pattern = list("abcde") * 40
+    longer = [*pattern[:102], "x", "y", *pattern[102:]]
+
+    assert [block for block in blocks(pattern, longer) if not block.is_common] == [
+        Block(102, 102, 102, 104, is_common=False)
+    ]
+
+
+def test_another_key_at_one_place_is_a_block_of_one_item_on_both_sides() -> None:
+    a = list("abcdefgh")
+    b = list("abcdxfgh")
+
+    assert [block for block in blocks(a, b) if not block.is_common] == [Block(4, 5, 4, 5, is_common=False)]
+
+
+def test_common_items_between_two_near_differences_are_paired() -> None:
+    a = list("amnz")
+    b = list("aqqmqnz")
+
+    assert [(block.start_a, block.start_b) for block in blocks(a, b) if block.is_common] == [(0, 0), (1, 3), (2, 5)]
+
+
+def test_a_hundred_thousand_keys_with_a_difference_in_every_tenth() -> None:
+    a = [f"{index % 1000}" for index in range(100_000)]
+    b = [key for index, key in enumerate(a) if index % 10 != 3]
+
+    only_a = [index for block in blocks(a, b) if not block.is_common for index in range(block.start_a, block.end_a)]
+
+    assert only_a == [index for index in range(100_000) if index % 10 == 3]
+
+
+def test_ten_thousand_items_on_one_side_alone() -> None:
+    a = [f"{index % 100}" for index in range(2_000)]
+    b = [*a[:1000], *(f"extra {index % 50}" for index in range(10_000)), *a[1000:]]
+
+    assert [block for block in blocks(a, b) if not block.is_common] == [
+        Block(1000, 1000, 1000, 11_000, is_common=False)
+    ]
+
+
+LAYER = operation("mm", ["x"], ["h"], module="sub")
+
+
+def draw(reads: str, state: str) -> list[Operation]:
+    """A dropout whose mask depends on the state of the generator."""
+    return [
+        operation("bernoulli_", ["mask"], [f"mask {state}"], module="drop", generator=state),
+        operation("mul", [reads, f"mask {state}"], [f"{reads} {state}"], module="drop"),
+    ]
+
+
+def told_before(a: Sequence[Operation], b: Sequence[Operation]) -> list[str]:
+    """Texts before the random draw, which differs."""
+    found = first_difference(a, b)
+    assert found is not None
+    assert (found.kind, found.operation.name) == ("output", "aten::bernoulli_")
+    return [before(gap, ("A", "B")) for gap in found.earlier]
+
+
+def extra(*operations: Operation) -> str:
+    """The text about operations of B alone before a dropout of another state, which reads ``h``."""
+    (text,) = told_before([LAYER, *draw("h", "s0")], [LAYER, *operations, *draw("h", "s1")])
+    return text.partition(":")[0]
+
+
+def test_a_changed_activation_before_a_random_draw_is_not_said_to_be_without_influence() -> None:
+    a = [LAYER, operation("tanh", ["h"], ["t"], module="sub"), *draw("t", "s0")]
+    b = [LAYER, operation("silu", ["h"], ["s"], module="sub"), *draw("s", "s1")]
+
+    assert told_before(a, b) == [
+        "before: 1 operation only in A: forward of sub (aten::tanh) and 1 operation only in B: forward of sub "
+        "(aten::silu)"
+    ]
+
+
+def test_a_printed_mean_is_without_influence() -> None:
+    assert extra(operation("mean", ["h"], ["m"]), operation("_local_scalar_dense", ["m"])) == (
+        "before, without influence"
+    )
+
+
+def test_a_copy_for_a_log_is_without_influence_although_its_bits_are_read_later() -> None:
+    assert extra(operation("clone", ["h"], ["h"])) == "before, without influence"
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        operation("rand", [], ["r"], generator="s0"),
+        operation("add_.Tensor", ["count"], ["count'"], module="bn"),
+        operation("native_batch_norm", ["h"], ["n", "mean"], module="bn"),
+        operation("detach", inputs=(value(None),), outputs=(value(None),), parameters=("lin.weight",)),
+        operation("clamp", ["g"], ["g'"], stage="backward"),
+    ],
+    ids=[
+        *("a draw moves the generator", "a write", "running statistics", "a view of a weight may be written to"),
+        "a result may be a gradient",
+    ],
+)
+def test_an_operation_that_leaves_something_behind_is_not_said_to_be_without_influence(planted: Operation) -> None:
+    assert extra(planted) == "before"
+
+
+def test_an_output_that_a_view_may_read_is_not_said_to_be_without_influence() -> None:
+    """Behind a transposed view the same elements have other digests."""
+    view = operation("t", inputs=(value(None),), outputs=(value(None, "float32 (8, 4)"),))
+    doubled, scalar = operation("mul", ["h"], ["2h"]), operation("sum", ["h"], outputs=(value("s", "float32 ()"),))
+
+    for item, text in ((doubled, "before"), (scalar, "before, without influence")):
+        texts = told_before([LAYER, view, *draw("h", "s0")], [LAYER, item, view, *draw("h", "s1")])
+        assert [told.partition(":")[0] for told in texts] == [text]
+
+
+def test_influence_passes_through_operations_of_one_side_alone() -> None:
+    doubled = operation("mul", ["h"], ["2h"])
+    logged = operation("log", ["2h"], ["l"])
+    written = operation("add_.Tensor", ["sum", "l"], ["sum'"])
+
+    assert extra(doubled, logged) == "before, without influence"
+    assert extra(doubled, logged, written) == "before"
+
+
+def test_an_output_that_is_read_before_it_is_written_is_none() -> None:
+    """The bits of ``h`` came from the layer, not from the second product."""
+    late = operation("exp", ["q"], ["h"])
+
+    texts = told_before(
+        [LAYER, operation("relu", ["h"], ["r"]), *draw("r", "s0")],
+        [LAYER, operation("relu", ["h"], ["r"]), late, *draw("r", "s1")],
+    )
+
+    assert [text.partition(":")[0] for text in texts] == ["before, without influence"]
