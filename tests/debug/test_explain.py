@@ -5,14 +5,14 @@ import re
 import pytest
 
 import legacy_ddp
-from legacy_ddp._errors import import_error
-from legacy_ddp.debug._cli import main
-from legacy_ddp.debug._explain import Section, find, read_sections, section_lines
+from tests.helpers.command import command
 from tests.helpers.paths import ROOT
 
 PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
-TITLES = re.findall(r"^### (.*)$", PAGE, re.MULTILINE)
-SECTIONS = read_sections()
+# Title and text of each section.
+_PARTS = re.split(r"^(##|###) (.*)\n", PAGE, flags=re.MULTILINE)[1:]
+SECTIONS = {title: body for level, title, body in zip(*[iter(_PARTS)] * 3, strict=True) if level == "###"}
+TITLES = [*SECTIONS]
 
 
 def _of_argument(kind: type[Exception]) -> Exception:
@@ -23,23 +23,26 @@ def _of_argument(kind: type[Exception]) -> Exception:
     return caught.value
 
 
+def _explained(*name: str) -> list[str]:
+    """The lines that the command prints."""
+    done = command("explain", *name)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
 ERRORS = [
     *[getattr(legacy_ddp, name)("wrong") for name in legacy_ddp.__all__ if name.endswith("Error")],
     _of_argument(TypeError),
     _of_argument(ValueError),
-    import_error("wrong"),
 ]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_the_command_at_the_end_of_an_error_prints_its_section(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_at_the_end_of_an_error_prints_its_section(error: Exception) -> None:
     before, _, name = error.__notes__[-1].rpartition("legacy-ddp explain ")
 
     assert (before, name) == ("meaning and next step: ", type(error).__name__)
-    assert main(["explain", name]) == 0
-    title, rule, empty, *_ = capsys.readouterr().out.splitlines()
+    title, rule, empty, *_ = _explained(name)
     assert name in title.split(" and ")
     assert (set(rule), empty) == ({"="}, "")
 
@@ -55,34 +58,30 @@ def test_the_page_of_the_package_is_that_of_the_documentation() -> None:
     packaged = ROOT / "legacy_ddp" / "debug" / "errors.md"
 
     assert packaged.read_text(encoding="utf-8") == PAGE
-    assert [section.title for section in SECTIONS] == TITLES
 
 
-def test_without_a_name_all_titles_are_listed_by_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain"]) == 0
+def test_without_a_name_all_titles_are_listed_by_group() -> None:
+    printed = _explained()
 
-    printed = capsys.readouterr().out.splitlines()
     assert [line.strip() for line in printed if line.startswith("  ")] == TITLES
     groups = re.findall(r"^## (.*)$", PAGE, re.MULTILINE)
     assert [line for line in printed[1:] if line and not line.startswith(" ")] == groups
     assert max(map(len, printed)) <= 80
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
-def test_a_section_fits_80_columns_and_has_every_word_of_the_page(section: Section) -> None:
-    lines = section_lines(section)
+@pytest.mark.parametrize("title", TITLES)
+def test_a_section_fits_80_columns_and_has_every_word_of_the_page(title: str) -> None:
+    lines = _explained(title)
 
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines[2:]).split())
     assert "](" not in text
     shown = re.sub(r'"([^"]*)" \(docs/[\w/-]+\.md in the source\)', r"\1", text)
-    assert shown == " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", section.body).split())
+    assert shown == " ".join(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", SECTIONS[title]).split())
 
 
 def test_paragraphs_are_filled_and_long_lines_of_an_example_go_on_below() -> None:
-    layout = next(section for section in SECTIONS if section.title == "LayoutError")
-
-    assert section_lines(layout)[:9] == [
+    assert _explained("LayoutError")[:9] == [
         "LayoutError",
         "===========",
         "",
@@ -108,24 +107,18 @@ def test_paragraphs_are_filled_and_long_lines_of_an_example_go_on_below() -> Non
     ],
 )
 def test_a_section_is_found_by_title_anchor_class_and_part_of_its_title(name: str, title: str) -> None:
-    found = find(name, SECTIONS)
-
-    assert not isinstance(found, list)
-    assert found.title == title
+    assert _explained(*name.split(" "))[0] == title
 
 
 @pytest.mark.parametrize(
     "name, closest",
     [("LayotError", "LayoutError"), ("timeout", "SyncTimeoutError"), ("hook", "CommHookError"), ("xyzzy", None)],
 )
-def test_an_unknown_name_is_status_2_with_the_closest_names(
-    name: str, closest: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", *name.split()]) == 2
+def test_an_unknown_name_is_status_2_with_the_closest_names(name: str, closest: str | None) -> None:
+    done = command("explain", name)
 
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"legacy-ddp: error: {name!r} is not known here: ")
-    assert captured.err.endswith("legacy-ddp explain lists all names\n")
-    assert ("did you mean" in captured.err) == (closest is not None)
-    assert closest is None or closest in captured.err
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"legacy-ddp: error: {name!r} is not known here: ")
+    assert done.stderr.endswith("legacy-ddp explain lists all names\n")
+    assert ("did you mean" in done.stderr) == (closest is not None)
+    assert closest is None or closest in done.stderr

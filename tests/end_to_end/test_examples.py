@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from legacy_ddp.debug._diff.compare import compare_runs
-from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.command import compare
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import (
     EXAMPLES,
@@ -133,7 +132,7 @@ def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
         assert result.returncode == 0, result.stderr
 
     assert_same_bits(*(load(saved / "step-00000004.pt") for saved in (original, tmp_path / "recorded")))
-    found = compare_runs(open_run(whole), open_run(resumed))
+    found = compare(whole, resumed)
     assert (found.verdict, found.steps) == ("same", (2, 4))
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from legacy_ddp._imports import check_system
 from tests.helpers.scripts import fork_ranks, fork_script
 
 # A script here begins in a process that has imported the package on Linux.
@@ -106,7 +105,6 @@ def test_a_system_without_fcntl_is_refused_by_name(module: str) -> None:
         "expected Linux, or macOS without shared memory; on Windows use the Windows Subsystem for Linux\n"
         "meaning and next step: legacy-ddp explain ImportError"
     )
-    check_system()
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -6,21 +6,18 @@ A change of a message by intention: `python -m tests.debug.diff.test_scenes` wri
 import json
 import os
 from collections.abc import Callable, Sequence
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
-from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from legacy_ddp.debug._cli import main
-from legacy_ddp.debug._operations.operation import Operation, Value
-from legacy_ddp.debug._trace.records import Environment
-from tests.helpers.operations import model, numbered, rewritten
+from tests.helpers.command import command
+from tests.helpers.operations import Operation, Value, model, numbered, rewritten
 from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
 
 EXPECTED = Path(__file__).with_name("scenes.txt")
@@ -37,7 +34,7 @@ def planted(*wheres: tuple[int, int, str], value: tuple[Any, ...] = (WORD, 3.5))
 def facts(**changes: str) -> Given:
     """Other facts in the environment of every rank."""
 
-    def changed(rank: int, world_size: int) -> Environment:
+    def changed(rank: int, world_size: int) -> Any:
         plain = environment(rank, world_size)
         return environment(rank, world_size, facts={**plain.facts, **changes})
 
@@ -186,11 +183,8 @@ def outputs(*folders: Path) -> str:
     """Exit status, text and JSON of the command, with the names of the folders alone."""
     names = [folder.name for folder in folders]
     with chdir(folders[0].parent):
-        with redirect_stdout(StringIO()) as text:
-            status = main(["diff", *names])
-        with redirect_stdout(StringIO()) as members:
-            main(["diff", "--json", *names])
-    return f"exit status {status}\n{text.getvalue()}{json.dumps(json.loads(members.getvalue()))}\n"
+        text, members = command("diff", *names), command("diff", "--json", *names)
+    return f"exit status {text.returncode}\n{text.stdout}{json.dumps(json.loads(members.stdout))}\n"
 
 
 def scenes() -> dict[str, Callable[[Path], str]]:

@@ -500,3 +500,16 @@ def test_hooks_belong_to_the_module_of_their_node() -> None:
 
     [hook] = [item for item in found if item.settings == "other=7"]
     assert (hook.stage, hook.module) == ("backward", "inner.1")
+
+
+def test_operations_before_the_first_forward_pass_have_no_number() -> None:
+    model = nn.Sequential(nn.Tanh(), nn.Tanh())
+    inputs = torch.ones(2)
+
+    with OperationCapture(model) as capture:
+        model((inputs + 1).exp()).sum()
+    with OperationCapture(model) as without:
+        inputs.exp().sum()
+
+    assert [item.number for item in capture.operations] == [0, 0, 1, 2, 3]
+    assert [item.number for item in without.operations] == [1, 2]

@@ -9,12 +9,10 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import Recorder, cross_check
-from legacy_ddp.debug._diff import text as operation_text
-from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._operations.capture import OperationCapture
-from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.command import command, compare
 from tests.helpers.cross_faults import KERNELS, BackwardDouble, Double, Net, batch_of, flip, loss_of
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
 
 FAULTY_RANK = 1
 
@@ -61,12 +59,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]
 @pytest.mark.parametrize("stage", KINDS)
 def test_diff_and_cross_check_number_an_operation_alike(job: tuple[Path, dict[str, str]], stage: str) -> None:
     folder, told = job
-    found = compare_runs(open_run(folder / stage / "good"), open_run(folder / stage / "bad")).operations
-    assert found is not None
-    text = " ".join(" ".join(operation_text.operation_lines(found)).split())
+    text = " ".join(command("diff", folder / stage / "good", folder / stage / "bad").stdout.split())
 
-    with open_run(folder / stage / "good").open(FAULTY_RANK) as trace:
-        operations = trace.operations(1)
+    operations = Recorded(folder / stage / "good", FAULTY_RANK).operations[1]
     place = (stage, "middle", "cross_faults::double")
     number = 1 + [(item.stage, item.module, item.name) for item in operations].index(place)
     where = f"{stage} of middle (cross_faults::double): inputs agree, output differs"
@@ -76,12 +71,11 @@ def test_diff_and_cross_check_number_an_operation_alike(job: tuple[Path, dict[st
 
 def test_a_diff_of_ranks_counts_the_operations_that_it_does_not_compare(job: tuple[Path, dict[str, str]]) -> None:
     folder, _ = job
-    found = compare_ranks(open_run(folder / "uneven")).operations
+    found = compare(folder / "uneven").operations
     assert found is not None
 
     for rank in range(2):
-        with open_run(folder / "uneven").open(rank) as trace:
-            operations = trace.operations(1)
+        operations = Recorded(folder / "uneven", rank).operations[1]
         assert found.counts[found.labels.index(f"rank {rank}")] == len(operations)
         for row in found.rows:
             number = row.numbers[found.labels.index(f"rank {rank}")]
@@ -92,16 +86,3 @@ def test_a_diff_of_ranks_counts_the_operations_that_it_does_not_compare(job: tup
                     recorded.module,
                     recorded.name.removesuffix(".default"),
                 )
-
-
-def test_operations_before_the_first_forward_pass_have_no_number() -> None:
-    model = nn.Sequential(nn.Tanh(), nn.Tanh())
-    inputs = torch.ones(2)
-
-    with OperationCapture(model) as capture:
-        model((inputs + 1).exp()).sum()
-    with OperationCapture(model) as without:
-        inputs.exp().sum()
-
-    assert [item.number for item in capture.operations] == [0, 0, 1, 2, 3]
-    assert [item.number for item in without.operations] == [1, 2]

@@ -6,38 +6,46 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp.debug import Recorder
-from legacy_ddp.debug._trace.read import RankTrace
-from legacy_ddp.debug._trace.records import PHASES
-from legacy_ddp.debug._trace.run import open_run
+from tests.helpers.command import command
 from tests.helpers.paths import ROOT
+from tests.helpers.recorded import PHASES, Recorded
 from tests.helpers.small_models import add_gradients, wrap
 from tests.helpers.traces import sealed
 
 PAGE = (ROOT / "docs/trace-format.md").read_text(encoding="utf-8")
 
 
-def test_the_example_on_the_page_is_a_trace(tmp_path: Path) -> None:
-    lines = re.findall(r'^    (\{"line".*\})$', PAGE, re.MULTILINE)
-    path = tmp_path / "rank-00000.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
-
-    with RankTrace(path) as trace:
-        assert (list(trace.steps), trace.damage, trace.end) == ([0, 1], "", "closed")
-        held, facts = trace.section(0, "parameters"), trace.call(1)
-    assert held is not None
-    assert held.words == {"parameter 'bias'": "19596ba07938b22e", "parameter 'weight'": "a63b651ba3671b14"}
-    assert facts is not None
-    assert facts.inputs == (("float32 (8, 10)", "0fe21a67b958d675"),)
+EXAMPLE = re.findall(r'^    (\{"line":"(\w+)".*\})$', PAGE, re.MULTILINE)
 
 
-def test_the_example_on_the_page_has_operations(tmp_path: Path) -> None:
-    path = tmp_path / "rank-00000.jsonl"
-    path.write_text("".join(f"{line}\n" for line in re.findall(r'^    (\{"line".*\})$', PAGE, re.MULTILINE)))
+def _shown(folder: Path) -> str:
+    """What ``legacy-ddp show`` says of a trace, in one line."""
+    done = command("show", folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    return " ".join(done.stdout.split())
 
-    with RankTrace(path) as trace:
-        view, product = trace.operations(1)
+
+def test_the_example_on_the_page_is_a_trace_and_the_page_says_how_to_read_it(tmp_path: Path) -> None:
+    (tmp_path / "rank-00000.jsonl").write_text("".join(f"{line}\n" for line, _ in EXAMPLE))
+
+    trace = Recorded(tmp_path)
+    assert (trace.steps, trace.end) == ([0, 1], "closed")
+    assert trace.words(0, "parameters") == {
+        "parameter 'bias'": "19596ba07938b22e",
+        "parameter 'weight'": "a63b651ba3671b14",
+    }
+    assert trace.calls[1].inputs == (("float32 (8, 10)", "0fe21a67b958d675"),)
+    view, product = trace.operations[1]
     assert (view.name, product.name, product.module) == ("aten::t", "aten::addmm", "")
     assert product.parameters == ("bias", "", "weight")
+    shown = _shown(tmp_path)
+    for text in (
+        "closed after step 1",
+        "metric 'loss', sum over the ranks: 10.5 at step 1",
+        "logged 'lr', rank 0: 0.001 at step 1",
+        "operations of forward and backward: step 1 (2 a step and rank)",
+    ):
+        assert text in shown
 
 
 def test_the_table_has_every_phase_in_order() -> None:
@@ -51,40 +59,35 @@ def test_every_fact_is_on_the_page(tmp_path: Path) -> None:
         add_gradients(model, 1.0)
         model.all_reduce()
 
-    (environment,) = open_run(tmp_path).environments
-    assert [fact for fact in environment.facts if f"`{fact}`" not in PAGE] == []
+    facts = Recorded(tmp_path).environment.facts
+    assert [fact for fact in facts if f"`{fact}`" not in PAGE] == []
 
 
-def _lines_of_version(version: int, kinds: set[str]) -> list[str]:
-    """The lines on the page of these kinds, without their ends, as a file of another version has them."""
-    lines = re.findall(r'^    (\{"line":"(\w+)".*\})$', PAGE, re.MULTILINE)
-    bodies = [line.partition(',"at":')[0] for line, kind in lines if kind in kinds]
-    return [body.replace('"version":3', f'"version":{version}') for body in bodies]
+def _write_version(version: int, kinds: set[str], folder: Path) -> str:
+    """Write the lines on the page of these kinds as a file of another version has them, and show the trace."""
+    bodies = [line.partition(',"at":')[0] for line, kind in EXAMPLE if kind in kinds]
+    bodies = [body.replace('"version":3', f'"version":{version}') for body in bodies]
+    if version == 1:
+        old = [re.sub(r',"metrics":\{[^}]*\}$', "", body) for body in bodies]
+        assert old != bodies
+        bodies = old
+    sealed_lines = (sealed(body.encode(), at) for at, body in enumerate(bodies, start=1))
+    (folder / "rank-00000.jsonl").write_bytes(b"".join(sealed_lines))
+    return _shown(folder)
 
 
 def test_a_trace_of_version_2_is_read(tmp_path: Path) -> None:
     """Without operations."""
-    path = tmp_path / "rank-00000.jsonl"
-    bodies = _lines_of_version(2, {"environment", "names", "values", "call", "log", "end"})
-    path.write_bytes(b"".join(sealed(body.encode(), at) for at, body in enumerate(bodies, start=1)))
+    shown = _write_version(2, {"environment", "names", "values", "call", "log", "end"}, tmp_path)
 
-    with RankTrace(path) as trace:
-        assert (list(trace.steps), trace.damage, trace.end) == ([0, 1], "", "closed")
-        assert trace.logged == {1: {"lr": 0.001}}
-        assert (trace.operations(1), trace.operation_counts) == ((), {})
+    assert "closed after step 1" in shown
+    assert "logged 'lr', rank 0: 0.001 at step 1" in shown
+    assert "operations" not in shown
 
 
 def test_a_trace_of_version_1_is_read(tmp_path: Path) -> None:
     """Calls without metrics, and no logged values."""
-    path = tmp_path / "rank-00000.jsonl"
-    bodies = _lines_of_version(1, {"environment", "names", "values", "call", "end"})
-    old = [re.sub(r',"metrics":\{[^}]*\}$', "", body) for body in bodies]
-    assert old != bodies
-    path.write_bytes(b"".join(sealed(body.encode(), at) for at, body in enumerate(old, start=1)))
+    shown = _write_version(1, {"environment", "names", "values", "call", "end"}, tmp_path)
 
-    with RankTrace(path) as trace:
-        assert (list(trace.steps), trace.damage, trace.end) == ([0, 1], "", "closed")
-        assert trace.logged == {}
-        facts = trace.call(1)
-    assert facts is not None
-    assert facts.metrics == {}
+    assert "closed after step 1" in shown
+    assert not any(word in shown for word in ("operations", "logged", "metric"))
