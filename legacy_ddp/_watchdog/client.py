@@ -31,6 +31,9 @@ _STATES = {"T": STOPPED, "t": TRACED, "Z": DEAD, "X": DEAD}
 _STATE, _STARTED = 0, 19
 # A Python thread answers in milliseconds; a thread that waits for the GIL of a busy process, in tens of milliseconds.
 ANSWER_SECONDS = 0.7
+# The same for a process whose threads wait for a processor more than this share of the time: the machine is crowded.
+PATIENT_SECONDS = 3.0
+_CROWDED_SHARE = 0.5
 MAX_BYTES, PART_BYTES = 2**20, 2**16
 MAX_CONCURRENT_REQUESTS = 32
 
@@ -111,38 +114,60 @@ def request(
 ) -> tuple[Outcome, Message | None]:
     """Send a request and return the answer. ``own``: the identity of this process.
 
-    Blocks for at most about ``seconds``; not at all if the kernel reports the process as dead or stopped.
+    Blocks for at most about ``seconds``, or ``PATIENT_SECONDS`` if the process on this machine waits for a processor;
+    not at all if the kernel reports the process as dead or stopped.
     """
-    deadline = time.monotonic() + seconds
+    limit = _Limit(peer.identity, seconds)
     while True:
         state = state_of(peer.identity)
         if state in (DEAD, STOPPED, TRACED):
             return (Outcome.ENDED if state == DEAD else Outcome.SILENT), None
-        try:
-            with connect(peer, own, deadline - time.monotonic()) as connection:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                connection.sendall(encode_message(peer, message))
-                if (answer := _read(connection)) is not None:
-                    return Outcome.ANSWERED, answer
-            outcome = Outcome.SILENT
-        except ConnectionRefusedError:
-            return Outcome.ENDED, None
-        except TimeoutError:
-            return Outcome.SILENT, None
-        except ConnectionError:
-            outcome = Outcome.SILENT
-        except OSError:
-            outcome = Outcome.UNREACHABLE
+        outcome, answer = _request_once(peer, message, own, limit)
         # Try again: a process that is about to end accepts connections and drops them until its port is closed.
-        if time.monotonic() > deadline:
-            return outcome, None
+        if outcome in (Outcome.ANSWERED, Outcome.ENDED) or limit.is_over():
+            return outcome, answer
         time.sleep(0.02)
+
+
+class _Limit:
+    """The time limit of a request to ``process``: ``seconds`` from now on, or more on a crowded machine."""
+
+    def __init__(self, process: Identity, seconds: float) -> None:
+        self._process, self._seconds = process, seconds
+        self._start, self._queued = time.monotonic(), queued_seconds(process)
+
+    @property
+    def connect_seconds(self) -> float:
+        """Seconds left to connect: a kernel accepts a connection at once, however slow the process is."""
+        return max(0.01, self._start + self._seconds - time.monotonic())
+
+    def is_over(self) -> bool:
+        seconds = time.monotonic() - self._start
+        if seconds < self._seconds:
+            return False
+        is_crowded = queued_seconds(self._process) - self._queued > _CROWDED_SHARE * seconds
+        return seconds > PATIENT_SECONDS or not is_crowded
+
+
+def _request_once(peer: Endpoint, message: Message, own: Identity, limit: _Limit) -> tuple[Outcome, Message | None]:
+    try:
+        with connect(peer, own, limit.connect_seconds) as connection:
+            connection.settimeout(limit.connect_seconds)
+            connection.sendall(encode_message(peer, message))
+            answer = _read(connection, limit)
+            return (Outcome.SILENT if answer is None else Outcome.ANSWERED), answer
+    except ConnectionRefusedError:
+        return Outcome.ENDED, None
+    except (TimeoutError, ConnectionError):
+        return Outcome.SILENT, None
+    except OSError:
+        return Outcome.UNREACHABLE, None
 
 
 def request_all(
     peers: Sequence[Endpoint], message: Message, own: Identity
 ) -> dict[int, tuple[Outcome, Message | None]]:
-    """Send a request to each of many ranks, up to ``MAX_CONCURRENT_REQUESTS`` at a time.
+    """Send a request to each of many ranks, up to ``MAX_CONCURRENT_REQUESTS`` at a time; see :func:`request`.
 
     This thread sends requests, too: at a limit of processes, or while the interpreter is ending, no other thread can be
     started.
@@ -197,11 +222,20 @@ def encode_message(peer: Endpoint, message: Message) -> bytes:
     return json.dumps({**message, "token": peer.token}).encode() + b"\n"
 
 
-def _read(connection: socket.socket) -> Message | None:
-    """Read a message; None if incomplete or undecodable."""
+def _read(connection: socket.socket, limit: _Limit) -> Message | None:
+    """Read a message; None if incomplete or undecodable.
+
+    Raises:
+        TimeoutError: there was no input, and the limit is over.
+    """
     data = bytearray()
     while not data.endswith(b"\n") and len(data) < MAX_BYTES:
-        part = connection.recv(PART_BYTES)
+        try:
+            part = connection.recv(PART_BYTES)
+        except TimeoutError:
+            if limit.is_over():
+                raise
+            continue
         if not part:
             return None
         data += part
@@ -243,14 +277,27 @@ def moved_bytes() -> int:
 def busy_seconds() -> float:
     """Seconds until now in which this process computed, or in which its main thread waited for a processor.
 
-    On a crowded machine a thread that computes gets a small share of a processor. The second number of schedstat is the
-    time in which a thread was ready to run and did not run; 0 where Linux does not count it.
+    On a crowded machine a thread that computes gets a small share of a processor.
     """
+    return time.process_time() + _queued_seconds(Path("/proc/self/schedstat"))
+
+
+def queued_seconds(process: Identity) -> float:
+    """Seconds until now in which the threads of the process, together, were ready to run and waited for a processor.
+
+    0 if this process cannot see ``process``.
+    """
+    if not process.machine or process.machine != _machine():
+        return 0.0
+    return sum(map(_queued_seconds, Path(f"/proc/{process.pid}/task").glob("*/schedstat")))
+
+
+def _queued_seconds(schedstat: Path) -> float:
+    """The second number of schedstat: the time in which a thread was ready to run and did not run."""
     try:
-        waited = int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
-    except (OSError, IndexError, ValueError):
-        waited = 0
-    return time.process_time() + waited * 1e-9
+        return int(schedstat.read_text(encoding="ascii").split()[1]) * 1e-9
+    except (OSError, IndexError, ValueError):  # the thread has ended, or Linux does not count
+        return 0.0
 
 
 def _stat(pid: int) -> list[str]:

@@ -130,6 +130,8 @@ def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
     parts = [f"{name_ranks(ranks)} ({why}{_hosts(rows, ranks)})" for why, ranks in list(groups.items())[:MAX_PARTS]]
     if len(groups) > MAX_PARTS:
         parts.append(f"... {len(groups) - MAX_PARTS} other kinds")
+    if silent := [row.rank for row in rows if row.is_silent and row.rank not in missing]:
+        parts.append(f"no answer from {name_ranks(silent)}")
     return "missing " + "; ".join(parts)
 
 

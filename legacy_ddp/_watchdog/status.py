@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum, auto
 
 from legacy_ddp._watchdog.activity import DEBUGGER, HOOK, OUT_OF_DATA, RUN, Activity, Sample, process_activity
 from legacy_ddp._watchdog.client import (
@@ -22,12 +23,15 @@ LEFT_AFTER_LOSS = "left because another rank was lost"
 LEFT_NORMALLY = "normally; did it run out of data?"  # the end of an exit reason
 # The phases of a call in their order. A rank that has left the call is beyond all phases.
 _PHASES = ("plan", "pack", "digest", "agree", RUN, "compare", "metrics", HOOK, "payload", "alias")
+# The phases in which a rank waits for the other ranks, and runs no code of the user.
+_WAITING_PHASES = ("agree", "compare", "metrics", "payload")
 # Pause between two polls; the difference of the answers shows whether a rank is advancing.
 _SECOND_POLL_SECONDS = 0.3
 # Between two polls. A checkpoint moves more bytes; less comes from other threads, and from the polls.
 _MANY_BYTES = 2**20
 # Of one core: a waiting rank needs next to nothing, a computing rank gets most of a core, or its share of one.
 _BUSY_SHARE = 0.1
+_Result = tuple[Outcome, Message | None]  # of a request
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,19 @@ class Row:
         return self.outcome is Outcome.ENDED or self.process == DEAD
 
     @property
+    def is_silent(self) -> bool:
+        """Whether the rank does not answer although its process runs.
+
+        Python may be held up by C code. On a crowded machine an answer may take longer than a request waits.
+        """
+        return self.outcome is Outcome.SILENT and self.process == RUNNING
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the rank can take part in no call: its process ended or is stopped, or it cannot be reached."""
+        return self.has_ended or (self.sample is None and self.is_known and not self.is_silent)
+
+    @property
     def left_after_loss(self) -> bool:
         """Whether the rank left because of the loss of a rank."""
         return self.note.startswith(LEFT_AFTER_LOSS)
@@ -97,34 +114,51 @@ class Row:
         return self.is_advancing or entered or self.is_in_debugger
 
 
-def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The ranks behind the farthest rank in a call; empty if all ranks wait at the same position.
+class _Evidence(IntEnum):
+    """What a rank behind the farthest rank shows, the strongest evidence of a missing rank first."""
 
-    Beside a rank with a dead process a rank inside a call is not missing. It may wait for the dead rank in an earlier
-    call than the farthest rank, for example on the host of the dead rank.
+    ABSENT = auto()  # gone, outside of the call, or in a phase of the call that waits for no rank
+    SILENT = auto()  # no answer: held up by C code, or on a crowded machine
+    WAITING = auto()  # for the other ranks, in an earlier phase or call
+    UNKNOWN = auto()
+    LEFT_AFTER_LOSS = auto()
+
+
+def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
+    """The ranks behind the farthest rank in a call that show the strongest evidence; empty if all ranks wait at the
+    same position, or if several ranks are behind and nothing is known of them.
+
+    Beside a rank that is gone a rank inside a call is not missing. It may wait for the lost rank in an earlier phase or
+    call than the farthest rank, for example on the host of a dead rank, or because the network broke in mid-exchange.
     """
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
     behind = [row for row in rows if row.progress < farthest and not row.is_out_of_data]
-    if any(row.has_ended and not row.left_after_loss for row in behind):
-        behind = [row for row in behind if row.has_ended or not row.in_call]
-    known = tuple(row.rank for row in behind if row.is_known and not row.left_after_loss)
-    unknown = tuple(row.rank for row in behind if not row.is_known)
-    # In the order of evidence: known ranks; a single unknown rank; ranks that left after another rank was lost.
-    if known or len(unknown) == 1:
-        return known or unknown
-    return () if unknown else tuple(row.rank for row in behind)
+    if any(row.is_gone and not row.left_after_loss for row in behind):
+        behind = [row for row in behind if row.is_gone or not row.in_call]
+    strongest = min((_evidence(row) for row in behind), default=None)
+    missing = tuple(row.rank for row in behind if _evidence(row) is strongest)
+    return () if strongest is _Evidence.UNKNOWN and len(missing) > 1 else missing
+
+
+def _evidence(row: Row) -> _Evidence:
+    if row.left_after_loss:
+        return _Evidence.LEFT_AFTER_LOSS
+    if not row.is_known:
+        return _Evidence.UNKNOWN
+    if row.is_silent:
+        return _Evidence.SILENT
+    is_waiting = row.in_call and row.sample is not None and row.sample.phase in _WAITING_PHASES
+    return _Evidence.WAITING if is_waiting and not row.has_ended else _Evidence.ABSENT
 
 
 def missing_after_loss(rows: Sequence[Row], lost: Sequence[int], *, was_polled: bool) -> tuple[int, ...]:
     """The ranks in ``lost``; after a poll of all ranks also the missing ranks that did not answer.
 
-    Without a poll other ranks may have left because the loss reached them first. An answering rank is at most late. A
-    silent rank with a running process may be late, too: on a crowded machine an answer may take longer than a request
-    waits.
+    Without a poll other ranks may have left because the loss reached them first. A rank that answers, or whose process
+    runs, may be late.
     """
     behind = [rows[rank] for rank in missing_ranks(rows) if not rows[rank].left_after_loss] if was_polled else []
-    silent = [row.rank for row in behind if row.has_ended or (row.sample is None and row.process != RUNNING)]
-    return tuple(sorted({*lost, *silent}))
+    return tuple(sorted({*lost, *(row.rank for row in behind if row.is_gone)}))
 
 
 @dataclass
@@ -177,30 +211,28 @@ def poll_ranks(peers: Sequence[Endpoint | None], own: Endpoint, *, twice: bool) 
     """The rows of all ranks. ``twice``: poll all ranks again after a pause, to see which ranks are advancing."""
     known = [peer for peer in peers if peer is not None]
     first = request_all(known, {"request": "status"}, own.identity)
-    if not twice:
-        unclear = _unclear(build_rows(peers, first))
-        again = request_all([peer for peer in known if peer.rank in unclear], {"request": "status"}, own.identity)
-        return build_rows(peers, {**first, **{rank: answer for rank, answer in again.items() if answer[1]}})
-    time.sleep(_SECOND_POLL_SECONDS)
-    second = request_all([peer for peer in known if first[peer.rank][1]], {"request": "status"}, own.identity)
-    rows = build_rows(peers, {**first, **second})
-    return [_with_progress(row, first[row.rank][1], second.get(row.rank)) for row in rows]
+    unclear = _unclear(build_rows(peers, first))
+    if twice:
+        time.sleep(_SECOND_POLL_SECONDS)
+        unclear |= {rank for rank, (_, answer) in first.items() if answer}
+    second = request_all([peer for peer in known if peer.rank in unclear], {"request": "status"}, own.identity)
+    rows = build_rows(peers, {**first, **{rank: result for rank, result in second.items() if twice or result[1]}})
+    return [_with_progress(row, first.get(row.rank), second.get(row.rank)) for row in rows] if twice else rows
 
 
 def _unclear(rows: Sequence[Row]) -> set[int]:
     """The ranks whose second answer may change the report.
 
     The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
-    running process: on a crowded machine an answer may take longer than a request waits.
+    running process: on a crowded machine of its own an answer may take longer than a request waits.
     """
     ended = [row.rank for row in rows if row.has_ended and not row.note]
     neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
     answering = {row.rank for row in rows if row.outcome is Outcome.ANSWERED}
-    silent = {row.rank for row in rows if row.outcome is Outcome.SILENT and row.process == RUNNING}
-    return (neighbours & answering) | silent
+    return (neighbours & answering) | {row.rank for row in rows if row.is_silent}
 
 
-def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, tuple[Outcome, Message | None]]) -> list[Row]:
+def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, _Result]) -> list[Row]:
     """A row per rank. An answer also holds the states of the other processes on the machine."""
     answers = [answer for _, answer in results.values() if answer]
     states = {int(rank): state for answer in answers for rank, state in answer["process_states"].items()}
@@ -221,10 +253,10 @@ def _with_answer(row: Row, answer: Message) -> Row:
     return replace(row, sample=sample, serial=answer["serial"], in_call=answer["in_call"], last_call=answer["call"])
 
 
-def _with_progress(row: Row, before: Message | None, second: tuple[Outcome, Message | None] | None) -> Row:
+def _with_progress(row: Row, first: _Result | None, second: _Result | None) -> Row:
     """The row with ``is_advancing`` and ``is_busy``, from the answers to two polls."""
-    after = second[1] if second else None
-    if row.sample is None or before is None or after is None:
+    before, after = first and first[1], second and second[1]
+    if row.sample is None or not before or not after:
         return row
     busy = after["busy_seconds"] - before["busy_seconds"]
     is_busy = busy > _BUSY_SHARE * (after["clock_seconds"] - before["clock_seconds"])

@@ -14,6 +14,7 @@ from legacy_ddp._compare import name_ranks
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import (
     MAX_CONCURRENT_REQUESTS,
+    PATIENT_SECONDS,
     Endpoint,
     Failure,
     Identity,
@@ -32,8 +33,6 @@ from legacy_ddp._watchdog.status import LEFT_AFTER_LOSS, GroupView, own_status, 
 
 # A collective may still complete if a rank ends after its own part of the collective.
 _GRACE_SECONDS = 0.5
-# How long to wait for the rank that composes the report; it polls twice, and silent ranks delay it.
-_REPORT_SECONDS = 3.0
 # Pause between two requests for a report: a thousand ranks must not keep the composing rank from its work.
 _RETRY_SECONDS, _RETRY_SECONDS_PER_RANK = 0.05, 0.0005
 # Ranks that start to wait together request a report within this time of each other, and must get the same text.
@@ -226,6 +225,16 @@ def broadcast_failure(
     request_all(view.others(range(len(view.peers)) if ranks is None else ranks), message, view.own.identity)
 
 
+def _report_seconds(size: int) -> float:
+    """How long to wait for the report of a group of ``size`` ranks.
+
+    The lowest rank may be silent; then the other ranks are asked whether they answer, and one of them polls all ranks
+    twice. Each of these takes a round for every ``MAX_CONCURRENT_REQUESTS`` ranks.
+    """
+    rounds = -(-size // MAX_CONCURRENT_REQUESTS)
+    return PATIENT_SECONDS * (1 + 3 * rounds)
+
+
 @dataclass
 class _SharedReport:
     """A report for all ranks; ``report`` is None until composed."""
@@ -268,11 +277,13 @@ class ReportExchange:
 
     def fetch(self, serial: int, failure: Failure | None) -> Report:
         """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers."""
-        deadline = time.monotonic() + _REPORT_SECONDS
+        deadline = time.monotonic() + _report_seconds(len(self._view.peers))
         message = {"request": "report", "serial": serial, "failure": failure and asdict(failure)}
         for peer in self._answering(deadline):
             while time.monotonic() < deadline:
                 outcome, answer = request(peer, message, self._view.own.identity)
+                if self._record.final_report is not None and failure is not None:
+                    return self._record.final_report  # of another rank, which arrived meanwhile
                 if outcome is not Outcome.ANSWERED:
                     break
                 if answer:

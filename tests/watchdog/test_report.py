@@ -5,10 +5,10 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import ANSWER_SECONDS, DEAD, RUNNING, Endpoint, Failure, Outcome, own_identity
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, WarningPolicy, compose, format_loss, process_text
-from legacy_ddp._watchdog.server import StatusServer
+from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 from legacy_ddp._watchdog.status import (
     LEFT_AFTER_LOSS,
     LEFT_NORMALLY,
@@ -29,7 +29,7 @@ from legacy_ddp._watchdog.status import (
     own_status,
     poll_ranks,
 )
-from legacy_ddp._watchdog.watchdog import FailureRecord
+from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange
 
 # Evaluation of the rows of all ranks, and the text of the report
 
@@ -165,10 +165,31 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
             [_waits(0), _is_lost(1, Outcome.ENDED), _waits(2, serial=4, phase="payload")],
             (1,),
         ),  # waits for the dead rank
+        (  # the network broke after rank 1 got all headers, and before rank 0 did
+            [_waits(0), _waits(1, phase="payload"), *(_is_lost(rank, Outcome.UNREACHABLE) for rank in (2, 3))],
+            (2, 3),
+        ),
+        ([_waits(0), _waits(1, phase="payload"), _is_lost(2, Outcome.SILENT, "stopped")], (2,)),
+        ([_waits(0), _waits(1, phase="payload"), _works(2)], (2,)),
+        ([_waits(0, phase="pack"), _waits(1, phase="payload"), _works(2)], (0, 2)),  # may be stuck in pack
+        # A rank without an answer may be slow on a crowded machine.
+        ([_waits(0), _is_lost(1, Outcome.SILENT, "running"), _works(2)], (2,)),
+        ([_waits(0), _is_lost(1, Outcome.SILENT, "running"), _is_lost(2, Outcome.ENDED)], (2,)),
+        ([_waits(0), _is_lost(1, Outcome.SILENT, "running"), _waits(2, phase="payload")], (1,)),
     ],
 )
 def test_ranks_behind_the_farthest_are_missing(rows: list[Row], missing: tuple[int, ...]) -> None:
     assert missing_ranks(rows) == missing
+
+
+def test_a_rank_without_an_answer_is_mentioned_beside_the_missing_rank() -> None:
+    report = compose([_waits(0), _is_lost(1, Outcome.SILENT, "running"), _works(2), _waits(3)])
+
+    said = (
+        "missing rank 2 (user code after all_reduce() call 4, at train.py:88 in f, on host node-a); "
+        "no answer from rank 1"
+    )
+    assert said in _line(report)
 
 
 def test_if_no_rank_is_missing_the_network_is_suspected() -> None:
@@ -377,12 +398,14 @@ class _Answers:
         self.count = 0
         self.changes: dict[int, dict[str, Any]] = {}
         self.delays: dict[int, float] = {}
+        self.on_answer: Callable[[], object] = lambda: None
         self.server = StatusServer(rank, self._answer, lambda _rank, _exit_reason: None)
         self.server.start(None)
 
     def _answer(self, _message: Any) -> dict[str, Any]:
         self.count += 1
         time.sleep(self.delays.get(self.count, 0.0))
+        self.on_answer()
         return {**own_status(RankStatus(), []), **self.changes.get(self.count, {})}
 
 
@@ -413,16 +436,29 @@ def test_an_exit_reason_that_came_after_the_first_answer_is_in_the_report(listen
     assert [row.left_after_loss for row in rows] == [False, True, False, False]
 
 
-def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers]) -> None:
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_silent_rank_whose_process_runs_is_asked_twice(listeners: list[_Answers], twice: bool) -> None:
     asker, other, slow = listeners
     slow.delays = {1: ANSWER_SECONDS + 0.2}
-    asker.changes = {1: {"process_states": {"2": RUNNING}}}
+    asker.changes = {number: {"process_states": {"2": RUNNING}} for number in (1, 2)}
     peers = [asker.server.endpoint, other.server.endpoint, slow.server.endpoint]
 
-    rows = poll_ranks(peers, asker.server.endpoint, twice=False)
+    rows = poll_ranks(peers, asker.server.endpoint, twice=twice)
 
     assert [row.outcome for row in rows] == [Outcome.ANSWERED] * 3
-    assert [one.count for one in listeners] == [1, 1, 2]
+    assert [one.count for one in listeners] == [1 + twice, 1 + twice, 2]
+
+
+def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(listeners: list[_Answers]) -> None:
+    peers = [listener.server.endpoint for listener in listeners]
+    view, background = GroupView(peers[2], peers), BackgroundTasks(2)
+    record = FailureRecord(view, cast(Any, _Saved()))
+    exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
+    listeners[0].on_answer = lambda: record.finalize(BAD)
+
+    assert exchange.fetch(5, Failure("connection lost")) is BAD
+    assert [one.count for one in listeners] == [1, 0, 0]
+    background.close()
 
 
 def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from legacy_ddp import Checks
 from legacy_ddp._watchdog.client import (
+    ANSWER_SECONDS,
     DEAD,
     RUNNING,
     STOPPED,
@@ -504,16 +505,18 @@ def test_a_connection_that_waits_at_the_limit_of_descriptors_costs_a_few_tries_a
 
 _CROWDED = """
 import os, sys, time
-from legacy_ddp._watchdog.client import busy_seconds
+from legacy_ddp._watchdog.client import busy_seconds, own_identity, queued_seconds
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 if sys.argv[1] == "hog":
     while True:
         pass
 os.nice(19)  # about a hundredth of the processor beside the hog
-start, before = time.monotonic(), busy_seconds()
+own = own_identity()
+start, busy, queued = time.monotonic(), busy_seconds(), queued_seconds(own)
 while time.monotonic() < start + 1.0:
     time.sleep(0.1) if sys.argv[1] == "idle" else None
-print((busy_seconds() - before) / (time.monotonic() - start), flush=True)
+seconds = time.monotonic() - start
+print((busy_seconds() - busy) / seconds, (queued_seconds(own) - queued) / seconds, flush=True)
 os._exit(0)  # the end of an interpreter takes a hundred times as long here
 """
 
@@ -523,8 +526,32 @@ def test_a_rank_that_computes_on_a_crowded_machine_is_busy(what: str, is_busy: b
     """It was called idle, with a report for each wait, because it got less than a tenth of a processor."""
     with subprocess.Popen([sys.executable, "-c", _CROWDED, "hog"]) as hog:
         try:
-            share = float(run_script("-c", _CROWDED, what).stdout)
+            busy, queued = map(float, run_script("-c", _CROWDED, what).stdout.split())
         finally:
             hog.kill()
 
-    assert (share > 0.5) is is_busy
+    assert (busy > 0.5) is is_busy
+    assert (queued > 0.5) is is_busy
+
+
+@pytest.mark.parametrize("is_crowded", [True, False])
+def test_a_rank_whose_process_waits_for_a_processor_gets_more_time_to_answer(
+    monkeypatch: pytest.MonkeyPatch, is_crowded: bool
+) -> None:
+    """At a load of 14 a rank that waited in the call was called missing."""
+
+    def answer(_message: Message) -> Message:
+        time.sleep(ANSWER_SECONDS + 0.2)
+        return {"heard": "status"}
+
+    # A second per second: one thread waits for a processor all the time.
+    monkeypatch.setattr(
+        "legacy_ddp._watchdog.client.queued_seconds", lambda _process: time.monotonic() if is_crowded else 0.0
+    )
+    server = StatusServer(1, answer, lambda _rank, _exit_reason: None)
+    server.start(None)
+
+    outcome, _ = request(server.endpoint, {"request": "status"}, own_identity())
+
+    server.close("")
+    assert outcome is (Outcome.ANSWERED if is_crowded else Outcome.SILENT)
