@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
 from legacy_ddp._buckets.plan import Columns
-from legacy_ddp._collectives.check import LocalStep
+from legacy_ddp._collectives.check_interface import LocalStep
 from legacy_ddp._collectives.metrics import sum_metrics
 from legacy_ddp._collectives.pack import Arguments, Metrics, pack
 from legacy_ddp._collectives.reduce import Reduced, discarding_after

@@ -15,7 +15,7 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.check import Check, LocalStep, Subject
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed, pieces_of
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import EditedGradientError

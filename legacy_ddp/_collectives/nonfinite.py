@@ -14,8 +14,8 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._checks import LossScaler, Nonfinite
-from legacy_ddp._collectives.check import Check, LocalStep, Subject
+from legacy_ddp._check_settings import LossScaler, Nonfinite
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError

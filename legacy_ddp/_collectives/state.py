@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
-from legacy_ddp._checks import Checks, resolve_checks
-from legacy_ddp._collectives.check import Subject, Warnings
-from legacy_ddp._collectives.checks import Replicas, make_checks
+from legacy_ddp._check_settings import Checks, resolve_checks
+from legacy_ddp._collectives.check_interface import Subject, Warnings
+from legacy_ddp._collectives.check_list import Replicas, make_checks
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord

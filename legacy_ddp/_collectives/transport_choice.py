@@ -10,7 +10,7 @@ from functools import partial
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._collectives.check import Warnings
+from legacy_ddp._collectives.check_interface import Warnings
 from legacy_ddp._collectives.comm_hook import HookReducer
 from legacy_ddp._collectives.dense import GroupReducer, GroupTreeReducer, SparseReducer
 from legacy_ddp._collectives.host_sum import BetweenHostsReducer, HostReducer

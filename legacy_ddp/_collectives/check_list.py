@@ -1,7 +1,7 @@
-"""The checks of a call. The longer checks have files of their own; ``Precedence`` orders the errors of all checks."""
+"""The list of the checks of a call, and the shorter checks. ``edited`` and ``nonfinite`` have the longer checks."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import Agreement, Precedence, agreed_error, describe_uneven_work
+from legacy_ddp._agreement.agree import Agreement, Mismatch, Precedence, agreed_error, describe_uneven_work
 from legacy_ddp._agreement.header import PLACES, Flag, Header, Participation, is_equal
 from legacy_ddp._buckets.layout import Layout
-from legacy_ddp._collectives.check import Check, CheckList, LocalStep, Subject
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._compare import compare_rows, name_ranks
@@ -322,6 +322,33 @@ def _describe_evaluation(layers: dict[str, str]) -> str:
         "in eval mode ranks give different results, and so does a checkpoint of each rank (told once);\n"
         "call broadcast_buffers() on every rank before an evaluation and before a checkpoint"
     )
+
+
+class CheckList:
+    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain."""
+
+    def __init__(self, checks: Sequence[Check]) -> None:
+        self.all = checks
+        self.with_facts = _overriding(checks, "facts")
+        self.with_compare = _overriding(checks, "compare")
+        self.with_end = _overriding(checks, "end")
+        self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
+        self.with_forward = _overriding(checks, "begin_forward")
+        self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
+            (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
+        ]
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[str]:
+        """The texts of rank 0 for a call. A check with a text is not asked again."""
+        for check in tuple(self.observing):
+            if text := check.observe(step, agreement):
+                self.observing.remove(check)
+                yield text
+
+
+def _overriding(checks: Sequence[Check], method: str) -> list[Check]:
+    base: Callable[..., object] = getattr(Check, method)
+    return [check for check in checks if getattr(type(check), method) is not base]
 
 
 CHECKS: tuple[type[Check], ...] = (
