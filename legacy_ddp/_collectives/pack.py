@@ -9,7 +9,7 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
 
-from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
+from legacy_ddp._agreement.header import Flag, Header, Participation, encode_double
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, has_nonzero
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._buckets.plan import Plan
@@ -237,7 +237,7 @@ def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
         return
     norm, finite = norm_of(pieces_of(plan, packed))
     packed.header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
-    packed.header.norm_bits = encode_norm(norm)
+    packed.header.norm_bits = encode_double(norm)
 
 
 def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
