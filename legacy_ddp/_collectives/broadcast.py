@@ -1,4 +1,4 @@
-"""What the constructor compares over the ranks, and the broadcast of the tensors of a source rank. Collective."""
+"""The comparison of ranks in the constructor, and the broadcast of the tensors of a source rank. Collective."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -124,7 +124,7 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
 
 
 def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> None:
-    # Element by element in logical order, as bytes: strides may differ between ranks and gloo knows few dtypes.
+    # In logical order, because strides may differ between ranks, and as bytes, because gloo knows few dtypes.
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = src, 0

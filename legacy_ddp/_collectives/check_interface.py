@@ -1,8 +1,7 @@
-"""The interface of a check: the facts that a rank tells, and the errors and warnings that follow on all ranks."""
+"""The interface of a check: the facts of a rank, and the errors and warnings that follow from the facts of all."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
@@ -19,7 +18,7 @@ from legacy_ddp._transport.call import Call
 
 @dataclass(frozen=True)
 class Subject:
-    """The parameters to check: their settings, their planner, and their wrapper, None for a function without one."""
+    """The parameters to check: their settings, their planner, and their wrapper, None for all_reduce_gradients()."""
 
     settings: Settings
     planner: Planner
@@ -91,28 +90,22 @@ class Check:
         """The gradients since the last call are dropped."""
 
 
-class Pending(NamedTuple):
-    """``rank``: of the log record. ``is_everywhere``: every rank has this text."""
-
-    rank: int
-    text: str
-    is_everywhere: bool = False
-
-
 class Warnings:
-    """The warnings of a set of parameters that wait for the end of the call."""
+    """The warnings of a set of parameters that wait for the end of the call.
+
+    ``pending``: the rank of the log record, the text, and whether every rank has this text.
+    """
 
     def __init__(self) -> None:
-        self.pending: list[Pending] = []
+        self.pending: list[tuple[int, str, bool]] = []
 
     def add(self, text: str) -> None:
-        """Add a warning of rank 0."""
-        self.pending.append(Pending(0, text))
+        """Add a warning of rank 0 alone."""
+        self.pending.append((0, text, False))
 
     def add_everywhere(self, call: Call, text: str) -> None:
-        """Add a warning with the same text on every rank, unless it is empty."""
-        if text:
-            self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
+        """Add a warning with the same text on every rank."""
+        self.pending.append((call.groups.rank, text, True))
 
     def emit(self) -> None:
         """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""

@@ -172,9 +172,10 @@ def _reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divis
     values[: lengths[call.groups.rank]] = grad.values()
     all_indices = _gather(call, group, indices)
     all_values = _gather(call, group, values)
+    sum_dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype.to_real()
     total = torch.sparse_coo_tensor(
         torch.cat([part[:, :length] for part, length in zip(all_indices, lengths, strict=True)], dim=1),
-        torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(_sum_dtype(grad.dtype)),
+        torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(sum_dtype),
         (*grad.shape, 2) if grad.is_complex() else grad.shape,
         check_invariants=False,
     ).coalesce()
@@ -196,13 +197,8 @@ def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
 
 
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype == torch.float16 else dtype.to_real()
-
-
 def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Collective: the tensors of all ranks, of equal shape; complex numbers as pairs, which are added and divided
-    apart."""
+    """Collective: the tensors of all ranks, of equal shape; complex numbers as pairs of real numbers."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if call.groups.size == 1:
         return [real]

@@ -1,7 +1,7 @@
-"""The route of packed gradients: the reducers of a call, in order, and their common input. Collective (payload)."""
+"""The route of packed gradients: the reducers of a call, in order, and what they share. Collective (payload)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +20,11 @@ from legacy_ddp._transport.call import Call
 
 @dataclass
 class Payload:
-    """The packed gradients of a call, and what the ranks agreed on. The flat tensors receive the dense results.
+    """The packed gradients of a call, what the ranks agreed on, and the result. Dense results go to the flat tensors.
 
     ``kinds``: of every slot's reduced gradient. ``has_same_mask``: every rank has gradients of these kinds. ``sparse``:
-    receives the sparse results, by slot. ``prepared``: left by :meth:`Reducer.prepare` for :meth:`Reducer.reduce`.
+    the sparse results, by slot. ``size_bytes``: the bytes sent. ``prepared``: left by :meth:`Reducer.prepare` for
+    :meth:`Reducer.reduce`.
     """
 
     plan: Plan
@@ -32,6 +33,7 @@ class Payload:
     has_same_mask: bool
     divisor: int
     sparse: dict[int, torch.Tensor] = field(default_factory=dict)
+    size_bytes: int = 0
     prepared: Any = None
 
 
@@ -62,44 +64,28 @@ class Reducer(ABC):
         return [ranges[index] for index in self.buckets]
 
     def dense_runs(self, payload: Payload) -> tuple[tuple[Run, ...], ...]:
-        """The runs of slots with a dense gradient on any rank, per bucket. Kept until the kinds change."""
+        """The runs of slots with a dense gradient on any rank, and of small gaps between them, per bucket. Kept until
+        the kinds change."""
         if payload.kinds != self._kinds:
-            self._runs = tuple(_merged_runs(buffer, payload.kinds[share]) for buffer, share in self.buffers_of(payload))
+            are_dense = [kind == DENSE for kind in payload.kinds]
+            self._runs = tuple(
+                tuple(buffer.bucket.runs(are_dense[share], max_gap=buffer.bucket.max_gap))
+                for buffer, share in self.buffers_of(payload)
+            )
             self._kinds = payload.kinds
         return self._runs
 
 
-def _merged_runs(buffer: FlatBuffer, kinds: Sequence[int]) -> tuple[Run, ...]:
-    """Runs with a small gap between them are merged."""
-    return tuple(buffer.bucket.runs([kind == DENSE for kind in kinds], max_gap=buffer.bucket.max_gap))
-
-
-@dataclass(frozen=True)
-class Reduced:
-    """Result of the payload phase: every slot's kind of gradient, sparse gradients by slot, and the bytes sent."""
-
-    kinds: Sequence[int]
-    sparse: Mapping[int, torch.Tensor]
-    payload_bytes: int
-
-
-@dataclass(frozen=True)
 class Route:
-    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU, for the record.
+    """The reducers of all gradients of a layout, in order. ``transport``: of dense gradients on CPU, for the record."""
 
-    ``preparing``: the reducers that prepare something.
-    """
+    def __init__(self, layout: Layout, transport: str, parts: Sequence[Reducer]) -> None:
+        self.layout = layout
+        self.transport = transport
+        self._parts = parts
+        self._preparing = [part for part in parts if type(part).prepare is not Reducer.prepare]
 
-    layout: Layout
-    transport: str
-    parts: Sequence[Reducer]
-    preparing: Sequence[Reducer] = field(init=False)
-
-    def __post_init__(self) -> None:
-        preparing = [part for part in self.parts if type(part).prepare is not Reducer.prepare]
-        object.__setattr__(self, "preparing", preparing)
-
-    def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Reduced:
+    def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Payload:
         """Collective: sum the packed gradients over the ranks and divide.
 
         Raises:
@@ -107,25 +93,24 @@ class Route:
             LostPeerError: a rank was lost. The content of the flat tensors is then undefined, as after an interrupt.
         """
         if agreement.divisor == 0:
-            return Reduced([ABSENT] * len(packed.kinds), {}, 0)
+            return Payload(plan, packed, [ABSENT] * len(packed.kinds), has_same_mask=True, divisor=0)
         kinds = packed.kinds if agreement.has_same_mask else agree_on_kinds(call, packed.kinds)
         payload = Payload(plan, packed, kinds, agreement.has_same_mask, agreement.divisor)
-        for part in self.preparing:
+        for part in self._preparing:
             part.prepare(call, payload)
-        size_bytes = 0
         with call.phase("payload"):
-            for part in self.parts:
-                size_bytes += part.reduce(call, payload)
-        return Reduced(kinds, payload.sparse, size_bytes)
+            for part in self._parts:
+                payload.size_bytes += part.reduce(call, payload)
+        return payload
 
 
 @contextmanager
 def discarding_after(call: Call, plan: Plan, leaves: Leaves | None) -> Iterator[None]:
     """Drop every gradient after a failure that is not agreed, if the gradients may be half reduced.
 
-    Without segments from the hook or the payload on. With segments from the header on: other ranks may write to the
-    flat tensors of this rank, also after its failure. The memory is dropped, too: a broken-off collective, or another
-    rank or thread, may still write there.
+    Without shared memory they may be half reduced from the hook or the payload on. With shared memory, other ranks may
+    write to the flat tensors of this rank from the header on, also after a failure here. The memory is dropped, too: a
+    broken-off collective, or another rank or thread, may still write to it.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""The transport of dense gradients: memory shared by the ranks of a host, gloo, or a group of the user's device.
+"""The transport of dense gradients: memory shared by the ranks of a host, gloo, or the user's group for a device.
 
 The first all_reduce of a wrapper on a group chooses between shared memory and gloo for the gradients on CPU, equally on
-all ranks. The choice stays; only with ``transport="auto"`` a later failure of shared memory changes it to gloo, once.
+all ranks. The choice stays, except that with ``transport="auto"`` a later failure of shared memory changes it to gloo,
+once.
 """
 
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ class Transport:
     def announce(self, plan: Plan, packed: Packed) -> SegmentIds:
         """The message to the other ranks about the segments of this rank."""
         segments = self._own_segments(plan, packed)
-        # After another number of micro-batches the sum lies in its own segment again.
+        # None: the sum lies in ordinary memory, and after another number of micro-batches in its segment again.
         may_come_back = None in segments
         for index in plan.layout.shared_buckets:
             may_come_back = may_come_back or plan.buffers[index].has_spare
