@@ -18,8 +18,8 @@ from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import warn
-from legacy_ddp._replicas.compare import ReplicaDigests, divergence_error
-from legacy_ddp._replicas.history import StepHistory
+from legacy_ddp._replicas.compare import divergence_error
+from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import StepCounter

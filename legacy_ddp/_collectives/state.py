@@ -20,7 +20,7 @@ from legacy_ddp._collectives.check_list import Replicas, make_checks
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.compare import ReplicaDigests
+from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings, resolve_transport
 from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
