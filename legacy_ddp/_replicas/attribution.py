@@ -19,12 +19,13 @@ class StepDigests:
     ``gradients_at_step``: as the steps found them. ``parameters_after_step``: as the steps left them. These four are
     sums over all steps. ``parameters``, ``buffers``: now.
 
-    The other fields are not in the common digest. ``changed_before``: parameters changed between the call, or the
-    previous step, and a step. ``changed_after``: parameters changed between the last step, or the call, and now.
-    ``state_changed_before``, ``state_changed_after``: the same for optimizer state, since the previous step. A change
-    that recurs at every step is not evidence and leaves these four False. ``has_stale_parameter``: an optimizer holds
-    a tensor that is not in the model, in place of a parameter. ``membership_text``: the contents of the optimizers.
-    ``other_steps``: steps of optimizers without any parameter of the model.
+    The other fields are not in :attr:`digest`, because they are evidence about this rank. ``changed_before``:
+    parameters changed between the call, or the previous step, and a step. ``changed_after``: parameters changed between
+    the last step, or the call, and now. ``state_changed_before``, ``state_changed_after``: the same for optimizer
+    state, since the previous step. A change that recurs at every step is not evidence and leaves these four False.
+    ``has_stale_parameter``: an optimizer holds a tensor that is not in the model, in place of a parameter.
+    ``membership_text``: the contents of the optimizers. ``other_steps``: steps of optimizers without any parameter of
+    the model.
     """
 
     parameters_at_call: int = 0
@@ -47,10 +48,12 @@ class StepDigests:
     @property
     def digest(self) -> int:
         """One digest of everything that replicas share."""
-        at_call = (self.parameters_at_call, self.gradients_at_call)
-        of_steps = (self.steps, self.membership, self.parameters_at_step, self.gradients_at_step)
-        after_steps = (self.parameters_after_step, self.parameters, self.buffers)
-        return fingerprint(repr((*at_call, *of_steps, *after_steps)).encode())
+        phases = (
+            *(self.parameters_at_call, self.gradients_at_call),
+            *(self.steps, self.membership, self.parameters_at_step, self.gradients_at_step),
+            *(self.parameters_after_step, self.parameters, self.buffers),
+        )
+        return fingerprint(repr(phases).encode())
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,17 @@ class Attribution:
         """The ranks at fault. Empty if there is evidence against a rank of the majority: the minority may be good."""
         return () if _contradict(self.minority, self.implicated) else self.minority or self.implicated
 
+    def verdict(self, phase: str, since: str, cause: str) -> Verdict:
+        """The verdict with these texts."""
+        return Verdict(phase, since, self.text, cause, self.ranks, self.minority, self.implicated)
+
 
 @dataclass(frozen=True)
 class _Rule:
     """The meaning of a difference in ``digest``.
 
-    ``has_evidence``: whether a rank proves a fault of its own; ``evidence``: the text of this fault. ``detail``: a
-    label and the value of each rank, inserted for ``{detail}`` in ``cause``.
+    ``has_evidence``: whether the digests of a rank are evidence of a fault of that rank; ``evidence``: the text of the
+    fault. ``detail``: a label and the value of each rank, inserted for ``{detail}`` in ``cause``.
     """
 
     phase: str
@@ -216,16 +223,17 @@ def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
             call = f"call {last}" if last else "the start"
             latest = f"the step() after {call}" if any(of_rank.steps for of_rank in digests) else call
             since = rule.since.format(last=call, latest=latest)
-            verdict = _verdict(rule.phase, since, _format_cause(rule, digests), found)
+            verdict = found.verdict(rule.phase, since, _format_cause(rule, digests))
         else:
             verdict = add_evidence(verdict, found.implicated, rule.evidence)
-    # A step does not change a parameter that was replaced after the call: this explains an implicated rank.
+    # A step does not change a parameter that was replaced after the call, which explains the evidence against a rank.
     stale = [rank for rank in verdict.implicated if digests[rank].has_stale_parameter]
     return add_evidence(verdict, stale, _STALE_PARAMETER)
 
 
 def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdict:
-    """``verdict`` with more evidence against ``ranks``; contradicting evidence keeps ``Verdict.ranks`` empty."""
+    """``verdict`` with more evidence against ``ranks``. ``Verdict.ranks`` stays empty if counting and earlier evidence
+    have contradicted each other."""
     if not ranks or f"{name_ranks(ranks)}: {evidence}" in verdict.who:
         return verdict
     is_open = verdict.minority and not verdict.ranks
@@ -248,10 +256,10 @@ def add_lost_state(verdict: Verdict, lost: str) -> Verdict:
 
 
 def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> Verdict:
-    """``verdict`` with a cause read off the ranks that agree in ``buffers``, if nothing but buffers differs."""
+    """``verdict`` with a cause that follows from the ranks that agree in ``buffers``, if only buffers differ."""
     if verdict.cause != _BUFFERS or not buffers:
         return verdict
-    # Counters may be equal by chance, and are integers.
+    # Only floats count: counters, which are integers, may be equal by chance.
     shared = [item for item in buffers if "float" in item.holders[0][0] and len(item.holders[0][1]) > 1]
     if shared:
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
@@ -295,7 +303,7 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
         phase, cause = "buffers", _BUFFERS
     else:
         return NOTHING
-    return _verdict(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause, found)
+    return found.verdict(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause)
 
 
 def attribute_values(
@@ -324,10 +332,6 @@ def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool],
 def _contradict(minority: Collection[int], implicated: Collection[int]) -> bool:
     """Whether there is evidence against a rank of the majority."""
     return bool(minority) and not set(implicated) <= set(minority)
-
-
-def _verdict(phase: str, since: str, cause: str, found: Attribution) -> Verdict:
-    return Verdict(phase, since, found.text, cause, found.ranks, found.minority, found.implicated)
 
 
 def _format_cause(rule: _Rule, digests: Sequence[StepDigests]) -> str:

@@ -175,13 +175,10 @@ class ReplicaReport:
         entries = {item.name: item for item in self.differences if item.kind == "optimizer"}
         kinds = group_entries((Difference(item.name, item.holders) for item in entries.values()), self.entry_counts)
         single = {kind.differences[0].name for kind in kinds if len(kind.differences) == 1}
-        lines = [
-            line
-            for kind in kinds[:MAX_LINES]
-            for line in (
-                [str(entries[kind.differences[0].name])] if len(kind.differences) == 1 else _wrap(kind.line, "  ")
-            )
-        ]
+        lines = []
+        for kind in kinds[:MAX_LINES]:
+            first, *more = kind.differences
+            lines += _wrap(kind.line, "  ") if more else [str(entries[first.name])]
         lines += _count_more(len(kinds), "kinds of optimizer entries")
         others = [
             item for item in self.differences if item.name not in entries or (item.elements and item.name not in single)
