@@ -14,7 +14,7 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex
 import torch
 
 from legacy_ddp._agreement.header import Flag, Header, Participation, encode_double
-from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, has_nonzero
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment
@@ -22,6 +22,7 @@ from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._step_guard.step_counter import has_nonzero
 from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call, check_can_communicate
 
