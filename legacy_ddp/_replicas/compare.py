@@ -9,7 +9,7 @@ import torch
 
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._compare import Difference, compare_rows, name_ranks
+from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
@@ -104,8 +104,8 @@ def compare_items(
     most ``largest_bytes``.
 
     ``left_out``: ranks with replicas known to be old, which are not compared. ``told``: names and sides of differences
-    that were reported before, which come last. A tensor that is compared by element is
-    sent once to all ranks, from the lowest rank of the largest group of equal ranks.
+    that were reported before, which come last. A tensor that is compared by element is sent once to all ranks, from the
+    lowest rank of the largest group of equal ranks.
     """
     with call.phase("compare"):
         rows, compared, entry_counts = _exchange_rows(call, items)
@@ -113,10 +113,8 @@ def compare_items(
         differences = sorted(_find_differences(rows, ranks), key=lambda item: (item.name, item.sides) in told)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
-        plain = [(item.kind, Difference(item.name, item.holders)) for item in differences]
-        buffers = [difference for kind, difference in plain if kind == "buffers"]
-        verdict = add_reading_of_buffers(verdict, buffers)
-        entries = group_entries((difference for kind, difference in plain if kind == "optimizer"), entry_counts)
+        verdict = add_reading_of_buffers(verdict, [item for item in differences if item.kind == "buffers"])
+        entries = group_entries((item for item in differences if item.kind == "optimizer"), entry_counts)
         verdict = add_lost_state(verdict, explain_loss(entries, entry_counts))
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}
         # Layout and size are equal on all ranks if only the bits of a tensor differ: all ranks choose the same tensors.
@@ -133,8 +131,8 @@ def compare_items(
             else item
             for item in differences
         ]
-    size = call.groups.size
-    return ReplicaReport(str(call), size, compared, tuple(differences), verdict, entry_counts=entry_counts)
+    found = tuple(differences)
+    return ReplicaReport(str(call), call.groups.size, compared, found, verdict, entry_counts=entry_counts)
 
 
 def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
@@ -166,10 +164,8 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
         f"the parameters have changed on {name_ranks(moved)} since the forward in which they were found to differ, for "
         "example perturbed for a moment (m-SAM). The list is of this call, and its values are gone after it"
     )
-    differences = tuple(
-        replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences
-    )
-    return replace(report, verdict=verdict, differences=differences, notes=(*report.notes, note))
+    differences = [replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences]
+    return replace(report, verdict=verdict, differences=tuple(differences), notes=(*report.notes, note))
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
@@ -213,7 +209,7 @@ def _gather_rows(call: Call, items: Sequence[StateItem], descriptions: Mapping[s
 def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
     """Differences by kind. Settings come first: a learning rate explains more than a thousand weights."""
     found = [
-        ReplicaDifference(kind, item.name, item.holders)
+        ReplicaDifference(item.name, item.holders, kind)
         for kind in KINDS
         for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
     ]

@@ -414,7 +414,7 @@ HOLDERS = (("float32 (2,) 00000000000000aa", (0, 2)), ("float32 (2,) 00000000000
 
 
 def _difference(name: str = "parameter 'a'", kind: str = "parameters") -> ReplicaDifference:
-    return ReplicaDifference(kind, name, HOLDERS)
+    return ReplicaDifference(name, HOLDERS, kind)
 
 
 def _report(*differences: ReplicaDifference, verdict: Verdict = VERDICT) -> ReplicaReport:
