@@ -23,17 +23,13 @@ SMALLEST_PIECE_BYTES = 8 * 2**20
 class GroupReducer(Reducer):
     """All-reduce of dense gradients on the group of each device, in stretches of at most ``buffer_size`` elements."""
 
-    def __init__(self, buckets: Sequence[int], buffer_size: int) -> None:
-        super().__init__(buckets)
-        self._buffer_size = buffer_size
-
     def reduce(self, call: Call, payload: Payload) -> int:
         """All collectives are started before the first wait."""
         started, divisor = [], payload.divisor
         for (buffer, share), runs in zip(self.buffers_of(payload), self.dense_runs(payload), strict=True):
             fill_missing(payload, buffer, share, runs, buffer.flat)
             with call.profiled(f"start {buffer.bucket.label}"):
-                pieces = _cut(call, buffer, runs, self._buffer_size)
+                pieces = _cut(call, buffer, runs, payload.plan.layout.buffer_size)
                 started += [(buffer, run, _start(call, buffer, run, divisor)) for run in pieces]
         size_bytes = 0
         for buffer, (start, stop), work in started:
@@ -48,9 +44,8 @@ class GroupReducer(Reducer):
 class GroupTreeReducer(Reducer):
     """Sums of micro-batches in the order of the tree, on the group of each device. ``sums``: of this rank."""
 
-    def __init__(self, buckets: Sequence[int], buffer_size: int, sums: LeafSums) -> None:
+    def __init__(self, buckets: Sequence[int], sums: LeafSums) -> None:
         super().__init__(buckets)
-        self._buffer_size = buffer_size
         self._sums = sums
 
     def reduce(self, call: Call, payload: Payload) -> int:
@@ -62,7 +57,7 @@ class GroupTreeReducer(Reducer):
             own = payload.packed.flats[index]
             recv_buffer = self._sums.recv_buffer(index, own) if call.groups.size > 1 else own
             group = call.groups.payload(buffer.bucket.device)
-            pieces = cut_runs(runs, max_numel=self._buffer_size)
+            pieces = cut_runs(runs, max_numel=payload.plan.layout.buffer_size)
             inputs.append(TreeInput(group, own, recv_buffer, buffer.flat, pieces))
         return inputs
 
@@ -97,8 +92,8 @@ def split_divisor(divisor: int, size: int, wire: torch.dtype) -> tuple[float, fl
 
 
 def _cut(call: Call, buffer: FlatBuffer, runs: Sequence[Run], buffer_size: int) -> list[Run]:
-    """The piece of each collective. On gloo a bucket is cut in halves: the first half is divided while the second
-    half is in flight."""
+    """The pieces, one for each collective. On gloo a bucket is cut in halves: the first half is divided while the
+    second half is in flight."""
     piece = buffer_size
     if call.groups.is_private(call.groups.payload(buffer.bucket.device)):
         half = (sum(stop - start for start, stop in runs) + 1) // 2

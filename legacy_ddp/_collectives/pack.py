@@ -157,9 +157,11 @@ def _number_of_items(sample_size: SupportsIndex) -> int:
 
 
 def _name_type(value: object) -> str:
-    """The type, of an array or a tensor with dtype and shape."""
-    form = [f"{value.dtype}, shape {tuple(value.shape)}"] if hasattr(value, "dtype") and hasattr(value, "shape") else []
-    return " of ".join([type(value).__name__, *form])
+    """The type; of an array or a tensor with dtype and shape."""
+    form = (
+        f" of {value.dtype}, shape {tuple(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else ""
+    )
+    return f"{type(value).__name__}{form}"
 
 
 def _require_sample_size(header: Header) -> None:

@@ -217,7 +217,7 @@ class Transport:
             parts.append(kind(layout.shared_buckets, memory, settings))
         rest = [index for index in every if memory is None or index not in layout.shared_buckets]
         if rest and self._leaves is not None:
-            parts.append(GroupTreeReducer(rest, layout.buffer_size, self._leaves.sums))
+            parts.append(GroupTreeReducer(rest, self._leaves.sums))
         elif rest:
-            parts.append(GroupReducer(rest, layout.buffer_size))
+            parts.append(GroupReducer(rest))
         return parts

@@ -58,10 +58,12 @@ class StepDigests:
 
 @dataclass(frozen=True)
 class Verdict:
-    """``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: text for a reader.
+    """The result of counting and evidence.
 
-    ``ranks``: the ranks at fault. ``minority``, ``implicated``: as in :class:`Attribution`, but ``implicated``
-    includes evidence from all phases.
+    ``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: texts for a reader. ``ranks``: those
+    at fault; empty if there is evidence against a rank of the majority, because the minority may then be good.
+    ``minority``: the ranks outside the strict majority; empty without a strict majority. ``implicated``: the ranks with
+    evidence against them, from any phase; empty if there is evidence against all ranks.
     """
 
     phase: str = ""
@@ -74,28 +76,6 @@ class Verdict:
 
 
 NOTHING = Verdict()
-
-
-@dataclass(frozen=True)
-class Attribution:
-    """The result of counting and evidence for a single difference; ``text``: the result for a reader.
-
-    ``minority``: the ranks outside the strict majority; empty without a strict majority. ``implicated``: the ranks with
-    evidence against them; empty if there is evidence against all ranks.
-    """
-
-    minority: tuple[int, ...]
-    implicated: tuple[int, ...]
-    text: str
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault. Empty if there is evidence against a rank of the majority: the minority may be good."""
-        return () if _contradict(self.minority, self.implicated) else self.minority or self.implicated
-
-    def verdict(self, phase: str, since: str, cause: str) -> Verdict:
-        """The verdict with these texts."""
-        return Verdict(phase, since, self.text, cause, self.ranks, self.minority, self.implicated)
 
 
 @dataclass(frozen=True)
@@ -223,7 +203,7 @@ def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
             call = f"call {last}" if last else "the start"
             latest = f"the step() after {call}" if any(of_rank.steps for of_rank in digests) else call
             since = rule.since.format(last=call, latest=latest)
-            verdict = found.verdict(rule.phase, since, _format_cause(rule, digests))
+            verdict = replace(found, phase=rule.phase, since=since, cause=_format_cause(rule, digests))
         else:
             verdict = add_evidence(verdict, found.implicated, rule.evidence)
     # A step does not change a parameter that was replaced after the call, which explains the evidence against a rank.
@@ -282,8 +262,8 @@ def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> V
     return replace(verdict, cause=reading)
 
 
-def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Attribution) -> Verdict:
-    """The verdict from the kinds of items that differ now, where the earlier phases are unknown."""
+def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Verdict) -> Verdict:
+    """``found`` with phase and cause from the kinds of items that differ now, where the earlier phases are unknown."""
     parameters = "parameters" in differing
     if "gradients" in differing and not parameters:
         phase, cause = "gradients", "parameters agree, gradients do not: edited on some ranks, or never reduced"
@@ -303,35 +283,35 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
         phase, cause = "buffers", _BUFFERS
     else:
         return NOTHING
-    return found.verdict(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause)
+    since = 'some time before this call (a wrapper with checks="detail" tells when)'
+    return replace(found, phase=phase, since=since, cause=cause)
 
 
 def attribute_values(
     values: Sequence[object], has_evidence: Sequence[bool] = (), evidence: str = "", ranks: Sequence[int] | None = None
-) -> Attribution:
+) -> Verdict:
     """The ranks at fault, given the value of each rank, or of each of ``ranks``; see :func:`attribute`."""
     (difference,) = compare_rows([{"": repr(value)} for value in values], ranks).differences
     count = f" ({len(difference.holders[0][1])} of {len(values)} ranks agree)" if difference.suspects else ""
     return attribute(f"{difference.sides}{count}", difference.suspects, has_evidence, evidence)
 
 
-def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool], evidence: str) -> Attribution:
-    """Counting and evidence together. ``sides``: the groups of ranks with equal values, as text.
+def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool], evidence: str) -> Verdict:
+    """Counting and evidence together, without phase and cause. ``sides``: the groups of ranks with equal values, as
+    text.
 
     The text shows a strict majority without assuming that the majority is right. ``evidence`` counts against each rank
     in ``has_evidence``, unless all ranks have the evidence.
     """
     implicated = () if all(has_evidence) else tuple(rank for rank, is_proven in enumerate(has_evidence) if is_proven)
     if not minority and not implicated:
-        return Attribution((), (), f"cannot attribute: {sides}, no majority")
+        return Verdict(who=f"cannot attribute: {sides}, no majority")
     proof = [f"{name_ranks(implicated)}: {evidence}"] if implicated else []
-    doubt = ["count and evidence disagree"] if _contradict(minority, implicated) else []
-    return Attribution(tuple(minority), implicated, "; ".join([sides, *proof, *doubt]))
-
-
-def _contradict(minority: Collection[int], implicated: Collection[int]) -> bool:
-    """Whether there is evidence against a rank of the majority."""
-    return bool(minority) and not set(implicated) <= set(minority)
+    has_doubt = bool(minority) and not set(implicated) <= set(minority)  # evidence against a rank of the majority
+    doubt = ["count and evidence disagree"] if has_doubt else []
+    ranks = () if has_doubt else tuple(minority) or implicated
+    who = "; ".join([sides, *proof, *doubt])
+    return Verdict(who=who, ranks=ranks, minority=tuple(minority), implicated=implicated)
 
 
 def _format_cause(rule: _Rule, digests: Sequence[StepDigests]) -> str:

@@ -13,7 +13,6 @@ from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
-    Attribution,
     StepDigests,
     Verdict,
     add_evidence,
@@ -159,7 +158,7 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
     verdict = report.verdict
     if not verdict.implicated:
         found = attribute_values(list(digests.values()), ranks=list(digests))
-        verdict = replace(verdict, who=found.text, ranks=found.ranks, minority=found.minority)
+        verdict = replace(verdict, who=found.who, ranks=found.ranks, minority=found.minority)
     note = (
         f"the parameters have changed on {name_ranks(moved)} since the forward in which they were found to differ, for "
         "example perturbed for a moment (m-SAM). The list is of this call, and its values are gone after it"
@@ -233,8 +232,8 @@ def _attribute(
     return attribute_kinds(kinds, [kind for kind in KINDS if compared[kind]], found)
 
 
-def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence[StepDigests]) -> Attribution:
-    """The attribution over all differences: the minority of any difference, for several ranks may be at fault.
+def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence[StepDigests]) -> Verdict:
+    """The ranks at fault over all differences: the minority of any difference, for several ranks may be at fault.
 
     Evidence is about optimizer state, and counts only if optimizer state differs now.
     """

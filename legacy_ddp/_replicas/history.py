@@ -242,7 +242,6 @@ class StepHistory(ReplicaDigests):
         return self.digests.digest
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         if len(set(digests.values())) <= 1:
             return None
         if self.buffers.learn(call, self._module, left_out):

@@ -151,10 +151,6 @@ class _GroupMemory:
     streak: _Streak | None = None
     pause_end: int = 0
 
-    def open_streak(self, number: int) -> _Streak | None:
-        """The streak to which a difference in call ``number`` belongs."""
-        return self.streak if self.streak is not None and number <= self.streak.end else None
-
 
 class RotatingDigests(ReplicaDigests):
     """Digests a part of the parameters and shared buffers for every call, and compares everything after a difference.
@@ -174,7 +170,6 @@ class RotatingDigests(ReplicaDigests):
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
     def digest_of(self, call: Call) -> int:
-        """The digest for ``call``."""
         with call.phase("digest"):  # in every call, so that records have the same phases
             self.forget_failed_step()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
@@ -189,16 +184,14 @@ class RotatingDigests(ReplicaDigests):
         memory.agreed[call.number % len(self._parts)] = call.number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks.
-
-        Collective after a difference that is not known yet, and with ``divergence="raise"`` after every difference.
-        """
+        """As in the base class; collective only after a difference that is not known yet, and with
+        ``divergence="raise"`` after every difference."""
         memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), equal_groups(digests)
         warns = self._settings.checks.divergence == "warn"
         if len(sides) <= 1:
             self.note_agreement(call)
             return None
-        streak = memory.open_streak(call.number)
+        streak = memory.streak if memory.streak is not None and call.number <= memory.streak.end else None
         # A pause is not prolonged: the digest that began it was of a moment that has passed, and a real difference may
         # follow.
         is_known = call.number <= memory.pause_end or (streak and streak.is_known(call.number, sides))
@@ -207,7 +200,8 @@ class RotatingDigests(ReplicaDigests):
         with call.phase("compare"):
             if self.buffers.learn(call, self._module, left_out):
                 return None  # any other difference of this part shows again in the next rotation
-        moved = find_moved(call, self._have_parameters_moved(call.number))
+        before = self._of_parameters
+        moved = find_moved(call, self._read(call.number) is not None and self._of_parameters != before)
         streak = streak or _Streak(call.number)
         report = compare_items(
             call,
@@ -294,11 +288,6 @@ class RotatingDigests(ReplicaDigests):
             for memory in self._memories.values():
                 memory.agreed.clear()
 
-    def _have_parameters_moved(self, number: int) -> bool:
-        """Whether parameters in the part of call ``number`` have changed since the digest."""
-        before = self._of_parameters
-        return self._read(number) is not None and self._of_parameters != before
-
     def _find_differing(self, call: Call, left_out: Collection[int]) -> _Differing:
         """Collective: the parts that differ now."""
         agreed_in = self._memories[call.groups].agreed
@@ -371,7 +360,6 @@ class PeriodicDigests(ReplicaDigests):
         self._agreed: weakref.WeakKeyDictionary[Groups, int] = weakref.WeakKeyDictionary()  # the last call that agreed
 
     def digest_of(self, call: Call) -> int | None:
-        """The digest for ``call``; None for a call between."""
         self.forget_failed_step()
         if not self._is_due(call.number):
             return None
@@ -385,7 +373,6 @@ class PeriodicDigests(ReplicaDigests):
         self._agreed[call.groups] = call.number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         last = self._agreed.get(call.groups, 0)
         if len(set(digests.values())) <= 1:
             self.note_agreement(call)

@@ -213,7 +213,9 @@ class BackwardCounter:
         before = self._hooks_on(parameters)
         counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
         earlier_results = [
-            None if found is None else _earlier_result(found.hook, parameter.grad)
+            internals.identity(parameter.grad)
+            if found is not None and parameter.grad is not None and found.hook.was_reduced(parameter.grad)
+            else None
             for found, parameter in zip(before, parameters, strict=True)
         ]
         self._identities = []  # until all hooks are attached
@@ -418,7 +420,3 @@ def _is_foreign_result(own: BackwardHook, parameter: torch.Tensor, hooks: Mappin
     return (len(hooks) > 1 or own.earlier_result is not None) and any(
         hook.was_reduced(parameter.grad, excluding=own) for hook in hooks.values() if type(hook) is BackwardHook
     )
-
-
-def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:
-    return internals.identity(grad) if grad is not None and hook.was_reduced(grad) else None

@@ -405,8 +405,8 @@ REPLICAS = (
     ),
     Mutant(
         "evidence against the majority does not matter",
-        "() if _contradict(self.minority, self.implicated) else self.minority or self.implicated",
-        "self.minority or self.implicated",
+        "ranks = () if has_doubt else tuple(minority) or implicated",
+        "ranks = tuple(minority) or implicated",
         "tests/replicas/test_attribution.py tests/replicas/test_evidence.py",
     ),
 )
