@@ -209,6 +209,12 @@ def agree_on_kinds(call: Call, kinds: Sequence[int]) -> list[int]:
     return [int(kind) for kind in torch.where((largest == ABSENT) | (largest == smallest), largest, DENSE)]
 
 
+def ranks_where(call: Call, is_true: bool) -> tuple[int, ...]:
+    """Collective: the ranks that pass True."""
+    values = call.gather(torch.tensor([int(is_true)], device="cpu")).flatten()
+    return tuple(values.nonzero().flatten().tolist())
+
+
 def _find_failure(call: Call, rows: Sequence[Header], own_text: str) -> AgreedError | None:
     """The error for failed ranks; None also if all ranks failed with the same text. ``own_text``: of this rank's error.
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.layout import as_real
 from legacy_ddp._collectives.dense import fill_missing
@@ -219,8 +220,7 @@ def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
     """Collective: raise a CommHookError if any rank has a ``problem``."""
     if problem:  # for the report: the hooks of the other ranks may wait for the hook of this rank, and never return
         call.set_phase(f"its hook returned what cannot be a gradient: {problem}")
-    has_problem = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten()
-    ranks = has_problem.nonzero().flatten().tolist()
+    ranks = ranks_where(call, bool(problem))
     if not ranks:
         return
     texts = call.gather_objects(problem)

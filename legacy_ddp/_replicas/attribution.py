@@ -9,6 +9,23 @@ from dataclasses import dataclass, replace
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._compare import Difference, compare_rows, name_ranks
 
+_BUFFERS = "only buffers differ"
+_LOCAL_BUFFERS = (
+    'If that is meant, name them in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call '
+    "broadcast_buffers()"
+)
+_WRITTEN = (
+    "parameters changed outside of a step(): a write to them, a checkpoint, memory that does not keep its bits, or a "
+    "step() inside no_sync()"
+)
+_PARAMETERS_CHANGED = "parameters changed outside of a step"
+_STALE_PARAMETER = "its optimizer holds a tensor that is not in the model, in place of a parameter"
+STATE_CHANGED = "optimizer state changed outside of a step"
+_IN_STEP = "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state"
+_IN_EARLIER_STEP = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
+_NEXT_STEP = "the next step() will make the replicas differ"
+_IN_NEXT_STEP = f"parameters agree, the optimizer does not: {_NEXT_STEP}"
+
 
 @dataclass
 class StepDigests:
@@ -93,25 +110,6 @@ class _Rule:
     has_evidence: Callable[[StepDigests], bool] = lambda _: False
     evidence: str = ""
     detail: tuple[str, Callable[[StepDigests], str]] = ("", lambda _: "")
-
-
-_BUFFERS = "only buffers differ"
-_LOCAL_BUFFERS = (
-    'If that is meant, name them in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call '
-    "broadcast_buffers()"
-)
-
-_WRITTEN = (
-    "parameters changed outside of a step(): a write to them, a checkpoint, memory that does not keep its bits, or a "
-    "step() inside no_sync()"
-)
-_PARAMETERS_CHANGED = "parameters changed outside of a step"
-_STALE_PARAMETER = "its optimizer holds a tensor that is not in the model, in place of a parameter"
-STATE_CHANGED = "optimizer state changed outside of a step"
-_IN_STEP = "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state"
-_IN_EARLIER_STEP = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
-_NEXT_STEP = "the next step() will make the replicas differ"
-_IN_NEXT_STEP = f"parameters agree, the optimizer does not: {_NEXT_STEP}"
 
 
 def _format_steps(digests: StepDigests) -> str:

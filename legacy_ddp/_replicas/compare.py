@@ -9,7 +9,7 @@ import torch
 
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._compare import compare_rows, name_ranks
+from legacy_ddp._compare import compare_rows, group_ranks, name_ranks
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
@@ -135,23 +135,14 @@ def compare_items(
 
 
 def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks with equal digests. ``digests``: by rank."""
-    groups: dict[int, list[int]] = {}
-    for rank, digest in digests.items():
-        groups.setdefault(digest, []).append(rank)
-    return tuple(map(tuple, groups.values()))
-
-
-def find_moved(call: Call, has_moved: bool) -> tuple[int, ...]:
-    """Collective: the ranks with ``has_moved``."""
-    flags = call.gather(torch.tensor([int(has_moved)], device="cpu")).flatten().tolist()
-    return tuple(rank for rank, flag in enumerate(flags) if flag)
+    """The groups of ranks with equal digests, by their lowest ranks. ``digests``: by rank."""
+    return tuple(sorted(ranks for _, ranks in group_ranks(list(digests.values()), list(digests))))
 
 
 def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int, int]) -> ReplicaReport:
     """``report`` of parameters that have changed on the ranks ``moved`` since their ``digests`` were taken.
 
-    The present elements say nothing about the difference. Without evidence, the digests tell the ranks.
+    The present elements say nothing about the difference. Without evidence, the ranks at fault follow from the digests.
     """
     if not moved:
         return report
@@ -161,7 +152,7 @@ def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int,
         verdict = replace(verdict, who=found.who, ranks=found.ranks, minority=found.minority)
     note = (
         f"the parameters have changed on {name_ranks(moved)} since the forward in which they were found to differ, for "
-        "example perturbed for a moment (m-SAM). The list is of this call, and its values are gone after it"
+        "example perturbed for a moment (m-SAM). The list is of this call, and the script may restore them after it"
     )
     differences = [replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences]
     return replace(report, verdict=verdict, differences=tuple(differences), notes=(*report.notes, note))

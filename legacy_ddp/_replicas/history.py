@@ -11,10 +11,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
-from legacy_ddp._replicas.compare import add_moved, compare_items, find_moved
+from legacy_ddp._replicas.compare import add_moved, compare_items
 from legacy_ddp._replicas.digest import checksum, digest_all
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
@@ -249,7 +250,7 @@ class StepHistory(ReplicaDigests):
             digests = gather_digests(call, self.digests.digest, left_out)
             if len(set(digests.values())) <= 1:
                 return None
-        moved = find_moved(call, digest_all(self._parameters) != self.digests.parameters)
+        moved = ranks_where(call, digest_all(self._parameters) != self.digests.parameters)
         report = compare_items(call, self._items(with_groups=False), self.snapshot, left_out=left_out)
         report = add_moved(report, moved, digests)
         self.restart()  # the difference is reported; an unrepaired difference shows again in the next call

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import AT_START
-from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups, find_moved
+from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
 from legacy_ddp._replicas.digest import add_memory, has_memory
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._replicas.report import ReplicaReport
@@ -201,7 +202,7 @@ class RotatingDigests(ReplicaDigests):
             if self.buffers.learn(call, self._module, left_out):
                 return None  # any other difference of this part shows again in the next rotation
         before = self._of_parameters
-        moved = find_moved(call, self._read(call.number) is not None and self._of_parameters != before)
+        moved = ranks_where(call, self._read(call.number) is not None and self._of_parameters != before)
         streak = streak or _Streak(call.number)
         report = compare_items(
             call,
@@ -384,7 +385,7 @@ class PeriodicDigests(ReplicaDigests):
         if len(set(digests.values())) <= 1:
             self.note_agreement(call)
             return None
-        moved = find_moved(call, self._digest_parameters() != self._of_parameters)
+        moved = ranks_where(call, self._digest_parameters() != self._of_parameters)
         report = compare_items(call, self._items(with_groups=True), None, left_out=left_out)
         # Optimizers may differ by design (sharded state); a digest may belong to a moment that has passed.
         if not any(item.kind in _KINDS for item in report.differences):

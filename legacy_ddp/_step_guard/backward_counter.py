@@ -22,6 +22,10 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
 
+_Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
+_counts: dict[int, list[int]] = {}  # of every counter that exists
+_sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
+
 
 @dataclass(slots=True)
 class StepPolicy:
@@ -165,11 +169,6 @@ class _Attached(NamedTuple):
 
     hook: BackwardHook
     identity: dict[str, Any]
-
-
-_Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
-_counts: dict[int, list[int]] = {}  # of every counter that exists
-_sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
 
 
 class BackwardCounter:

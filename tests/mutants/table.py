@@ -399,8 +399,8 @@ REPLICAS = (
     ),
     Mutant(
         "a moved digest of parameters is not told",
-        "moved = find_moved(call, digest_all(self._parameters) != self.digests.parameters)",
-        "moved = find_moved(call, False)",
+        "moved = ranks_where(call, digest_all(self._parameters) != self.digests.parameters)",
+        "moved = ranks_where(call, False)",
         "tests/replicas/test_later_differences.py -k perturbation",
     ),
     Mutant(
