@@ -21,8 +21,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.layout import as_real
-from legacy_ddp._collectives.dense import fill_missing
-from legacy_ddp._collectives.reduce import Payload, Reducer
+from legacy_ddp._collectives.reduce import Payload, Reducer, fill_missing
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import CommHookError, LegacyDDPError
 from legacy_ddp._fork import run_in_children

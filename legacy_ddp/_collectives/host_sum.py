@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._buckets.layout import Bucket, Run, as_real, cut_runs, sum_dtype, wire_dtype
-from legacy_ddp._collectives.dense import SMALLEST_PIECE_BYTES, fill_missing, split_divisor
-from legacy_ddp._collectives.reduce import Payload, Reducer
+from legacy_ddp._collectives.reduce import SMALLEST_PIECE_BYTES, Payload, Reducer, fill_missing, split_divisor
 from legacy_ddp._reproducible.tree_reduce import TreeInput, add_in_tree_order, tree_reduce
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call

@@ -13,10 +13,9 @@ from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._collectives.check_interface import Warnings
 from legacy_ddp._collectives.comm_hook import HookReducer
-from legacy_ddp._collectives.dense import GroupReducer, GroupTreeReducer, SparseReducer
 from legacy_ddp._collectives.host_sum import BetweenHostsReducer, HostReducer
 from legacy_ddp._collectives.pack import Packed, allocate_for_gloo
-from legacy_ddp._collectives.reduce import Reducer, Route
+from legacy_ddp._collectives.reduce import GroupReducer, GroupTreeReducer, Reducer, Route, SparseReducer
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._reproducible.micro_batches import Leaves
