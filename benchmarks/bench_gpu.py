@@ -39,7 +39,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._buckets.flat_buffer import DENSE, FlatBuffer
 from legacy_ddp._buckets.plan import Planner, parameter_columns
-from legacy_ddp._checks import ENVIRONMENT_VARIABLE
+from legacy_ddp._check_settings import ENVIRONMENT_VARIABLE
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._settings import Settings
 

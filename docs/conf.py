@@ -51,7 +51,7 @@ python_display_short_literal_types = True
 napoleon_numpy_docstring = False
 # Types without a public name.
 nitpick_ignore = [
-    ("py:class", "legacy_ddp._checks.LossScaler"),
+    ("py:class", "legacy_ddp._check_settings.LossScaler"),
     ("py:class", "legacy_ddp._replicas.attribution.Verdict"),
     ("py:class", "legacy_ddp._wrapper.ModuleT_co"),
 ]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from legacy_ddp._checks import Checks
+from legacy_ddp._check_settings import Checks
 from legacy_ddp._errors import (
     AgreedError,
     CommHookError,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from legacy_ddp._checks import LONGEST_SECONDS, Checks, as_names, is_duration
+from legacy_ddp._check_settings import LONGEST_SECONDS, Checks, as_names, is_duration
 from legacy_ddp._errors import argument_errors
 
 TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"

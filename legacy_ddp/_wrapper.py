@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, parameter_columns
-from legacy_ddp._checks import Checks, Level, resolve_checks
+from legacy_ddp._check_settings import Checks, Level, resolve_checks
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters, construct
 from legacy_ddp._collectives.join import Joining

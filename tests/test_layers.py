@@ -18,7 +18,7 @@ LAYERS = (
     "_torch",
     "_log",
     "_step_guard",
-    "_checks",
+    "_check_settings",
     "_settings",
     "_buckets",
     "_watchdog",

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._checks import resolve_checks
+from legacy_ddp._check_settings import resolve_checks
 from legacy_ddp.debug import check_replicas
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
@@ -281,7 +281,7 @@ def test_the_types_of_arguments_are_the_values_that_they_take() -> None:
 _TYPED = """
 from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._checks import resolve_checks
+from legacy_ddp._check_settings import resolve_checks
 from legacy_ddp.debug import check_replicas
 
 module = nn.Linear(2, 1)

@@ -41,7 +41,6 @@ from legacy_ddp._log import script_lines
 from legacy_ddp._reproducible.tree_reduce import format_splits, is_aligned
 from legacy_ddp._text import error_text
 from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.wait import Gatherer
 
 IGNORED = "it ignored (ignore=)"
 LAYOUT_ADVICE = "make the module and the settings alike on every rank"
@@ -136,16 +135,15 @@ def agree(
 ) -> Agreement:
     """Exchange headers, and return them if they match.
 
-    ``header`` needs no version, wrapper_id, operation or call: ``call`` has them. ``header.layout`` is the fingerprint
-    of ``inventory``. ``mismatches``: of the checks. ``metrics``: the names behind ``header.metric_names``.
+    Fills in the wrapper, operation and number of ``call``. ``header.layout`` is the fingerprint of ``inventory``.
+    ``mismatches``: of the checks, in any order. ``metrics``: the names behind ``header.metric_names``.
     ``layout_advice``: the next step in the text of a LayoutError. ``on_device``: the payload may travel on the user's
     group, as tensors of a device do.
 
     Raises:
         PeerError: a rank failed before the exchange.
-        DesyncError: a different wrapper, operation or call; sample_size on some ranks only; a skipped or extra call;
-            with ``uneven="raise"`` different numbers of micro-batches; a split of micro-batches unsuitable for a tree;
-            different names of metrics.
+        DesyncError: a different wrapper, operation or call; sample_size on some ranks only; a skipped or extra call; a
+            split of micro-batches unsuitable for a tree; different names of metrics; a mismatch that a check finds.
         LayoutError: a different inventory.
     """
     header.wrapper_id, header.operation, header.call = call.wrapper_id, call.operation, call.number
@@ -155,7 +153,13 @@ def agree(
     with call.phase("agree"):
         agreement = Agreement(call.exchange_headers(encode_header(header)), header)
         if not agreement.is_uniform:
-            problem = find_mismatch(call, agreement.rows, inventory, mismatches, metrics, layout_advice=layout_advice)
+            rows, of_metrics = agreement.rows, partial(_find_other_metrics, call, metrics)
+            problem = (
+                _find_failure(call, rows, "")
+                or _find_other_call(call, rows)
+                or _find_other_layout(call, rows, inventory, layout_advice)
+                or _find_other_meaning(rows, [*mismatches, (Precedence.METRICS, of_metrics)])
+            )
             if problem is not None:
                 raise problem
         if not call.groups.endpoints_exchanged:
@@ -183,7 +187,7 @@ def announcing_failures(call: Call) -> Iterator[None]:
         header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
             rows = [decode_header(row) for row in call.exchange_headers(encode_header(header))]
-            problem = find_failure(call, rows, error_text(error))
+            problem = _find_failure(call, rows, error_text(error))
         if problem is None:
             call.mark_finished()
             raise
@@ -205,29 +209,13 @@ def agree_on_kinds(call: Call, kinds: Sequence[int]) -> list[int]:
     return [int(kind) for kind in torch.where((largest == ABSENT) | (largest == smallest), largest, DENSE)]
 
 
-def find_mismatch(
-    call: Call,
-    rows: Sequence[Header],
-    inventory: Mapping[str, str],
-    mismatches: Sequence[tuple[Precedence, Mismatch]] = (),
-    metrics: Sequence[str] = (),
-    *,
-    layout_advice: str = LAYOUT_ADVICE,
-) -> AgreedError | None:
-    """The first mismatch: a failed rank, different calls, different layouts, or other meanings of the call.
-
-    ``mismatches``: of the checks, in any order. ``metrics``: the names of this rank's metrics. ``layout_advice``: the
-    next step after different layouts.
-    """
-    return (
-        find_failure(call, rows, "")
-        or _find_other_call(call, rows)
-        or _find_other_layout(call, rows, inventory, layout_advice)
-        or find_other_meaning(rows, [*mismatches, (Precedence.METRICS, partial(_find_other_metrics, call, metrics))])
-    )
+def ranks_where(call: Call, is_true: bool) -> tuple[int, ...]:
+    """Collective: the ranks that pass True."""
+    values = call.gather(torch.tensor([int(is_true)], device="cpu")).flatten()
+    return tuple(values.nonzero().flatten().tolist())
 
 
-def find_failure(call: Gatherer, rows: Sequence[Header], own_text: str) -> AgreedError | None:
+def _find_failure(call: Call, rows: Sequence[Header], own_text: str) -> AgreedError | None:
     """The error for failed ranks; None also if all ranks failed with the same text. ``own_text``: of this rank's error.
 
     Collective if a rank failed.
@@ -256,7 +244,7 @@ def _find_other_call(call: Call, rows: Sequence[Header]) -> AgreedError | None:
     findings = (compare_rows(calls), _find_other_line([of_rank["lines"] for of_rank in details]))
     text = "\n".join(str(finding) for finding in findings if finding)
     text = f"ranks met in different calls:\n{text}\nlet every rank make the same calls in the same order"
-    # A line is no evidence: a rank may make the same call from another line.
+    # Only the calls name ranks: a rank may make the same call from another line.
     return agreed_error(DesyncError, rows, text, compare_rows(calls).ranks)
 
 
@@ -305,10 +293,10 @@ def _with_ignored(ranks: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> l
     return rows
 
 
-def find_other_meaning(
-    rows: Sequence[Header], mismatches: Sequence[tuple[Precedence, Mismatch]] = ()
+def _find_other_meaning(
+    rows: Sequence[Header], mismatches: Sequence[tuple[Precedence, Mismatch]]
 ) -> AgreedError | None:
-    """The error for ranks in the same all_reduce() with different meanings. ``mismatches``: in addition to the errors
+    """The error for ranks that mean different things by the same all_reduce(). ``mismatches``: in addition to those
     that need no check."""
     finders = sorted([*_ALWAYS_FOUND, *mismatches], key=itemgetter(0))
     return next((problem for _, find in finders if (problem := find(rows)) is not None), None)
@@ -316,35 +304,32 @@ def find_other_meaning(
 
 def _find_repeat(rows: Sequence[Header]) -> AgreedError | None:
     ranks = _ranks_alone_with(Flag.REPEAT, rows)
-    return (
-        _slipped(rows, ranks, "no backward since the last call, gradients unchanged: an extra call") if ranks else None
-    )
+    reading = "no backward since the last call, gradients unchanged: an extra call"
+    return _slipped(rows, ranks, reading) if ranks else None
 
 
 def _find_skipped_call(rows: Sequence[Header]) -> AgreedError | None:
-    """Weights change for other reasons, too. Together with more backward passes than elsewhere it was an unshared
-    step."""
+    """Weights change for other reasons, too, and only together with unequal numbers of backward passes prove a step
+    that the other ranks did not make."""
     ranks = _ranks_alone_with(Flag.STEPPED, rows)
-    if not ranks or not _describe_backwards(rows):
+    if not ranks or not _compare_backwards(rows):
         return None
     return _slipped(rows, ranks, "weights changed between its first backward and now: a skipped call")
 
 
-def describe_uneven_work(rows: Sequence[Header]) -> Finding | None:
-    """The numbers of micro-batches, if the participants differ. A block of ``reproducible=True`` is a micro-batch, also
+def compare_work(rows: Sequence[Header]) -> Finding:
+    """The numbers of micro-batches of the participants. With ``reproducible=True`` every block is a micro-batch, also
     an empty block."""
-    return _describe_counts(rows, [row.leaves or row.micro_batches for row in rows])
+    return _compare_counts(rows, [row.leaves or row.micro_batches for row in rows])
 
 
-def _describe_backwards(rows: Sequence[Header]) -> Finding | None:
-    """The numbers of backward passes, if the participants differ."""
-    return _describe_counts(rows, [row.micro_batches for row in rows])
+def _compare_backwards(rows: Sequence[Header]) -> Finding:
+    """The numbers of backward passes of the participants."""
+    return _compare_counts(rows, [row.micro_batches for row in rows])
 
 
-def _describe_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Finding | None:
+def _compare_counts(rows: Sequence[Header], micro_batches: Sequence[int]) -> Finding:
     ranks = _participants(rows)
-    if len({micro_batches[rank] for rank in ranks}) <= 1:
-        return None
     return compare_rows([{"micro-batches since the last call": str(micro_batches[rank])} for rank in ranks], ranks)
 
 
@@ -352,10 +337,8 @@ def _find_mixed_participation(rows: Sequence[Header]) -> AgreedError | None:
     arguments = {Participation.PLAIN: "sample_size=None", Participation.SAMPLES: "an int sample_size"}
     ranks = [rank for rank, row in enumerate(rows) if row.participation != Participation.SKIP]
     finding = compare_rows([{"argument": arguments[Participation(rows[rank].participation)]} for rank in ranks], ranks)
-    if not finding:
-        return None
-    text = f"plain and weighted calls met:\n{finding}\npass sample_size= on every rank or on none"
-    return agreed_error(DesyncError, rows, text, finding.ranks)
+    advice = "pass sample_size= on every rank or on none"
+    return desync_error(rows, "plain and weighted calls met", finding, advice)
 
 
 def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
@@ -373,7 +356,7 @@ def _find_bad_split(rows: Sequence[Header]) -> AgreedError | None:
     return agreed_error(DesyncError, rows, text, finding.ranks)
 
 
-def _find_other_metrics(call: Gatherer, names: Sequence[str], rows: Sequence[Header]) -> AgreedError | None:
+def _find_other_metrics(call: Call, names: Sequence[str], rows: Sequence[Header]) -> AgreedError | None:
     """The error for metrics of different names. Collective after a difference."""
     ranks = [rank for rank, row in enumerate(rows) if not row.flags & Flag.JOINED]  # other ranks count as zeros
     if len({rows[rank].metric_names for rank in ranks}) <= 1:
@@ -381,7 +364,7 @@ def _find_other_metrics(call: Gatherer, names: Sequence[str], rows: Sequence[Hea
     held = call.gather_objects(list(names))
     finding = compare_rows([{f"metric {name!r}": "a value" for name in held[rank]} for rank in ranks], ranks)
     advice = "pass metrics= with equal names on every rank, with 0.0 on a rank without data"
-    return agreed_error(DesyncError, rows, f"ranks bring different metrics:\n{finding}\n{advice}", finding.ranks)
+    return desync_error(rows, "ranks bring different metrics", finding, advice)
 
 
 def _find_other_collectives(rows: Sequence[Header]) -> AgreedError | None:
@@ -393,14 +376,11 @@ def _find_other_collectives(rows: Sequence[Header]) -> AgreedError | None:
     if not all(row.flags & Flag.ISSUED_KNOWN for row in rows):
         return None
     finding = compare_rows([{"collectives since the last call": str(row.issued)} for row in rows])
-    if not finding:
-        return None
-    text = (
-        f"ranks have issued different numbers of collectives on process_group:\n{finding}\n"
+    advice = (
         "the tensors of one rank would pair with the data of another collective; issue collectives in the same order\n"
         "around this call on every rank, also those with async_op=True, or pass a group of its own as process_group="
     )
-    return agreed_error(DesyncError, rows, text, finding.ranks)
+    return desync_error(rows, "ranks have issued different numbers of collectives on process_group", finding, advice)
 
 
 _ALWAYS_FOUND: Sequence[tuple[Precedence, Mismatch]] = (
@@ -424,9 +404,17 @@ def _ranks_alone_with(flag: int, rows: Sequence[Header]) -> list[int]:
 
 
 def _slipped(rows: Sequence[Header], ranks: Sequence[int], reading: str) -> AgreedError:
-    lines = [f"{name_ranks(ranks)}: {reading}", str(_describe_backwards(rows) or "")]
-    lines.append("call all_reduce() once per step on every rank")
-    return agreed_error(DesyncError, rows, "\n".join(line for line in lines if line), ranks)
+    advice = "call all_reduce() once per step on every rank"
+    lines = [f"{name_ranks(ranks)}: {reading}", str(_compare_backwards(rows)), advice]
+    return agreed_error(DesyncError, rows, "\n".join(filter(None, lines)), ranks)
+
+
+def desync_error(rows: Sequence[Header], headline: str, finding: Finding, advice: str = "") -> AgreedError | None:
+    """The error for the differences in ``finding``, with the next step; None without a difference."""
+    if not finding:
+        return None
+    text = "\n".join(filter(None, [f"{headline}:", str(finding), advice]))
+    return agreed_error(DesyncError, rows, text, finding.ranks)
 
 
 def agreed_error(kind: type[AgreedError], rows: Sequence[Header], text: str, ranks: Sequence[int]) -> AgreedError:

@@ -21,7 +21,7 @@ class Participation(IntEnum):
 
 
 class Flag:
-    """Facts, a bit each. Plain numbers: an IntFlag takes six times as long.
+    """The bits of ``Header.flags``. Plain numbers, because an IntFlag takes six times as long.
 
     FAILED: the rank failed before the exchange. REPEAT: no backward since the last call, and gradients unchanged since
     then. STEPPED: weights changed between the first backward since the last call and this call. VALUES: the norm was
@@ -30,9 +30,9 @@ class Flag:
     WATCHED: the rank takes part in the report of non-finite gradients. UNSCALED: a GradScaler has unscaled gradients
     before the call. NORM_CLIPPED, VALUE_CLIPPED: every gradient was written to in place before the call, and the norm
     or the greatest element is the same in call after call. REDUCED: a call of a different wrapper left the gradients.
-    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN: ``steps``
-    has a number. ISSUED_KNOWN: ``issued`` has a number.
-    SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with infinities on the rank.
+    UNCLEARED: every gradient is the result of the last call, used by a step, plus a backward. STEPS_KNOWN,
+    ISSUED_KNOWN: ``steps`` or ``issued`` has a number. SCALED: with ``nonfinite="skip"``, a GradScaler skips steps with
+    infinities on the rank.
     """
 
     FAILED = 1
@@ -59,17 +59,17 @@ class Header:
     """The facts of a rank about a call. Written by the rank before the exchange, and only read afterwards.
 
     ``flags``: bits of :class:`Flag`. ``wrapper_id``: number of the wrapper on the group. ``layout``: fingerprint of
-    what all ranks must have alike. ``source``: of a broadcast. ``metric_names``: fingerprint of the names of the
-    metrics, 0 without metrics. ``micro_batches``: backward passes since the last call. ``leaves``: number of
+    what all ranks must have alike. ``source``: the rank that broadcasts. ``metric_names``: fingerprint of the names of
+    the metrics, 0 without metrics. ``micro_batches``: backward passes since the last call. ``leaves``: number of
     micro-batches added in the order of a tree, 0 without a tree. ``steps``: optimizer steps since the last call.
     ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
     items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
-    ``waited_us``: for the headers of the last call. ``replica``: digest of the state that replicas
-    share. ``gradients``: digest of the gradients in check_replicas(). ``generators``: digest of the random generators,
-    which may differ.
+    ``waited_us``: microseconds of the wait for the headers of the last call. ``replica``: digest of the state that
+    replicas share. ``gradients``: digest of the gradients in check_replicas(). ``generators``: digest of the random
+    generators, which may differ.
     """
 
-    # First the facts that are equal on all ranks in most calls: their bytes are compared all at once.
+    # The facts that are equal on all ranks in most calls come first: their bytes are compared all at once.
     version: int = HEADER_VERSION
     operation: int = 0
     participation: int = Participation.PLAIN
@@ -111,7 +111,7 @@ class Header:
     @property
     def local_norm(self) -> float | None:
         """Norm of the local gradient, None if unknown."""
-        return decode_norm(self.norm_bits) if self.flags & Flag.VALUES else None
+        return decode_double(self.norm_bits) if self.flags & Flag.VALUES else None
 
     @property
     def finite(self) -> bool | None:
@@ -125,7 +125,7 @@ _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
 _SHORT = ("micro_batches", "leaves")  # 4 bytes each, all other facts behind the flags 8
 _ENDS = tuple(accumulate((4 if name in _SHORT else 8 for name in _NAMES[4:]), initial=8))
-# Of each fact behind the flags in the row of a rank.
+# The bytes of each fact behind the flags, in the row of a rank.
 PLACES = {name: slice(*ends) for name, ends in zip(_NAMES[4:], pairwise(_ENDS), strict=True)}
 ALIKE = slice(0, PLACES["sample_size"].start)  # all facts but sizes, norms, times and digests: equal in most calls
 _SHORT_WORD = struct.Struct("<I")
@@ -143,13 +143,13 @@ def decode_header(row: bytes) -> Header:
     return Header(*_ROW.unpack(row))
 
 
-def encode_norm(norm: float) -> int:
-    """The bits of a norm as a whole number."""
-    return int(_WORD.unpack(_DOUBLE.pack(norm))[0])
+def encode_double(number: float) -> int:
+    """The 64 bits of a double as a whole number, for a field such as ``norm_bits``."""
+    return int(_WORD.unpack(_DOUBLE.pack(number))[0])
 
 
-def decode_norm(bits: int) -> float:
-    """Inverse of :func:`encode_norm`."""
+def decode_double(bits: int) -> float:
+    """Inverse of :func:`encode_double`."""
     return float(_DOUBLE.unpack(_WORD.pack(bits))[0])
 
 

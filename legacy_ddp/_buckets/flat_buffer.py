@@ -30,13 +30,6 @@ def kinds_of(grads: Sequence[torch.Tensor | None]) -> list[int]:
     ]
 
 
-def has_nonzero(grad: torch.Tensor) -> bool:
-    """Whether any element is not zero."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
-    # The norm is 20 times as fast as any(), but may underflow.
-    return bool(torch.linalg.vector_norm(values)) or bool(values.any())
-
-
 def is_plain(bucket: Bucket, slot: Slot, grad: torch.Tensor) -> bool:
     """Whether ``grad`` is a plain dense gradient exactly as planned."""
     return (

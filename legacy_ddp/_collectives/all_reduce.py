@@ -1,4 +1,4 @@
-"""The collective call: plan → pack → agree → check → reduce → alias → record."""
+"""The collective call: plan → pack → facts → agree → compare → route → reduce → alias → end → record."""
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree, announcing_failures
 from legacy_ddp._buckets.plan import Columns
-from legacy_ddp._collectives.check import LocalStep
+from legacy_ddp._collectives.check_interface import LocalStep
 from legacy_ddp._collectives.metrics import sum_metrics
 from legacy_ddp._collectives.pack import Arguments, Metrics, pack
-from legacy_ddp._collectives.reduce import Reduced, discarding_after
+from legacy_ddp._collectives.reduce import Payload, discarding_after
 from legacy_ddp._collectives.state import Synchronizer, synchronizer_of
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
@@ -36,8 +36,8 @@ def all_reduce(
 ) -> SyncRecord:
     """Collective: reduce gradients, a step per line; docs/design.md has the guarantees of each step.
 
-    ``parameters``: all names of every parameter. ``flags``: further flags of the header. ``notice``: starts the
-    collective of join() before the header.
+    ``parameters``: returns every parameter with all its names. ``flags``: further flags of the header. ``notice``:
+    starts the collective of join() before the header.
     """
     planner, leaves = synchronizer.planner, synchronizer.leaves
     if synchronizer.observers.called:
@@ -110,7 +110,7 @@ def _record(
     synchronizer: Synchronizer,
     step: LocalStep,
     agreement: Agreement,
-    reduced: Reduced,
+    reduced: Payload,
     metrics: Mapping[str, float],
     transport: str,
 ) -> SyncRecord:
@@ -127,7 +127,7 @@ def _record(
         sample_size=agreement.sample_size,
         divisor=divisor,
         skipped_ranks=agreement.skipped_ranks,
-        payload_bytes=reduced.payload_bytes,
+        payload_bytes=reduced.size_bytes,
         seconds=call.seconds,
         rank=call.groups.rank,
         transport=transport,

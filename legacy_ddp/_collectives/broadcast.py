@@ -1,4 +1,4 @@
-"""What the constructor compares over the ranks, and the broadcast of the tensors of a source rank. Collective."""
+"""The comparison of ranks in the constructor, and the broadcast of the tensors of a source rank. Collective."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._buckets.layout import Named, build_inventory, check_dense, distinct, inventory_digest
+from legacy_ddp._buckets.layout import build_inventory, check_dense, distinct, inventory_digest
 from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._collectives.transport_choice import Transport
@@ -73,18 +73,19 @@ def broadcast_parameters(synchronizer: Synchronizer, module: nn.Module, group: d
     """Collective: give every rank the parameters of rank ``src``, frozen ones too, except ignored parameters."""
     parameters = parameter_columns(module)
     named = zip(*parameters, strict=True)
-    _broadcast_named(synchronizer, Operation.BROADCAST_PARAMETERS, group, named, kind="parameter", src=src)
+    _broadcast(synchronizer, Operation.BROADCAST_PARAMETERS, group, named, kind="parameter", src=src)
     synchronizer.note_new_parameters(synchronizer.planner.plan(parameters))
 
 
 def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
     """Collective: give every rank the buffers of rank ``src``, except ignored buffers."""
     named = module.named_buffers(remove_duplicate=False)
-    _broadcast_named(synchronizer, Operation.BROADCAST_BUFFERS, group, named, kind="buffer", src=src)
+    _broadcast(synchronizer, Operation.BROADCAST_BUFFERS, group, named, kind="buffer", src=src)
     synchronizer.note_new_buffers()
 
 
-def _broadcast_named(
+@internals.disable_dynamo
+def _broadcast(
     synchronizer: Synchronizer,
     operation: Operation,
     group: dist.ProcessGroup,
@@ -93,12 +94,6 @@ def _broadcast_named(
     kind: str,
     src: int,
 ) -> None:
-    with torch.no_grad(), synchronizer.call(operation, group) as call:
-        broadcast(call, distinct(named, synchronizer.settings.ignore), kind=kind, src=src)
-
-
-@internals.disable_dynamo
-def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> None:
     """Collective: give every rank the bits of rank ``src``'s tensors, of any dtype and strides.
 
     Raises:
@@ -106,25 +101,27 @@ def broadcast(call: Call, tensors: Sequence[Named], *, kind: str, src: int) -> N
         LayoutError: ranks hold different tensors. DesyncError: ranks are in different calls or pass different ``src``.
             Nothing is written in either case.
     """
-    with announcing_failures(call):
-        check_can_communicate(call)
-        if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < call.groups.size:
-            raise ValueError(f"src is no rank of the group: got {src!r}, expected 0 to {call.groups.size - 1}")
-        for item in tensors:
-            check_dense(item, kind=kind)
-            call.groups.payload(item.tensor.device)
-        inventory = build_inventory(tensors, kind=kind)
-    on_device = any(item.tensor.device.type != "cpu" for item in tensors)
-    agree(call, Header(layout=inventory_digest(inventory), source=src), inventory, on_device=on_device)
-    if call.groups.size == 1:
-        return
-    with call.phase("payload"):
-        for chunk in _chunks([_writable(item.tensor) for item in tensors]):
-            _broadcast_chunk(call, chunk, src)
+    with torch.no_grad(), synchronizer.call(operation, group) as call:
+        with announcing_failures(call):
+            check_can_communicate(call)
+            if isinstance(src, bool) or not isinstance(src, int) or not 0 <= src < call.groups.size:
+                raise ValueError(f"src is no rank of the group: got {src!r}, expected 0 to {call.groups.size - 1}")
+            tensors = distinct(named, synchronizer.settings.ignore)
+            for item in tensors:
+                check_dense(item, kind=kind)
+                call.groups.payload(item.tensor.device)
+            inventory = build_inventory(tensors, kind=kind)
+        on_device = any(item.tensor.device.type != "cpu" for item in tensors)
+        agree(call, Header(layout=inventory_digest(inventory), source=src), inventory, on_device=on_device)
+        if call.groups.size == 1:
+            return
+        with call.phase("payload"):
+            for chunk in _chunks([_writable(item.tensor) for item in tensors]):
+                _broadcast_chunk(call, chunk, src)
 
 
 def _broadcast_chunk(call: Call, chunk: Sequence[torch.Tensor], src: int) -> None:
-    # Element by element in logical order, as bytes: strides may differ between ranks and gloo knows few dtypes.
+    # In logical order, because strides may differ between ranks, and as bytes, because gloo knows few dtypes.
     flat = torch.cat([tensor.reshape(-1) for tensor in chunk])
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = src, 0

@@ -1,7 +1,7 @@
 """Communication hooks: the argument of a hook, the run of the hook and the use of its result. Collective.
 
-torch DDP's hooks use only the six methods of a bucket, and run here unchanged. A hook writes to a copy under a separate
-storage (hooks resize the copy, and write past the end). No gradient changes before the hook of every rank has
+torch DDP's hooks use only the six methods of a bucket, and run here unchanged. A hook gets a copy with a storage of its
+own, because hooks resize the copy and write past its end. No gradient changes before the hook of every rank has
 returned a usable result.
 """
 
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.flat_buffer import FlatBuffer
 from legacy_ddp._buckets.layout import as_real
-from legacy_ddp._collectives.dense import fill_missing
-from legacy_ddp._collectives.reduce import Payload, Reducer
+from legacy_ddp._collectives.reduce import Payload, Reducer, fill_missing
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import CommHookError, LegacyDDPError
 from legacy_ddp._fork import run_in_children
@@ -35,7 +35,7 @@ _GLOO_ERROR = re.compile(r"/gloo/[\w/]+\.(cc|h):\d+")
 # A Future reports its end before the thread of the process group has released the last callback.
 _RELEASE_SECONDS = 0.1
 
-_pending: list[tuple[threading.Event, float]] = []  # ends of collectives, and how long the exit waits for each
+_pending: list[tuple[threading.Event, float]] = []  # ends of collectives, and the time at which the exit stops waiting
 
 
 class HookBucket:
@@ -107,7 +107,17 @@ class HookReducer(Reducer):
             for buffer, share in self.buffers_of(payload):
                 buffer.payload.copy_(buffer.flat)
                 fill_missing(payload, buffer, share, [(0, buffer.bucket.numel)], buffer.payload)
-            payload.prepared = self._results(call, payload)
+            parameters = payload.plan.parameters
+            filled = [(buffer, parameters[share]) for buffer, share in self.buffers_of(payload) if buffer.bucket.numel]
+            buckets = [
+                HookBucket(index, buffer, own, is_last=index == len(filled) - 1)
+                for index, (buffer, own) in enumerate(filled)
+            ]
+            results = _run(call, self._hook, buckets)
+            payload.prepared = [
+                HookResult(buffer, bucket, result)
+                for (buffer, _), bucket, result in zip(filled, buckets, results, strict=True)
+            ]
 
     def reduce(self, call: Call, payload: Payload) -> int:
         """Copy the hook's mean, times group size / divisor, to the flat tensors, if usable on every rank.
@@ -126,16 +136,6 @@ class HookReducer(Reducer):
             if payload.divisor != call.groups.size:
                 as_real(buffer.flat).div_(payload.divisor / call.groups.size)
         return sum(buffer.payload.nbytes for buffer, _, _ in results)
-
-    def _results(self, call: Call, payload: Payload) -> list[HookResult]:
-        parameters = payload.plan.parameters
-        filled = [(buffer, parameters[share]) for buffer, share in self.buffers_of(payload) if buffer.bucket.numel]
-        buckets = [
-            HookBucket(index, buffer, own, is_last=index == len(filled) - 1)
-            for index, (buffer, own) in enumerate(filled)
-        ]
-        results = _run(call, self._hook, buckets)
-        return [HookResult(buffer, *made) for (buffer, _), *made in zip(filled, buckets, results, strict=True)]
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:
@@ -200,8 +200,8 @@ def _attributing_errors(call: Call, hook: CommHook) -> Iterator[None]:
 
 
 def _problem(result: Any, wanted: torch.Tensor, set_dtype: torch.dtype) -> str:
-    """Description of an unusable result, else an empty text. The dtype of ``wanted`` and the dtype of the tensor given
-    to set_buffer() are usable."""
+    """Why the result is not usable, or an empty text. Usable dtypes are that of ``wanted`` and ``set_dtype``, of the
+    tensor given to set_buffer()."""
     if not isinstance(result, torch.Tensor):
         return f"got {type(result).__name__}, expected a torch.futures.Future of a tensor"
     is_like = result.shape == wanted.shape and result.device == wanted.device and result.layout is torch.strided
@@ -216,13 +216,13 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _agree_on_results(call: Call, hook: CommHook, problem: str) -> None:
+    """Collective: raise a CommHookError if any rank has a ``problem``."""
     if problem:  # for the report: the hooks of the other ranks may wait for the hook of this rank, and never return
         call.set_phase(f"its hook returned what cannot be a gradient: {problem}")
-    bad = call.gather(torch.tensor([bool(problem)], dtype=torch.int64, device="cpu")).flatten().tolist()
-    if not any(bad):
+    ranks = ranks_where(call, bool(problem))
+    if not ranks:
         return
     texts = call.gather_objects(problem)
-    ranks = [rank for rank, is_bad in enumerate(bad) if is_bad]
     details = "; ".join(f"rank {rank}: {texts[rank]}" for rank in ranks)
     raise CommHookError(
         f"{call}: the communication hook {hook} returned what cannot be a gradient on {name_ranks(ranks)}: {details}; "

@@ -1,9 +1,9 @@
 """Detection of gradients that were unscaled or clipped between backward and the call.
 
-A constant factor before the call is a way to average, and silent: an edit alone is no evidence. The evidence is a
-GradScaler that has unscaled, or edited gradients of new directions with the same norm, or the same greatest element, in
+An edit alone is no evidence: a constant factor before the call is a common way to average. Evidence is a GradScaler
+that has unscaled, or edited gradients that point in new directions with the same norm, or the same greatest element, in
 call after call. While gradients are as backward left them, the cost is a look at a single gradient and at the headers.
-Of edited gradients a sample is read; all gradients only after evidence in the sample.
+Only a sample of edited gradients is read, and all of them after evidence in the sample.
 """
 
 import math
@@ -15,7 +15,7 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._collectives.check import Check, LocalStep, Subject
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed, pieces_of
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import EditedGradientError
@@ -24,11 +24,11 @@ from legacy_ddp._step_guard.step_counter import unscaled_ids, watch_scalers
 from legacy_ddp._text import wrap
 
 _SAMPLE = 2**16  # elements that are searched for the greatest
-_EQUAL_GREATEST = 3  # of the calls below, with the same greatest element
-_GREATEST_CALLS = 16  # with edited gradients
+_EQUAL_GREATEST = 3  # calls with the same greatest element, among the last _GREATEST_CALLS with edited gradients
+_GREATEST_CALLS = 16
 _DIRECTION = 2**12  # elements that stand for the direction
-_SAME_DIRECTION = 0.999  # cosine
-_NEAR = 1 - 2**-6  # of the limit: a few steps of bf16
+_SAME_DIRECTION = 0.999  # cosine from which on two directions are the same
+_NEAR = 1 - 2**-6  # elements from this part of the limit on are near it: a few steps of bf16
 _FINDINGS = {
     Flag.UNSCALED: "unscaled by a GradScaler",
     Flag.NORM_CLIPPED: "clipped by norm: the same norm in call after call",
@@ -42,10 +42,10 @@ _ADVICE = (
 
 
 class EditedValues:
-    """The values of the last edited gradients of a rank.
+    """The directions, norms and greatest elements of the last edited gradients of a rank.
 
-    A limit means something only if gradients differ otherwise. Norms and greatest elements repeat, too, where training
-    repeats its data and hardly moves, and where every element is a sign.
+    Only gradients with a new direction count. Norms and greatest elements repeat, too, where training repeats its data
+    and hardly moves, and where every element is a sign.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class EditedValues:
         self._greatest: deque[float] = deque(maxlen=_GREATEST_CALLS)
 
     def limits(self, plan: Plan, packed: Packed, norm: float) -> int:
-        """The flags of the limits at which the gradients seem to end; ``norm``: of all gradients together."""
+        """The flags of the limits to which the gradients seem to be clipped. ``norm``: of all gradients together."""
         pieces = pieces_of(plan, packed)
         if not self._have_new_direction(pieces):
             return 0
@@ -84,7 +84,7 @@ class EditedValues:
         self._greatest.append(greatest)
         if not greatest or self._greatest.count(greatest) < _EQUAL_GREATEST:
             return False
-        self._greatest.clear()  # without the evidence below: look again after as many calls
+        self._greatest.clear()  # if the look below finds nothing, the next look comes after as many calls
         return _is_limit(plan, packed, greatest)
 
 
@@ -102,10 +102,10 @@ def _greatest(values: torch.Tensor) -> float:
 
 
 def _is_limit(plan: Plan, packed: Packed, limit: float) -> bool:
-    """Whether the elements of several matrices pile up at ``limit``, more of them there than just below.
+    """Whether in several matrices more elements are at ``limit`` than just below it, and none are above.
 
-    The greatest element of a gradient of few bits may repeat by chance, without a pile. Biases do not count: under an
-    absolute loss they are sums of signs, equal in every bias that adds to the result.
+    The greatest element of a gradient with few bits may repeat by chance, but then few elements have it. Biases do not
+    count: under an absolute loss they are sums of signs, and equal.
     """
     piles = 0
     for _, grad in packed.grads(plan):
@@ -121,7 +121,7 @@ def _is_limit(plan: Plan, packed: Packed, limit: float) -> bool:
 
 
 class EditedGradients(Check):
-    """The evidence about a set of parameters, until the warning."""
+    """Warns once, or raises, if gradients were unscaled or clipped before the call."""
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.edited_policy != "allow"

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp._buckets.layout import Bucket, Run, as_real, cut_runs, sum_dtype, wire_dtype
-from legacy_ddp._collectives.dense import SMALLEST_PIECE_BYTES, fill_missing, split_divisor
-from legacy_ddp._collectives.reduce import Payload, Reducer
+from legacy_ddp._collectives.reduce import SMALLEST_PIECE_BYTES, Payload, Reducer, fill_missing, split_divisor
 from legacy_ddp._reproducible.tree_reduce import TreeInput, add_in_tree_order, tree_reduce
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call
@@ -37,7 +36,7 @@ _LINE_NUMEL = 64  # parts end at multiples of cache lines, so that no two ranks 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of at most :data:`CHUNK_NUMEL` elements.
+    """At most :data:`CHUNK_NUMEL` elements at the same place of several tensors.
 
     ``parts``: of the gradients, or of the sums of micro-batches, of all ranks of the host in order. ``own``: of the
     flat tensor of this rank. ``others``: of the flat tensors of the other ranks. ``scratch``: for :meth:`Order.add`.
@@ -59,10 +58,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece(Work):
-    """A stretch of the own part, summed between hosts by one collective.
+    """A stretch of this rank's part, summed between hosts by one collective.
 
-    ``stretch``: of the own flat tensor. ``carried``: memory for the collective: the stretch, or a copy if the dtype
-    between hosts is another. ``recv_buffer``: for nodes of the tree, else empty.
+    ``stretch``: its place in the flat tensor of this rank. ``carried``: the memory that the collective sends: the
+    stretch, or a copy if the dtype between hosts is different. ``recv_buffer``: for nodes of the tree, else empty.
     """
 
     stretch: torch.Tensor
@@ -175,8 +174,8 @@ class TreeOrder(Order):
 class HostMemory:
     """The memory of one bucket on all ranks of the host in order, as real numbers; ``width`` of them per element.
 
-    ``parts``: to add; the flat tensors, or the sums of micro-batches. ``flats``: the flat tensors, for the result.
-    ``own``: place of this rank.
+    ``parts``: the tensors to add, which are the flat tensors or the sums of micro-batches. ``flats``: the flat tensors,
+    for the result. ``own``: the index of this rank in both.
     """
 
     bucket: Bucket
@@ -190,7 +189,7 @@ class HostMemory:
         return [part_of(run, self.own, len(self.flats)) for run in runs]
 
     def stretch(self, part: Run) -> slice:
-        """The place of ``part`` in a tensor."""
+        """``part`` in real numbers."""
         start, stop = part
         return slice(self.width * start, self.width * stop)
 
@@ -223,8 +222,8 @@ class HostReducer(Reducer):
         self._order: Order = TreeOrder() if settings.reproducible else RankOrder(settings.reduce_dtype)
 
     def reduce(self, call: Call, payload: Payload) -> int:
-        """If ranks have gradients in different slots, the ranks of a host fill the other slots now, and wait for each
-        other before the sum."""
+        """If ranks have gradients in different slots, every rank first fills its missing slots, and waits for the
+        other ranks of the host."""
         runs = self.dense_runs(payload)
         if self._order.has_gaps and not payload.has_same_mask:
             for (buffer, share), own_runs in zip(self.buffers_of(payload), runs, strict=True):
@@ -250,10 +249,8 @@ class HostReducer(Reducer):
     def _kept_works(
         self, call: Call, payload: Payload, runs: tuple[tuple[Run, ...], ...]
     ) -> tuple[Sequence[Work], int]:
-        """The work of this rank for all buckets, and the bytes of their runs.
-
-        Kept from call to call: making the views takes a seventh of a call.
-        """
+        """The work of this rank for all buckets, and the bytes of their runs. Kept from call to call, because making
+        the views takes a seventh of a call."""
         ranks = call.groups.host_ranks
         segments = tuple(map(self._memory.segments.__getitem__, ranks))
         kept: tuple[Sequence[Work], int] | None = self._memory.views.get((segments, runs))
@@ -269,7 +266,7 @@ class HostReducer(Reducer):
         return kept
 
     def _map(self, bucket: Bucket, place: int, ranks: Sequence[int], own: int) -> HostMemory:
-        """``place``: of the bucket's segment among the serial numbers of a rank."""
+        """The memory of the bucket whose segment number stands at ``place`` among the serials of a rank."""
         flats, parts = [], []
         for rank in ranks:
             serials = self._memory.segments[rank].serials
@@ -288,10 +285,8 @@ class BetweenHostsReducer(HostReducer):
             give_out(chunk)
 
     def _works_of(self, memory: HostMemory, runs: Sequence[Run]) -> Sequence[Piece]:
-        """The pieces, equal on the owners of a part.
-
-        The parts are cut in halves: one half is added while the other is in flight.
-        """
+        """The pieces, equal on the owners of a part. The parts are cut in halves: one half is added while the other is
+        in flight."""
         parts = memory.own_parts(runs)
         half = (sum(stop - start for start, stop in parts) + 1) // 2
         smallest = SMALLEST_PIECE_BYTES // wire_dtype(memory.bucket.dtype, self._settings.reduce_dtype).itemsize
@@ -323,7 +318,7 @@ def total_of(order: Order, chunk: Chunk) -> torch.Tensor:
 
 
 def divide(chunk: Chunk, total: torch.Tensor, divisor: float) -> None:
-    """Write ``total / divisor`` to the own chunk. ``total``: may be the own chunk; afterwards its content is undefined.
+    """Write ``total / divisor`` to ``chunk.own``. ``total``: scratch memory, which may be ``chunk.own``.
 
     Divides in the wider of the two dtypes, because the sum may overflow the narrower one, and the quotient does not.
     """

@@ -1,8 +1,8 @@
 """Uneven inputs: the interface to torch's Join.
 
 Every call of a rank with data begins with a notice on the user's own group. A rank without data answers the notice
-there and then takes part in the call without gradients. So the notice comes before the header, and all_reduce() must be
-the first communication of a step.
+and then takes part in the call without gradients. So the notice comes before the header, and all_reduce() must be the
+first communication of a step.
 """
 
 from collections.abc import Iterator
@@ -166,16 +166,12 @@ class _StandIn(JoinHook):
         wrapper = self._wrapper
         wrapper._joining = None
         # A rank that left holds the mean of the others; where zero_grad() follows step(), the next epoch would add it.
-        self._drop_gradients()
+        for parameter in self._synchronizer.planner.plan(parameter_columns(wrapper.module)).parameters:
+            parameter.grad = None
+        self._synchronizer.forget_step()
         group = wrapper.join_process_group
         rank = dist.get_rank(group)
         last = torch.tensor([rank if is_last_joiner else -1], device=wrapper.join_device)
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
         for broadcast in (broadcast_parameters, broadcast_buffers):
             broadcast(self._synchronizer, wrapper.module, group, src=int(last.item()))
-
-    def _drop_gradients(self) -> None:
-        """Delete the gradients of all parameters but ignored parameters, and forget accumulated micro-batches."""
-        for parameter in self._synchronizer.planner.plan(parameter_columns(self._wrapper.module)).parameters:
-            parameter.grad = None
-        self._synchronizer.forget_step()

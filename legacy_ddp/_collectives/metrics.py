@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
@@ -16,13 +16,11 @@ from legacy_ddp._transport.call import Call
 
 
 def read_metrics(metrics: object) -> dict[str, float]:
-    """The value of every metric, sorted by name; empty for None.
+    """The value of every metric, sorted by name.
 
     Raises:
         TypeError, ValueError: as :func:`read_numbers`; not a mapping from names.
     """
-    if metrics is None:
-        return {}
     if not isinstance(metrics, Mapping):
         raise TypeError(
             f"metrics is of the wrong type: got {type(metrics).__name__}, expected a mapping of names to numbers, such "
@@ -36,10 +34,9 @@ def read_metrics(metrics: object) -> dict[str, float]:
     return read_numbers("metrics", {name: metrics[name] for name in sorted(metrics)})
 
 
-_NUMBER = "a real number or a tensor with one element"
-
-
-def read_numbers(owner: str, values: Mapping[str, object], expected: str = _NUMBER) -> dict[str, float]:
+def read_numbers(
+    owner: str, values: Mapping[str, object], expected: str = "a real number or a tensor with one element"
+) -> dict[str, float]:
     """Every value as a double. Tensors on another device than the CPU are read together, with one wait.
 
     ``expected``: the values that ``owner`` takes, for the text of an error.
@@ -48,7 +45,9 @@ def read_numbers(owner: str, values: Mapping[str, object], expected: str = _NUMB
         TypeError: a value is not a number, or has several elements; the text has ``owner`` and the name.
         ValueError: an int beyond the range of a double.
     """
-    away = {name: value for name, value in values.items() if _is_away(value)}
+    away = {
+        name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    }
     for name, value in away.items():
         _require_one_real_element(f"{owner}[{name!r}]", value)
     found = {name: _number(f"{owner}[{name!r}]", value, expected) for name, value in values.items() if name not in away}
@@ -80,15 +79,11 @@ def sum_metrics(call: Call, agreement: Agreement, metrics: Mapping[str, float]) 
 
 
 def _sum(values: Sequence[float]) -> float:
-    """The exact sum, rounded once. With infinite values or beyond the range of a double: as ``+`` in rank order."""
+    """The exact sum, rounded once. With infinite values, or beyond the range of a double: the sum by ``+``."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):
         return sum(values)
-
-
-def _is_away(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _require_one_real_element(label: str, value: torch.Tensor) -> None:

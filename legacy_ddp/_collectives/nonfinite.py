@@ -14,8 +14,8 @@ import torch
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
-from legacy_ddp._checks import LossScaler, Nonfinite
-from legacy_ddp._collectives.check import Check, LocalStep, Subject
+from legacy_ddp._check_settings import LossScaler, Nonfinite
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.pack import Packed
 from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
@@ -29,12 +29,13 @@ _MAX_NAMES = 5
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Details of a rank, with at most ``_MAX_NAMES`` names of gradients and of weights.
+    """Details of a rank, with the names of at most ``_MAX_NAMES`` gradients and weights.
 
     ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter. ``bad_grads``: number of all non-finite
     gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite parameters.
     ``bad_weights``: number of all non-finite parameters. ``scale``: scale of an enabled GradScaler. ``failure``: error
-    of the inspection. ``has_other_scaler``: a GradScaler that was not passed has scaled a loss; for an error alone.
+    of the inspection. ``has_other_scaler``: a GradScaler that was not passed has scaled a loss; only looked for if the
+    reaction is not a warning.
     """
 
     counts: Mapping[str, Sequence[int]]
@@ -52,8 +53,8 @@ class NonFiniteGradients(Check):
 
     def __init__(self, subject: Subject) -> None:
         self.is_on = subject.settings.checks.nonfinite_policy != "ignore"
-        # With a streak of non-finite gradients, after the warning. Equal on all ranks. Looked up in every call: a
-        # WeakSet would take longer.
+        # The groups with a streak of non-finite gradients, after the warning. Equal on all ranks. Looked up in every
+        # call: a WeakSet would take longer.
         self._warned: set[weakref.ref[Groups]] = set()
         self._skipped_calls = 0  # with "skip"; equal on all ranks
         self._has_searched_scalers = False  # all scalers of the process were looked for, which is done once
@@ -61,7 +62,7 @@ class NonFiniteGradients(Check):
             watch_scalers()
 
     def facts(self, step: LocalStep) -> None:
-        """The report needs all ranks."""
+        """Whether this rank takes part in the report, which needs all ranks."""
         checks, header = step.call.checks, step.header
         header.flags |= Flag.WATCHED
         if checks.nonfinite_policy == "skip" and checks.grad_scaler is not None and checks.grad_scaler.is_enabled():
@@ -233,23 +234,21 @@ def _scale_of(scaler: LossScaler | None) -> float | None:
 
 
 def _scan(plan: Plan, packed: Packed) -> NonFinite:
-    grads = list(_grads_with_elements(plan, packed))
-    bad_grads = {name: counts for name, grad in grads if (counts := _count(grad))}
+    bad_grads: dict[str, tuple[int, int, int]] = {}
+    present = 0
+    for name, grad in packed.grads(plan):
+        values = grad.values() if grad is not None and grad.is_sparse else grad
+        if values is not None and values.numel():
+            present += 1
+            if counts := _count(values):
+                bad_grads[name] = counts
     weights = [
         slot.name
         for slot, parameter in zip(plan.layout.slots, plan.parameters, strict=True)
         if not torch.isfinite(parameter).all()
     ]
     named = dict(list(bad_grads.items())[:_MAX_NAMES])
-    return NonFinite(named, len(bad_grads), len(grads), weights[:_MAX_NAMES], len(weights))
-
-
-def _grads_with_elements(plan: Plan, packed: Packed) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every packed gradient with elements; of a sparse gradient the stored values."""
-    for name, grad in packed.grads(plan):
-        values = grad.values() if grad is not None and grad.is_sparse else grad
-        if values is not None and values.numel():
-            yield name, values
+    return NonFinite(named, len(bad_grads), present, weights[:_MAX_NAMES], len(weights))
 
 
 def _count(values: torch.Tensor) -> tuple[int, int, int] | None:

@@ -1,4 +1,8 @@
-"""Local gradients of an all_reduce with its arguments, checked and packed into flat tensors, and their header."""
+"""What this rank brings to an all_reduce: checked arguments and gradients in flat tensors, and the header.
+
+``Plan.collect`` (or ``Leaves`` with micro-batches) copies the gradients; here are the checks around the copy, the facts
+about the gradients, and their norm.
+"""
 
 import math
 import operator
@@ -9,8 +13,8 @@ from typing import NamedTuple, SupportsFloat, SupportsIndex
 
 import torch
 
-from legacy_ddp._agreement.header import Flag, Header, Participation, encode_norm
-from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, has_nonzero
+from legacy_ddp._agreement.header import Flag, Header, Participation, encode_double
+from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import Segment
@@ -18,14 +22,16 @@ from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._step_guard.step_counter import has_nonzero
 from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call, check_can_communicate
 
 Metrics = Mapping[str, SupportsFloat] | None
+_mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds of gradients are the same in most calls
 
 
 class Arguments(NamedTuple):
-    """Not checked yet; docs of :meth:`LegacyDistributedDataParallel.all_reduce` have the meaning of each."""
+    """The arguments of :meth:`LegacyDistributedDataParallel.all_reduce`, not checked yet."""
 
     sample_size: SupportsIndex | None = None
     skip: bool = False
@@ -73,35 +79,33 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics)
         header = _header_of(arguments.sample_size, arguments.skip)
         header.metric_names = fingerprint_names(metrics) if metrics else 0
-        takes_part = header.takes_part
-        if leaves is not None:
-            _require_sample_size(header)
+        takes_part, has_peers = header.takes_part, call.groups.size > 1
         if leaves is None:
             grads = plan.grads
             plan.collect(grads, are_used=takes_part)
-        elif takes_part:
-            grads = leaves.collect_last(plan)
-        has_peers = call.groups.size > 1
+        else:
+            _require_sample_size(header)
+            grads = leaves.collect_last(plan) if takes_part else []
         _allocate(call, plan, has_wire=leaves is None)
         flats: Sequence[torch.Tensor] = [buffer.views.flat for buffer in plan.buffers]
-        if not takes_part:
-            kinds = [ABSENT] * len(plan.parameters)
+        kinds = [ABSENT] * len(plan.parameters)
+        sparse: dict[int, torch.Tensor] = {}
+        if takes_part:
+            header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
+            if header.participation == Participation.SAMPLES:
+                _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
+            kinds = plan.kinds(grads)
             if leaves is not None:
-                flats = leaves.zeros(plan, has_peers=has_peers)
-            _add_fingerprints(call, plan, header, kinds)
-            segments = () if leaves is None else leaves.sums.segments(flats)
-            return Packed(kinds, flats, {}, header, segments, metrics)
-        header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
-        if header.participation == Participation.SAMPLES:
-            _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
-        kinds = plan.kinds(grads)
-        if leaves is not None:
-            header.leaves, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
-        sparse = _sparse(grads, kinds) if max(kinds, default=ABSENT) >= SPARSE else {}
-        _add_fingerprints(call, plan, header, kinds)
+                header.leaves, kinds, flats = leaves.sums.total(plan, kinds, has_peers=has_peers)
+            if max(kinds, default=ABSENT) >= SPARSE:
+                sparse = {i: grad.coalesce() for i, grad in enumerate(grads) if grad is not None and kinds[i] >= SPARSE}
+        elif leaves is not None:
+            flats = leaves.zeros(plan, has_peers=has_peers)
+        header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
+        header.waited_us = int(call.group_state.waited_seconds * 1e6)
         segments = () if leaves is None else leaves.sums.segments(flats)
         packed = Packed(kinds, flats, sparse, header, segments, metrics)
-        if call.checks.level != "off":
+        if takes_part and call.checks.level != "off":
             _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy in ("raise", "skip"))
         return packed
 
@@ -117,7 +121,7 @@ def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
 
 
 def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Packed) -> None:
-    """The memory that packing left out while the host transport carried: copies for sending, or for receiving.
+    """Allocate the memory that packing left out because shared memory was the transport: to send, or to receive.
 
     Raises:
         RuntimeError: no memory.
@@ -125,10 +129,6 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
     _allocate(call, plan, has_wire=leaves is None)
     if leaves is not None:
         leaves.sums.reserve(packed.flats)
-
-
-def _sparse(grads: Sequence[torch.Tensor | None], kinds: Sequence[int]) -> dict[int, torch.Tensor]:
-    return {index: grad.coalesce() for index, grad in enumerate(grads) if grad is not None and kinds[index] >= SPARSE}
 
 
 def _header_of(sample_size: SupportsIndex | None, skip: bool) -> Header:
@@ -157,9 +157,11 @@ def _number_of_items(sample_size: SupportsIndex) -> int:
 
 
 def _name_type(value: object) -> str:
-    """The type, of an array or a tensor with dtype and shape."""
-    form = [f"{value.dtype}, shape {tuple(value.shape)}"] if hasattr(value, "dtype") and hasattr(value, "shape") else []
-    return " of ".join([type(value).__name__, *form])
+    """The type; of an array or a tensor with dtype and shape."""
+    form = (
+        f" of {value.dtype}, shape {tuple(value.shape)}" if hasattr(value, "dtype") and hasattr(value, "shape") else ""
+    )
+    return f"{type(value).__name__}{form}"
 
 
 def _require_sample_size(header: Header) -> None:
@@ -220,24 +222,14 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
     return flags
 
 
-def _add_fingerprints(call: Call, plan: Plan, header: Header, kinds: Sequence[int]) -> None:
-    header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
-    header.waited_us = int(call.group_state.waited_seconds * 1e6)
-
-
-_mask_of = lru_cache(maxsize=8)(fingerprint)  # the kinds are the same in most calls
-
-
 def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
-    """Write norm and finiteness of the local gradient to the header.
-
-    ``may_wait``: also for devices other than the CPU, with a wait.
-    """
+    """Write norm and finiteness of the local gradient to the header. ``may_wait``: also if a device has to be waited
+    for."""
     if not may_wait and not plan.layout.is_on_cpu:
         return
     norm, finite = norm_of(pieces_of(plan, packed))
     packed.header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
-    packed.header.norm_bits = encode_norm(norm)
+    packed.header.norm_bits = encode_double(norm)
 
 
 def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""State of a set of parameters between calls: the synchronizer of a wrapper, of a module, or of parameters alone."""
+"""State of a set of parameters between calls: the synchronizer of a wrapper, a module, or a list of parameters."""
 
 import weakref
 from collections import OrderedDict
@@ -14,13 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
-from legacy_ddp._checks import Checks, resolve_checks
-from legacy_ddp._collectives.check import Subject, Warnings
-from legacy_ddp._collectives.checks import Replicas, make_checks
+from legacy_ddp._check_settings import Checks, resolve_checks
+from legacy_ddp._collectives.check_interface import Subject, Warnings
+from legacy_ddp._collectives.check_list import Replicas, make_checks
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._replicas.compare import ReplicaDigests
+from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._settings import Settings, resolve_transport
 from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
@@ -29,8 +29,8 @@ from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
 
-_UNGUARDED = Checks(unsynchronized_step="allow")  # a function has no no_sync() to step in
-# Of the process and not of a thread: the backward pass of a CUDA model runs in threads of its own.
+_UNGUARDED = Checks(unsynchronized_step="allow")  # all_reduce_gradients() has no no_sync() for a local step
+# One list for all threads: the backward pass of a CUDA model runs in threads of its own.
 _private_blocks: list[None] = []
 P = ParamSpec("P")
 
@@ -58,7 +58,7 @@ class Event(OrderedDict[int, Callable[P, object]], Generic[P]):
 
 
 class Observers:
-    """Events of a wrapper or module. An event without callbacks is false, so that a call path tests one attribute."""
+    """Events of a wrapper or module. An event without callbacks is false, which a call tests before it notifies."""
 
     def __init__(self) -> None:
         # A forward pass of the wrapper begins, not inside compiled code: callback(args, kwargs).
@@ -203,7 +203,9 @@ def synchronizer_of(module_or_params: nn.Module | Iterable[torch.Tensor]) -> tup
     """
     try:
         if isinstance(module_or_params, nn.Module):
-            synchronizer = _of_module(module_or_params)
+            synchronizer = _of_modules.get(module_or_params)
+            if synchronizer is None:
+                synchronizer = _of_modules[module_or_params] = _new(type(module_or_params).__name__)
             return synchronizer, partial(synchronizer.planner.walk.columns, module_or_params)
         parameters = _tensors(module_or_params)
         return _of_parameters(parameters), lambda: Columns(_numbers(len(parameters)), parameters)
@@ -221,20 +223,14 @@ def _new(module_class: str = "") -> Synchronizer:
     return Synchronizer(settings, module_class=module_class)
 
 
-def _of_module(module: nn.Module) -> Synchronizer:
-    if module not in _of_modules:
-        _of_modules[module] = _new(type(module).__name__)
-    return _of_modules[module]
-
-
 @cache
 def _of_nothing() -> Synchronizer:
     return _new()
 
 
 class _SynchronizerHook(PassiveHook):
-    """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak reference to the
-    parameter would not do: torch refuses to swap the contents of a tensor with weak references."""
+    """A hook without effect, which keeps a synchronizer for as long as the parameter lives. A weak dictionary would
+    not do: torch refuses to swap the contents of a tensor that has weak references."""
 
     def __init__(self) -> None:
         self.synchronizer = _new()

@@ -1,7 +1,8 @@
-"""The transport of dense gradients: memory shared by the ranks of a host, gloo, or a group of the user's device.
+"""The transport of dense gradients: memory shared by the ranks of a host, gloo, or the user's group for a device.
 
 The first all_reduce of a wrapper on a group chooses between shared memory and gloo for the gradients on CPU, equally on
-all ranks. The choice stays; only with ``transport="auto"`` a later failure of shared memory changes it to gloo, once.
+all ranks. The choice stays, except that with ``transport="auto"`` a later failure of shared memory changes it to gloo,
+once.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,11 @@ from functools import partial
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._collectives.check import Warnings
+from legacy_ddp._collectives.check_interface import Warnings
 from legacy_ddp._collectives.comm_hook import HookReducer
-from legacy_ddp._collectives.dense import GroupReducer, GroupTreeReducer, SparseReducer
 from legacy_ddp._collectives.host_sum import BetweenHostsReducer, HostReducer
 from legacy_ddp._collectives.pack import Packed, allocate_for_gloo
-from legacy_ddp._collectives.reduce import Reducer, Route
+from legacy_ddp._collectives.reduce import GroupReducer, GroupTreeReducer, Reducer, Route, SparseReducer
 from legacy_ddp._errors import TransportError
 from legacy_ddp._log import log_transport
 from legacy_ddp._reproducible.micro_batches import Leaves
@@ -60,7 +60,7 @@ class Transport:
     def announce(self, plan: Plan, packed: Packed) -> SegmentIds:
         """The message to the other ranks about the segments of this rank."""
         segments = self._own_segments(plan, packed)
-        # After another number of micro-batches the sum lies in its own segment again.
+        # None: the sum lies in ordinary memory, and after another number of micro-batches in its segment again.
         may_come_back = None in segments
         for index in plan.layout.shared_buckets:
             may_come_back = may_come_back or plan.buffers[index].has_spare
@@ -216,7 +216,7 @@ class Transport:
             parts.append(kind(layout.shared_buckets, memory, settings))
         rest = [index for index in every if memory is None or index not in layout.shared_buckets]
         if rest and self._leaves is not None:
-            parts.append(GroupTreeReducer(rest, layout.buffer_size, self._leaves.sums))
+            parts.append(GroupTreeReducer(rest, self._leaves.sums))
         elif rest:
-            parts.append(GroupReducer(rest, layout.buffer_size))
+            parts.append(GroupReducer(rest))
         return parts

@@ -9,6 +9,23 @@ from dataclasses import dataclass, replace
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._compare import Difference, compare_rows, name_ranks
 
+_BUFFERS = "only buffers differ"
+_LOCAL_BUFFERS = (
+    'If that is meant, name them in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call '
+    "broadcast_buffers()"
+)
+_WRITTEN = (
+    "parameters changed outside of a step(): a write to them, a checkpoint, memory that does not keep its bits, or a "
+    "step() inside no_sync()"
+)
+_PARAMETERS_CHANGED = "parameters changed outside of a step"
+_STALE_PARAMETER = "its optimizer holds a tensor that is not in the model, in place of a parameter"
+STATE_CHANGED = "optimizer state changed outside of a step"
+_IN_STEP = "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state"
+_IN_EARLIER_STEP = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
+_NEXT_STEP = "the next step() will make the replicas differ"
+_IN_NEXT_STEP = f"parameters agree, the optimizer does not: {_NEXT_STEP}"
+
 
 @dataclass
 class StepDigests:
@@ -19,12 +36,13 @@ class StepDigests:
     ``gradients_at_step``: as the steps found them. ``parameters_after_step``: as the steps left them. These four are
     sums over all steps. ``parameters``, ``buffers``: now.
 
-    The other fields are not in the common digest. ``changed_before``: parameters changed between the call, or the
-    previous step, and a step. ``changed_after``: parameters changed between the last step, or the call, and now.
-    ``state_changed_before``, ``state_changed_after``: the same for optimizer state, since the previous step. A change
-    that recurs at every step is not evidence and leaves these four False. ``has_stale_parameter``: an optimizer holds
-    a tensor that is not in the model, in place of a parameter. ``membership_text``: the contents of the optimizers.
-    ``other_steps``: steps of optimizers without any parameter of the model.
+    The other fields are not in :attr:`digest`, because they are evidence about this rank. ``changed_before``:
+    parameters changed between the call, or the previous step, and a step. ``changed_after``: parameters changed between
+    the last step, or the call, and now. ``state_changed_before``, ``state_changed_after``: the same for optimizer
+    state, since the previous step. A change that recurs at every step is not evidence and leaves these four False.
+    ``has_stale_parameter``: an optimizer holds a tensor that is not in the model, in place of a parameter.
+    ``membership_text``: the contents of the optimizers. ``other_steps``: steps of optimizers without any parameter of
+    the model.
     """
 
     parameters_at_call: int = 0
@@ -47,18 +65,22 @@ class StepDigests:
     @property
     def digest(self) -> int:
         """One digest of everything that replicas share."""
-        at_call = (self.parameters_at_call, self.gradients_at_call)
-        of_steps = (self.steps, self.membership, self.parameters_at_step, self.gradients_at_step)
-        after_steps = (self.parameters_after_step, self.parameters, self.buffers)
-        return fingerprint(repr((*at_call, *of_steps, *after_steps)).encode())
+        phases = (
+            *(self.parameters_at_call, self.gradients_at_call),
+            *(self.steps, self.membership, self.parameters_at_step, self.gradients_at_step),
+            *(self.parameters_after_step, self.parameters, self.buffers),
+        )
+        return fingerprint(repr(phases).encode())
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: text for a reader.
+    """The result of counting and evidence.
 
-    ``ranks``: the ranks at fault. ``minority``, ``implicated``: as in :class:`Attribution`, but ``implicated``
-    includes evidence from all phases.
+    ``phase``: one word, empty if nothing differs. ``since``, ``who``, ``cause``: texts for a reader. ``ranks``: those
+    at fault; empty if there is evidence against a rank of the majority, because the minority may then be good.
+    ``minority``: the ranks outside the strict majority; empty without a strict majority. ``implicated``: the ranks with
+    evidence against them, from any phase; empty if there is evidence against all ranks.
     """
 
     phase: str = ""
@@ -74,29 +96,11 @@ NOTHING = Verdict()
 
 
 @dataclass(frozen=True)
-class Attribution:
-    """The result of counting and evidence for a single difference; ``text``: the result for a reader.
-
-    ``minority``: the ranks outside the strict majority; empty without a strict majority. ``implicated``: the ranks with
-    evidence against them; empty if there is evidence against all ranks.
-    """
-
-    minority: tuple[int, ...]
-    implicated: tuple[int, ...]
-    text: str
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks at fault. Empty if there is evidence against a rank of the majority: the minority may be good."""
-        return () if _contradict(self.minority, self.implicated) else self.minority or self.implicated
-
-
-@dataclass(frozen=True)
 class _Rule:
     """The meaning of a difference in ``digest``.
 
-    ``has_evidence``: whether a rank proves a fault of its own; ``evidence``: the text of this fault. ``detail``: a
-    label and the value of each rank, inserted for ``{detail}`` in ``cause``.
+    ``has_evidence``: whether the digests of a rank are evidence of a fault of that rank; ``evidence``: the text of the
+    fault. ``detail``: a label and the value of each rank, inserted for ``{detail}`` in ``cause``.
     """
 
     phase: str
@@ -106,25 +110,6 @@ class _Rule:
     has_evidence: Callable[[StepDigests], bool] = lambda _: False
     evidence: str = ""
     detail: tuple[str, Callable[[StepDigests], str]] = ("", lambda _: "")
-
-
-_BUFFERS = "only buffers differ"
-_LOCAL_BUFFERS = (
-    'If that is meant, name them in local_buffers=, for instance ("*.running_*", "*.num_batches_tracked"); else call '
-    "broadcast_buffers()"
-)
-
-_WRITTEN = (
-    "parameters changed outside of a step(): a write to them, a checkpoint, memory that does not keep its bits, or a "
-    "step() inside no_sync()"
-)
-_PARAMETERS_CHANGED = "parameters changed outside of a step"
-_STALE_PARAMETER = "its optimizer holds a tensor that is not in the model, in place of a parameter"
-STATE_CHANGED = "optimizer state changed outside of a step"
-_IN_STEP = "gradients were equal before step(), parameters not after it: learning rate, weight decay or optimizer state"
-_IN_EARLIER_STEP = "an earlier step() had other gradients, optimizer state, hyperparameters or parameters to update"
-_NEXT_STEP = "the next step() will make the replicas differ"
-_IN_NEXT_STEP = f"parameters agree, the optimizer does not: {_NEXT_STEP}"
 
 
 def _format_steps(digests: StepDigests) -> str:
@@ -216,16 +201,17 @@ def attribute_digests(digests: Sequence[StepDigests], last: int) -> Verdict:
             call = f"call {last}" if last else "the start"
             latest = f"the step() after {call}" if any(of_rank.steps for of_rank in digests) else call
             since = rule.since.format(last=call, latest=latest)
-            verdict = _verdict(rule.phase, since, _format_cause(rule, digests), found)
+            verdict = replace(found, phase=rule.phase, since=since, cause=_format_cause(rule, digests))
         else:
             verdict = add_evidence(verdict, found.implicated, rule.evidence)
-    # A step does not change a parameter that was replaced after the call: this explains an implicated rank.
+    # A step does not change a parameter that was replaced after the call, which explains the evidence against a rank.
     stale = [rank for rank in verdict.implicated if digests[rank].has_stale_parameter]
     return add_evidence(verdict, stale, _STALE_PARAMETER)
 
 
 def add_evidence(verdict: Verdict, ranks: Sequence[int], evidence: str) -> Verdict:
-    """``verdict`` with more evidence against ``ranks``; contradicting evidence keeps ``Verdict.ranks`` empty."""
+    """``verdict`` with more evidence against ``ranks``. ``Verdict.ranks`` stays empty if counting and earlier evidence
+    have contradicted each other."""
     if not ranks or f"{name_ranks(ranks)}: {evidence}" in verdict.who:
         return verdict
     is_open = verdict.minority and not verdict.ranks
@@ -248,10 +234,10 @@ def add_lost_state(verdict: Verdict, lost: str) -> Verdict:
 
 
 def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> Verdict:
-    """``verdict`` with a cause read off the ranks that agree in ``buffers``, if nothing but buffers differs."""
+    """``verdict`` with a cause that follows from the ranks that agree in ``buffers``, if only buffers differ."""
     if verdict.cause != _BUFFERS or not buffers:
         return verdict
-    # Counters may be equal by chance, and are integers.
+    # Only floats count: counters, which are integers, may be equal by chance.
     shared = [item for item in buffers if "float" in item.holders[0][0] and len(item.holders[0][1]) > 1]
     if shared:
         others = f" and {len(shared) - 1} more" if len(shared) > 1 else ""
@@ -274,8 +260,8 @@ def add_reading_of_buffers(verdict: Verdict, buffers: Sequence[Difference]) -> V
     return replace(verdict, cause=reading)
 
 
-def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Attribution) -> Verdict:
-    """The verdict from the kinds of items that differ now, where the earlier phases are unknown."""
+def attribute_kinds(differing: Collection[str], compared: Collection[str], found: Verdict) -> Verdict:
+    """``found`` with phase and cause from the kinds of items that differ now, where the earlier phases are unknown."""
     parameters = "parameters" in differing
     if "gradients" in differing and not parameters:
         phase, cause = "gradients", "parameters agree, gradients do not: edited on some ranks, or never reduced"
@@ -295,39 +281,35 @@ def attribute_kinds(differing: Collection[str], compared: Collection[str], found
         phase, cause = "buffers", _BUFFERS
     else:
         return NOTHING
-    return _verdict(phase, 'some time before this call (a wrapper with checks="detail" tells when)', cause, found)
+    since = 'some time before this call (a wrapper with checks="detail" tells when)'
+    return replace(found, phase=phase, since=since, cause=cause)
 
 
 def attribute_values(
     values: Sequence[object], has_evidence: Sequence[bool] = (), evidence: str = "", ranks: Sequence[int] | None = None
-) -> Attribution:
+) -> Verdict:
     """The ranks at fault, given the value of each rank, or of each of ``ranks``; see :func:`attribute`."""
     (difference,) = compare_rows([{"": repr(value)} for value in values], ranks).differences
     count = f" ({len(difference.holders[0][1])} of {len(values)} ranks agree)" if difference.suspects else ""
     return attribute(f"{difference.sides}{count}", difference.suspects, has_evidence, evidence)
 
 
-def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool], evidence: str) -> Attribution:
-    """Counting and evidence together. ``sides``: the groups of ranks with equal values, as text.
+def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool], evidence: str) -> Verdict:
+    """Counting and evidence together, without phase and cause. ``sides``: the groups of ranks with equal values, as
+    text.
 
     The text shows a strict majority without assuming that the majority is right. ``evidence`` counts against each rank
     in ``has_evidence``, unless all ranks have the evidence.
     """
     implicated = () if all(has_evidence) else tuple(rank for rank, is_proven in enumerate(has_evidence) if is_proven)
     if not minority and not implicated:
-        return Attribution((), (), f"cannot attribute: {sides}, no majority")
+        return Verdict(who=f"cannot attribute: {sides}, no majority")
     proof = [f"{name_ranks(implicated)}: {evidence}"] if implicated else []
-    doubt = ["count and evidence disagree"] if _contradict(minority, implicated) else []
-    return Attribution(tuple(minority), implicated, "; ".join([sides, *proof, *doubt]))
-
-
-def _contradict(minority: Collection[int], implicated: Collection[int]) -> bool:
-    """Whether there is evidence against a rank of the majority."""
-    return bool(minority) and not set(implicated) <= set(minority)
-
-
-def _verdict(phase: str, since: str, cause: str, found: Attribution) -> Verdict:
-    return Verdict(phase, since, found.text, cause, found.ranks, found.minority, found.implicated)
+    has_doubt = bool(minority) and not set(implicated) <= set(minority)  # evidence against a rank of the majority
+    doubt = ["count and evidence disagree"] if has_doubt else []
+    ranks = () if has_doubt else tuple(minority) or implicated
+    who = "; ".join([sides, *proof, *doubt])
+    return Verdict(who=who, ranks=ranks, minority=tuple(minority), implicated=implicated)
 
 
 def _format_cause(rule: _Rule, digests: Sequence[StepDigests]) -> str:

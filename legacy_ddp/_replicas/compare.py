@@ -4,17 +4,15 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
 
 import torch
 
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._compare import Difference, compare_rows, name_ranks
+from legacy_ddp._compare import compare_rows, group_ranks, name_ranks
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
-    Attribution,
     StepDigests,
     Verdict,
     add_evidence,
@@ -28,7 +26,7 @@ from legacy_ddp._replicas.attribution import (
 from legacy_ddp._replicas.element_compare import ElementDifference, compare_elements
 from legacy_ddp._replicas.optimizer_entries import Kind, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
-from legacy_ddp._replicas.state import KINDS, SharedBuffers, StateItem, describe_items, digest_items
+from legacy_ddp._replicas.state import KINDS, StateItem, describe_items, digest_items
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.rows import Operation
 
@@ -36,30 +34,7 @@ from legacy_ddp._transport.rows import Operation
 LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
 LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
 DETAILS = 3  # tensors that are compared by element by default
-
-
-class ReplicaDigests(Protocol):
-    """The digests of a wrapper in its calls: of everything in every call or every Nth call, or in turns."""
-
-    buffers: SharedBuffers
-
-    def begin_forward(self, *, is_training: bool) -> None:
-        """A forward of the wrapper with gradients begins. ``is_training``: not in evaluation mode."""
-
-    def digest_of(self, call: Call) -> int | None:
-        """The digest for the header of ``call``; None if this call compares nothing."""
-
-    def note_agreement(self, call: Call) -> None:
-        """The digests of all ranks are equal in ``call``."""
-
-    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
-
-    def end_call(self, call: Call, /) -> None:
-        """A call succeeded."""
-
-    def restart(self) -> None:
-        """Discard digests, after a broadcast of parameters."""
+Rows = dict[str, dict[str, str]]  # by kind, the name and the description of each item
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
@@ -79,9 +54,6 @@ def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceErro
     )
     error.report, error.minority, error.implicated = report, report.minority, report.implicated
     return error
-
-
-Rows = dict[str, dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -113,7 +85,7 @@ def compare_headers(call: Call, rows: Sequence[Header], own: LocalState, *, deta
     else:
         report = compare_items(call, items, own.snapshot, details=details)
     note = f"gradients not compared: those of {name_ranks(local)} are from a backward since the last all_reduce()"
-    generators = () if own.generators is None else _group_equal([row.generators for row in rows])
+    generators = () if own.generators is None else equal_groups({rank: row.generators for rank, row in enumerate(rows)})
     return replace(report, notes=(note,) if local else (), generators=generators)
 
 
@@ -131,8 +103,8 @@ def compare_items(
     most ``largest_bytes``.
 
     ``left_out``: ranks with replicas known to be old, which are not compared. ``told``: names and sides of differences
-    that were reported before, which come last. A tensor that is compared by element is
-    sent once to all ranks, from the lowest rank of the largest group of equal ranks.
+    that were reported before, which come last. A tensor that is compared by element is sent once to all ranks, from the
+    lowest rank of the largest group of equal ranks.
     """
     with call.phase("compare"):
         rows, compared, entry_counts = _exchange_rows(call, items)
@@ -140,47 +112,50 @@ def compare_items(
         differences = sorted(_find_differences(rows, ranks), key=lambda item: (item.name, item.sides) in told)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
-        plain = [(item.kind, Difference(item.name, item.holders)) for item in differences]
-        buffers = [difference for kind, difference in plain if kind == "buffers"]
-        verdict = add_reading_of_buffers(verdict, buffers)
-        entries = group_entries((difference for kind, difference in plain if kind == "optimizer"), entry_counts)
+        verdict = add_reading_of_buffers(verdict, [item for item in differences if item.kind == "buffers"])
+        entries = group_entries((item for item in differences if item.kind == "optimizer"), entry_counts)
         verdict = add_lost_state(verdict, explain_loss(entries, entry_counts))
         tensors = {item.name: item.value for item in items if isinstance(item.value, torch.Tensor)}
+        # Layout and size are equal on all ranks if only the bits of a tensor differ: all ranks choose the same tensors.
         chosen = [
             item.name
             for item in differences
-            if item.tensor is not None and _can_compare_elements(tensors[item.name], largest_bytes)
+            if item.tensor is not None
+            and (tensor := tensors[item.name]).layout is torch.strided
+            and tensor.numel() * tensor.itemsize <= largest_bytes
+        ][:details]
+        differences = [
+            replace(item, elements=_compare_elements(call, tensors[item.name], item.holders[0][1], ranks))
+            if item.name in chosen
+            else item
+            for item in differences
         ]
-        differences = _add_elements(call, differences, {name: tensors[name] for name in chosen[:details]}, ranks)
-    size = call.groups.size
-    return ReplicaReport(str(call), size, compared, tuple(differences), verdict, entry_counts=entry_counts)
+    found = tuple(differences)
+    return ReplicaReport(str(call), call.groups.size, compared, found, verdict, entry_counts=entry_counts)
 
 
-def find_moved(call: Call, has_moved: bool) -> tuple[int, ...]:
-    """Collective: the ranks with ``has_moved``."""
-    flags = call.gather(torch.tensor([int(has_moved)], device="cpu")).flatten().tolist()
-    return tuple(rank for rank, flag in enumerate(flags) if flag)
+def equal_groups(digests: Mapping[int, int]) -> tuple[tuple[int, ...], ...]:
+    """The groups of ranks with equal digests, by their lowest ranks. ``digests``: by rank."""
+    return tuple(sorted(ranks for _, ranks in group_ranks(list(digests.values()), list(digests))))
 
 
 def add_moved(report: ReplicaReport, moved: Sequence[int], digests: Mapping[int, int]) -> ReplicaReport:
     """``report`` of parameters that have changed on the ranks ``moved`` since their ``digests`` were taken.
 
-    The present elements say nothing about the difference. Without evidence, the digests tell the ranks.
+    The present elements say nothing about the difference. Without evidence, the ranks at fault follow from the digests.
     """
     if not moved:
         return report
     verdict = report.verdict
     if not verdict.implicated:
         found = attribute_values(list(digests.values()), ranks=list(digests))
-        verdict = replace(verdict, who=found.text, ranks=found.ranks, minority=found.minority)
+        verdict = replace(verdict, who=found.who, ranks=found.ranks, minority=found.minority)
     note = (
         f"the parameters have changed on {name_ranks(moved)} since the forward in which they were found to differ, for "
-        "example perturbed for a moment (m-SAM). The list is of this call, and its values are gone after it"
+        "example perturbed for a moment (m-SAM). The list is of this call, and the script may restore them after it"
     )
-    differences = tuple(
-        replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences
-    )
-    return replace(report, verdict=verdict, differences=differences, notes=(*report.notes, note))
+    differences = [replace(item, elements={}) if item.kind == "parameters" else item for item in report.differences]
+    return replace(report, verdict=verdict, differences=tuple(differences), notes=(*report.notes, note))
 
 
 def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
@@ -224,7 +199,7 @@ def _gather_rows(call: Call, items: Sequence[StateItem], descriptions: Mapping[s
 def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
     """Differences by kind. Settings come first: a learning rate explains more than a thousand weights."""
     found = [
-        ReplicaDifference(kind, item.name, item.holders)
+        ReplicaDifference(item.name, item.holders, kind)
         for kind in KINDS
         for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
     ]
@@ -239,7 +214,7 @@ def _attribute(
 ) -> Verdict:
     """The verdict from the digests of the phases, or else from the kinds that differ now. Collective with a history."""
     kinds = {item.kind for item in differences}
-    digests = [] if snapshot is None else _exchange_step_digests(call, snapshot())
+    digests = [] if snapshot is None else [StepDigests(**row) for row in call.gather_objects(asdict(snapshot()))]
     found = _attribute_items(differences, digests)
     if digests and (call.operation is Operation.ALL_REDUCE or "parameters" in kinds):
         verdict = attribute_digests(digests, call.group_state.calls[Operation.ALL_REDUCE])
@@ -248,13 +223,8 @@ def _attribute(
     return attribute_kinds(kinds, [kind for kind in KINDS if compared[kind]], found)
 
 
-def _exchange_step_digests(call: Call, own: StepDigests) -> list[StepDigests]:
-    """Collective: the digests of all ranks."""
-    return [StepDigests(**of_rank) for of_rank in call.gather_objects(asdict(own))]
-
-
-def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence[StepDigests]) -> Attribution:
-    """The attribution over all differences: the minority of any difference, for several ranks may be at fault.
+def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence[StepDigests]) -> Verdict:
+    """The ranks at fault over all differences: the minority of any difference, for several ranks may be at fault.
 
     Evidence is about optimizer state, and counts only if optimizer state differs now.
     """
@@ -265,26 +235,10 @@ def _attribute_items(differences: Sequence[ReplicaDifference], digests: Sequence
     return attribute(sides, minority, has_evidence, STATE_CHANGED)
 
 
-def _add_elements(
-    call: Call,
-    differences: Sequence[ReplicaDifference],
-    tensors: Mapping[str, torch.Tensor],
-    ranks: Sequence[int],
-) -> list[ReplicaDifference]:
-    """Compare the ``tensors`` by element. All ranks choose the same tensors."""
-    detailed = []
-    for item in differences:
-        if item.name in tensors:
-            found = _compare_elements(call, tensors[item.name], item.holders[0][1])
-            elements = {rank: difference for rank, difference in found.items() if rank in ranks}
-            detailed.append(replace(item, elements=elements))
-        else:
-            detailed.append(item)
-    return detailed
-
-
-def _compare_elements(call: Call, own: torch.Tensor, majority: Sequence[int]) -> dict[int, ElementDifference]:
-    """Collective: the difference of each rank from the first rank of ``majority``, the largest group."""
+def _compare_elements(
+    call: Call, own: torch.Tensor, majority: Sequence[int], ranks: Collection[int]
+) -> dict[int, ElementDifference]:
+    """Collective: the difference of each of ``ranks`` from the first rank of ``majority``, the largest group."""
     reference = own.detach().resolve_conj().resolve_neg().contiguous().clone()
     options = call.options("Broadcast")
     options.rootRank, options.rootTensor = majority[0], 0
@@ -292,12 +246,11 @@ def _compare_elements(call: Call, own: torch.Tensor, majority: Sequence[int]) ->
     call.run(call.groups.payload(own.device), lambda group: group.broadcast([flat], options))
     found = None if call.groups.rank in majority else _try_compare(own, reference)
     gathered = call.gather_objects(found and found.to_json())
-    return {rank: ElementDifference.from_json(item) for rank, item in enumerate(gathered) if item is not None}
-
-
-def _can_compare_elements(tensor: torch.Tensor, largest_bytes: int) -> bool:
-    """Whether elements are compared; depends only on facts that are equal on all ranks."""
-    return tensor.layout is torch.strided and tensor.numel() * tensor.itemsize <= largest_bytes
+    return {
+        rank: ElementDifference.from_json(item)
+        for rank, item in enumerate(gathered)
+        if item is not None and rank in ranks
+    }
 
 
 def _try_compare(own: torch.Tensor, reference: torch.Tensor) -> ElementDifference | None:
@@ -305,11 +258,3 @@ def _try_compare(own: torch.Tensor, reference: torch.Tensor) -> ElementDifferenc
         return compare_elements(own, reference)
     except Exception:  # noqa: BLE001 - the other ranks wait; the report goes on without the elements
         return None
-
-
-def _group_equal(digests: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks with equal digests."""
-    groups: dict[int, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(rank)
-    return tuple(tuple(ranks) for ranks in groups.values())

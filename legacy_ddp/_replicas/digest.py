@@ -33,117 +33,18 @@ from legacy_ddp._torch import device as devices
 
 MULTIPLIER = 6364136223846793005
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
-# Part of the definition of a digest: the number of rows and lanes. More rows: fewer states to finish. More lanes: fewer
-# calls of torch.
+# The numbers of rows and lanes are part of the definition of a digest. More rows leave fewer states to finish, more
+# lanes need fewer calls of torch.
 MAX_ROWS = 2**6
 MIN_LANES = 2**12
-# Not part of the definition: the number of lanes that advance together. On a CPU these lanes fit in the cache, and stay
-# below the size from which torch uses more threads: the threads of many ranks on a host would wait for each other. On a
-# GPU the number of launches should be small.
+# The number of lanes that advance together is no part of it. On a CPU these lanes fit in the cache, and stay below the
+# size from which torch uses more threads: the threads of many ranks on a host would wait for each other. On a GPU the
+# number of launches should be small.
 CPU_LANES = 2**15
 GPU_LANES = 2**20
 # digest_all() joins tensors of at most SMALL_BYTES into copies of at most CHUNK_BYTES.
 SMALL_BYTES = 2**19
 CHUNK_BYTES = 2**22
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory of the CPU: not of a sparse, quantized or fake tensor, for example."""
-    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
-    return is_plain and not internals.has_own_dispatch(tensor)
-
-
-def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> int:
-    """``checksum`` (from 0 on) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order.
-
-    Raises:
-        TypeError: the tensor has no memory: it belongs to a compiler, or wraps other tensors.
-    """
-    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    address = 0 if internals.has_own_dispatch(tensor) else tensor.data_ptr()
-    if not address:
-        raise TypeError(f"the tensor has no memory: got {type(tensor).__name__}, expected a tensor with a storage")
-    # `tensor` keeps the memory alive until the checksum is there.
-    return zlib.crc32((ctypes.c_char * (stop - start)).from_address(address + start), checksum)
-
-
-def sum_of_states(data: torch.Tensor) -> torch.Tensor:
-    """The sum over all lanes, one int64, computed for at most :func:`max_lanes` lanes at a time."""
-    words = count_words(data)
-    lanes = max(1, min(words, max(MIN_LANES, 1 << ((words - 1) // MAX_ROWS).bit_length())))
-    whole = data.numel() - data.numel() % (8 * lanes)
-    body, tail = data[:whole].view(-1, 8 * lanes), data[whole:]
-    total = zero = torch.zeros(1, dtype=torch.int64, device=data.device)
-    step = max_lanes(data.device)
-    for start in range(0, lanes, step):
-        stop = min(start + step, lanes)
-        state = torch.arange(start, stop, device=data.device).mul_(GAMMA)
-        if whole:
-            _advance(state, _rows(body[:, 8 * start : 8 * stop]))
-        if whole < data.numel():
-            last = _padded([tail[8 * start : 8 * stop]])
-            _advance(state[: last.numel()], [last])
-        _advance(state, [zero, zero])
-        total = total + state.sum()
-    return total
-
-
-def sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum over all lanes of each tensor, for tensors of a single row. The lanes of all tensors advance together."""
-    device = tensors[0].device
-    lanes = [count_words(data) for data in tensors]
-    keys = torch.arange(max(lanes), device=device).mul_(GAMMA)
-    keys_of = {count: keys[:count] for count in set(lanes)}
-    state = torch.cat([keys_of[count] for count in lanes])
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    _advance(state, [_padded(tensors), zero, zero])
-    # Cumulative sums and their differences wrap around: the results are exact mod 2**64.
-    cumulative = torch.cat([zero, state]).cumsum(0)
-    ends = devices.host_tensor_for([0, *accumulate(lanes)], device)
-    return cumulative[ends.to(device, non_blocking=True)].diff()
-
-
-def sum_of_words(data: torch.Tensor) -> torch.Tensor:
-    """The plain sum of the words, without states. The bytes of an incomplete word are added byte by byte."""
-    whole = data.numel() - data.numel() % 8
-    body = data[:whole]
-    words = body if (body.storage_offset() | body.data_ptr()) % 8 == 0 else body.clone()
-    return words.view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
-
-
-def _advance(state: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
-    low, high = state.view(torch.int32).view(-1, 2).unbind(1)
-    for row in rows:
-        torch.add(row, state, alpha=MULTIPLIER, out=state)
-        low.bitwise_xor_(high)
-
-
-def _rows(body: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The rows as words: views, or a copy of each row if the words are not aligned."""
-    if (body.storage_offset() | body.data_ptr()) % 8 == 0:
-        return body.view(torch.int64).unbind()
-    return (row.clone().view(torch.int64) for row in body.unbind())
-
-
-def _padded(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The concatenated words of all tensors, each padded to whole words."""
-    padding = tensors[0].new_zeros(7)
-    parts = []
-    for data in tensors:
-        parts.append(data)
-        if rest := data.numel() % 8:
-            parts.append(padding[rest - 1 :])
-    return torch.cat(parts).view(torch.int64)
-
-
-def count_words(data: torch.Tensor) -> int:
-    return -(-data.numel() // 8)
-
-
-def max_lanes(device: torch.device) -> int:
-    """The number of lanes that advance together on the device."""
-    return CPU_LANES if device.type == "cpu" else GPU_LANES
 
 
 @argument_errors
@@ -173,7 +74,7 @@ def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
         data = list(chunk.values())
         device = data[0].device
         indices.setdefault(device, []).extend(chunk)
-        sums.setdefault(device, []).append(sum_of_states(*data) if len(data) == 1 else sums_of_states(data))
+        sums.setdefault(device, []).append(_sum_of_states(*data) if len(data) == 1 else _sums_of_states(data))
     totals: dict[int, int] = {}
     for device, found in sums.items():
         totals.update(zip(indices[device], torch.cat(found).tolist(), strict=True))
@@ -201,13 +102,47 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for group in groups:
         for joined in _join(group):
-            sums.setdefault(joined.device, []).append(sum_of_words(as_bytes(joined)))
+            sums.setdefault(joined.device, []).append(_sum_of_words(as_bytes(joined)))
     return hash((tuple(sizes), sum(int(torch.stack(found).sum()) for found in sums.values())))
 
 
 def is_digestible(tensor: torch.Tensor) -> bool:
     """Whether the tensor is strided or sparse COO, and neither quantized nor meta."""
     return not (tensor.is_quantized or tensor.is_meta) and tensor.layout in (torch.strided, torch.sparse_coo)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, otherwise a copy."""
+    if not is_digestible(tensor):
+        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
+        raise TypeError(f"tensor cannot be digested: got a {kind} one, expected a strided or sparse COO tensor")
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return torch.cat([as_bytes(tensor.indices()), as_bytes(tensor.values())])
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    # Not view(-1), which keeps any stride of a tensor with a single element.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory of the CPU: not of a sparse, quantized or fake tensor, for example."""
+    is_plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and not tensor.is_quantized
+    return is_plain and not internals.has_own_dispatch(tensor)
+
+
+def add_memory(checksum: int, tensor: torch.Tensor, start: int, stop: int) -> int:
+    """``checksum`` (from 0 on) continued with the bytes ``start`` to ``stop`` of the tensor in row-major order.
+
+    Raises:
+        TypeError: the tensor has no memory: it belongs to a compiler, or wraps other tensors.
+    """
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    address = 0 if internals.has_own_dispatch(tensor) else tensor.data_ptr()
+    if not address:
+        raise TypeError(f"the tensor has no memory: got {type(tensor).__name__}, expected a tensor with a storage")
+    # `tensor` keeps the memory alive until the checksum is there.
+    return zlib.crc32((ctypes.c_char * (stop - start)).from_address(address + start), checksum)
 
 
 def _group(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], list[list[torch.Tensor]]]:
@@ -257,32 +192,97 @@ def _concatenate(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return internals.flattened(tensors)
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bits in row-major order, one dimension of uint8: a view of a contiguous tensor, otherwise a copy."""
-    if not is_digestible(tensor):
-        kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else tensor.layout
-        raise TypeError(f"tensor cannot be digested: got a {kind} one, expected a strided or sparse COO tensor")
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return torch.cat([as_bytes(tensor.indices()), as_bytes(tensor.values())])
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    # Not view(-1), which keeps any stride of a tensor with a single element.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def _chunks(tensors: Iterable[torch.Tensor], sizes: list[int]) -> Iterator[dict[int, torch.Tensor]]:
     """Tensors by index: large tensors alone, tensors of a single row together. Appends their bytes to ``sizes``."""
     waiting: dict[torch.device, dict[int, torch.Tensor]] = {}
     lanes: dict[torch.device, int] = {}
     for index, data in enumerate(tensors):
         sizes.append(data.numel())
-        words, device = count_words(data), data.device
+        words, device = _count_words(data), data.device
         if words > MIN_LANES:
             yield {index: data}
             continue
-        if lanes.get(device, 0) + words > max_lanes(device):
+        if lanes.get(device, 0) + words > _max_lanes(device):
             yield waiting.pop(device)
             lanes[device] = 0
         lanes[device] = lanes.get(device, 0) + words
         waiting.setdefault(device, {})[index] = data
     yield from waiting.values()
+
+
+def _sum_of_states(data: torch.Tensor) -> torch.Tensor:
+    """The sum of the states of all lanes, one int64."""
+    words = _count_words(data)
+    lanes = max(1, min(words, max(MIN_LANES, 1 << ((words - 1) // MAX_ROWS).bit_length())))
+    whole = data.numel() - data.numel() % (8 * lanes)
+    body, tail = data[:whole].view(-1, 8 * lanes), data[whole:]
+    total = zero = torch.zeros(1, dtype=torch.int64, device=data.device)
+    step = _max_lanes(data.device)
+    for start in range(0, lanes, step):
+        stop = min(start + step, lanes)
+        state = torch.arange(start, stop, device=data.device).mul_(GAMMA)
+        if whole:
+            _advance(state, _rows(body[:, 8 * start : 8 * stop]))
+        if whole < data.numel():
+            last = _padded([tail[8 * start : 8 * stop]])
+            _advance(state[: last.numel()], [last])
+        _advance(state, [zero, zero])
+        total = total + state.sum()
+    return total
+
+
+def _sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of the states of each tensor, for tensors of a single row. The lanes of all tensors advance together."""
+    device = tensors[0].device
+    lanes = [_count_words(data) for data in tensors]
+    keys = torch.arange(max(lanes), device=device).mul_(GAMMA)
+    keys_of = {count: keys[:count] for count in set(lanes)}
+    state = torch.cat([keys_of[count] for count in lanes])
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    _advance(state, [_padded(tensors), zero, zero])
+    # Cumulative sums and their differences wrap around: the results are exact mod 2**64.
+    cumulative = torch.cat([zero, state]).cumsum(0)
+    ends = devices.host_tensor_for([0, *accumulate(lanes)], device)
+    return cumulative[ends.to(device, non_blocking=True)].diff()
+
+
+def _sum_of_words(data: torch.Tensor) -> torch.Tensor:
+    """The plain sum of the words, without states. The bytes of an incomplete word are added byte by byte."""
+    whole = data.numel() - data.numel() % 8
+    body = data[:whole]
+    words = body if (body.storage_offset() | body.data_ptr()) % 8 == 0 else body.clone()
+    return words.view(torch.int64).sum() + data[whole:].sum(dtype=torch.int64)
+
+
+def _advance(state: torch.Tensor, rows: Iterable[torch.Tensor]) -> None:
+    low, high = state.view(torch.int32).view(-1, 2).unbind(1)
+    for row in rows:
+        torch.add(row, state, alpha=MULTIPLIER, out=state)
+        low.bitwise_xor_(high)
+
+
+def _rows(body: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The rows as words: views, or a copy of each row if the words are not aligned."""
+    if (body.storage_offset() | body.data_ptr()) % 8 == 0:
+        return body.view(torch.int64).unbind()
+    return (row.clone().view(torch.int64) for row in body.unbind())
+
+
+def _padded(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The concatenated words of all tensors, each padded to whole words."""
+    padding = tensors[0].new_zeros(7)
+    parts = []
+    for data in tensors:
+        parts.append(data)
+        if rest := data.numel() % 8:
+            parts.append(padding[rest - 1 :])
+    return torch.cat(parts).view(torch.int64)
+
+
+def _count_words(data: torch.Tensor) -> int:
+    return -(-data.numel() // 8)
+
+
+def _max_lanes(device: torch.device) -> int:
+    """The number of lanes that advance together on the device."""
+    return CPU_LANES if device.type == "cpu" else GPU_LANES

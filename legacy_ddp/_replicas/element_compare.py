@@ -15,6 +15,7 @@ from legacy_ddp._replicas.element_kinds import (
     Pair,
     by_blocks,
     classify,
+    common_bit,
     find_differences,
     format_bits,
     format_share,
@@ -103,6 +104,7 @@ def compare_elements(own: Tensor, reference: Tensor) -> ElementDifference | None
     if not pair.count:
         return None
     kind, text = classify(pair)
+    bit = common_bit(pair) if kind == "one bit" else None
     greatest, greatest_index = _greatest(pair)
     return ElementDifference(
         count=pair.count,
@@ -113,13 +115,8 @@ def compare_elements(own: Tensor, reference: Tensor) -> ElementDifference | None
         greatest_index=greatest_index,
         kind=kind,
         words=text,
-        bit=_flipped_bit(pair) if kind == "one bit" else None,
+        bit=None if bit is None else bit[1],
     )
-
-
-def _flipped_bit(pair: Pair) -> int:
-    flips = pair.own[0] ^ pair.reference[0]
-    return (int(flips.sum()) % (1 << 8 * flips.itemsize)).bit_length() - 1
 
 
 def _greatest(pair: Pair) -> tuple[float | None, tuple[int, ...] | None]:

@@ -26,7 +26,7 @@ from math import frexp, isfinite, ldexp
 import torch
 from torch import Tensor
 
-BLOCK = 2**20
+BLOCK = 2**20  # elements of a block, see by_blocks()
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64)
 SPANS = 3  # spans of rows that are named before "and ... more"
 MANTISSA_BITS = {
@@ -100,7 +100,7 @@ class Pair:
 
 
 def find_differences(own: Tensor, reference: Tensor) -> Pair:
-    """The difference of two tensors of the same shape and dtype."""
+    """The pair of two tensors of the same shape and dtype."""
     own_bits, reference_bits = _bits(own), _bits(reference)
     where = (own_bits != reference_bits).any(dim=1).nonzero().flatten()
     return Pair(own.shape, _part_dtype(own.dtype), own_bits, reference_bits, where)
@@ -188,16 +188,6 @@ def format_bits(bits: Tensor) -> str:
     return ", ".join(f"0x{part % 16**digits:0{digits}x}" for part in bits.tolist())
 
 
-def format_bit(bit: int, dtype: torch.dtype) -> str:
-    """``bit 22 (mantissa)``; bit 0 is the least significant bit."""
-    if dtype not in MANTISSA_BITS:
-        return f"bit {bit}"
-    # float8_e8m0fnu has exponent bits only.
-    if bit == 8 * dtype.itemsize - 1 and dtype != torch.float8_e8m0fnu:
-        return f"bit {bit} (sign)"
-    return f"bit {bit} ({'mantissa' if bit < MANTISSA_BITS[dtype] else 'exponent'})"
-
-
 def format_share(count: int, total: int) -> str:
     """``count`` in percent of ``total``, never rounded to 0 % or 100 %."""
     if 0 < count < 0.001 * total:
@@ -232,13 +222,12 @@ def classify(pair: Pair) -> tuple[str, str]:
 
 
 def _one_bit(pair: Pair) -> str | None:
-    bit = _common_bit(pair)
+    bit = _describe_common_bit(pair)
     if pair.count > 1 or not bit:
         return None
-    same = _same_values(pair)
-    return f"one bit flipped: {bit}" + (
-        f", {same}" if same else ", which rounding can do too" if _rounding(pair) else ""
-    )
+    if same := _same_values(pair):
+        return f"one bit flipped: {bit}, {same}"
+    return f"one bit flipped: {bit}{', which rounding can do too' if _rounding(pair) else ''}"
 
 
 def _same_values(pair: Pair) -> str | None:
@@ -254,7 +243,7 @@ def _same_values(pair: Pair) -> str | None:
 
 
 def _permutation(pair: Pair) -> str | None:
-    # The sum does not depend on the order: sums that differ, the usual case, save the sort.
+    # Sums do not depend on the order. Mostly they differ, which saves the sort.
     if pair.own.sum(dtype=torch.int64) != pair.reference.sum(dtype=torch.int64):
         return None
     if not torch.equal(_in_order(pair.own), _in_order(pair.reference)):
@@ -294,7 +283,7 @@ def _scaled(pair: Pair) -> str | None:
 
 
 def _same_bit(pair: Pair) -> str | None:
-    bit = _common_bit(pair)
+    bit = _describe_common_bit(pair)
     if not bit or (pair.count < 20 and _rounding(pair)):
         return None
     return f"the same bit flipped in {pair.count} elements: {bit}"
@@ -359,15 +348,28 @@ CLASSES: dict[str, Callable[[Pair], str | None]] = {
 KINDS = tuple(CLASSES)
 
 
-def _common_bit(pair: Pair) -> str | None:
-    """The text of the bit, if each element differs in this bit alone."""
+def common_bit(pair: Pair) -> tuple[int, int] | None:
+    """The part and the bit, 0 for the lowest, if each element differs in this bit alone."""
     flips = pair.own ^ pair.reference
     masks = [(part, mask % 2 ** (8 * flips.dtype.itemsize)) for part, mask in enumerate(flips[0].tolist()) if mask]
     part, mask = masks[0]
     if len(masks) > 1 or mask & (mask - 1) or not (flips == flips[0]).all():
         return None
-    of_part = f" of the {('real', 'imaginary')[part]} part" if flips.shape[1] == 2 else ""
-    return format_bit(mask.bit_length() - 1, pair.dtype) + of_part
+    return part, mask.bit_length() - 1
+
+
+def _describe_common_bit(pair: Pair) -> str:
+    """For example ``bit 22 (mantissa)``; empty without a common bit."""
+    if not (found := common_bit(pair)):
+        return ""
+    part, bit = found
+    of_part = f" of the {('real', 'imaginary')[part]} part" if pair.own.shape[1] == 2 else ""
+    # float8_e8m0fnu has exponent bits only.
+    is_sign = bit == 8 * pair.dtype.itemsize - 1 and pair.dtype != torch.float8_e8m0fnu
+    if pair.dtype not in MANTISSA_BITS:
+        return f"bit {bit}{of_part}"
+    field = "sign" if is_sign else "mantissa" if bit < MANTISSA_BITS[pair.dtype] else "exponent"
+    return f"bit {bit} ({field}){of_part}"
 
 
 def _in_order(bits: Tensor) -> Tensor:

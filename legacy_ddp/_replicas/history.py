@@ -1,8 +1,9 @@
-"""Digests of one rank at each phase since its last call: optimizers that stepped, and changes outside of steps."""
+"""The digests that a wrapper compares in its calls, and the history of level "detail": digests of one rank at each
+phase since its last call."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -10,13 +11,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
-from legacy_ddp._replicas.compare import add_moved, compare_items, find_moved
+from legacy_ddp._replicas.compare import add_moved, compare_items
 from legacy_ddp._replicas.digest import checksum, digest_all
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests
+from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepObserver
@@ -24,25 +26,24 @@ from legacy_ddp._transport.call import Call
 
 
 class SteppedOptimizers:
-    """The optimizers that made a step since the last call, with the hyperparameters of their last step, and whether
-    they had any state before.
+    """The optimizers that made a step since the last call, with their hyperparameters in the last step, and whether
+    they had any state before it.
 
-    A scheduler may have made the present hyperparameters equal again, and the step has given state to an optimizer
-    that had lost its state. Keeps no optimizer alive.
+    The present values do not tell: a scheduler may have made the hyperparameters equal again, and the step has given
+    state to an optimizer that had lost its state. Keeps no optimizer alive.
     """
 
     def __init__(self) -> None:
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Mapping[str, Any]]]
-        self._groups = weakref.WeakKeyDictionary()
-        self._had_state: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._groups: WeakKeyDictionary[torch.optim.Optimizer, list[Mapping[str, Any]]] = WeakKeyDictionary()
+        self._had_state: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the begin of a step."""
+        """A step begins."""
         self._had_state[optimizer] = any(optimizer.state.values())  # a parameter may have an empty state
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the end of a step."""
+        """A step has ended."""
         # Copied and not yet described: an optimizer may have hundreds of parameter groups.
         self._groups[optimizer] = [
             {
@@ -116,52 +117,118 @@ class _AtStep(NamedTuple):
     all_parameters: int = 0
 
 
-class StepHistory(StepObserver):
-    """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters."""
+class ReplicaDigests(StepObserver, ABC):
+    """The digests of a wrapper, which its calls compare over the ranks: of everything in every call or in every Nth
+    call, or of a part in turn.
+
+    ``buffers``: chooses the buffers to compare. ``optimizers``: with a step since the last call. Subclasses choose the
+    calls and the tensors.
+    """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
         super().__init__(policy)
         self.buffers = SharedBuffers(settings)
         self.optimizers = SteppedOptimizers()
-        self.digests = StepDigests()
-        self._at_forward: int | None = None  # digest of the parameters in the first training forward since the call
         self._wrapper = weakref.ref(wrapper)
         self._settings = settings
+        self._next_call = 1
+        self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward of the wrapper with gradients begins. Takes the digest for the next call in the first training
+        forward since the last call.
+
+        Later, a loop may hold other weights for a moment (sharpness-aware minimisation). ``is_training``: not in
+        evaluation mode.
+        """
+        try:
+            self.buffers.begin_forward(self._module)
+            if is_training and self._taken is None and self._is_due(self._next_call):
+                self._taken = self._next_call, self._digest(self._next_call)
+        except Exception:  # noqa: BLE001 - a forward may run where bits cannot be read (fake tensors, function
+            pass  # transforms): the call reads them
+
+    @abstractmethod
+    def digest_of(self, call: Call) -> int | None:
+        """The digest for the header of ``call``; None if this call compares nothing."""
+
+    def note_agreement(self, call: Call) -> None:
+        """The digests of all ranks are equal in ``call``."""
+
+    @abstractmethod
+    def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
+        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
+
+    @abstractmethod
+    def end_call(self, call: Call, /) -> None:
+        """Begin with the time after a successful call."""
+
+    def restart(self) -> None:
+        """Discard the digest, after a broadcast of parameters."""
+        self._taken = None
+
+    def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:  # noqa: ARG002 - for subclasses
+        """Note whether the optimizer has state."""
+        self.optimizers.begin(optimizer)
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
+        self.optimizers.add(optimizer)
+        self._taken = None
+
+    def _is_due(self, _: int, /) -> bool:
+        """Whether the call of this number compares replicas."""
+        return True
+
+    @abstractmethod
+    def _digest(self, number: int) -> int:
+        """The digest for call ``number``."""
+
+    @property
+    def _module(self) -> nn.Module:
+        wrapper: Any = self._wrapper()
+        module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
+        return module
+
+    def _items(self, *, with_groups: bool) -> list[state.StateItem]:
+        """The items to compare if the digests differ. ``with_groups``: also the parameter groups of the parameters."""
+        module, ignore, optimizers = self._module, self._settings.ignore, self.optimizers.alive
+        return [
+            *state.parameters(module, ignore),
+            *self.buffers.items(module),
+            *state.optimizer_items(optimizers, module, self.optimizers.settings_of),
+            *(parameter_groups(optimizers, module, ignore) if with_groups else ()),
+        ]
+
+
+class StepHistory(ReplicaDigests):
+    """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters."""
+
+    def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
+        super().__init__(wrapper, settings, policy)
+        self.digests = StepDigests()
         self._signature: list[tuple[str, int]] = []
         self._parameters: list[torch.Tensor] = []
-        # Several optimizers have stepped between two calls: the evidence against this rank would need all parameters at
-        # each step, and a hundred optimizers would cost a hundred times as much. The digests that ranks share do not
-        # depend on this: a single rank may have made a new optimizer.
+        # Several optimizers have stepped between two calls. Then there is no evidence against this rank: it would need
+        # all parameters at each step, and a hundred optimizers would cost a hundred times as much. The digests that
+        # ranks share do not depend on this, because a single rank may have made a new optimizer.
         self._has_several = False
         self._parameters_after_step = 0  # all of them; unknown with several optimizers
-        self._masks: set[bytes] = set()  # what the steps in the digests have held
-        # Changes before and after the steps that recur: a rank that clamps its weights after every step, for example.
+        self._masks: set[bytes] = set()  # the parameters of each step that is in the digests
+        # Changes before and after the steps that recur, as of a rank that clamps its weights after every step.
         self._recurring = (False, False)
         self._was_changed_at_step = self._is_changed = False  # before a step since the last call; now
         self._state_history = StateHistory()
         self._at_step = _AtStep()  # of the open step
-
-    def begin_forward(self, *, is_training: bool) -> None:
-        """Digest parameters in the first training forward since the last call.
-
-        Later, a loop may hold other weights for a moment (sharpness-aware minimisation). A write between this forward
-        and the step() is found at the step().
-        """
-        # A forward may run where bits cannot be read (fake tensors, function transforms): the call reads them.
-        with suppress(Exception), torch.no_grad():
-            self.buffers.begin_forward(self._module)
-            if is_training and self._at_forward is None:
-                self._find_parameters()
-                self._at_forward = digest_all(self._parameters)
 
     def digest_of(self, call: Call) -> int:
         """One digest of all phases since the last call."""
         self.forget_failed_step()
         with call.phase("digest"):
             if self._find_parameters():
-                self._at_forward = None
-            at_forward, self._at_forward = self._at_forward, None
-            return self._update(at_forward)
+                self._taken = None
+            taken, self._taken, self._next_call = self._taken, None, call.number + 1
+            return self._update(None if taken is None else taken[1])
 
     def update_digest(self) -> None:
         """Digest parameters and buffers now, outside of an all_reduce()."""
@@ -175,11 +242,7 @@ class StepHistory(StepObserver):
         self._is_changed = self._has_changed(self.digests.parameters)
         return self.digests.digest
 
-    def note_agreement(self, call: Call) -> None:
-        """Nothing is remembered: every call compares everything."""
-
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         if len(set(digests.values())) <= 1:
             return None
         if self.buffers.learn(call, self._module, left_out):
@@ -187,13 +250,13 @@ class StepHistory(StepObserver):
             digests = gather_digests(call, self.digests.digest, left_out)
             if len(set(digests.values())) <= 1:
                 return None
-        moved = find_moved(call, digest_all(self._parameters) != self.digests.parameters)
-        report = compare_items(call, self.items(), self.snapshot, left_out=left_out)
+        moved = ranks_where(call, digest_all(self._parameters) != self.digests.parameters)
+        report = compare_items(call, self._items(with_groups=False), self.snapshot, left_out=left_out)
         report = add_moved(report, moved, digests)
         self.restart()  # the difference is reported; an unrepaired difference shows again in the next call
         return report
 
-    def end_call(self, call: Call) -> None:
+    def end_call(self, call: Call, /) -> None:
         """Begin new digests with the gradients of a successful call."""
         with call.phase("digest"):
             gradients = digest_all([parameter.grad for parameter in self._parameters if parameter.requires_grad])
@@ -205,8 +268,8 @@ class StepHistory(StepObserver):
 
     def restart(self) -> None:
         """Discard all digests, after a broadcast of parameters or a report of the difference."""
+        super().restart()
         self._begin(StepDigests())
-        self._at_forward = None
         self._was_changed_at_step = self._is_changed = False
         self._state_history.restart()
 
@@ -220,19 +283,11 @@ class StepHistory(StepObserver):
         digests.membership_text, digests.has_stale_parameter = describe_membership(self.optimizers.alive, named)
         return digests
 
-    def items(self) -> list[state.StateItem]:
-        """The items to compare if the digests differ."""
-        return [
-            *state.parameters(self._module, self._settings.ignore),
-            *self.buffers.items(self._module),
-            *state.optimizer_items(self.optimizers.alive, self._module, self.optimizers.settings_of),
-        ]
-
     @torch.no_grad()
     def begin_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Digest parameters and gradients before a step. A closure computes the gradients later: nothing to digest."""
         self._has_several |= any(other is not optimizer for other in self.optimizers.alive)
-        self.optimizers.begin(optimizer)
+        super().begin_step(optimizer, has_closure=has_closure)
         self._state_history.begin_step(optimizer)
         if has_closure:
             self._at_step = _AtStep()
@@ -258,22 +313,21 @@ class StepHistory(StepObserver):
         own = digest_all(held)
         self._parameters_after_step = 0 if self._has_several else self._digest_all(held, own)
         self._state_history.end_step(optimizer)
-        self.optimizers.add(optimizer)
+        super().end_step(optimizer)
         digests.membership = _add(digests.membership, fingerprint(mask))
         digests.gradients_at_step = _add(digests.gradients_at_step, at_step.gradients)
         digests.parameters_after_step = _add(digests.parameters_after_step, own)
         digests.steps += 1
-        self._at_forward = None  # of the weights before the step
 
     def count_other_step(self) -> None:
         """Count a step of an optimizer without these parameters: of another model, or of replaced parameters."""
         self.digests.other_steps += 1
 
-    @property
-    def _module(self) -> nn.Module:
-        wrapper: Any = self._wrapper()
-        module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
-        return module
+    @torch.no_grad()
+    def _digest(self, _: int) -> int:
+        """Of the parameters. A write between the forward and the step() is found at the step()."""
+        self._find_parameters()
+        return digest_all(self._parameters)
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The parameters of the wrapper that the optimizer holds, sorted by name."""

@@ -1,7 +1,8 @@
 """Optimizer entries that differ between replicas: a line for each kind of entry, and lost state as a cause. Pure."""
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,11 +60,7 @@ class Entry(NamedTuple):
 
 def count_holders(names: Iterable[str]) -> dict[Kind, int]:
     """How many parameters, parameter groups or optimizers have an entry of each kind. ``names``: of all entries."""
-    entries = {Entry.of(name) for name in names}
-    counts: dict[Kind, int] = {}
-    for entry in entries:
-        counts[entry.kind] = counts.get(entry.kind, 0) + 1
-    return counts
+    return dict(Counter(entry.kind for entry in {Entry.of(name) for name in names}))
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,8 @@ def explain_loss(kinds: Sequence[EntryKind], totals: Mapping[Kind, int]) -> str:
     of_state = [kind for kind in totals if EntryKind(kind, (), 0).is_state]
     lacking = {item.missing if item.count == item.total else () for item in kinds if item.is_state}
     if len(lacking) == 1 and (ranks := lacking.pop()) and of_state == [k for k in of_state if _find(k, kinds)]:
-        return f"{name_ranks(ranks)} {_has(ranks)} no optimizer state, unlike the others: {_RESUMED}"
+        has = "have" if len(ranks) > 1 else "has"
+        return f"{name_ranks(ranks)} {has} no optimizer state, unlike the others: {_RESUMED}"
     earlier = _find((EARLIER_STATE, "optimizer"), kinds)
     if earlier is not None and earlier.values:
         ranks = tuple(sorted(dict(earlier.values)[NONE]))
@@ -150,18 +148,13 @@ def _explain_steps(values: Values) -> str:
     if not behind:  # also of values that differ between parameters
         return ""
     have = f"`step` is {_name_values(values)}: {name_ranks(behind)}"
-    is_fresh = all(2 * count <= max(counts) for count in counts if count < max(counts))
-    if is_fresh:
+    if all(2 * count <= max(counts) for count in counts if count < max(counts)):
         return f"{have} lost optimizer state ({_RESUMED}), or left out steps"
     return f"{have} left out steps, or loaded older optimizer state"
 
 
 def _find(kind: Kind, kinds: Iterable[EntryKind]) -> EntryKind | None:
     return next((item for item in kinds if item.kind == kind), None)
-
-
-def _has(ranks: Collection[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
 
 
 def _name_values(values: Values) -> str:

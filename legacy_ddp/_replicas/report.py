@@ -12,17 +12,19 @@ from legacy_ddp._text import wrap
 
 _wrap = partial(wrap, break_words=False)  # a user may search for a long name
 MAX_RANKS = 2  # ranks with element differences in the text, for each tensor
+_ONE = {"parameters": "parameter", "buffers": "buffer", "gradients": "gradient", "optimizer": "optimizer entry"}
+_MANY = {**{kind: kind for kind in _ONE}, "optimizer": "optimizer entries"}
 
 
 @dataclass(frozen=True)
-class ReplicaDifference:
+class ReplicaDifference(Difference):
     """A tensor or setting that differs between ranks.
 
-    ``kind``: ``parameters``, ``buffers``, ``gradients`` or ``optimizer``. ``name``: for example
-    ``parameter 'fc.weight'``. ``holders``: each value as text and the ranks with this value, the largest group of ranks
-    first. The text of a tensor is dtype, shape and digest; of a tensor without dimensions in an optimizer, dtype, shape
-    and number. ``elements``: for ranks outside the first group, the difference of their tensor from the tensor of the
-    first group; only for the first few tensors.
+    ``name``: for example ``parameter 'fc.weight'``. ``holders``: each value as text and the ranks with this value, the
+    largest group of ranks first. The text of a tensor is dtype, shape and digest; of a tensor without dimensions in an
+    optimizer, dtype, shape and number. ``kind``: ``parameters``, ``buffers``, ``gradients`` or ``optimizer``.
+    ``elements``: for ranks outside the first group, the difference of their tensor from the tensor of the first group;
+    only for the first few tensors.
 
     Example:
         >>> if rank == 1:
@@ -33,8 +35,6 @@ class ReplicaDifference:
     """
 
     kind: str
-    name: str
-    holders: tuple[tuple[str, tuple[int, ...]], ...]
     elements: Mapping[int, ElementDifference] = field(default_factory=dict)
 
     @property
@@ -54,16 +54,6 @@ class ReplicaDifference:
         """Whether the difference is in a setting that all ranks have."""
         return not any(value == MISSING or has_tensor(value) for value, _ in self.holders)
 
-    @property
-    def suspects(self) -> tuple[int, ...]:
-        """The ranks outside the strict majority; empty without a strict majority."""
-        return self._difference.suspects
-
-    @property
-    def sides(self) -> str:
-        """``rank 1 against ranks 0, 2``."""
-        return self._difference.sides
-
     def __str__(self) -> str:
         if self.tensor is None:
             holders = plain_numbers(self.holders)
@@ -80,10 +70,6 @@ class ReplicaDifference:
         if len(self.elements) > MAX_RANKS:
             lines.append(f"    ... {len(self.elements) - MAX_RANKS} more ranks")
         return "\n".join(lines)
-
-    @property
-    def _difference(self) -> Difference:
-        return Difference(self.name, self.holders)
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,19 +158,15 @@ class ReplicaReport:
 
     def _describe_differences(self) -> list[str]:
         """The optimizer entries first: two lines about them explain more than the values of a thousand weights."""
-        entries = {item.name: item for item in self.differences if item.kind == "optimizer"}
-        kinds = group_entries((Difference(item.name, item.holders) for item in entries.values()), self.entry_counts)
+        kinds = group_entries((item for item in self.differences if item.kind == "optimizer"), self.entry_counts)
         single = {kind.differences[0].name for kind in kinds if len(kind.differences) == 1}
-        lines = [
-            line
-            for kind in kinds[:MAX_LINES]
-            for line in (
-                [str(entries[kind.differences[0].name])] if len(kind.differences) == 1 else _wrap(kind.line, "  ")
-            )
-        ]
+        lines = []
+        for kind in kinds[:MAX_LINES]:
+            first, *more = kind.differences
+            lines += _wrap(kind.line, "  ") if more else [str(first)]
         lines += _count_more(len(kinds), "kinds of optimizer entries")
         others = [
-            item for item in self.differences if item.name not in entries or (item.elements and item.name not in single)
+            item for item in self.differences if item.kind != "optimizer" or (item.elements and item.name not in single)
         ]
         return [*lines, *map(str, others[:MAX_LINES]), *_count_more(len(others))]
 
@@ -199,10 +181,6 @@ class ReplicaReport:
 def _count_more(number: int, what: str = "") -> list[str]:
     """The line after the first ``MAX_LINES`` of so many things."""
     return [f"  ... {number - MAX_LINES} more {what}".rstrip()] if number > MAX_LINES else []
-
-
-_ONE = {"parameters": "parameter", "buffers": "buffer", "gradients": "gradient", "optimizer": "optimizer entry"}
-_MANY = {**{kind: kind for kind in _ONE}, "optimizer": "optimizer entries"}
 
 
 def _count(number: int, kind: str) -> str:

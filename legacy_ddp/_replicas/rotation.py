@@ -1,30 +1,30 @@
-"""Digests taken in the forward pass for the next call: in turns, or of the whole replica in every Nth call.
+"""Digests of a part of the replica in every call, in turn, or of the whole replica in every Nth call.
 
-In turns, the check of level ``info``: a part of the replica in every call, the whole replica in 16 calls. In every Nth
-call, the check of ``Checks("detail", every=N)``.
+The first is the check of level ``info``, which compares the whole replica in 16 calls. The second is the check of
+``Checks("detail", every=N)``.
 """
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import ranks_where
 from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._buckets.plan import Planner
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import AT_START
-from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, find_moved
+from legacy_ddp._replicas.compare import LARGE_BYTES_BY_DEFAULT, add_moved, compare_items, equal_groups
 from legacy_ddp._replicas.digest import add_memory, has_memory
-from legacy_ddp._replicas.history import SteppedOptimizers
+from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._replicas.report import ReplicaReport
-from legacy_ddp._replicas.state import SharedBuffers, gather_digests, list_some, parameter_groups
+from legacy_ddp._replicas.state import gather_digests, list_some
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import StepPolicy
-from legacy_ddp._step_guard.step_counter import StepObserver
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
 
@@ -34,6 +34,13 @@ TENSOR_COST = 2**14  # the cost of a tensor besides its bytes: a thousand small 
 _ALIGNMENT = 64
 _KINDS = ("parameters", "buffers")
 MAX_WARNINGS = 5  # in a streak
+_CAUSE = (
+    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (learning rate, optimizer "
+    "state, gradients changed after the call), or memory that does not keep its bits"
+)
+
+_Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]  # the id of a dictionary, its keys, and the ids of its tensors
+_Sides = tuple[tuple[int, ...], ...]  # groups of ranks with equal digests
 
 
 class Piece(NamedTuple):
@@ -51,7 +58,7 @@ def divide(sizes: Sequence[int]) -> list[list[Piece]]:
     """
     total = sum(size + TENSOR_COST for size in sizes)
     count = max(1, min(MAX_PARTS, total // SMALLEST_PART))
-    # With room for the cost of the two cuts of a part.
+    # The size of a part, with room for the cost of its two cuts.
     share = total // count + 2 * TENSOR_COST + _ALIGNMENT
     parts: dict[int, list[Piece]] = {}
     used = 0
@@ -70,80 +77,6 @@ def divide(sizes: Sequence[int]) -> list[list[Piece]]:
     return list(parts.values()) or [[]]
 
 
-class ForwardDigests(StepObserver):
-    """Takes a digest in the first training forward since the last call, if the next call compares replicas.
-
-    Later, a loop may hold other weights for a moment (sharpness-aware minimisation). Subclasses choose the calls and
-    the tensors.
-    """
-
-    def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
-        super().__init__(policy)
-        self.buffers = SharedBuffers(settings)
-        self.optimizers = SteppedOptimizers()
-        self._wrapper = weakref.ref(wrapper)
-        self._settings = settings
-        self._next_call = 1
-        self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
-
-    def begin_forward(self, *, is_training: bool) -> None:
-        """Take the digest for the next call, in the first training forward since the last call."""
-        try:
-            self.buffers.begin_forward(self._module)
-            if is_training and self._taken is None and self._is_due(self._next_call):
-                self._taken = self._next_call, self._digest(self._next_call)
-        except Exception:  # noqa: BLE001 - a forward may run where bits cannot be read (fake tensors, function
-            pass  # transforms): the call reads them
-
-    def restart(self) -> None:
-        """Discard the digest, after a broadcast of parameters."""
-        self._taken = None
-
-    def begin_step(self, optimizer: torch.optim.Optimizer, **_: bool) -> None:
-        """Note whether the optimizer has state."""
-        self.optimizers.begin(optimizer)
-
-    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the optimizer for a report. The next forward has other weights than a forward before the step."""
-        self.optimizers.add(optimizer)
-        self._taken = None
-
-    def _is_due(self, number: int) -> bool:
-        """Whether call ``number`` compares replicas."""
-        raise NotImplementedError
-
-    def _digest(self, number: int) -> int:
-        """The digest for call ``number``."""
-        raise NotImplementedError
-
-    @property
-    def _module(self) -> nn.Module:
-        wrapper: Any = self._wrapper()
-        module: nn.Module = wrapper.module  # the user may have assigned a new module since the last call
-        return module
-
-    def _shared(self) -> list[state.StateItem]:
-        """All parameters and shared buffers."""
-        module = self._module
-        return [*state.parameters(module, self._settings.ignore), *self.buffers.items(module)]
-
-    def _items(self) -> Iterator[state.StateItem]:
-        """All that a report compares."""
-        module, optimizers = self._module, self.optimizers.alive
-        yield from self._shared()
-        yield from state.optimizer_items(optimizers, module, self.optimizers.settings_of)
-        yield from parameter_groups(optimizers, module, self._settings.ignore)
-
-
-_CAUSE = (
-    "a write outside of a step(), another start (seed, checkpoint), a step() of its own (learning rate, optimizer "
-    "state, gradients changed after the call), or memory that does not keep its bits"
-)
-
-
-_Tensors = tuple[int, tuple[str, ...], tuple[int, ...]]
-
-
 class _Place(NamedTuple):
     """Where a tensor of the replica is: the dictionary ``owner`` has it under ``key``.
 
@@ -154,9 +87,6 @@ class _Place(NamedTuple):
     owner: Mapping[str, torch.Tensor | None]
     key: str
     size_bytes: int
-
-
-_Sides = tuple[tuple[int, ...], ...]  # the ranks with equal digests together
 
 
 class _Differing(NamedTuple):
@@ -172,11 +102,11 @@ class _Differing(NamedTuple):
 
 @dataclass
 class _Streak:
-    """Calls after a warning, until 16 calls in a row agree.
+    """The calls from a warning on, until 16 calls in a row agree. In a streak only news is a further warning.
 
-    ``told``: the name and the sides of each difference in a warning. ``seen``: a part, and its sides, of which a
-    comparison found nothing more to tell. ``next_look``: the call in which everything is compared again, at twice the
-    age each time: a new tensor in a part that differs already does not change the sides of the part.
+    ``told``: the name and the sides of each difference in a warning. ``seen``: each part that differed, with its sides,
+    when everything was compared. ``next_look``: the call in which everything is compared again, at twice the age each
+    time, because a new difference in a part that differs already does not change the sides of the part.
     """
 
     start: int
@@ -212,22 +142,18 @@ class _Streak:
 
 @dataclass
 class _GroupMemory:
-    """Results on a process group; but for ``agreed`` equal on all ranks, because they decide about collectives.
+    """Results on a process group. All but ``agreed`` are equal on all ranks, because they decide about collectives.
 
-    ``agreed``: for each part the last call in which the digests were equal. ``streak``: of the last warning, which may
-    have ended. ``pause_end``: the number of the call until which nothing is compared after a comparison without result.
+    ``agreed``: for each part the last call in which the digests were equal. ``streak``: of the last warning; may have
+    ended. ``pause_end``: the last call of a pause, in which nothing is compared after a comparison without a result.
     """
 
     agreed: dict[int, int] = field(default_factory=dict)
     streak: _Streak | None = None
     pause_end: int = 0
 
-    def open_streak(self, number: int) -> _Streak | None:
-        """The streak to which a difference in call ``number`` belongs."""
-        return self.streak if self.streak is not None and number <= self.streak.end else None
 
-
-class RotatingDigests(ForwardDigests):
+class RotatingDigests(ReplicaDigests):
     """Digests a part of the parameters and shared buffers for every call, and compares everything after a difference.
 
     Without a forward since the last call, the call takes the digest.
@@ -245,7 +171,6 @@ class RotatingDigests(ForwardDigests):
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
     def digest_of(self, call: Call) -> int:
-        """The digest for ``call``."""
         with call.phase("digest"):  # in every call, so that records have the same phases
             self.forget_failed_step()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
@@ -254,35 +179,34 @@ class RotatingDigests(ForwardDigests):
             return self._digest(call.number)
 
     def note_agreement(self, call: Call) -> None:
-        """Remember the last call in which the part agreed."""
         memory = self._memories.get(call.groups)
         if memory is None:
             memory = self._memories[call.groups] = _GroupMemory()
         memory.agreed[call.number % len(self._parts)] = call.number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks.
-
-        Collective after a difference that is not known yet, and with ``divergence="raise"`` after every difference.
-        """
-        memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), _sides_of(digests)
+        """As in the base class; collective only after a difference that is not known yet, and with
+        ``divergence="raise"`` after every difference."""
+        memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), equal_groups(digests)
         warns = self._settings.checks.divergence == "warn"
         if len(sides) <= 1:
             self.note_agreement(call)
             return None
-        streak = memory.open_streak(call.number)
-        # A pause is not prolonged: the digest was of a moment that has passed, and a real difference may follow.
+        streak = memory.streak if memory.streak is not None and call.number <= memory.streak.end else None
+        # A pause is not prolonged: the digest that began it was of a moment that has passed, and a real difference may
+        # follow.
         is_known = call.number <= memory.pause_end or (streak and streak.is_known(call.number, sides))
         if warns and is_known:
             return None
         with call.phase("compare"):
             if self.buffers.learn(call, self._module, left_out):
-                return None  # whatever else differs in this part differs again in the next rotation
-        moved = find_moved(call, self._have_parameters_moved(call.number))
+                return None  # any other difference of this part shows again in the next rotation
+        before = self._of_parameters
+        moved = ranks_where(call, self._read(call.number) is not None and self._of_parameters != before)
         streak = streak or _Streak(call.number)
         report = compare_items(
             call,
-            list(self._items()),
+            self._items(with_groups=True),
             None,
             largest_bytes=LARGE_BYTES_BY_DEFAULT,
             left_out=left_out,
@@ -295,7 +219,7 @@ class RotatingDigests(ForwardDigests):
         memory.streak = streak
         differing = self._find_differing(call, left_out)
         found = [(item.name, item.sides) for item in report.differences if item.kind in _KINDS]
-        if moved:  # the present parameters are of another moment: nothing is known but that this part differed
+        if moved:  # the present parameters are not those of the digest: only the sides of this part are known
             turn = call.number % differing.part_count
             differing = differing._replace(sides=[(turn, sides)])
             found = [(f"part {turn + 1} of {differing.part_count} of the parameters and buffers", str(sides))]
@@ -305,8 +229,7 @@ class RotatingDigests(ForwardDigests):
         report = with_evidence(call, report, max((differing.agreed[turn] for turn, _ in differing.sides), default=0))
         return add_moved(_with_news(report, streak, new), moved, digests)
 
-    def end_call(self, _: Call) -> None:
-        """Begin with the time after a successful call."""
+    def end_call(self, _: Call, /) -> None:
         self.optimizers.clear()
 
     @property
@@ -314,27 +237,19 @@ class RotatingDigests(ForwardDigests):
         """Whether the parts belong to the present parameters."""
         return self._layout is not None and self._layout is self._planner.layout
 
-    def _is_due(self, _: int) -> bool:
-        return True
-
     def _digest(self, number: int) -> int:
-        digest = self._read(number) if self._is_divided and not self._has_new_tensors(number) else None
+        # New modules and tensors are looked for at the start of a rotation.
+        has_new = number % MAX_PARTS == 0 and _tensors_of(self._module) != self._found
+        digest = self._read(number) if self._is_divided and not has_new else None
         if digest is None:
             self._find_parts()
             digest = self._read(number) or 0
         return digest
 
-    def _has_new_tensors(self, number: int) -> bool:
-        """Whether modules or tensors are new; looked for at the start of a rotation."""
-        return number % MAX_PARTS == 0 and _tensors_of(self._module) != self._found
-
-    def _turn_of(self, number: int) -> int:
-        return number % len(self._parts)
-
     def _read(self, number: int) -> int | None:
         """The checksum of the part for call ``number``; None after a change of a size."""
         checksum = self._of_parameters = 0
-        for index, start, stop in self._parts[self._turn_of(number)]:
+        for index, start, stop in self._parts[number % len(self._parts)]:
             name, owner, key, size_bytes = self._places[index]
             if name in self.buffers.statistics:
                 continue
@@ -374,11 +289,6 @@ class RotatingDigests(ForwardDigests):
             for memory in self._memories.values():
                 memory.agreed.clear()
 
-    def _have_parameters_moved(self, number: int) -> bool:
-        """Whether parameters in the part of call ``number`` have changed since the digest."""
-        before = self._of_parameters
-        return self._read(number) is not None and self._of_parameters != before
-
     def _find_differing(self, call: Call, left_out: Collection[int]) -> _Differing:
         """Collective: the parts that differ now."""
         agreed_in = self._memories[call.groups].agreed
@@ -389,7 +299,7 @@ class RotatingDigests(ForwardDigests):
         rows = call.gather(torch.tensor([digests + rest, agreed + rest], dtype=torch.int64, device="cpu"))
         ranks = [rank for rank in range(len(rows)) if rank not in left_out]
         compared = rows[ranks]
-        sides = [_sides_of(dict(zip(ranks, column, strict=True))) for column in compared[:, 0].T.tolist()]
+        sides = [equal_groups(dict(zip(ranks, column, strict=True))) for column in compared[:, 0].T.tolist()]
         # The lowest of the ranks: a rank that divided its tensors again has forgotten its earlier calls.
         *agreed_in_all, part_count = compared[:, 1].amin(dim=0).tolist()
         differing = [(turn, of_part) for turn, of_part in enumerate(sides[:-1]) if len(of_part) > 1]
@@ -417,14 +327,6 @@ def _with_news(report: ReplicaReport, streak: _Streak, new: Sequence[str]) -> Re
     return replace(report, notes=(*report.notes, note))
 
 
-def _sides_of(digests: Mapping[int, int]) -> _Sides:
-    """The ranks with equal digests together."""
-    sides: dict[int, list[int]] = {}
-    for rank, digest in digests.items():
-        sides.setdefault(digest, []).append(rank)
-    return tuple(tuple(ranks) for ranks in sides.values())
-
-
 def _tensors_of(module: nn.Module) -> list[_Tensors]:
     """The dictionaries of parameters and buffers of the submodules: the id, the keys, and the ids of the tensors."""
     return [(id(owner), tuple(owner), tuple(map(id, owner.values()))) for owner in _dictionaries(module) if owner]
@@ -447,7 +349,7 @@ def _dictionaries(module: nn.Module) -> Iterator[Mapping[str, torch.Tensor | Non
                 yield owner
 
 
-class PeriodicDigests(ForwardDigests):
+class PeriodicDigests(ReplicaDigests):
     """Digests parameters and shared buffers for call 1, N + 1, 2 N + 1, ..., and nothing for the calls between.
 
     As in every call at level ``"detail"``, parameters are digested in the first training forward since the last call.
@@ -459,7 +361,6 @@ class PeriodicDigests(ForwardDigests):
         self._agreed: weakref.WeakKeyDictionary[Groups, int] = weakref.WeakKeyDictionary()  # the last call that agreed
 
     def digest_of(self, call: Call) -> int | None:
-        """The digest for ``call``; None for a call between."""
         self.forget_failed_step()
         if not self._is_due(call.number):
             return None
@@ -470,11 +371,9 @@ class PeriodicDigests(ForwardDigests):
             return self._taken[1]
 
     def note_agreement(self, call: Call) -> None:
-        """Remember the last call that agreed."""
         self._agreed[call.groups] = call.number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
-        """The report if replicas differ. ``digests``: of the compared ranks. Collective after a difference."""
         last = self._agreed.get(call.groups, 0)
         if len(set(digests.values())) <= 1:
             self.note_agreement(call)
@@ -486,20 +385,19 @@ class PeriodicDigests(ForwardDigests):
         if len(set(digests.values())) <= 1:
             self.note_agreement(call)
             return None
-        moved = find_moved(call, self._digest_parameters() != self._of_parameters)
-        report = compare_items(call, list(self._items()), None, left_out=left_out)
+        moved = ranks_where(call, self._digest_parameters() != self._of_parameters)
+        report = compare_items(call, self._items(with_groups=True), None, left_out=left_out)
         # Optimizers may differ by design (sharded state); a digest may belong to a moment that has passed.
-        if not any(item.kind in ("parameters", "buffers") for item in report.differences):
+        if not any(item.kind in _KINDS for item in report.differences):
             return None
         return add_moved(with_evidence(call, report, last), moved, digests)
 
-    def end_call(self, call: Call) -> None:
-        """Begin with the time after a successful call."""
+    def end_call(self, call: Call, /) -> None:
         self._taken, self._next_call = None, call.number + 1
         if self._is_due(call.number):
             self.optimizers.clear()
 
-    def _is_due(self, number: int) -> bool:
+    def _is_due(self, number: int, /) -> bool:
         return (number - 1) % self._settings.checks.every == 0
 
     @torch.no_grad()

@@ -24,7 +24,8 @@ from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 Fact = tuple[str, torch.Tensor | str]
-NONE = "none"  # in place of a gradient
+NONE = "none"  # in place of a gradient, or of the group of a parameter that no optimizer holds
+MAX_NAMED = 3  # names in a list
 # Optimizer entries that are neither state nor hyperparameters.
 MEMBERSHIP = "parameter group"
 WEIGHTS = "weights"
@@ -100,7 +101,7 @@ def optimizer_settings(
     settings_of: Callable[[torch.optim.Optimizer], Iterable[Fact]] | None = None,
 ) -> list[StateItem]:
     """Hyperparameters of every group, from ``settings_of``, by default the present hyperparameters."""
-    return _items_of(optimizers, settings_of or settings)
+    return _items_of(optimizers, settings_of or (lambda optimizer: settings_in(optimizer.param_groups)))
 
 
 def optimizer_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Module) -> list[StateItem]:
@@ -109,15 +110,10 @@ def optimizer_states(optimizers: Sequence[torch.optim.Optimizer], module: nn.Mod
     return _items_of(optimizers, lambda optimizer: _states(optimizer, names))
 
 
-def settings(optimizer: torch.optim.Optimizer) -> Iterator[Fact]:
-    """The hyperparameters of every parameter group."""
-    yield from settings_in(optimizer.param_groups)
-
-
 def settings_in(parameter_groups: Iterable[Mapping[str, Any]]) -> Iterator[Fact]:
     """The hyperparameters in ``parameter_groups`` of an optimizer."""
     for index, group in enumerate(parameter_groups):
-        for key in sorted(set(group) - {"params", "param_names"}):  # these two hold only an order
+        for key in sorted(set(group) - {"params", "param_names"}):  # these two depend on the order of registration
             yield from flatten(f"{key} of parameter group {index}", group[key])
 
 
@@ -142,7 +138,11 @@ def digest_items(items: Sequence[StateItem]) -> int:
 def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
     """The text of each item by name; of a tensor, its type and its digest; of a scalar in an optimizer, its number."""
     tensors = {index: item.value for index, item in enumerate(items) if isinstance(item.value, torch.Tensor)}
-    scalars = {index for index, tensor in tensors.items() if items[index].kind == "optimizer" and _is_scalar(tensor)}
+    scalars = {
+        index
+        for index, tensor in tensors.items()
+        if items[index].kind == "optimizer" and tensor.ndim == 0 and tensor.layout is torch.strided
+    }
     contents = {index: format_element(tensors[index]) for index in scalars}
     hashed = {index: tensor for index, tensor in tensors.items() if index not in scalars}
     digests = zip(hashed, digest_each(hashed.values()), strict=True)
@@ -154,7 +154,7 @@ def describe_items(items: Sequence[StateItem]) -> dict[str, str]:
 
 
 def digest_generators(module: nn.Module) -> int:
-    """A digest of the random generators of this process: the generators of torch, of Python, and NumPy's global."""
+    """A digest of the random generators of this process: of torch, of Python, and the global one of NumPy."""
     states: list[object] = [digest_torch_generators(module), random.getstate()]
     if numpy := sys.modules.get("numpy"):
         _, key, *rest = numpy.random.get_state()
@@ -210,10 +210,6 @@ def comparable(tensor: torch.Tensor) -> torch.Tensor | str:
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}, not compared"
 
 
-def _is_scalar(tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 0 and tensor.layout is torch.strided
-
-
 def describe_value(value: torch.Tensor | str) -> str:
     """The text of a setting; of a tensor, its type and its device unless that is the CPU."""
     if isinstance(value, str):
@@ -222,12 +218,9 @@ def describe_value(value: torch.Tensor | str) -> str:
 
 
 def format_type(tensor: torch.Tensor, device: str = "") -> str:
-    """Dtype, shape and layout, with the text ``device`` before the layout."""
+    """Dtype, shape, ``device`` and layout."""
     layout = " sparse" if tensor.is_sparse else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{device}{layout}"
-
-
-MAX_NAMED = 3
 
 
 def parameter_groups(
@@ -256,7 +249,12 @@ def describe_membership(optimizers: Iterable[torch.optim.Optimizer], named: Sequ
     A stale parameter was replaced in the model after the optimizer was made: no optimizer holds the new parameter, but
     an optimizer holds a tensor of the same type that is not in the model.
     """
-    held = {id(tensor): tensor for optimizer in optimizers for tensor in _tensors_of(optimizer)}
+    held = {
+        id(parameter): parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     known = {id(item.tensor) for item in named}
     foreign = [format_type(tensor) for key, tensor in held.items() if key not in known]
     missing = [item for item in named if item.tensor.requires_grad and id(item.tensor) not in held]
@@ -269,10 +267,6 @@ def describe_membership(optimizers: Iterable[torch.optim.Optimizer], named: Sequ
     return ", ".join(parts), any(format_type(item.tensor) in foreign for item in missing)
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def list_some(texts: Sequence[str]) -> str:
     """The first texts, and the number of the others."""
     more = [f"and {len(texts) - MAX_NAMED} more"] if len(texts) > MAX_NAMED else []
@@ -282,8 +276,9 @@ def list_some(texts: Sequence[str]) -> str:
 class SharedBuffers:
     """Chooses the buffers to compare.
 
-    Left out: ``ignore``, ``Checks(local_buffers=)``, buffers that are not saved, and statistics found by :meth:`learn`.
-    Running statistics of a frozen normalisation layer are compared, therefore: no rank has updated them.
+    Left out are ``ignore``, ``Checks(local_buffers=)``, buffers that are not saved, and statistics of each rank's own
+    data, which :meth:`learn` finds. Running statistics of a frozen normalisation layer are compared, because no rank
+    updates them.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -308,8 +303,8 @@ class SharedBuffers:
     def mark(self, module: nn.Module) -> None:
         """Remember the present bits: the buffers are equal on all ranks now, or are meant to be.
 
-        A copy of a wrapper has no marks, and every buffer counts as changed: the earlier training may have changed the
-        buffer.
+        In a copy of a wrapper, which has no marks, every buffer counts as changed, because the earlier training may
+        have changed it.
         """
         self._marks = _digest(self.named(module))
         self.has_run = False
@@ -332,7 +327,8 @@ class SharedBuffers:
         present, marks = _digest(self.named(module)), self._marks or {}
         updated = internals.updated_statistics_names(module)
         changed = {name for name, bits in present.items() if marks.get(name) != bits}
-        # A rank that had no data yet cannot tell.
+        # Whether the buffer may have changed (a rank without data until now cannot tell), whether it has changed in a
+        # layer in training, and its bits.
         own = {
             name: [not self.has_run or name in changed, name in changed & updated, bits]
             for name, bits in present.items()

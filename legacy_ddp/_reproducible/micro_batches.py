@@ -1,9 +1,9 @@
 """The micro-batches of this rank's step: the leaves of the reproducible sum.
 
 A leaf is the gradient accumulated by one outermost no_sync() block, or the gradient accumulated after the last block
-and before the call. At the end of a block the gradients go to the flat tensors, and every ``.grad`` is cleared, except
-the smallest: zeros take its place. These zeros are a sentinel: ``zero_grad()`` changes them, and then the leaves are
-dropped as gradients would be.
+and before the call. At the end of a block the gradients go to the flat tensors, and every ``.grad`` becomes None,
+except the smallest, which becomes zeros. These zeros are a sentinel: ``zero_grad()`` changes them, and then the leaves
+are dropped as gradients would be.
 """
 
 import threading
@@ -14,18 +14,19 @@ from dataclasses import dataclass
 import torch
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._buckets.flat_buffer import SPARSE, has_nonzero, kinds_of
+from legacy_ddp._buckets.flat_buffer import SPARSE, kinds_of
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
+from legacy_ddp._step_guard.step_counter import has_nonzero
 from legacy_ddp._text import error_line
 
 
 @dataclass(frozen=True)
 class ZeroGradSentinel:
-    """``zeros`` take the place of ``parameter.grad``, the gradient of slot ``index``.
+    """Zeros in place of ``parameter.grad``, the gradient of slot ``index``, by which ``zero_grad()`` is noticed.
 
     The zeros are -0.0. Scaling and clipping keep -0.0, ``zero_grad()`` leaves 0.0 or None, and backward adds to -0.0
     without changing a bit of the new gradient.
@@ -78,15 +79,6 @@ def place_sentinel(plan: Plan) -> ZeroGradSentinel | None:
     return ZeroGradSentinel(index, parameter, zeros, zeros._version)
 
 
-def without_sentinel(
-    grads: Sequence[torch.Tensor | None], sentinel: ZeroGradSentinel | None, *, is_added_to: bool
-) -> list[torch.Tensor | None]:
-    """``grads``, one per slot, with None in place of a sentinel without an added gradient."""
-    if sentinel is None or not sentinel.is_alone(is_added_to=is_added_to):
-        return list(grads)
-    return [None if index == sentinel.index else grad for index, grad in enumerate(grads)]
-
-
 class Leaves:
     """The leaves of one set of parameters since its last call."""
 
@@ -118,7 +110,8 @@ class Leaves:
 
     @internals.disable_dynamo
     def drop_if_cleared(self) -> None:
-        """Drop all leaves if the user cleared the gradients. Not for use inside a block, where the block is cleared."""
+        """Drop all leaves if the user cleared the gradients. Not for use inside a block: there ``zero_grad()`` drops
+        the gradients of the block alone."""
         if self._sentinel is not None and self._sentinel.was_cleared(is_added_to=self._is_added_to):
             self.drop()
 
@@ -137,7 +130,7 @@ class Leaves:
         if not self.sums.fits(plan):
             self.drop()
             raise _changed_parameters()
-        grads = without_sentinel(plan.grads, self._sentinel, is_added_to=self._is_added_to)
+        grads = self._grads_of(plan)
         if any(grad is not None for grad in grads) or _changes_memory(plan):
             self.sums.add_waiting()
         plan.collect(grads)
@@ -192,7 +185,9 @@ class Leaves:
         self.drop_if_cleared()
         self.sums.add_waiting()
         is_first = not self.sums.count
-        if not (self._is_added_to or is_first) or not any(map(_is_nonzero, plan().grads)):
+        if not (self._is_added_to or is_first):
+            return
+        if not any(grad is not None and has_nonzero(grad) for grad in plan().grads):
             return
         if self._is_added_to:
             raise GradientError(
@@ -209,7 +204,7 @@ class Leaves:
         """Turn the gradients in ``.grad`` into a leaf."""
         if not self.sums.fits(plan):
             raise _changed_parameters()
-        grads = without_sentinel(plan.grads, self._sentinel, is_added_to=self._is_added_to)
+        grads = self._grads_of(plan)
         kinds = kinds_of(grads)
         plan.collect(grads)
         _zero_absent_slots(plan, kinds)
@@ -220,9 +215,16 @@ class Leaves:
         self._counter.policy.has_leaves = True
         self._counter.note_gradients_removed(keep_counts=True)
         self._sentinel = place_sentinel(plan)
-        del grads  # the last references to the views from here
+        del grads  # references to the views would keep the flat tensors from being used again
         if _changes_memory(plan):
             self.sums.add_waiting()  # before the user writes to a kept gradient
+
+    def _grads_of(self, plan: Plan) -> list[torch.Tensor | None]:
+        """The gradient of every slot, with None in place of a sentinel without an added gradient."""
+        grads, sentinel = list(plan.grads), self._sentinel
+        if sentinel is not None and sentinel.is_alone(is_added_to=self._is_added_to):
+            grads[sentinel.index] = None
+        return grads
 
     def _check_thread(self) -> None:
         if threading.get_ident() == self._counter.policy.block_thread:
@@ -255,12 +257,8 @@ def _changed_parameters() -> GradientError:
 
 
 def _changes_memory(plan: Plan) -> bool:
-    """Whether the flat tensors of a waiting leaf are not used for another call."""
+    """Whether the next packing puts gradients into other memory than the present flat tensors."""
     return any(buffer.will_change_memory for buffer in plan.buffers)
-
-
-def _is_nonzero(grad: torch.Tensor | None) -> bool:
-    return grad is not None and has_nonzero(grad)
 
 
 def _zero_absent_slots(plan: Plan, kinds: Sequence[int]) -> None:

@@ -107,13 +107,12 @@ class PartialSums:
 
 
 def _add_to(total: torch.Tensor, leaf: torch.Tensor) -> None:
-    """Add ``leaf``, which may have a narrower dtype: torch would convert the whole leaf, in fresh memory."""
+    """Add ``leaf``, which may have a narrower dtype, in pieces: torch would convert the whole leaf in fresh memory."""
     if leaf.dtype == total.dtype:
         total.add_(leaf)
         return
-    numel = _CONVERTED_NUMEL
-    wide = total.new_empty(min(numel, total.numel()))
-    for sums, narrow in zip(torch.split(total, numel), torch.split(leaf, numel), strict=True):
+    wide = total.new_empty(min(_CONVERTED_NUMEL, total.numel()))
+    for sums, narrow in zip(torch.split(total, _CONVERTED_NUMEL), torch.split(leaf, _CONVERTED_NUMEL), strict=True):
         sums.add_(wide[: narrow.numel()].copy_(narrow))
 
 

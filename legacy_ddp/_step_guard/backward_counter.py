@@ -1,8 +1,8 @@
 """Counts of backward passes per parameter since the last call.
 
-The largest count is the number of micro-batches. The number is too high if a layer runs inside several re-entrant
-checkpoint segments, or if a dropped gradient was zeroed in place. The number is too low if several losses each use a
-part of the model, and with ``create_graph=True``. The number is for warnings and never for arithmetic.
+The largest count is the number of micro-batches, which serves warnings and never arithmetic: it is too high if a layer
+runs inside several re-entrant checkpoint segments, or if a dropped gradient was zeroed in place; it is too low if
+several losses each use a part of the model, and with ``create_graph=True``.
 """
 
 import sys
@@ -21,6 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
+
+_Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
+_counts: dict[int, list[int]] = {}  # of every counter that exists
+_sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
 
 
 @dataclass(slots=True)
@@ -67,11 +71,11 @@ class BackwardHook:
     """Counts in the lists of a counter, at ``index``. Refers to no counter and no parameter.
 
     ``last_result``: the gradient left by the last call. ``sums``: of all hooks of the counter. ``earlier_result``: the
-    identity of the gradient left by a call with other parameters, before the present parameters replaced them. Later
-    writes to the gradient, for example by clipping, do not matter: the call has divided the gradient all the same.
+    identity of the gradient left by a call with other parameters, before the present parameters replaced them; later
+    writes to it, for example by clipping, do not matter, because the call has divided it all the same.
     ``grad_version``: of the gradient, after its last backward. ``left_version``: the same, after the gradient moved to
-    its slot, if it moved. ``is_consumed``: a local step has used the counted gradients; the next backward counts from
-    1. ``is_stepped``: the parameter was written to between the last call and the first backward since.
+    its slot, if it moved. ``is_consumed``: a local step has used the counted gradients, and the next backward counts
+    from 1. ``is_stepped``: the parameter was written to between the last call and the first backward since.
     """
 
     name: str
@@ -98,10 +102,10 @@ class BackwardHook:
                 version = grad._version
             except RuntimeError:  # of an inference tensor
                 version = 0
-            # An addition in place raises the version of a tensor. The same version in the same thread: `.grad` is a new
-            # tensor. The same version in two threads: both added before either hook ran. If no step used the previous
-            # gradient, it was dropped: the count begins again, so that a batch that failed on one rank is not reported
-            # as uneven work.
+            # An addition in place raises the version of a tensor. So the same version in the same thread means that
+            # `.grad` is a new tensor. In two threads it means that both added before either hook ran. If no step used
+            # the previous gradient, it was dropped, and the count begins again: a batch that failed on one rank is no
+            # uneven work.
             thread = 0 if is_dynamo_compiling() else get_ident()  # get_ident() cannot be compiled
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
             if is_new and parameter._version == versions[index]:
@@ -114,7 +118,7 @@ class BackwardHook:
             self.is_stepped = parameter._version != versions[index]
             versions[index] = parameter._version
         if not is_continued and thread:
-            # A gradient that is new has version 0, unless an operation has written to it: the quick look.
+            # The version is compared first because it is quick: a new gradient has version 0, unless written to.
             if version and not (count or was_consumed) and grad is not None and self.last_result.is_in(grad):
                 self.sums.note(index, grad, version)
             elif self.sums.additions:
@@ -167,11 +171,6 @@ class _Attached(NamedTuple):
     identity: dict[str, Any]
 
 
-_Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
-_counts: dict[int, list[int]] = {}  # of every counter that exists
-_sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
-
-
 class BackwardCounter:
     """Counts accumulations into ``.grad``; hand-assigned gradients are not counted. Keeps no parameter alive."""
 
@@ -213,7 +212,9 @@ class BackwardCounter:
         before = self._hooks_on(parameters)
         counts = [0 if found is None else found.hook.counts[found.hook.index] for found in before]
         earlier_results = [
-            None if found is None else _earlier_result(found.hook, parameter.grad)
+            internals.identity(parameter.grad)
+            if found is not None and parameter.grad is not None and found.hook.was_reduced(parameter.grad)
+            else None
             for found, parameter in zip(before, parameters, strict=True)
         ]
         self._identities = []  # until all hooks are attached
@@ -348,7 +349,7 @@ class BackwardCounter:
 
     def reset(self, parameters: Sequence[torch.Tensor] = ()) -> None:
         """Set all counts to 0. ``parameters``: given after a call that has left results."""
-        if parameters and 0 in self._counts:  # the others were noted in their backward
+        if parameters and 0 in self._counts:  # all other versions were noted in the first backward
             for index in [index for index, count in enumerate(self._counts) if not count]:
                 self._versions[index] = parameters[index]._version
         self._counts[:] = [0] * len(self._counts)
@@ -387,7 +388,7 @@ def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         sums = reference()
         if sums is not None and sums.awaits_step:
             break
-    else:  # nobody has added to a result until now
+    else:  # no backward has added to a result until now
         return
     for group in optimizer.param_groups:
         for hooks in internals.accumulate_hooks(group["params"]):
@@ -418,7 +419,3 @@ def _is_foreign_result(own: BackwardHook, parameter: torch.Tensor, hooks: Mappin
     return (len(hooks) > 1 or own.earlier_result is not None) and any(
         hook.was_reduced(parameter.grad, excluding=own) for hook in hooks.values() if type(hook) is BackwardHook
     )
-
-
-def _earlier_result(hook: BackwardHook, grad: torch.Tensor | None) -> dict[str, Any] | None:
-    return internals.identity(grad) if grad is not None and hook.was_reduced(grad) else None

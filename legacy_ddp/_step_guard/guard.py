@@ -10,6 +10,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._errors import UnsynchronizedStepError
 from legacy_ddp._log import shorten_display
 from legacy_ddp._step_guard.backward_counter import BackwardHook, is_any_counting
+from legacy_ddp._step_guard.step_counter import has_nonzero
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -53,7 +54,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         hook.name
         for group in optimizer.param_groups
         for parameter, hook in unsynchronized(group["params"])
-        if hook.policy.has_leaves or _is_nonzero(parameter.grad)
+        # Zeros change no step: zero_grad(set_to_none=False) leaves zeros of a dropped gradient.
+        if hook.policy.has_leaves or (parameter.grad is not None and has_nonzero(parameter.grad))
     ]
     if names:
         error = UnsynchronizedStepError(_text(optimizer, names), parameter=names[0])
@@ -83,13 +85,6 @@ def unsynchronized(parameters: Sequence[torch.Tensor]) -> Iterator[tuple[torch.T
         else:
             if guard is not None:
                 yield parameter, guard
-
-
-def _is_nonzero(grad: torch.Tensor | None) -> bool:
-    """Whether ``grad`` changes a step: ``zero_grad(set_to_none=False)`` leaves zeros of a dropped gradient."""
-    if grad is None:
-        return False
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
 def _text(optimizer: torch.optim.Optimizer, names: list[str]) -> str:

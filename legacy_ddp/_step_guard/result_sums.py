@@ -1,12 +1,16 @@
 """Gradients that backward has added to the result of a call, without ``zero_grad()`` between.
 
-A call with ``sample_size`` would divide that result a second time. Nothing is read while every step begins without
-gradients: the sign is that backward finds the object that the last call has left. A result that was cleared in place is
-the same object, and its version tells nothing: clipping raises the version as clearing does, and ``.data.zero_()`` does
-not. So the first addition of a step takes the norms of all results that backward has not reached yet. For the result of
-that first addition the old values are lost. Its version decides, unless other results are zero under their old version.
-Whether a result was cleared after a step is told by the version at the end of the step: a clip comes before. Only the
-result that was the first before has that version, so that a step looks at one tensor.
+A call with ``sample_size`` would divide that result a second time. The sign is that backward finds in ``.grad`` the
+tensor that the last call has left; a loop that clears its gradients pays nothing. But a result that was cleared in
+place is the same tensor, and its version does not tell: clipping raises the version as clearing does, and
+``.data.zero_()`` does not. Therefore:
+
+- The first addition of a step takes the norms of all results that backward has not reached yet. A result with the norm
+  0 was cleared.
+- The old values of the first result are lost. Its version decides: a new version means that it was cleared, and an old
+  version that it was not, unless the other results show that the script clears without a new version.
+- A clip between call and step raises the version, too. So the version of the first result is noted at the end of a
+  step: only later writes count. A step looks at one tensor, the first result of the step before.
 """
 
 from collections.abc import Collection, Sequence
@@ -35,7 +39,7 @@ class LastResult(Protocol):
 
 
 class _Seen(NamedTuple):
-    """The norm of a result, not read yet, the version of the result then, and whether that is the call's version."""
+    """The norm of a result, the version of the result then, and whether it is still the version after the call."""
 
     norm: torch.Tensor
     version: int
@@ -129,7 +133,7 @@ class ResultSums:
     def contains_used(self, index: int, identity: dict[str, Any]) -> bool:
         """As :meth:`contains`, also for a result that was written to, if the last write came before the end of a step.
 
-        Meant beside the norms of other results: they tell ``.data.zero_()``, which leaves no version.
+        For use where the norms of other results are known: they show ``.data.zero_()``, which leaves no version.
         """
         addition = self.additions.get(index)
         is_as_used = addition is not None and addition.is_as_used and addition.identity is identity

@@ -97,13 +97,13 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class StepCounter(StepObserver):
     """Counts completed steps with a nonzero gradient of the given parameters, from a successful call to the next call.
 
-    A step with zeros alone changes no replica by itself: tools make such steps to create optimizer state. Gradients on
-    other devices than the CPU are not read, because the step would wait for the device.
+    A step with zeros only does not count: tools make such steps to create optimizer state. Only gradients on the CPU
+    are read, because the step would wait for another device.
     """
 
     def __init__(self, policy: StepPolicy) -> None:
         super().__init__(policy)
-        # Of the call from which on steps are counted. Weak: a destroyed group must not live on here.
+        # The group of the call from which on steps are counted. Weak: a destroyed group must not live on here.
         self._place: weakref.ref[object] | None = None
         self._steps = 0
 
@@ -131,7 +131,7 @@ class StepCounter(StepObserver):
             self._steps += 1
 
     def _used_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a gradient of the parameters is not zero. Small gradients first: the first is mostly enough.
+        """Whether a gradient of the parameters is not zero. Small gradients are read first: the first is mostly enough.
 
         Large gradients are read in pieces, because ``any()`` copies its input as booleans.
         """
@@ -145,18 +145,19 @@ class StepCounter(StepObserver):
                     grad = grad.coalesce().values()
                 if grad.numel() > _QUICK_NUMEL:
                     large.append(grad)
-                elif _is_nonzero(grad):
+                elif has_nonzero(grad):
                     return True
         return any(
-            _is_nonzero(piece)
+            has_nonzero(piece)
             for grad in large
             for piece in grad.split(max(1, len(grad) * _QUICK_NUMEL // grad.numel()))
         )
 
 
-def _is_nonzero(grad: torch.Tensor) -> bool:
-    """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero all the same."""
-    return bool(grad.sum()) or bool(grad.any())
+def has_nonzero(grad: torch.Tensor) -> bool:
+    """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance."""
+    values = grad.coalesce().values() if grad.is_sparse else grad
+    return bool(values.sum()) or bool(values.any())
 
 
 # Of each optimizer the scaler of its last step. Weak references: neither stays alive here.
@@ -192,9 +193,9 @@ def used_scaler(*, search: bool) -> torch.amp.GradScaler | None:
 
 
 def unscaled_ids() -> set[int]:
-    """The ids of all parameters with a gradient that a scaler has unscaled, where the step has not come yet.
+    """The ids of all parameters with a gradient that a scaler has unscaled before a step that has not come yet.
 
-    Known from the second step of an optimizer on.
+    An optimizer is known from its second step on.
     """
     ids: set[int] = set()
     for reference in _scalers.keyrefs():  # a list: a step in another thread may add an optimizer meanwhile

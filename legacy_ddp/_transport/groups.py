@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._checks import Checks
+from legacy_ddp._check_settings import Checks
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import (
     LegacyDDPError,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from legacy_ddp._replicas.digest import digest
     from legacy_ddp._replicas.element_compare import ElementDifference
     from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
-    from legacy_ddp.debug._check import check_replicas
+    from legacy_ddp.debug._check_replicas import check_replicas
     from legacy_ddp.debug._cross import CrossCheck, cross_check
     from legacy_ddp.debug._cross_check.verdict import CrossCheckReport
     from legacy_ddp.debug._recorder import Recorder
@@ -26,7 +26,7 @@ else:
             "Recorder": "legacy_ddp.debug._recorder",
             "ReplicaDifference": "legacy_ddp._replicas.report",
             "ReplicaReport": "legacy_ddp._replicas.report",
-            "check_replicas": "legacy_ddp.debug._check",
+            "check_replicas": "legacy_ddp.debug._check_replicas",
             "cross_check": "legacy_ddp.debug._cross",
             "digest": "legacy_ddp._replicas.digest",
         },

@@ -17,7 +17,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import build_inventory, distinct, inventory_digest
-from legacy_ddp._checks import as_names
+from legacy_ddp._check_settings import as_names
 from legacy_ddp._errors import ReplicaDivergenceError, argument_errors
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error

@@ -346,7 +346,7 @@ class _OptimizerSteps:
     def _begin(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         depth = self._depths[id(optimizer)] = self._depths.get(id(optimizer), 0) + 1
         if depth == 1:
-            facts = hold.settings(optimizer)
+            facts = hold.settings_in(optimizer.param_groups)
             self._settings[id(optimizer)] = [
                 (name, value.clone() if isinstance(value, torch.Tensor) else value) for name, value in facts
             ]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
-from legacy_ddp._checks import Checks, Level, LossScaler, as_names, resolve_checks
+from legacy_ddp._check_settings import Checks, Level, LossScaler, as_names, resolve_checks
 from legacy_ddp._errors import UnsynchronizedStepError, argument_errors
 from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._collectives import dense
-from legacy_ddp._collectives.dense import split_divisor
+from legacy_ddp._collectives import reduce
+from legacy_ddp._collectives.reduce import split_divisor
 from legacy_ddp._transport.call import Call
 from tests.helpers.cases import (
     DTYPES,
@@ -312,7 +312,7 @@ def test_the_sum_and_not_the_mean_has_to_be_in_the_range_of_the_dtype_of_sums(ra
 
 def _reduce_once(rank: int, smallest_bytes: int, numel: int, options: dict[str, Any]) -> tuple[int, int, list[float]]:
     """Collectives, bytes handed over, and the mean of ones and threes."""
-    dense.SMALLEST_PIECE_BYTES = smallest_bytes
+    reduce.SMALLEST_PIECE_BYTES = smallest_bytes
     net = nn.ParameterList([nn.Parameter(torch.zeros(numel - 2)), nn.Parameter(torch.zeros(2))])
     wrapped = LegacyDistributedDataParallel(net, checks="off", **options)
     for parameter in net:

@@ -7,8 +7,8 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._agreement.agree import Agreement, agreed_error
 from legacy_ddp._agreement.header import Header
-from legacy_ddp._collectives import checks
-from legacy_ddp._collectives.check import Check, LocalStep
+from legacy_ddp._collectives import check_list
+from legacy_ddp._collectives.check_interface import Check, LocalStep
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import AgreedError, DesyncError
 from tests.helpers import logged_warnings
@@ -47,12 +47,12 @@ class _RaisingLossSign(_LossSign):
 def _outcome(rank: int, kind: type[Check], losses: Sequence[float]) -> tuple[str, list[str], list[float]]:
     """The error and the warnings of a call with the check, and the gradient afterwards."""
     logged_warnings.listen()
-    before = checks.CHECKS
-    checks.CHECKS = (*before, kind)
+    before = check_list.CHECKS
+    check_list.CHECKS = (*before, kind)
     try:
         model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False))
     finally:
-        checks.CHECKS = before
+        check_list.CHECKS = before
     backward(model, float(rank))
     error = attempt(lambda: model.all_reduce(metrics={"loss": losses[rank]}))
     return str(error or ""), logged_warnings.take(), model.module.weight.grad.flatten().tolist()

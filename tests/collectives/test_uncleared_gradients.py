@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._checks import Level
+from legacy_ddp._check_settings import Level
 from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._agreement.header import Header, column, decode_header, encode_header, encode_norm, flags_of
+from legacy_ddp._agreement.header import Header, column, decode_header, encode_double, encode_header, flags_of
 from legacy_ddp._buckets import plan
 from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
@@ -419,7 +419,7 @@ def test_headers_survive_the_wire(rows: list[tuple[int, ...]]) -> None:
 
 @given(st.floats())
 def test_norm_survives_the_wire(norm: float) -> None:
-    header = decode_header(encode_header(Header(flags=8, norm_bits=encode_norm(norm))))
+    header = decode_header(encode_header(Header(flags=8, norm_bits=encode_double(norm))))
 
     assert str(header.local_norm) == str(norm)
     assert replace(header, flags=0).local_norm is None

@@ -31,7 +31,7 @@ AGREEMENT = (
     Mutant(
         "layouts after the meaning of the call",
         "or _find_other_layout(call,",
-        "or find_other_meaning(rows, mismatches) or _find_other_layout(call,",
+        "or _find_other_meaning(rows, mismatches) or _find_other_layout(call,",
         _PRECEDENCE,
     ),
     Mutant(
@@ -60,7 +60,7 @@ AGREEMENT = (
     ),
     Mutant(
         "a change of weights alone is a skipped call",
-        "if not ranks or not _describe_backwards(rows):",
+        "if not ranks or not _compare_backwards(rows):",
         "if not ranks:",
         f"{_HEADER} -k writes_its_weights",
     ),
@@ -90,8 +90,8 @@ AGREEMENT = (
     ),
     Mutant(
         "micro-batches of ranks that skip count",
-        "    ranks = _participants(rows)\n    if len({micro_batches[rank]",
-        "    ranks = list(range(len(rows)))\n    if len({micro_batches[rank]",
+        '    ranks = _participants(rows)\n    return compare_rows([{"micro-batches since',
+        '    ranks = list(range(len(rows)))\n    return compare_rows([{"micro-batches since',
         "tests/agreement/test_agreement.py -k skips",
     ),
     Mutant(
@@ -399,14 +399,14 @@ REPLICAS = (
     ),
     Mutant(
         "a moved digest of parameters is not told",
-        "moved = find_moved(call, digest_all(self._parameters) != self.digests.parameters)",
-        "moved = find_moved(call, False)",
+        "moved = ranks_where(call, digest_all(self._parameters) != self.digests.parameters)",
+        "moved = ranks_where(call, False)",
         "tests/replicas/test_later_differences.py -k perturbation",
     ),
     Mutant(
         "evidence against the majority does not matter",
-        "() if _contradict(self.minority, self.implicated) else self.minority or self.implicated",
-        "self.minority or self.implicated",
+        "ranks = () if has_doubt else tuple(minority) or implicated",
+        "ranks = tuple(minority) or implicated",
         "tests/replicas/test_attribution.py tests/replicas/test_evidence.py",
     ),
 )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from legacy_ddp._compare import Difference
 from legacy_ddp._replicas.attribution import (
     NOTHING,
-    Attribution,
     StepDigests,
     Verdict,
     add_evidence,
@@ -293,10 +292,10 @@ def test_any_values_are_attributed_by_the_rule(held: list[tuple[int, bool]]) -> 
     assert (set(found.ranks), set(found.minority)) == (_at_fault(values, proven), _minority(values))
     assert set(found.implicated) == proven
     disagree = bool(_minority(values)) and bool(proven - _minority(values))
-    assert ("disagree" in found.text) == disagree
-    assert ("cannot attribute" in found.text) == (not found.ranks and not disagree)
-    assert ("wrote alone" in found.text) == bool(proven)
-    assert ("ranks agree" in found.text) == (2 * max(Counter(values).values()) > len(values))
+    assert ("disagree" in found.who) == disagree
+    assert ("cannot attribute" in found.who) == (not found.ranks and not disagree)
+    assert ("wrote alone" in found.who) == bool(proven)
+    assert ("ranks agree" in found.who) == (2 * max(Counter(values).values()) > len(values))
 
 
 @pytest.mark.parametrize(
@@ -330,12 +329,12 @@ def test_the_text_shows_sides_count_and_evidence(
 ) -> None:
     found = attribute_values(values, has_evidence, "wrote alone")
 
-    assert (found.ranks, found.text) == (ranks, words)
+    assert (found.ranks, found.who) == (ranks, words)
 
 
 # Where only this moment is known
 
-_FOUND = Attribution((2,), (), "rank 2 against ranks 0-1")
+_FOUND = Verdict(who="rank 2 against ranks 0-1", ranks=(2,), minority=(2,))
 _ALL = ("parameters", "buffers", "gradients", "optimizer")
 
 
@@ -360,7 +359,7 @@ def test_the_verdict_follows_from_the_kinds_that_differ_now(
 ) -> None:
     verdict = attribute_kinds(differing, compared, _FOUND)
 
-    assert (verdict.phase, verdict.ranks, verdict.who) == (phase, _FOUND.ranks, _FOUND.text)
+    assert (verdict.phase, verdict.ranks, verdict.who) == (phase, _FOUND.ranks, _FOUND.who)
     assert word in verdict.cause
     assert 'checks="detail"' in verdict.since
 
@@ -414,7 +413,7 @@ HOLDERS = (("float32 (2,) 00000000000000aa", (0, 2)), ("float32 (2,) 00000000000
 
 
 def _difference(name: str = "parameter 'a'", kind: str = "parameters") -> ReplicaDifference:
-    return ReplicaDifference(kind, name, HOLDERS)
+    return ReplicaDifference(name, HOLDERS, kind)
 
 
 def _report(*differences: ReplicaDifference, verdict: Verdict = VERDICT) -> ReplicaReport:

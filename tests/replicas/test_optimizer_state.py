@@ -325,7 +325,7 @@ def test_the_text_is_short_whatever_differs(keys: list[str], params: int, optimi
         values = tuple((f"0.{rank % n}", (rank,)) for rank in range(ranks))
         holders = [f"parameter group {i}" if key == "lr" else f"'block.{i}.weight'" for i in range(params)]
         names = [f"optimizer {k}: {key} of {holder}" for k in range(optimizers) for holder in holders]
-        differences += [ReplicaDifference("optimizer", name, values) for name in names]
+        differences += [ReplicaDifference(name, values, "optimizer") for name in names]
     counts = count_holders(item.name for item in differences)
     report = ReplicaReport("call 1", ranks, {}, tuple(differences), Verdict("step", "", "", ""), entry_counts=counts)
     lines = str(report).splitlines()

@@ -1,7 +1,7 @@
-"""The checks of a call. The longer checks have files of their own; ``Precedence`` orders the errors of all checks."""
+"""The list of the checks of a call, and the shorter checks. ``edited`` and ``nonfinite`` have the longer checks."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -9,17 +9,17 @@ import torch
 from torch import nn
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._agreement.agree import Agreement, Precedence, agreed_error, describe_uneven_work
+from legacy_ddp._agreement.agree import Agreement, Mismatch, Precedence, compare_work, desync_error
 from legacy_ddp._agreement.header import PLACES, Flag, Header, Participation, is_equal
 from legacy_ddp._buckets.layout import Layout
-from legacy_ddp._collectives.check import Check, CheckList, LocalStep, Subject
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.edited import EditedGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._compare import compare_rows, name_ranks
-from legacy_ddp._errors import AgreedError, DesyncError
+from legacy_ddp._errors import AgreedError
 from legacy_ddp._log import warn
-from legacy_ddp._replicas.compare import ReplicaDigests, divergence_error
-from legacy_ddp._replicas.history import StepHistory
+from legacy_ddp._replicas.compare import divergence_error
+from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import StepCounter
@@ -37,8 +37,8 @@ def _reference(subject: Subject) -> Callable[[], nn.Module | None]:
 class EqualSteps(Check):
     """Counts the optimizer steps since the last call, and raises if the numbers of the ranks differ.
 
-    Only if every rank knows its number. Counting stops in a call, and begins again at the end of the call: after a
-    failed call the number is unknown.
+    The numbers are compared only if every rank knows its number. Counting stops in a call and begins again at its end,
+    so that the number is unknown after a failed call.
     """
 
     precedence = Precedence.STEPS
@@ -58,14 +58,13 @@ class EqualSteps(Check):
         if not all(rows[rank].flags & Flag.STEPS_KNOWN for rank in ranks):
             return None
         finding = compare_rows([{"optimizer steps": str(rows[rank].steps)} for rank in ranks], ranks)
-        if not finding:
-            return None
         advice = (
             "let every rank step after every call, or none: decide by a value that all ranks share, and unscale, clip\n"
             "and look for infinities after all_reduce(); replicas differ now, unless the step changed nothing"
         )
-        text = f"ranks made different numbers of optimizer steps since the last call:\n{finding}\n{advice}"
-        return agreed_error(DesyncError, rows, text, finding.ranks)
+        return desync_error(
+            rows, "ranks made different numbers of optimizer steps since the last call", finding, advice
+        )
 
     def end(self, step: LocalStep) -> None:
         counter = self._counter
@@ -116,7 +115,7 @@ class Replicas(Check):
         if is_equal(agreement.packed, PLACES["replica"]):
             digests.note_agreement(call)
             return None
-        left = agreement.ranks_with(Flag.JOINED)  # ranks that make no more steps
+        left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
         compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
         report = digests.compare(call, left, compared)
         if report is None:
@@ -160,14 +159,12 @@ class UnevenWork(Check):
         self._raises = subject.settings.checks.uneven == "raise"
 
     def mismatch(self, rows: Sequence[Header]) -> AgreedError | None:
-        if not self._raises or not (finding := describe_uneven_work(rows)):
-            return None
-        return agreed_error(DesyncError, rows, f"ranks bring uneven work:\n{finding}", finding.ranks)
+        return desync_error(rows, "ranks bring uneven work", compare_work(rows)) if self._raises else None
 
     def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
         if agreement.is_uniform or agreement.sample_size is not None:
             return None
-        finding = describe_uneven_work(agreement.rows)
+        finding = compare_work(agreement.rows)
         if not finding:
             return None
         return (
@@ -217,7 +214,7 @@ class SameData(Check):
 class UnclearedGradients(Check):
     """A plain mean of gradients that a step has used already, with a backward added: zero_grad() is missing.
 
-    Several calls for one step are no sign, and gradients that were cleared in part are not, either.
+    Neither several calls for one step nor gradients that were cleared in part are reported.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -258,15 +255,15 @@ class MergedMicroBatches(Check):
 
 
 class EvaluationHint(Check):
-    """Running statistics that every rank has updated on its own data: told once, by rank 1, at the first forward in
-    eval mode after training and a call.
+    """Running statistics that every rank has updated on its own data: a warning of rank 1, once, at the first forward
+    in eval mode after training and a call.
 
-    Rank 0 may evaluate alone: it has the statistics that torch DDP would give to all ranks. If all ranks evaluate, rank
-    1 is among them.
+    Rank 0 does not warn, because it may evaluate alone: it has the statistics that torch DDP would give to all ranks.
+    If all ranks evaluate, rank 1 is among them.
 
-    Nothing is communicated: statistics that a rank has updated on data of its own differ from those of the other ranks.
-    Whether a rank has updated them is known from the version counters of the buffers. Layers with a buffer that is
-    ignored, or named in ``Checks(local_buffers=)``, do not count.
+    Nothing is communicated: statistics updated on different data differ. The version counters of the buffers show
+    whether this rank has updated them. Layers with a buffer that is ignored, or named in ``Checks(local_buffers=)``, do
+    not count.
     """
 
     def __init__(self, subject: Subject) -> None:
@@ -322,6 +319,33 @@ def _describe_evaluation(layers: dict[str, str]) -> str:
         "in eval mode ranks give different results, and so does a checkpoint of each rank (told once);\n"
         "call broadcast_buffers() on every rank before an evaluation and before a checkpoint"
     )
+
+
+class CheckList:
+    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain."""
+
+    def __init__(self, checks: Sequence[Check]) -> None:
+        self.all = checks
+        self.with_facts = _overriding(checks, "facts")
+        self.with_compare = _overriding(checks, "compare")
+        self.with_end = _overriding(checks, "end")
+        self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
+        self.with_forward = _overriding(checks, "begin_forward")
+        self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
+            (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
+        ]
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[str]:
+        """The texts of rank 0 for a call. A check with a text is not asked again."""
+        for check in tuple(self.observing):
+            if text := check.observe(step, agreement):
+                self.observing.remove(check)
+                yield text
+
+
+def _overriding(checks: Sequence[Check], method: str) -> list[Check]:
+    base: Callable[..., object] = getattr(Check, method)
+    return [check for check in checks if getattr(type(check), method) is not base]
 
 
 CHECKS: tuple[type[Check], ...] = (

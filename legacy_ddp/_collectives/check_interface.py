@@ -1,12 +1,11 @@
-"""The interface of a check: the facts that a rank tells, and the errors and warnings that follow on all ranks."""
+"""The interface of a check: the facts of a rank, and the errors and warnings that follow from the facts of all."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torch import nn
 
-from legacy_ddp._agreement.agree import Agreement, Mismatch, Precedence
+from legacy_ddp._agreement.agree import Agreement, Precedence
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.plan import Plan, Planner
 from legacy_ddp._collectives.pack import Packed
@@ -19,7 +18,7 @@ from legacy_ddp._transport.call import Call
 
 @dataclass(frozen=True)
 class Subject:
-    """The parameters to check: their settings, their planner, and their wrapper, None for a function without one."""
+    """The parameters to check: their settings, their planner, and their wrapper, None for all_reduce_gradients()."""
 
     settings: Settings
     planner: Planner
@@ -49,7 +48,7 @@ class Check:
     The methods are called in this order: ``facts``, ``mismatch``, ``compare``, ``end``, ``observe``. An error in one of
     them ends the call, and the later methods are not called: what ``facts`` has consumed is then gone.
 
-    Example: legacy_ddp/_collectives/checks.py has short checks.
+    Example: legacy_ddp/_collectives/check_list.py has short checks.
     """
 
     precedence = Precedence.OTHER
@@ -91,55 +90,22 @@ class Check:
         """The gradients since the last call are dropped."""
 
 
-class CheckList:
-    """The checks of a set of parameters, by the methods that they override: a call asks no check in vain."""
-
-    def __init__(self, checks: Sequence[Check]) -> None:
-        self.all = checks
-        self.with_facts = _overriding(checks, "facts")
-        self.with_compare = _overriding(checks, "compare")
-        self.with_end = _overriding(checks, "end")
-        self.observing = [check for check in _overriding(checks, "observe") if check.is_on]
-        self.with_forward = _overriding(checks, "begin_forward")
-        self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
-            (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
-        ]
-
-    def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[str]:
-        """The texts of rank 0 for a call. A check with a text is not asked again."""
-        for check in tuple(self.observing):
-            if text := check.observe(step, agreement):
-                self.observing.remove(check)
-                yield text
-
-
-def _overriding(checks: Sequence[Check], method: str) -> list[Check]:
-    base: Callable[..., object] = getattr(Check, method)
-    return [check for check in checks if getattr(type(check), method) is not base]
-
-
-class Pending(NamedTuple):
-    """``rank``: of the log record. ``is_everywhere``: every rank has this text."""
-
-    rank: int
-    text: str
-    is_everywhere: bool = False
-
-
 class Warnings:
-    """The warnings of a set of parameters that wait for the end of the call."""
+    """The warnings of a set of parameters that wait for the end of the call.
+
+    ``pending``: the rank of the log record, the text, and whether every rank has this text.
+    """
 
     def __init__(self) -> None:
-        self.pending: list[Pending] = []
+        self.pending: list[tuple[int, str, bool]] = []
 
     def add(self, text: str) -> None:
-        """Add a warning of rank 0."""
-        self.pending.append(Pending(0, text))
+        """Add a warning of rank 0 alone."""
+        self.pending.append((0, text, False))
 
     def add_everywhere(self, call: Call, text: str) -> None:
-        """Add a warning with the same text on every rank, unless it is empty."""
-        if text:
-            self.pending.append(Pending(call.groups.rank, text, is_everywhere=True))
+        """Add a warning with the same text on every rank."""
+        self.pending.append((call.groups.rank, text, True))
 
     def emit(self) -> None:
         """Show the pending warnings, at the line of the call of :meth:`all_reduce`."""
