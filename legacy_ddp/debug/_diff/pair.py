@@ -49,6 +49,8 @@ class Entry:
 
 
 ABSENT = Entry("", None, None, 0)
+EntryPair = tuple[dict[str, Entry], dict[str, Entry]]
+"""The entries of A and of B, by name."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ class Pair:
         a, b = self.entries(step, phase)
         return {item.name: item.b.identity for item in entry_differences(a, b)}, tuple(dict.fromkeys([*a, *b]))
 
-    def entries(self, step: int, phase: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    def entries(self, step: int, phase: str) -> EntryPair:
         """The compared entries of a step and phase in A and in B."""
         return entries(self.a.section(step, phase), self.keep), entries(self.b.section(step, phase), self.keep)
 
