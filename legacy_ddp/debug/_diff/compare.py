@@ -355,7 +355,7 @@ class _RunPairs:
                 self._runs,
                 self._local_buffers,
                 inputs_compared=self._is_reproducible,
-                has_operations=any(recorded.operations.steps for recorded in self._recorded),
+                has_operations=any(recorded.operations for recorded in self._recorded),
             )
         if steps:
             phases = PHASES if self._has_equal_sizes else SHARED_PHASES
