@@ -1,7 +1,9 @@
 """Differences around the training of two runs: environment, data, amounts, generators, metrics. None is a verdict."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import NamedTuple
 
 from legacy_ddp._compare import MISSING, name_ranks
 from legacy_ddp._text import plain
@@ -26,6 +28,10 @@ TOTALS = "micro-batches of all ranks", "sample_size of all ranks"
 _ORDER = (SHAPE, DATA, MICRO_BATCHES, FORWARDS, SAMPLE_SIZE, TOOK_PART, GENERATORS)
 
 
+def _two_sides(what: str, a: object, b: object, where: Sequence[str] = ()) -> Cause:
+    return Cause(what, (("A", str(a)), ("B", str(b))), ", ".join(where))
+
+
 def by_likelihood(facts: Sequence[str]) -> list[str]:
     """The distinct facts, likeliest cause first, without the excluded facts."""
 
@@ -44,7 +50,8 @@ def causes_by_rank(pairs: Sequence[tuple[Environment, Environment]]) -> list[Cau
         values = {a.rank: (a.facts.get(fact, MISSING), b.facts.get(fact, MISSING)) for a, b in pairs}
         differing = {rank: sides for rank, sides in values.items() if sides[0] != sides[1]}
         if differing:
-            causes.append(_fact_cause(fact, differing, len(values)))
+            where = [] if len(differing) == len(values) else [f"on {name_ranks(differing)}"]
+            causes.append(_on_ranks(fact, differing, where))
     return causes
 
 
@@ -56,37 +63,35 @@ def causes_by_run(a: Sequence[Environment], b: Sequence[Environment]) -> tuple[l
         if len(left) > 1 or len(right) > 1:
             mixed.append(fact)
         elif left != right:
-            causes.append(Cause(fact, (("A", left[0]), ("B", right[0]))))
-    return [Cause("world size", (("A", str(len(a))), ("B", str(len(b))))), *causes], mixed
+            causes.append(_two_sides(fact, left[0], right[0]))
+    return [_two_sides("world size", len(a), len(b)), *causes], mixed
 
 
-def _fact_cause(fact: str, differing: dict[int, tuple[str, str]], world_size: int) -> Cause:
-    rank, (left, right) = next(iter(differing.items()))
-    where = [] if len(differing) == world_size else [f"on {name_ranks(differing)}"]
-    if len(set(differing.values())) > 1:
-        where.append(f"shown for rank {rank}")
-    return Cause(fact, (("A", left), ("B", right)), ", ".join(where))
+def _on_ranks(what: str, sides: Mapping[int, tuple[str, str]], where: Sequence[str]) -> Cause:
+    """The values of A and B on the first of the ranks, with the rank if other ranks have other values."""
+    rank, (left, right) = next(iter(sides.items()))
+    shown = [f"shown for rank {rank}"] if len({*sides.values()}) > 1 else []
+    return _two_sides(what, left, right, [*where, *shown])
 
 
-@dataclass(frozen=True)
-class _CallDifference:
+class _CallDifference(NamedTuple):
+    """The first step with a difference between two calls, and both values."""
+
     step: int
-    rank: int
     a: str
     b: str
-    detail: str = ""
+    detail: str
 
 
 class CallDifferences:
     """The first difference of each kind, on every rank. Ranks are added in ascending order."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[_CallDifference]] = {}
+        self._found: dict[str, dict[int, _CallDifference]] = {}
         self._inputs_known: dict[int, bool] = {}
 
     def add_rank(self, rank: int, pair: Pair, until: int | None) -> None:
         """Compare the calls of a rank up to a step. Parses one short line per step and file."""
-        kinds: set[str] = set()
         for step in pair.steps:
             if until is not None and step > until:
                 break
@@ -96,18 +101,19 @@ class CallDifferences:
                 continue
             self._inputs_known[rank] = all(call.inputs_complete and _counts_micro_batches(call) for call in (a, b))
             for kind, left, right, detail in _differences(a, b):
-                if kind not in kinds:
-                    kinds.add(kind)
-                    self._found.setdefault(kind, []).append(_CallDifference(step, rank, left, right, detail))
+                self._found.setdefault(kind, {}).setdefault(rank, _CallDifference(step, left, right, detail))
 
     def causes(self, until: int) -> list[Cause]:
         """The differences up to a step, each with its first step."""
         causes = []
         for kind in _ORDER:
-            found = [item for item in self._found.get(kind, []) if item.step <= until]
-            if found:
-                step = min(item.step for item in found)
-                causes.append(_cause(kind, [item for item in found if item.step == step]))
+            found = self._found.get(kind, {})
+            step = min((item.step for item in found.values()), default=until + 1)
+            if step <= until:
+                first = {rank: item for rank, item in found.items() if item.step == step}
+                detail = next(iter(first.values())).detail
+                where = [f"first at step {step} on {name_ranks(first)}", *filter(None, [detail])]
+                causes.append(_on_ranks(kind, {rank: (item.a, item.b) for rank, item in first.items()}, where))
         return causes
 
     def inputs_known(self, rank: int) -> bool:
@@ -149,24 +155,22 @@ def total_causes(a: dict[int, StepTotals], b: dict[int, StepTotals], *, reproduc
 
     Inputs are compared only between reproducible runs, because there the order of the ranks' inputs has a meaning.
     """
-    causes = list(_total_input_cause(a, b)) if reproducible else []
+    common = sorted({*a} & {*b})
+    causes = list(_total_input_cause(a, b, common)) if reproducible else []
     for kind, attribute in zip(TOTALS, ("micro_batches", "sample_size"), strict=True):
-        for step in sorted(set(a) & set(b)):
-            left, right = getattr(a[step], attribute), getattr(b[step], attribute)
-            if left != right:
-                causes.append(Cause(kind, (("A", str(left)), ("B", str(right))), f"first at step {step}"))
-                break
+        amounts = ((step, getattr(a[step], attribute), getattr(b[step], attribute)) for step in common)
+        if first := next((amount for amount in amounts if amount[1] != amount[2]), None):
+            step, left, right = first
+            causes.append(_two_sides(kind, left, right, [f"first at step {step}"]))
     return causes
 
 
-def _total_input_cause(a: dict[int, StepTotals], b: dict[int, StepTotals]) -> Iterator[Cause]:
-    for step in sorted(set(a) & set(b)):
-        inputs = zip(a[step].inputs or [], b[step].inputs or [], strict=False)
-        for index, (left, right) in enumerate(inputs):
+def _total_input_cause(a: dict[int, StepTotals], b: dict[int, StepTotals], steps: Sequence[int]) -> Iterator[Cause]:
+    for step in steps:
+        for index, (left, right) in enumerate(zip(a[step].inputs or [], b[step].inputs or [], strict=False)):
             if left != right:
-                kind, *sides = _input_difference(left, right)
-                where = f"first at step {step}, input {index + 1} of those of all ranks"
-                yield Cause(kind, tuple(zip("AB", sides, strict=True)), where)
+                where = [f"first at step {step}, input {index + 1} of those of all ranks"]
+                yield _two_sides(*_input_difference(left, right), where)
                 return
 
 
@@ -189,9 +193,10 @@ def _differences(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, st
 def _first_input_difference(a: CallFacts, b: CallFacts) -> Iterator[tuple[str, str, str, str]]:
     if not a.inputs or not b.inputs:  # not recorded, or no forward pass
         return
-    number = (min if a.forwards != b.forwards else max)(len(a.inputs), len(b.inputs))
-    for index in range(number):
-        left, right = (call.inputs[index] if index < len(call.inputs) else ("nothing", "") for call in (a, b))
+    common = min(len(a.inputs), len(b.inputs))
+    for index, (left, right) in enumerate(zip_longest(a.inputs, b.inputs, fillvalue=(MISSING, ""))):
+        if index >= common and a.forwards != b.forwards:
+            return
         if left != right:
             yield *_input_difference(left, right), _input_position(index, a, b)
             return
@@ -213,16 +218,6 @@ def _input_position(index: int, a: CallFacts, b: CallFacts) -> str:
     if all(len(call.inputs) == call.forwards for call in (a, b)):
         return f"forward pass {index + 1}{of_all}"
     return f"input tensor {index + 1}{of_all} forward passes" if of_all else f"input tensor {index + 1}"
-
-
-def _cause(kind: str, found: list[_CallDifference]) -> Cause:
-    first = found[0]
-    where = [f"first at step {first.step} on {name_ranks(item.rank for item in found)}"]
-    if first.detail:
-        where.append(first.detail)
-    if len({(item.a, item.b) for item in found}) > 1:
-        where.append(f"shown for rank {first.rank}")
-    return Cause(kind, (("A", first.a), ("B", first.b)), ", ".join(where))
 
 
 def metric_differences(pair: Pair) -> tuple[MetricDifference, ...]:

@@ -1,15 +1,15 @@
-"""Comparison of two runs, or of the ranks of one run, in pairs of files. Digests decide the verdict.
+"""Comparison of labelled sides: two runs, or the ranks of one run. Digests decide the verdict.
 
-Two runs: rank r of A with rank r of B. The ranks of one run: rank 0 with every other rank; a majority is named, but not
-called right.
+Pairs of files are compared: rank r of A with rank r of B, or rank 0 of a run with every other rank. Of the ranks of a
+run a majority is named, but not called right. The files of the sides that differ are read again up to the first
+difference.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 from legacy_ddp._compare import MAX_SIDES, compare_rows, name_ranks
 from legacy_ddp.debug._diff import causes, coverage
@@ -21,20 +21,20 @@ from legacy_ddp.debug._diff.locations import (
     Locations,
     RankGroups,
     bit_mask,
+    divergences_of_ranks,
+    divergences_of_runs,
     merge,
-    read_divergences,
 )
 from legacy_ddp.debug._diff.operations import RankOperations, RunOperations, with_operations
 from legacy_ddp.debug._diff.pair import (
     ROUNDING_LIMIT,
     SHARED_PHASES,
+    EntryPair,
     Growth,
     Pair,
     check_same_model,
-    entry_differences,
     find_growth,
     keep_shared,
-    total_norm,
     unfinished_step,
 )
 from legacy_ddp.debug._diff.result import Cause, Comparison, Divergence, MetricDifference, OperationFinding, Verdict
@@ -51,15 +51,15 @@ def compare_runs(a: Run, b: Run, progress: Progress = lambda _: None) -> Compari
     """Differences between two runs, in the steps and phases which both recorded.
 
     Rank r is compared with rank r. Runs of different world sizes are compared in the phases which ranks share: rank 0
-    with rank 0, and the ranks of each run with each other. Every file is read once; where lines differ their digests
-    are parsed, and whole lines only in the first location. Two files are open at a time. Memory grows with the number
-    of steps plus the number of ranks, and for different world sizes with the differences between the ranks of a run
-    (see :func:`compare_ranks`).
+    with rank 0, and the ranks of each run with each other. Every file is read once, and the files of differing ranks
+    again up to the first difference. Where lines differ their digests are parsed, and whole lines only in the first
+    location. Two files are open at a time. Memory grows with the number of steps plus the number of ranks, and for
+    different world sizes with the differences between the ranks of a run (see :func:`compare_ranks`).
 
     Raises:
         TraceError: a trace file cannot be read, or the runs are of different models.
     """
-    return _RunComparison(a, b, progress).result()
+    return _result(_RunPairs(a, b, progress).found())
 
 
 def compare_ranks(run: Run, progress: Progress = lambda _: None) -> Comparison:
@@ -75,278 +75,270 @@ def compare_ranks(run: Run, progress: Progress = lambda _: None) -> Comparison:
     if run.world_size == 1:
         headline = "cannot tell: one rank only, and no other to compare it with; name two runs"
         return Comparison((str(run.folder),), "unknown", headline)
-    return _RankComparison(run, progress).result()
+    return _result(_RankPairs(run, progress).found())
 
 
-class _Comparison(ABC):
-    """The differences between pairs of files, and the result.
+@dataclass(frozen=True)
+class _Words:
+    """Words for headlines. ``noun``: of the sides. ``everyone``: all sides, as the subject of a sentence."""
 
-    ``coverage``: what was compared. ``run_coverages``: what each run recorded. A subclass fills both, and says how a
-    difference is told. ``noun``: of the compared sides. ``no_step``, ``no_phase``, ``everyone``: for headlines.
+    noun: str
+    everyone: str
+    no_step: str
+    no_phase: str
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the comparison of all pairs found, as the verdict needs it.
+
+    ``recorded``: what each run recorded; ``compared``: what was compared. ``steps``: in which a difference counts,
+    ascending. ``masks``: all locations; ``divergences``: in the first of them. ``evidence``: fields of
+    :class:`Evidence` that only one kind of comparison has. ``problems``: inside of a run. ``notes``: parts of the
+    traces without a comparison; ``notes_if_same``: differences that changed no bit. ``equal``: the equal sides, and
+    ``where``: the ranks of the first divergence, for the headline.
     """
 
-    noun: ClassVar[str]
-    no_step: ClassVar[str]
-    no_phase: ClassVar[str]
-    everyone: ClassVar[str]
+    words: _Words
+    runs: tuple[Run, ...]
+    recorded: tuple[RunCoverage, ...]
+    compared: coverage.ComparisonCoverage
+    steps: Sequence[int]
+    masks: Mapping[Key, LocationMask]
+    divergences: Sequence[Divergence]
+    causes: Sequence[Cause]
+    evidence: Mapping[str, Any]
+    operations: OperationFinding | None
+    notes: Sequence[str]
+    notes_if_same: Sequence[str]
+    notes_about_operations: Iterable[str]
+    equal: str
+    where: str
+    problems: Sequence[str] = ()
+    metrics: tuple[MetricDifference, ...] = ()
 
-    def __init__(self, runs: Sequence[Run], labels: Sequence[str]) -> None:
-        self.runs = tuple(runs)
-        self.run_coverages = tuple(map(RunCoverage, labels))
-        self.coverage = coverage.ComparisonCoverage()
-        self.problems: list[str] = []
-        self.metrics: tuple[MetricDifference, ...] = ()
-
-    def result(self) -> Comparison:
-        if divergences := self.divergences():
-            return self._different(*divergences)
-        if doubt := next(filter(None, self._doubts()), ""):
-            return self._result("unknown", f"cannot tell: {doubt}")
-        phases, tensors, steps = len(self.coverage.phases), self.coverage.tensors, self.coverage.steps
-        counts = f"{phases} phase{'s' * (phases > 1)}, {tensors:,} tensor{'s' * (tensors != 1)}"
-        return self._result("same", f"same: {self.sides()}, {coverage.format_steps(steps)}, {counts}, bit for bit")
-
-    @abstractmethod
-    def divergences(self) -> list[Divergence]:
-        """The divergences in the first location."""
-
-    @abstractmethod
-    def masks(self) -> Mapping[Key, LocationMask]:
-        """All locations."""
-
-    @property
-    @abstractmethod
-    def steps(self) -> Sequence[int]:
-        """The steps in which a difference counts, ascending."""
-
-    @abstractmethod
-    def possible_causes(self, until: int) -> list[Cause]:
-        """Possible causes of a divergence in step ``until``."""
-
-    @abstractmethod
-    def evidence(self, first: Divergence) -> Mapping[str, Any]:
-        """Fields of :class:`Evidence` beyond those that both comparisons have."""
-
-    @abstractmethod
-    def operations(self, first: Divergence | None) -> tuple[OperationFinding | None, Iterator[str]]:
-        """The comparison of recorded operations, and notes about it."""
-
-    @abstractmethod
-    def notes(self, verdict: Verdict) -> list[str]:
-        """Parts of the traces without a comparison, with the reason."""
-
-    @abstractmethod
-    def sides(self) -> str:
-        """The equal sides, for the headline."""
-
-    @abstractmethod
-    def where(self, first: Divergence) -> str:
-        """The ranks of a divergence, for the headline."""
-
-    def size(self) -> float | None:
-        """The greatest relative difference of norms in the first location; None if unknown."""
-        return None
-
-    def _doubts(self) -> Iterator[str]:
-        """The reasons not to say ``same`` although nothing differs, the weightiest first; empty texts are none."""
-        steps = self.coverage.steps
-        for run, run_coverage in zip(self.runs, self.run_coverages, strict=True):
-            if run_coverage.damage:
-                agreed = "nothing differs in what can be compared" if steps else "nothing before it to compare"
-                yield f"{run.folder / run_coverage.damage[0][1]}; {agreed}"
-        if len(self.runs) > 1 and not self.coverage.any_steps:
-            spans = " and ".join(f"{item.label} has {item.span()}" for item in self.run_coverages)
-            yield f"no step in common ({spans})"
-        if self.problems:
-            yield f"rank 0 of each run holds the same, but {self.problems[0]}"
-        yield coverage.uncompared_steps(self.run_coverages, steps)
-        if not steps:
-            yield self.no_step
-        if not self.coverage.phases:
-            yield self.no_phase
-        if len(self.runs) == 1 and _DIVERGENCE_ERROR in self.run_coverages[0].reasons:
-            yield (
-                f"the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; all ranks agree up to there, and the "
-                "error shows what differed next"
-            )
-        if all(self._starting_runs(step) for step in steps):
-            yield f"only the start ({coverage.format_steps(steps)}) was recorded by {self.everyone}, where they agree"
-
-    def _different(self, first: Divergence, *others: Divergence) -> Comparison:
-        found = self.possible_causes(first.step)
-        start: Key = first.step, PHASES.index(first.phase)
-        later = {key: mask for key, mask in self.masks().items() if key >= start}  # earlier settings are causes
-        locations, more_locations = merge(later, self.steps)
-        starting = self._starting_runs(first.step)
-        evidence = Evidence(
-            first=first,
-            compared=self.coverage.phases,
-            is_start=bool(starting),
-            starting_run=starting[0] if len(starting) == 1 else "",
-            previous=max((step for step in self.steps if step < first.step), default=None),
-            causes=frozenset(cause.what for cause in found),
-            size=self.size(),
-            **self.evidence(first),
-        )
-        when = f"at the start (step {first.step})" if starting else f"at step {first.step}"
-        return self._result(
-            "different",
-            f"different: {self.noun} part {when} in {PHASE_LABELS[first.phase]}{self.where(first)}: {first.name}",
-            first,
-            others=others[:MAX_OTHERS],
-            size=evidence.size,
-            explanation=explain(evidence),
-            causes=tuple(found),
-            locations=locations,
-            more_locations=more_locations,
-        )
-
-    def _starting_runs(self, step: int) -> list[str]:
+    def starting_runs(self, step: int) -> list[str]:
         """Labels of the runs which start with the state after ``step``."""
-        pairs = zip(self.run_coverages, self.runs, strict=True)
+        pairs = zip(self.recorded, self.runs, strict=True)
         return [item.label for item, run in pairs if step == run.environments[0].first_step - 1]
 
-    def _result(self, verdict: Verdict, headline: str, first: Divergence | None = None, **more: Any) -> Comparison:
-        compared = self.coverage.steps
-        operations, notes = self.operations(first)
-        return Comparison(
-            tuple(str(run.folder) for run in self.runs),
-            verdict,
-            with_operations(headline, verdict, operations),
-            (compared[0], compared[-1]) if compared else None,
-            first=first,
-            metrics=self.metrics,
-            operations=operations,
-            notes=(*self.notes(verdict), *notes),
-            **more,
+
+def _result(found: _Found) -> Comparison:
+    """The verdict, from the weightiest reason down: a difference, a doubt, equality."""
+    if found.divergences:
+        return _different(found, *found.divergences)
+    if doubt := next(filter(None, _doubts(found)), ""):
+        return _comparison(found, "unknown", f"cannot tell: {doubt}")
+    phases, tensors, steps = len(found.compared.phases), found.compared.tensors, found.compared.steps
+    counts = f"{phases} phase{'s' * (phases > 1)}, {tensors:,} tensor{'s' * (tensors != 1)}"
+    return _comparison(found, "same", f"same: {found.equal}, {coverage.format_steps(steps)}, {counts}, bit for bit")
+
+
+def _different(found: _Found, first: Divergence, *others: Divergence) -> Comparison:
+    start: Key = first.step, PHASES.index(first.phase)
+    later = {key: mask for key, mask in found.masks.items() if key >= start}  # earlier settings are causes
+    locations, more_locations = merge(later, found.steps)
+    starting = found.starting_runs(first.step)
+    evidence = Evidence(
+        first=first,
+        compared=found.compared.phases,
+        is_start=bool(starting),
+        starting_run=starting[0] if len(starting) == 1 else "",
+        previous=max((step for step in found.steps if step < first.step), default=None),
+        causes=frozenset(cause.what for cause in found.causes),
+        **found.evidence,
+    )
+    when = f"at the start (step {first.step})" if starting else f"at step {first.step}"
+    return _comparison(
+        found,
+        "different",
+        f"different: {found.words.noun} part {when} in {PHASE_LABELS[first.phase]}{found.where}: {first.name}",
+        first=first,
+        others=others[:MAX_OTHERS],
+        size=evidence.size,
+        explanation=explain(evidence),
+        causes=tuple(found.causes),
+        locations=locations,
+        more_locations=more_locations,
+    )
+
+
+def _doubts(found: _Found) -> Iterator[str]:
+    """The reasons not to say ``same`` although nothing differs, the weightiest first; empty texts are none."""
+    steps = found.compared.steps
+    for run, recorded in zip(found.runs, found.recorded, strict=True):
+        if recorded.damage:
+            agreed = "nothing differs in what can be compared" if steps else "nothing before it to compare"
+            yield f"{run.folder / recorded.damage[0][1]}; {agreed}"
+    if len(found.runs) > 1 and not found.compared.any_steps:
+        spans = " and ".join(f"{item.label} has {item.span()}" for item in found.recorded)
+        yield f"no step in common ({spans})"
+    if found.problems:
+        yield f"rank 0 of each run holds the same, but {found.problems[0]}"
+    yield coverage.uncompared_steps(found.recorded, steps)
+    if not steps:
+        yield found.words.no_step
+    if not found.compared.phases:
+        yield found.words.no_phase
+    if len(found.runs) == 1 and _DIVERGENCE_ERROR in found.recorded[0].reasons:
+        yield (
+            f"the run ended by {_DIVERGENCE_ERROR} after step {steps[-1]}; all ranks agree up to there, and the error "
+            "shows what differed next"
+        )
+    if all(found.starting_runs(step) for step in steps):
+        yield (
+            f"only the start ({coverage.format_steps(steps)}) was recorded by {found.words.everyone}, where they agree"
         )
 
 
-class _RunComparison(_Comparison):
-    """Two runs. With different world sizes, rank 0 stands for each run, in the shared phases."""
+def _comparison(found: _Found, verdict: Verdict, headline: str, **more: Any) -> Comparison:
+    steps = found.compared.steps
+    return Comparison(
+        tuple(str(run.folder) for run in found.runs),
+        verdict,
+        with_operations(headline, verdict, found.operations),
+        (steps[0], steps[-1]) if steps else None,
+        metrics=found.metrics,
+        operations=found.operations,
+        notes=(
+            *found.notes,
+            *(found.notes_if_same if verdict == "same" else ()),
+            *found.notes_about_operations,
+        ),
+        **more,
+    )
 
-    noun, everyone = "runs", "both"
-    no_step, no_phase = "no step was compared on every rank", "no phase was recorded by both"
+
+class _RunPairs:
+    """Rank r of A and rank r of B. With different world sizes, rank 0 stands for each run, in the shared phases."""
+
+    _words = _Words("runs", "both", "no step was compared on every rank", "no phase was recorded by both")
 
     def __init__(self, a: Run, b: Run, progress: Progress) -> None:
-        super().__init__((a, b), "AB")
-        self._equal_sizes = a.world_size == b.world_size
-        self._calls = causes.CallDifferences()
-        self._operations = RunOperations()
-        self._tensors = Locations()
-        self._settings = Locations()
-        for rank in range(a.world_size) if self._equal_sizes else (0,):
+        self._runs = a, b
+        self._recorded = RunCoverage("A"), RunCoverage("B")
+        self._compared = coverage.ComparisonCoverage()
+        self._has_equal_sizes = a.world_size == b.world_size
+        # Patterns of buffers with a value of their own on each rank, in either run.
+        self._local_buffers = sorted({*a.environments[0].local_buffers, *b.environments[0].local_buffers})
+        self._calls, self._operations = causes.CallDifferences(), RunOperations()
+        self._locations = Locations()
+        self._metrics: tuple[MetricDifference, ...] = ()
+        for rank in range(a.world_size) if self._has_equal_sizes else (0,):
             with self._open(rank, progress) as pair:
-                self._add_rank(rank, pair)
-        if not self._equal_sizes:
-            self._compare_ranks_of_each()
+                self._add(rank, pair)
 
     @contextmanager
-    def _open(self, rank: int, progress: Progress = lambda _: None) -> Iterator[Pair]:
-        a, b = self.runs
-        with a.open(rank, progress) as trace_a, b.open(rank, progress) as trace_b:
-            if self._equal_sizes:
+    def _open(self, rank: int, progress: Progress = lambda _: None, until: int | None = None) -> Iterator[Pair]:
+        a, b = self._runs
+        with a.open(rank, progress, until) as trace_a, b.open(rank, progress, until) as trace_b:
+            if self._has_equal_sizes:
                 yield Pair(trace_a, trace_b)
             else:
                 yield Pair(trace_a, trace_b, SHARED_PHASES, keep_shared(self._local_buffers))
 
-    def _add_rank(self, rank: int, pair: Pair) -> None:
-        for run_coverage, trace in zip(self.run_coverages, (pair.a, pair.b), strict=True):
-            run_coverage.add(rank, trace)
-        check_same_model(pair, *(run.folder for run in self.runs))
-        self.coverage.add_rank(rank, pair.steps, pair.entry_counts())
+    def _add(self, rank: int, pair: Pair) -> None:
+        for recorded, trace in zip(self._recorded, (pair.a, pair.b), strict=True):
+            recorded.add(rank, trace)
+        check_same_model(pair, *(run.folder for run in self._runs))
+        self._compared.add_rank(rank, pair.steps, pair.entry_counts())
         if rank == 0:
-            self.metrics = causes.metric_differences(pair)
+            self._metrics = causes.metric_differences(pair)
         for step, phase in pair.candidates:
-            self._compare(rank, pair, step, phase)
-        if self._equal_sizes:
-            self._calls.add_rank(rank, pair, self._tensors.first_step)
-            self._operations.add_rank(rank, pair, self._tensors.first_step)
+            differing, names = pair.differing(step, phase)
+            if differing:
+                self._locations.add((step, PHASES.index(phase)), rank, differing, names)
+        if self._has_equal_sizes:
+            first = self._locations.first(of_settings=False)
+            self._calls.add_rank(rank, pair, first and first[0])
+            self._operations.add_rank(rank, pair, first and first[0])
 
-    def _compare(self, rank: int, pair: Pair, step: int, phase: str) -> None:
-        key: Key = step, PHASES.index(phase)
-        locations = self._settings if phase == "settings" else self._tensors
-        differing, names = pair.differing(step, phase)
-        if not differing:
-            return
-        locations.add(key, rank, differing, names)
-        if locations.may_be_first(key):
-            a, b = pair.entries(step, phase)
-            total = total_norm(entry.norm for entry in a.values()) if phase.endswith("gradients") else 0.0
-            locations.add_details(key, rank, entry_differences(a, b), total)
+    def found(self) -> _Found:
+        """If only settings differ, there is no divergence but a note: they changed no bit."""
+        problems = [] if self._has_equal_sizes else [*self._compare_ranks_of_each()]
+        settings, tensors = (self._locations.first(of_settings=is_first) for is_first in (True, False))
+        settings_come_first = bool(settings and tensors and settings[0] == tensors[0] and settings < tensors)
+        divergences, size = self._read(tensors)
+        of_settings, _ = self._read(settings)
+        around, before = self._environment_causes(), [*map(_setting_cause, of_settings)]
+        if settings_come_first:
+            divergences, size = of_settings, None
+        first = divergences[0] if divergences else None
+        found = []
+        if first:
+            early = before if settings and settings[0] <= first.step and not settings_come_first else []
+            found = [*around, *early, *self._call_causes(first.step)]
+        world_sizes = [run.world_size for run in self._runs]
+        equal = f"what runs of {' and of '.join(map(_ranks, world_sizes))} have in common"
+        return _Found(
+            words=self._words,
+            runs=self._runs,
+            recorded=self._recorded,
+            compared=self._compared,
+            steps=self._compared.any_steps,
+            masks=self._locations.masks,
+            divergences=divergences,
+            causes=found,
+            evidence=self._evidence(first, size) if first else {},
+            operations=self._operations.finding(first),
+            notes=self._notes(problems),
+            notes_if_same=coverage.cause_notes([*around, *before]),
+            notes_about_operations=self._operations.notes(first),
+            equal=_ranks(world_sizes[0]) if self._has_equal_sizes else equal,
+            where=f" of {name_ranks(first.ranks)}" if first and self._has_equal_sizes else "",
+            problems=problems,
+            metrics=self._metrics,
+        )
 
-    def _compare_ranks_of_each(self) -> None:
-        """Check that rank 0 stands for all ranks of its run, and in which steps."""
-        for label, run in zip("AB", self.runs, strict=True):
+    def _read(self, key: Key | None) -> tuple[list[Divergence], float | None]:
+        """The divergences in a location and their size; read from the files of the differing ranks."""
+        if key is None:
+            return [], None
+        step, phase = key[0], PHASES[key[1]]
+        ranks = self._locations.masks[key].rank_numbers
+
+        def entries() -> Iterator[EntryPair]:
+            for rank in ranks:
+                with self._open(rank, until=step) as pair:
+                    yield pair.entries(step, phase)
+
+        return divergences_of_runs(step, phase, ranks, entries())
+
+    def _compare_ranks_of_each(self) -> Iterator[str]:
+        """Check that rank 0 stands for all ranks of its run, and in which steps; yields the reasons against it."""
+        for label, run in zip("AB", self._runs, strict=True):
             if run.world_size > 1:
                 found = compare_ranks(run)
-                self.coverage.add_limit(found.steps)
+                self._compared.add_limit(found.steps)
                 if found.verdict != "same":
-                    self.problems.append(f"inside {label}: {found.headline}")
+                    yield f"inside {label}: {found.headline}"
 
     @property
-    def _local_buffers(self) -> list[str]:
-        """Patterns of buffers with a value of their own on each rank, in either run."""
-        return sorted({*chain.from_iterable(run.environments[0].local_buffers for run in self.runs)})
-
-    @property
-    def _reproducible(self) -> bool:
+    def _is_reproducible(self) -> bool:
         """Whether both runs add gradients in an order independent of the number of ranks."""
-        environments = chain.from_iterable(run.environments for run in self.runs)
+        environments = chain.from_iterable(run.environments for run in self._runs)
         return all(environment.facts.get("reproducible") == "True" for environment in environments)
 
-    @property
-    def _settings_come_first(self) -> bool:
-        """Whether settings differ first in the same step as tensors, and before the tensors."""
-        settings, tensors = self._settings.first_key, self._tensors.first_key
-        return settings is not None and tensors is not None and settings[0] == tensors[0] and settings < tensors
-
-    @property
-    def steps(self) -> Sequence[int]:
-        return self.coverage.any_steps
-
-    def divergences(self) -> list[Divergence]:
-        """If only settings differ, there is no divergence but a note: they changed no bit."""
-        return (self._settings if self._settings_come_first else self._tensors).divergences()
-
-    def size(self) -> float | None:
-        return None if self._settings_come_first else self._tensors.size
-
-    def masks(self) -> Mapping[Key, LocationMask]:
-        return {**self._tensors.masks, **self._settings.masks}
-
-    def possible_causes(self, until: int) -> list[Cause]:
-        settings = [] if self._settings_come_first else self._setting_causes(until)
-        around = [*self._environment_causes(), *settings]
-        if self._equal_sizes:
-            return [*around, *self._calls.causes(until)]
-        totals = [causes.step_totals(_traces(run, until), until, run.world_size) for run in self.runs]
-        return [*around, *causes.total_causes(*totals, reproducible=self._reproducible)]
-
     def _environment_causes(self) -> list[Cause]:
-        a, b = (run.environments for run in self.runs)
-        if self._equal_sizes:
+        a, b = (run.environments for run in self._runs)
+        if self._has_equal_sizes:
             return causes.causes_by_rank(list(zip(a, b, strict=True)))
         return causes.causes_by_run(a, b)[0]
 
-    def _setting_causes(self, until: int | None = None) -> list[Cause]:
-        """Differing settings up to a step; only the first step with a difference counts."""
-        return [
-            Cause(
-                item.name, tuple((side.label, side.value or "nothing") for side in item.sides), f"from step {item.step}"
-            )
-            for item in self._settings.divergences()
-            if until is None or item.step <= until
-        ]
+    def _call_causes(self, until: int) -> list[Cause]:
+        if self._has_equal_sizes:
+            return self._calls.causes(until)
+        totals = [causes.step_totals(_traces(run, until), until, run.world_size) for run in self._runs]
+        return causes.total_causes(*totals, reproducible=self._is_reproducible)
 
-    def evidence(self, first: Divergence) -> Mapping[str, Any]:
-        kind: Kind = "runs" if self._equal_sizes else "sizes"
-        size = self.size()
+    def _evidence(self, first: Divergence, size: float | None) -> Mapping[str, Any]:
+        kind: Kind = "runs" if self._has_equal_sizes else "sizes"
         return {
             "kind": kind,
-            "inputs_known": all(self._calls.inputs_known(rank) for rank in first.ranks),
-            "generators_known": all(self._calls.call_known(rank) for rank in first.ranks),
-            "reproducible": self._reproducible,
+            "inputs_known": all(map(self._calls.inputs_known, first.ranks)),
+            "generators_known": all(map(self._calls.call_known, first.ranks)),
+            "reproducible": self._is_reproducible,
+            "size": size,
             "growth": self._growth(first) if size is not None and size <= ROUNDING_LIMIT else None,
         }
 
@@ -355,63 +347,58 @@ class _RunComparison(_Comparison):
         with self._open(first.ranks[0]) as pair:
             return find_growth(pair, first.step)
 
-    def operations(self, first: Divergence | None) -> tuple[OperationFinding | None, Iterator[str]]:
-        return self._operations.finding(first), self._operations.notes(first)
-
-    def notes(self, verdict: Verdict) -> list[str]:
-        steps = self.coverage.any_steps
-        texts = coverage.step_notes(self.runs, self.run_coverages, steps) + self.coverage.notes()
-        if not self._equal_sizes:
+    def _notes(self, problems: Sequence[str]) -> list[str]:
+        steps = self._compared.any_steps
+        texts = coverage.step_notes(self._runs, self._recorded, steps) + self._compared.notes()
+        if not self._has_equal_sizes:
             texts += coverage.world_size_notes(
-                self.runs,
+                self._runs,
                 self._local_buffers,
-                inputs_compared=self._reproducible,
-                has_operations=any(run_coverage.operations.steps for run_coverage in self.run_coverages),
+                inputs_compared=self._is_reproducible,
+                has_operations=any(recorded.operations for recorded in self._recorded),
             )
         if steps:
-            phases = PHASES if self._equal_sizes else SHARED_PHASES
-            texts += coverage.phase_notes(self.runs, self.run_coverages, phases)
-        a, b = (run.folder.resolve() for run in self.runs)
-        texts += ["A and B are the same folder"] * (a == b) + self.problems
-        if verdict == "same":
-            texts += coverage.cause_notes([*self._environment_causes(), *self._setting_causes()])
-        return texts
-
-    def sides(self) -> str:
-        a, b = (run.world_size for run in self.runs)
-        return _ranks(a) if a == b else f"what runs of {_ranks(a)} and of {_ranks(b)} have in common"
-
-    def where(self, first: Divergence) -> str:
-        return f" of {name_ranks(first.ranks)}" if self._equal_sizes else ""
+            phases = PHASES if self._has_equal_sizes else SHARED_PHASES
+            texts += coverage.phase_notes(self._runs, self._recorded, phases)
+        a, b = (run.folder.resolve() for run in self._runs)
+        return [*texts, *["A and B are the same folder"] * (a == b), *problems]
 
 
-class _RankComparison(_Comparison):
-    """The ranks of one run, each compared with rank 0, in the shared phases."""
+def _setting_cause(item: Divergence) -> Cause:
+    """A setting that differs before the tensors do."""
+    sides = tuple((side.label, side.value or "nothing") for side in item.sides)
+    return Cause(item.name, sides, f"from step {item.step}")
 
-    noun, everyone = "ranks", "all ranks"
-    no_step = "no step was recorded by all ranks"
-    no_phase = "no phase that ranks share was recorded by all of them"
+
+class _RankPairs:
+    """Rank 0 of a run with every other rank, in the shared phases."""
+
+    _words = _Words(
+        "ranks",
+        "all ranks",
+        "no step was recorded by all ranks",
+        "no phase that ranks share was recorded by all of them",
+    )
 
     def __init__(self, run: Run, progress: Progress) -> None:
-        super().__init__((run,), ("",))
         self._run = run
         self._keep = keep_shared(run.environments[0].local_buffers)
+        self._recorded, self._compared = RunCoverage(""), coverage.ComparisonCoverage()
         self._locations = Locations()
         self._groups: dict[Key, RankGroups] = {}
         self._unfinished: set[tuple[int, str]] = set()
-        self._micro_batches: dict[int, list[int]] = {}
         with run.open(0, progress) as reference:
-            self._micro_batches = {step: [] for step in reference.micro_batches}
-            self._add_rank(0, reference, reference)
+            self._micro_batches: dict[int, list[int]] = {step: [] for step in reference.micro_batches}
+            self._add(0, reference, reference)
             for rank in range(1, run.world_size):
                 with run.open(rank, progress) as trace:
-                    self._add_rank(rank, reference, trace)
-        self.coverage.leave_out(self._unfinished)
+                    self._add(rank, reference, trace)
+        self._compared.leave_out(self._unfinished)
 
-    def _add_rank(self, rank: int, reference: RankTrace, trace: RankTrace) -> None:
+    def _add(self, rank: int, reference: RankTrace, trace: RankTrace) -> None:
         pair = Pair(reference, trace, SHARED_PHASES, self._keep, may_lack=())
-        self.run_coverages[0].add(rank, trace)
-        self.coverage.add_rank(rank, pair.steps, pair.entry_counts())
+        self._recorded.add(rank, trace)
+        self._compared.add_rank(rank, pair.steps, pair.entry_counts())
         last = unfinished_step(trace)
         if last is not None:
             self._unfinished.update((last, phase) for phase in SHARED_PHASES if trace.digest(last, phase) is None)
@@ -435,30 +422,44 @@ class _RankComparison(_Comparison):
             if differing:
                 self._locations.add(key, rank, differing, names)
 
-    def _keys(self) -> list[Key]:
-        """The locations with a difference, in the order of training."""
-        steps, phases = {*self.steps}, self.coverage.phases
-        return sorted(
-            (step, phase)
-            for step, phase in self._locations.masks
-            if step in steps and PHASES[phase] in phases and (step, PHASES[phase]) not in self._unfinished
+    def found(self) -> _Found:
+        run, size, masks = self._run, self._run.world_size, self._masks()
+        divergences = divergences_of_ranks(run, min(masks), self._keep) if masks else []
+        first = divergences[0] if divergences else None
+        around = self._environment_causes()
+        operations = RankOperations(
+            run, {step: of for step, of in self._micro_batches.items() if first is None or step <= first.step}
+        )
+        return _Found(
+            words=self._words,
+            runs=(run,),
+            recorded=(self._recorded,),
+            compared=self._compared,
+            steps=self._compared.steps,
+            masks=masks,
+            divergences=divergences,
+            causes=around,
+            evidence={"kind": "ranks", "world_size": size},
+            operations=operations.finding,
+            notes=self._notes(),
+            notes_if_same=[f"{cause.what} differs between ranks and changed no bit" for cause in around],
+            notes_about_operations=operations.notes(),
+            equal=f"{size} ranks hold the same",
+            where=_against(first) if first else "",
         )
 
-    @property
-    def steps(self) -> Sequence[int]:
-        return self.coverage.steps
+    def _masks(self) -> dict[Key, LocationMask]:
+        """The locations with a difference in what was compared on all ranks, with the ranks outside the majority."""
+        steps, phases = {*self._compared.steps}, self._compared.phases
+        return {
+            (step, phase): replace(
+                mask, ranks=bit_mask(self._groups[step, phase].outside_majority(), self._run.world_size)
+            )
+            for (step, phase), mask in self._locations.masks.items()
+            if step in steps and PHASES[phase] in phases and (step, PHASES[phase]) not in self._unfinished
+        }
 
-    def divergences(self) -> list[Divergence]:
-        """Read from the files again, one at a time."""
-        keys = self._keys()
-        return read_divergences(self._run, keys[0], self._keep) if keys else []
-
-    def masks(self) -> Mapping[Key, LocationMask]:
-        size, found = self._run.world_size, self._locations.masks
-        outside = {key: self._groups[key].outside_majority() for key in self._keys()}
-        return {key: replace(found[key], ranks=bit_mask(ranks, size)) for key, ranks in outside.items()}
-
-    def possible_causes(self, until: int) -> list[Cause]:  # noqa: ARG002 - environments are equal in all steps
+    def _environment_causes(self) -> list[Cause]:
         """Facts of the environment which differ between ranks; the majority's value comes first."""
         rows = [
             {fact: item.facts[fact] for fact in causes.by_likelihood(list(item.facts)) if fact not in _FACTS_OF_A_RANK}
@@ -469,36 +470,22 @@ class _RankComparison(_Comparison):
             for item in compare_rows(rows).differences
         ]
 
-    def evidence(self, first: Divergence) -> Mapping[str, Any]:  # noqa: ARG002
-        return {"kind": "ranks", "world_size": self._run.world_size}
-
-    def operations(self, first: Divergence | None) -> tuple[OperationFinding | None, Iterator[str]]:
-        """Compare the operations of all steps up to ``first``. Reads every trace file a second time."""
-        compared = {k: v for k, v in self._micro_batches.items() if first is None or k <= first.step}
-        found = RankOperations(self._run, compared)
-        return found.finding, found.notes()
-
-    def notes(self, verdict: Verdict) -> list[str]:
-        run_coverage, size = self.run_coverages[0], self._run.world_size
-        texts = run_coverage.notes()
-        if missing := [phase for phase in SHARED_PHASES if 0 < len(run_coverage.phases.get(phase, ())) < size]:
+    def _notes(self) -> list[str]:
+        recorded, size = self._recorded, self._run.world_size
+        texts = recorded.notes()
+        if missing := [phase for phase in SHARED_PHASES if 0 < len(recorded.phases.get(phase, ())) < size]:
             texts.append(
                 f"not compared, because not all ranks recorded it: {', '.join(coverage.phase_labels(missing))}"
             )
-        texts += coverage.optimizer_notes([self._run], run_coverage.phases)
-        texts += coverage.local_buffer_notes(self._run.environments[0].local_buffers)
-        if verdict == "same":
-            texts += [f"{cause.what} differs between ranks and changed no bit" for cause in self.possible_causes(0)]
-        return texts
+        texts += coverage.optimizer_notes([self._run], recorded.phases)
+        return texts + coverage.local_buffer_notes(self._run.environments[0].local_buffers)
 
-    def sides(self) -> str:
-        return f"{self._run.world_size} ranks hold the same"
 
-    def where(self, first: Divergence) -> str:
-        """The smallest group of ranks first."""
-        labels = [side.label for side in reversed(first.sides)]
-        more = [f"{len(labels) - MAX_SIDES} more groups"] if len(labels) > MAX_SIDES else []
-        return f": {' against '.join([*labels[:MAX_SIDES], *more])}"
+def _against(first: Divergence) -> str:
+    """The groups of ranks, the smallest first."""
+    labels = [side.label for side in reversed(first.sides)]
+    more = [f"{len(labels) - MAX_SIDES} more groups"] if len(labels) > MAX_SIDES else []
+    return f": {' against '.join([*labels[:MAX_SIDES], *more])}"
 
 
 def _ranks(number: int) -> str:

@@ -1,13 +1,23 @@
-"""Steps and phases with differences: details of the first, differing names and ranks of all."""
+"""Steps and phases with differences: names and ranks of all, and the divergences in one of them."""
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, pairwise
 
 from legacy_ddp._compare import group_ranks, name_ranks, outside_majority
-from legacy_ddp.debug._diff.pair import ABSENT, Entry, EntryDifference, Keep, entries, greatest_difference
+from legacy_ddp.debug._diff.pair import (
+    ABSENT,
+    Entry,
+    EntryDifference,
+    EntryPair,
+    Keep,
+    entries,
+    entry_differences,
+    greatest_difference,
+    total_norm,
+)
 from legacy_ddp.debug._diff.result import Divergence, Location
 from legacy_ddp.debug._trace.records import PHASES
 from legacy_ddp.debug._trace.run import Run
@@ -34,8 +44,9 @@ class LocationMask:
     differing: int = 0
     names: int = 0
 
-    def union(self, ranks: int, differing: int, names: int) -> "LocationMask":
-        return LocationMask(self.ranks | ranks, self.differing | differing, self.names | names)
+    @property
+    def rank_numbers(self) -> tuple[int, ...]:
+        return tuple(rank for rank in range(self.ranks.bit_length()) if self.ranks >> rank & 1)
 
 
 def bit_mask(indices: Collection[int], size: int) -> int:
@@ -46,92 +57,33 @@ def bit_mask(indices: Collection[int], size: int) -> int:
     return int(digits or b"0", 2)
 
 
-class NameMasks:
-    """Bit masks of names: every name of a phase has a bit, in the order of arrival."""
-
-    def __init__(self) -> None:
-        self._indices: dict[int, dict[str, int]] = {}
-        self._cache: dict[tuple[int, tuple[str, ...]], int] = {}
-
-    def mask(self, phase: int, names: Collection[str]) -> int:
-        known = self._indices.setdefault(phase, {})
-        indices = [known.setdefault(name, len(known)) for name in names]
-        return bit_mask(indices, len(known))
-
-    def cached_mask(self, phase: int, names: tuple[str, ...]) -> int:
-        """:meth:`mask` with a cache, for tuples of names which repeat in every step."""
-        if (phase, names) not in self._cache:
-            self._cache[phase, names] = self.mask(phase, names)
-        return self._cache[phase, names]
-
-
-@dataclass
-class _FirstLocation:
-    """Details of the first location, taken from its lowest rank; ``ranks_of``: differing ranks by name."""
-
-    key: Key
-    differences: list[EntryDifference]
-    size: float | None
-    ranks_of: dict[str, list[int]] = field(default_factory=dict)
-
-
 class Locations:
-    """All locations, with details of the first. Ranks are added in ascending order."""
+    """All steps and phases with differences."""
 
     def __init__(self) -> None:
         self.masks: dict[Key, LocationMask] = {}
-        self._names = NameMasks()
-        self._first: _FirstLocation | None = None
+        self._indices: dict[int, dict[str, int]] = {}  # bits of names by phase, in the order of arrival
+        self._of_all_names: dict[tuple[int, tuple[str, ...]], int] = {}  # these names repeat in every step
 
-    def __len__(self) -> int:
-        return len(self.masks)
-
-    @property
-    def first_key(self) -> Key | None:
-        return self._first.key if self._first else None
-
-    @property
-    def first_step(self) -> int | None:
-        return self._first.key[0] if self._first else None
-
-    def may_be_first(self, key: Key) -> bool:
-        """Whether no earlier location is known, so that :meth:`add_details` is wanted."""
-        return self._first is None or key <= self._first.key
+    def first(self, *, of_settings: bool) -> Key | None:
+        """The first location with differing settings, or with differing tensors."""
+        return min((key for key in self.masks if (PHASES[key[1]] == "settings") == of_settings), default=None)
 
     def add(self, key: Key, rank: int, differing: Collection[str], names: tuple[str, ...]) -> None:
         """Add the differing names, among ``names``, of one rank."""
-        masks = self._names.mask(key[1], differing), self._names.cached_mask(key[1], names)
-        self.masks[key] = self.masks.get(key, LocationMask()).union(1 << rank, *masks)
+        if (key[1], names) not in self._of_all_names:
+            self._of_all_names[key[1], names] = self._mask(key[1], names)
+        before = self.masks.get(key, LocationMask())
+        self.masks[key] = LocationMask(
+            before.ranks | 1 << rank,
+            before.differing | self._mask(key[1], differing),
+            before.names | self._of_all_names[key[1], names],
+        )
 
-    def add_details(self, key: Key, rank: int, differences: Sequence[EntryDifference], total: float = 0.0) -> None:
-        """Add the differences of one rank in a possibly first location; ``total``: see :func:`greatest_difference`."""
-        if self._first is None or key < self._first.key:
-            kept = list(differences[: MAX_OTHERS + 1])
-            self._first = _FirstLocation(key, kept, greatest_difference(differences, total))
-        for item in differences:
-            self._first.ranks_of.setdefault(item.name, []).append(rank)
-
-    def divergences(self) -> list[Divergence]:
-        """The divergences in the first location, on its lowest rank."""
-        if self._first is None:
-            return []
-        step, phase = self._first.key
-        return [
-            Divergence(
-                step=step,
-                phase=PHASES[phase],
-                name=item.name,
-                kind=item.kind,
-                ranks=tuple(self._first.ranks_of[item.name]),
-                sides=(item.a.side("A"), item.b.side("B")),
-            )
-            for item in self._first.differences
-        ]
-
-    @property
-    def size(self) -> float | None:
-        """The greatest relative difference of norms in the first location, on its lowest rank."""
-        return self._first.size if self._first else None
+    def _mask(self, phase: int, names: Collection[str]) -> int:
+        known = self._indices.setdefault(phase, {})
+        indices = [known.setdefault(name, len(known)) for name in names]
+        return bit_mask(indices, len(known))
 
 
 def merge(masks: Mapping[Key, LocationMask], steps: Sequence[int]) -> tuple[tuple[Location, ...], int]:
@@ -156,7 +108,7 @@ def _location(run: Sequence[Key], mask: LocationMask) -> Location:
     return Location(
         step,
         PHASES[phase],
-        ranks=tuple(rank for rank in range(mask.ranks.bit_length()) if mask.ranks >> rank & 1),
+        ranks=mask.rank_numbers,
         differing=mask.differing.bit_count(),
         total=mask.names.bit_count(),
         last_step=run[-1][0] if len(run) > 1 else None,
@@ -197,36 +149,59 @@ def _bits(digest: int | None) -> int:
     return 0 if digest is None else digest or 1
 
 
-def read_divergences(run: Run, key: Key, keep: Keep) -> list[Divergence]:
+def divergences_of_runs(
+    step: int, phase: str, ranks: Sequence[int], pairs: Iterable[EntryPair]
+) -> tuple[list[Divergence], float | None]:
+    """The divergences between A and B in a location on the lowest of ``ranks``, each with all ranks where it differs.
+
+    ``pairs``: the entries of A and B on each of ``ranks``. Also returns the greatest relative difference of norms.
+    """
+    found: list[EntryDifference] = []
+    size: float | None = None
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (a, b) in zip(ranks, pairs, strict=True):
+        differences = entry_differences(a, b)
+        if rank == ranks[0]:
+            total = total_norm(entry.norm for entry in a.values()) if phase.endswith("gradients") else 0.0
+            found, size = differences, greatest_difference(differences, total)
+        for item in differences:
+            ranks_of.setdefault(item.name, []).append(rank)
+    return [
+        Divergence(step, phase, item.name, item.kind, tuple(ranks_of[item.name]), (item.a.side("A"), item.b.side("B")))
+        for item in found
+    ], size
+
+
+def divergences_of_ranks(run: Run, key: Key, keep: Keep) -> list[Divergence]:
     """The divergences between ranks in a location, in the order of names. One file is open at a time."""
     step, phase = key[0], PHASES[key[1]]
+    everyone = range(run.world_size)
     groups: dict[str, dict[tuple[str, str], _Group]] = {}
-    for rank in range(run.world_size):
+    for rank in everyone:
         with run.open(rank, until=step) as trace:
             for name, entry in entries(trace.section(step, phase), keep).items():
                 if entry.identity:
                     groups.setdefault(name, {}).setdefault(entry.identity, (entry, []))[1].append(rank)
-    by_name = {name: _with_absent(list(found.values()), run.world_size) for name, found in groups.items()}
-    return [_divergence(step, phase, name, found) for name, found in by_name.items() if len(found) > 1]
+    by_name = {name: _with_absent(list(found.values()), everyone) for name, found in groups.items()}
+    return [
+        Divergence(
+            step=step,
+            phase=phase,
+            name=name,
+            kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in found if entry.value is not None)),
+            ranks=_outside_majority([ranks for _, ranks in found]),
+            sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in found),
+        )
+        for name, found in by_name.items()
+        if len(found) > 1
+    ]
 
 
-def _with_absent(groups: list[_Group], world_size: int) -> list[_Group]:
+def _with_absent(groups: list[_Group], everyone: Iterable[int]) -> list[_Group]:
     """The groups with a group of the remaining ranks, greatest group first."""
-    having = {rank for _, ranks in groups for rank in ranks}
-    if without := [rank for rank in range(world_size) if rank not in having]:
-        groups.append((ABSENT, without))
+    if without := sorted({*everyone}.difference(*(ranks for _, ranks in groups))):
+        groups = [*groups, (ABSENT, without)]
     return sorted(groups, key=lambda group: (-len(group[1]), group[1]))
-
-
-def _divergence(step: int, phase: str, name: str, groups: list[_Group]) -> Divergence:
-    return Divergence(
-        step=step,
-        phase=phase,
-        name=name,
-        kind=" or ".join(dict.fromkeys(entry.kind for entry, _ in groups if entry.value is not None)),
-        ranks=_outside_majority([ranks for _, ranks in groups]),
-        sides=tuple(entry.side(name_ranks(ranks)) for entry, ranks in groups),
-    )
 
 
 def _outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from legacy_ddp._compare import MAX_SIDES, MISSING, group_ranks, name_ranks
+from legacy_ddp._compare import MAX_SIDES, compare_rows, group_ranks, name_ranks
 from legacy_ddp.debug._diff.coverage import format_steps
 from legacy_ddp.debug._diff.pair import Pair
 from legacy_ddp.debug._diff.result import Divergence, OperationFinding, OperationRow, Verdict
@@ -67,7 +67,7 @@ def finding(
         name=first.name,
         details=tuple(details(found, labels)),
         earlier=tuple(before(gap, labels) for gap in found.earlier),
-        rows=tuple(_Table(*operations, labels, judge).rows(found)),
+        rows=tuple(_Table(labels, judge).rows(*operations, found)),
     )
 
 
@@ -84,66 +84,58 @@ def with_operations(headline: str, verdict: Verdict, found: OperationFinding | N
 
 def differing_facts(a: Environment, b: Environment) -> Facts:
     """The facts with another value on each side."""
-    sides = {
-        name: (a.facts.get(name, MISSING), b.facts.get(name, MISSING)) for name in dict.fromkeys([*a.facts, *b.facts])
-    }
-    return {name: both for name, both in sides.items() if both[0] != both[1]}
+    differences = compare_rows([a.facts, b.facts]).differences
+    return {item.name: (item.holders[0][0], item.holders[1][0]) for item in differences}
 
 
 def judge_values(a: Operation, b: Operation) -> str:
     """For sequences of the same data."""
-    inputs, outputs = differing(a.inputs, b.inputs), differing(a.outputs, b.outputs)
-    if inputs:
+    if differing(a.inputs, b.inputs):
         return "inputs differ"
-    if outputs:
+    if differing(a.outputs, b.outputs):
         return "inputs agree, output differs"
     return "values agree, settings differ" if aspects(a, b) else "agrees"
 
 
+@dataclass(frozen=True)
 class _Table:
     """Rows of operations of both sides."""
 
-    def __init__(self, a: Sequence[Operation], b: Sequence[Operation], labels: Labels, judge: Judge) -> None:
-        self._a, self._b, self._labels, self._judge = a, b, labels, judge
+    labels: Labels
+    judge: Judge
 
-    def rows(self, found: OperationDifference) -> Iterator[OperationRow]:
+    def rows(
+        self, a: Sequence[Operation], b: Sequence[Operation], found: OperationDifference
+    ) -> Iterator[OperationRow]:
         """The operations of the difference, and the nearest before and after."""
-        start_a, start_b = found.start_a, found.start_b
-        end_a, end_b = start_a + len(found.a), start_b + len(found.b)
-        before_a, before_b = (range(max(0, start - ROWS_BEFORE), start) for start in (start_a, start_b))
-        yield from self._aligned(before_a, before_b)
+        i, j = found.start_a, found.start_b
+        yield from self._aligned(a[max(0, i - ROWS_BEFORE) : i], b[max(0, j - ROWS_BEFORE) : j])
         if found.kind in ("sequence", "order"):
             result = "in another order" if found.kind == "order" else ""
-            yield from self._single(range(start_a, min(end_a, start_a + MAX_FIRST)), 0, result, is_first=True)
-            yield from self._single(range(start_b, min(end_b, start_b + MAX_FIRST)), 1, result, is_first=True)
+            for side, operations in enumerate((found.a, found.b)):
+                yield from self._single(operations[:MAX_FIRST], side, result, is_first=True)
         else:
-            yield self._pair(start_a, start_b, is_first=True)
-        after_a, after_b = (
-            range(end, min(len(side), end + ROWS_AFTER)) for end, side in ((end_a, self._a), (end_b, self._b))
-        )
-        yield from self._aligned(after_a, after_b)
+            yield self._pair(found.a[0], found.b[0], is_first=True)
+        i, j = i + len(found.a), j + len(found.b)
+        yield from self._aligned(a[i : i + ROWS_AFTER], b[j : j + ROWS_AFTER])
 
-    def _aligned(self, a: range, b: range) -> Iterator[OperationRow]:
-        for block in aligned(self._a[a.start : a.stop], self._b[b.start : b.stop]):
+    def _aligned(self, a: Sequence[Operation], b: Sequence[Operation]) -> Iterator[OperationRow]:
+        for block in aligned(a, b):
             if block.is_common:
-                for i, j in block.pairs:
-                    yield self._pair(a.start + i, b.start + j)
+                yield from (self._pair(a[i], b[j]) for i, j in block.pairs)
             else:
                 yield from self._single(a[block.start_a : block.end_a], 0)
                 yield from self._single(b[block.start_b : block.end_b], 1)
 
-    def _pair(self, i: int, j: int, *, is_first: bool = False) -> OperationRow:
-        a, b = self._a[i], self._b[j]
-        return _row(a, (a.number, b.number), self._judge(a, b), is_first=is_first)
+    def _pair(self, a: Operation, b: Operation, *, is_first: bool = False) -> OperationRow:
+        return _row(a, (a.number, b.number), self.judge(a, b), is_first=is_first)
 
     def _single(
-        self, positions: Iterable[int], side: int, result: str = "", *, is_first: bool = False
+        self, operations: Iterable[Operation], side: int, result: str = "", *, is_first: bool = False
     ) -> Iterator[OperationRow]:
-        result = result or f"only {at(self._labels[side])}"
-        for index in positions:
-            operation = (self._a, self._b)[side][index]
-            numbers = (operation.number, None) if side == 0 else (None, operation.number)
-            yield _row(operation, numbers, result, is_first=is_first)
+        for item in operations:
+            numbers = (item.number, None) if side == 0 else (None, item.number)
+            yield _row(item, numbers, result or f"only {at(self.labels[side])}", is_first=is_first)
 
 
 def _row(operation: Operation, numbers: tuple[int | None, int | None], result: str, *, is_first: bool) -> OperationRow:
@@ -201,19 +193,18 @@ class RunOperations:
             yield f"operations: recorded {sides[0]} A and {sides[1]} B: not compared"
 
     def _compare(self, rank: int, pair: Pair, step: int) -> None:
-        operations = with_after_backward(pair.a.operations(step)), with_after_backward(pair.b.operations(step))
-        counts = len(operations[0]), len(operations[1])
+        a, b = (with_after_backward(trace.operations(step)) for trace in (pair.a, pair.b))
+        counts = len(a), len(b)
         self._counts.setdefault(step, counts)
-        facts = differing_facts(pair.a.environment, pair.b.environment)
-        if found := first_difference(*operations):
+        if found := first_difference(a, b):
             self._findings[step, rank] = finding(
                 step,
-                operations,
+                (a, b),
                 _with_tensors(found, pair, step),
                 counts=counts,
                 labels=_LABELS,
                 ranks=(rank,),
-                facts=facts,
+                facts=differing_facts(pair.a.environment, pair.b.environment),
                 judge=judge_values,
             )
 

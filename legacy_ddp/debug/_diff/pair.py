@@ -1,7 +1,7 @@
 """The trace files of one rank in A and in B: common steps and phases, and the entries that differ there."""
 
 import ast
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -13,21 +13,20 @@ from legacy_ddp.debug._diff.result import Side
 from legacy_ddp.debug._trace.read import RankTrace
 from legacy_ddp.debug._trace.records import PHASES, Names, Section
 
+ROUNDING_LIMIT = 1e-5
+GROWTH_LIMIT = 1e-3
 FP32_DIGIT = 2.0**-23
 # Phases in which all ranks of a run are expected to hold equal values.
 SHARED_PHASES = tuple(phase for phase in PHASES if phase != "local_gradients")
-
-Keep = Callable[[str, str], bool]
-"""Whether the entry with this phase and name is compared."""
-
 # Absent at the start of a run: no call was made yet.
 _PHASES_OF_A_CALL = ("local_gradients", "reduced_gradients")
-ROUNDING_LIMIT = 1e-5
-GROWTH_LIMIT = 1e-3
 _FOLLOWED_PHASES = ("reduced_gradients", "parameters")
 _MAX_NAMED = 3
 # torch.compile(module) is a module around the module, which names its parameters so; module.compile() is not.
 _COMPILED = "_orig_mod."
+
+Keep = Callable[[str, str], bool]
+"""Whether the entry with this phase and name is compared."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,8 @@ class Entry:
 
 
 ABSENT = Entry("", None, None, 0)
+EntryPair = tuple[dict[str, Entry], dict[str, Entry]]
+"""The entries of A and of B, by name."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,8 @@ def entries(section: Section | None, keep: Keep) -> dict[str, Entry]:
 
 def entry_differences(a: dict[str, Entry], b: dict[str, Entry]) -> list[EntryDifference]:
     """Names with unequal entries: first in the order of A, then the names that only B has."""
-    return [
-        EntryDifference(name, left, right)
-        for name in dict.fromkeys([*a, *b])
-        if (left := a.get(name, ABSENT)).identity != (right := b.get(name, ABSENT)).identity
-    ]
+    found = (EntryDifference(name, a.get(name, ABSENT), b.get(name, ABSENT)) for name in dict.fromkeys([*a, *b]))
+    return [item for item in found if item.a.identity != item.b.identity]
 
 
 def keep_all(_phase: str, _name: str) -> bool:
@@ -208,7 +206,7 @@ class Pair:
         a, b = self.entries(step, phase)
         return {item.name: item.b.identity for item in entry_differences(a, b)}, tuple(dict.fromkeys([*a, *b]))
 
-    def entries(self, step: int, phase: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    def entries(self, step: int, phase: str) -> EntryPair:
         """The compared entries of a step and phase in A and in B."""
         return entries(self.a.section(step, phase), self.keep), entries(self.b.section(step, phase), self.keep)
 
@@ -251,18 +249,15 @@ def _grown_name(pair: Pair, step: int, phase: str) -> str:
     if a is None or b is None:
         return ""
     # Dictionaries only where names differ: a section may hold thousands of norms.
-    norms_b = b.values.norms if a.names == b.names else [b.norms.get(name) for name in a.names.names]
-    total = total_norm(a.values.norms) if phase.endswith("gradients") else 0.0
+    norms_b = b.values.norms if a.names == b.names else [*map(b.norms.get, a.names.names)]
+    rounding = FP32_DIGIT * total_norm(a.values.norms) if phase.endswith("gradients") else 0.0
     for name, left, right in zip(a.names.names, a.values.norms, norms_b, strict=True):
-        if left is not None and right is not None and _has_grown(left, right, total):
+        if left is None or right is None:
+            continue
+        distance = abs(left - right)
+        if distance > GROWTH_LIMIT * max(left, right) and distance >= rounding:
             return name
     return ""
-
-
-def _has_grown(a: float, b: float, total: float) -> bool:
-    """Whether two norms differ by more than ``GROWTH_LIMIT``, and by more than the rounding of ``total``."""
-    distance = abs(a - b)
-    return distance > GROWTH_LIMIT * a and distance > GROWTH_LIMIT * b and distance >= FP32_DIGIT * total
 
 
 def check_same_model(pair: Pair, a: Path, b: Path) -> None:
@@ -272,35 +267,24 @@ def check_same_model(pair: Pair, a: Path, b: Path) -> None:
         TraceError: the parameters differ; the text names the first few.
     """
     left, right = _kinds(pair, pair.a), _kinds(pair, pair.b)
-    shared = left.keys() & right.keys()
-    reshaped = [
-        f"{name} ({left[name]} in A, {right[name]} in B)"
-        for name in left
-        if name in shared and _differ(left, right, name)
-    ]
+    reshaped = [name for name, kind in left.items() if kind and kind != (right.get(name) or kind)]
     found = [
-        _first_few("only in A: ", [name for name in left if name not in shared]),
-        _first_few("only in B: ", [name for name in right if name not in shared]),
-        _first_few("of another kind: ", reshaped),
+        _first_few("only in A: ", [name for name in left if name not in right]),
+        _first_few("only in B: ", [name for name in right if name not in left]),
+        _first_few("of another kind: ", [f"{name} ({left[name]} in A, {right[name]} in B)" for name in reshaped]),
     ]
     if any(found):
+        plain = [{name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right)]
+        advice = "compare runs of one model"
+        if plain[0] == plain[1]:
+            advice = (
+                f"the names differ only by {_COMPILED!r} of torch.compile(module); use module.compile(), which keeps "
+                "names"
+            )
         raise TraceError(
             f"A ({a}) and B ({b}) hold other parameters: got {'; '.join(filter(None, found))}; expected the same in "
-            f"both; {_advice(left, right)}"
+            f"both; {advice}"
         )
-
-
-def _advice(left: Mapping[str, str], right: Mapping[str, str]) -> str:
-    a, b = ({name.replace(_COMPILED, ""): kind for name, kind in kinds.items()} for kinds in (left, right))
-    if a == b:
-        return (
-            f"the names differ only by {_COMPILED!r} of torch.compile(module); use module.compile(), which keeps names"
-        )
-    return "compare runs of one model"
-
-
-def _differ(a: Mapping[str, str], b: Mapping[str, str], name: str) -> bool:
-    return bool(a[name] and b[name] and a[name] != b[name])
 
 
 def _kinds(pair: Pair, trace: RankTrace) -> dict[str, str]:

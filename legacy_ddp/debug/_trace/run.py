@@ -1,7 +1,7 @@
 """The trace of a run: a folder with one file per rank, the recorded steps, and the ends of the files."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -123,7 +123,9 @@ class RunCoverage:
 
     ``label``: A or B, empty for a single run. ``recorded``: the steps of any rank. ``damage``: rank and damage of each
     damaged file. ``reasons``: the ``end`` of each file. ``nonfinite``: first step, phase index and rank with NaN or
-    infinity. ``operations``: the steps with operations, of each rank.
+    infinity. ``operations``: for each step with operations the greatest number of a rank. ``phases``: of any file,
+    each with the ranks of these files. ``ends``: the last step (None without steps) and the end of each file, each with
+    the ranks of these files.
     """
 
     def __init__(self, label: str) -> None:
@@ -132,24 +134,27 @@ class RunCoverage:
         self.damage: list[tuple[int, str]] = []
         self.reasons: set[str] = set()
         self.nonfinite: tuple[int, int, int] | None = None
-        self.operations = OperationCoverage()
-        self._ends: dict[tuple[int | None, str], list[int]] = {}
-        self._phases: dict[str, list[int]] = {}
+        self.operations: dict[int, int] = {}
+        self.phases: dict[str, list[int]] = {}
+        self.ends: dict[tuple[int | None, str], list[int]] = {}
+        self._with_operations: dict[frozenset[int], list[int]] = {}  # ranks by their steps with operations
         self._lasts: dict[int, int | None] = {}
 
     def add(self, rank: int, trace: RankTrace) -> None:
         """Add the file of one rank."""
         last = self._lasts[rank] = trace.steps[-1] if trace.steps else None
         self.recorded.update(trace.steps)
-        self._ends.setdefault((last, end_text(trace)), []).append(rank)
+        self.ends.setdefault((last, end_text(trace)), []).append(rank)
         self.reasons.add(trace.end)
-        self.operations.add(rank, trace.operation_counts)
+        self._with_operations.setdefault(frozenset(trace.operation_counts), []).append(rank)
+        for step, count in trace.operation_counts.items():
+            self.operations[step] = max(count, self.operations.get(step, 0))
         if trace.nonfinite:
             step, phase = trace.nonfinite
             found = step, PHASES.index(phase), rank
             self.nonfinite = min(found, self.nonfinite or found)
         for phase in trace.phases:
-            self._phases.setdefault(phase, []).append(rank)
+            self.phases.setdefault(phase, []).append(rank)
         if trace.damage:
             self.damage.append((rank, f"{RANK_FILE.format(rank)}, {trace.damage}"))
 
@@ -163,9 +168,12 @@ class RunCoverage:
         return [rank for rank, last in self._lasts.items() if last is None or last < step]
 
     @property
-    def phases(self) -> Mapping[str, list[int]]:
-        """The phases of any file, each with the ranks of these files."""
-        return self._phases
+    def missing_operations(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Groups of ranks, each with the ascending steps in which only other ranks have operations."""
+        found = (
+            (tuple(ranks), tuple(sorted({*self.operations} - own))) for own, ranks in self._with_operations.items()
+        )
+        return tuple((ranks, steps) for ranks, steps in found if steps)
 
     def span(self) -> str:
         """``steps 0-250``, or ``no steps``."""
@@ -178,9 +186,9 @@ class RunCoverage:
         return [f"{prefix}{note}" for note in found]
 
     def _end_notes(self) -> list[str]:
-        is_even = len({last for last, _ in self._ends}) == 1
+        is_even = len({last for last, _ in self.ends}) == 1
         notes = []
-        for (last, end), ranks in self._ends.items():
+        for (last, end), ranks in self.ends.items():
             if end == "closed" and is_even:
                 continue
             after = f"after step {last}" if last is not None else "before its first step"
@@ -191,7 +199,7 @@ class RunCoverage:
     def _operation_notes(self) -> list[str]:
         notes = [
             f"operations of {spans(steps)} are missing on {name_ranks(ranks)}"
-            for ranks, steps in self.operations.missing()
+            for ranks, steps in self.missing_operations
         ]
         return _first_few(notes, "groups of ranks without operations of other ranks")
 
@@ -200,27 +208,6 @@ class RunCoverage:
             return []
         step, phase, rank = self.nonfinite
         return [f"NaN or infinity, first in {PHASE_LABELS[PHASES[phase]]} of step {step} on rank {rank}"]
-
-
-class OperationCoverage:
-    """The steps with operations, collected rank by rank."""
-
-    def __init__(self) -> None:
-        self._ranks: dict[frozenset[int], list[int]] = {}
-
-    def add(self, rank: int, steps: Collection[int]) -> None:
-        """Add the steps with operations of one rank."""
-        self._ranks.setdefault(frozenset(steps), []).append(rank)
-
-    @property
-    def steps(self) -> frozenset[int]:
-        """The steps with operations of any rank."""
-        return frozenset().union(*self._ranks)
-
-    def missing(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Groups of ranks, each with the ascending steps with operations of other ranks alone."""
-        every = self.steps
-        return tuple((tuple(ranks), tuple(sorted(every - own))) for own, ranks in self._ranks.items() if own != every)
 
 
 def _first_few(notes: list[str], what: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Summary of one trace, from one scan of every file: steps, ends, phases, norms, waiting times and environment."""
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -11,14 +10,15 @@ from typing import Any
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, compare_rows, name_ranks
 from legacy_ddp._text import format_bytes, plain, shorten, wrap
 from legacy_ddp.debug._trace.read import Progress, RankTrace
-from legacy_ddp.debug._trace.records import PHASE_LABELS, PHASES
-from legacy_ddp.debug._trace.run import OperationCoverage, Run, end_text, span, spans
+from legacy_ddp.debug._trace.records import PHASE_LABELS
+from legacy_ddp.debug._trace.run import Run, RunCoverage, span, spans
 
 JSON_FORMAT = "legacy_ddp show"
 JSON_VERSION = 1
 MAX_TEXT = 40  # characters of a logged text
 
 _RANK_FACTS = ("pid",)
+_Holders = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Summary:
     ends: dict[str, list[int]]
     phases: dict[str, int]
     facts: dict[str, str]
-    own_facts: tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]
+    own_facts: tuple[tuple[str, _Holders], ...]
     norms: tuple[tuple[int, float], ...]
     nonfinite: NonFinite | None
     waiting: Waiting | None
@@ -111,8 +111,8 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
         world_size=run.world_size,
         every=environment.every,
         started=environment.started,
-        steps=(min(found.steps), max(found.steps)) if found.steps else None,
-        recorded=len(found.steps),
+        steps=found.coverage.steps,
+        recorded=len(found.coverage.recorded),
         size_bytes=run.size_bytes,
         ends=found.ends,
         phases=found.phases,
@@ -123,8 +123,8 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
         waiting=found.waits.summary(run.world_size),
         metrics=found.metrics.curves(),
         logged=found.logged.curves(),
-        operations=tuple(sorted(found.operations.items())),
-        missing_operations=found.operation_coverage.missing(),
+        operations=tuple(sorted(found.coverage.operations.items())),
+        missing_operations=found.coverage.missing_operations,
     )
 
 
@@ -132,43 +132,36 @@ class _Findings:
     """The findings of all files, collected rank by rank."""
 
     def __init__(self) -> None:
-        self.steps: set[int] = set()
-        self.ends: dict[str, list[int]] = {}
+        self.coverage = RunCoverage("")
         self.phases: dict[str, int] = {}
         self.norms: tuple[tuple[int, float], ...] = ()
         self.nonfinite: NonFinite | None = None
         self.waits = _Waits()
         self.metrics, self.logged = _Curves(), _Curves()
-        self.operations: dict[int, int] = {}
-        self.operation_coverage = OperationCoverage()
 
     def add(self, rank: int, trace: RankTrace) -> None:
-        self.steps.update(trace.steps)
-        last = f" after step {trace.steps[-1]}" if trace.steps else ", no step recorded"
-        self.ends.setdefault(f"{end_text(trace)}{last}", []).append(rank)
+        self.coverage.add(rank, trace)
         self.waits.add(rank, trace)
-        self._add_nonfinite(rank, trace)
-        self.operation_coverage.add(rank, trace.operation_counts)
-        for step, count in trace.operation_counts.items():
-            self.operations[step] = max(count, self.operations.get(step, 0))
         for step, values in trace.logged.items():
             self.logged.add(rank, step, values)
+        if trace.nonfinite and (first := self.coverage.nonfinite) and first[2] == rank:
+            step, phase = trace.nonfinite
+            if (section := trace.section(step, phase)) and section.nonfinite:
+                name, count = next(iter(section.nonfinite.items()))
+                self.nonfinite = NonFinite(step, phase, rank, name, count)
         if rank == 0:
             for step in trace.steps:
                 self.metrics.add(rank, step, call.metrics if (call := trace.call(step)) else {})
             self.phases = {phase: _size_of(trace, phase) for phase in trace.phases}
             self.norms = _norms(trace)
 
-    def _add_nonfinite(self, rank: int, trace: RankTrace) -> None:
-        if trace.nonfinite is None:
-            return
-        step, phase = trace.nonfinite
-        first = self.nonfinite
-        if first and (first.step, PHASES.index(first.phase)) <= (step, PHASES.index(phase)):
-            return
-        if (section := trace.section(step, phase)) and section.nonfinite:
-            name, count = next(iter(section.nonfinite.items()))
-            self.nonfinite = NonFinite(step, phase, rank, name, count)
+    @property
+    def ends(self) -> dict[str, list[int]]:
+        """The ranks by the end of their files."""
+        return {
+            f"{end}, no step recorded" if last is None else f"{end} after step {last}": ranks
+            for (last, end), ranks in self.coverage.ends.items()
+        }
 
 
 class _Curves:
@@ -191,41 +184,26 @@ class _Curves:
 
 
 class _Waits:
-    """For every step: the rank with the shortest wait, the shortest and the longest wait."""
+    """For every step: the shortest wait with its rank, the longest wait, and the number of ranks."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, int] = {}
-        self._least = array("d")
-        self._longest = array("d")
-        self._least_ranks = array("q")
-        self._rank_counts = array("q")
+        self._of: dict[int, tuple[tuple[float, int], float, int]] = {}
 
     def add(self, rank: int, trace: RankTrace) -> None:
         for step in trace.steps:
             if call := trace.call(step):
-                self._add_wait(step, rank, call.seconds_waited)
+                waited = call.seconds_waited
+                least, longest, ranks = self._of.get(step, ((waited, rank), waited, 0))
+                self._of[step] = min(least, (waited, rank)), max(longest, waited), ranks + 1
 
     def summary(self, world_size: int) -> Waiting | None:
         """Over the steps recorded by all ranks; None for a single rank or without such steps."""
-        rows = [row for row, ranks in enumerate(self._rank_counts) if ranks == world_size]
-        if world_size == 1 or not rows:
+        found = [(least, longest) for least, longest, ranks in self._of.values() if ranks == world_size]
+        if world_size == 1 or not found:
             return None
-        counts = Counter(sorted(self._least_ranks[row] for row in rows))
+        counts = Counter(sorted(rank for (_, rank), _ in found))
         rank, steps = counts.most_common(1)[0]
-        return Waiting(rank, steps, len(rows), median(self._longest[row] - self._least[row] for row in rows))
-
-    def _add_wait(self, step: int, rank: int, seconds: float) -> None:
-        row = self._rows.setdefault(step, len(self._rows))
-        if row == len(self._least):
-            self._least.append(seconds)
-            self._longest.append(seconds)
-            self._least_ranks.append(rank)
-            self._rank_counts.append(1)
-            return
-        self._rank_counts[row] += 1
-        self._longest[row] = max(self._longest[row], seconds)
-        if seconds < self._least[row]:
-            self._least[row], self._least_ranks[row] = seconds, rank
+        return Waiting(rank, steps, len(found), median(longest - least for (least, _), longest in found))
 
 
 def _size_of(trace: RankTrace, phase: str) -> int:
@@ -243,7 +221,7 @@ def _norms(trace: RankTrace) -> tuple[tuple[int, float], ...]:
     return tuple(norms)
 
 
-def _facts(run: Run) -> tuple[dict[str, str], tuple[tuple[str, tuple[tuple[str, tuple[int, ...]], ...]], ...]]:
+def _facts(run: Run) -> tuple[dict[str, str], tuple[tuple[str, _Holders], ...]]:
     rows = [
         {fact: value for fact, value in environment.facts.items() if fact not in _RANK_FACTS}
         for environment in run.environments

@@ -49,6 +49,15 @@ def test_equal_runs_are_the_same_and_the_headline_counts_what_was_compare(tmp_pa
     assert (found.steps, found.first, found.causes, found.notes) == ((0, 5), None, (), ())
 
 
+def test_each_name_of_the_first_location_has_the_ranks_on_which_it_differs(tmp_path: Path) -> None:
+    first, second = NAMES["parameters"]
+    wheres = [(0, 3, "parameters", first), (0, 3, "parameters", second), (1, 3, "parameters", second)]
+
+    found = pair(tmp_path, b={"planted": dict.fromkeys(wheres, (WORD, 3.5))})
+
+    assert [(item.name, item.ranks) for item in (found.first, *found.others)] == [(first, (0,)), (second, (0, 1))]
+
+
 def test_one_planted_difference_has_both_sides(tmp_path: Path) -> None:
     where = (1, 3, "optimizer", "exp_avg of 'b'")
 
