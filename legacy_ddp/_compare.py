@@ -25,7 +25,7 @@ class Difference:
 
     @property
     def sides(self) -> str:
-        """The groups of ranks with equal values, the smallest first: ``rank 1 against ranks 0, 2``."""
+        """The groups of ranks with equal values, the smallest first, as in ``rank 1 against ranks 0, 2``."""
         groups = [name_ranks(ranks) for _, ranks in reversed(self.holders)]
         if len(groups) > 2 and all(len(ranks) == 1 for _, ranks in self.holders):
             return "every rank has its own"
