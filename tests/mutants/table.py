@@ -420,8 +420,14 @@ WATCHDOG = (
     ),
     Mutant(
         "several unknown ranks are missing",
-        "if known or len(unknown) == 1:",
-        "if known or unknown:",
+        "return () if strongest is _Evidence.UNKNOWN and len(missing) > 1 else missing",
+        "return missing",
+        "tests/watchdog/test_report.py",
+    ),
+    Mutant(
+        "a rank that waits is missing beside a vanished host",
+        "if any(row.is_gone and not row.left_after_loss for row in behind):",
+        "if any(row.has_ended and not row.left_after_loss for row in behind):",
         "tests/watchdog/test_report.py",
     ),
     Mutant(
