@@ -425,7 +425,7 @@ WATCHDOG = (
         "tests/watchdog/test_report.py",
     ),
     Mutant(
-        "a rank that waits is missing beside a vanished host",
+        "a rank in its hook is missing beside a vanished host",
         "if any(row.is_gone and not row.left_after_loss for row in behind):",
         "if any(row.has_ended and not row.left_after_loss for row in behind):",
         "tests/watchdog/test_report.py",

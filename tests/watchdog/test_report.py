@@ -169,6 +169,10 @@ def test_ranks_missing_for_different_reasons_are_named_one_after_the_other() -> 
             [_waits(0), _waits(1, phase="payload"), *(_is_lost(rank, Outcome.UNREACHABLE) for rank in (2, 3))],
             (2, 3),
         ),
+        (  # the hook waits for the vanished host in collectives of its own
+            [_waits(0, phase="hook"), _waits(1, phase="payload"), _is_lost(2, Outcome.UNREACHABLE)],
+            (2,),
+        ),
         ([_waits(0), _waits(1, phase="payload"), _is_lost(2, Outcome.SILENT, "stopped")], (2,)),
         ([_waits(0), _waits(1, phase="payload"), _works(2)], (2,)),
         ([_waits(0, phase="pack"), _waits(1, phase="payload"), _works(2)], (0, 2)),  # may be stuck in pack
