@@ -34,7 +34,7 @@ def all_reduce(
     flags: int = 0,
     notice: Callable[[], Any] | None = None,
 ) -> SyncRecord:
-    """Collective: reduce gradients, a step per line; docs/design.md has the guarantees of each step.
+    """Collective: reduce gradients. Each line is a step; docs/design.md says what each step guarantees.
 
     ``parameters``: returns every parameter with all its names. ``flags``: further flags of the header. ``notice``:
     starts the collective of join() before the header.

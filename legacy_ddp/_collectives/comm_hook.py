@@ -200,8 +200,10 @@ def _attributing_errors(call: Call, hook: CommHook) -> Iterator[None]:
 
 
 def _problem(result: Any, wanted: torch.Tensor, set_dtype: torch.dtype) -> str:
-    """Why the result is not usable, or an empty text. Usable dtypes are that of ``wanted`` and ``set_dtype``, of the
-    tensor given to set_buffer()."""
+    """Why the result cannot be a gradient; empty if it can.
+
+    Its dtype must be the dtype of ``wanted``, or ``set_dtype``: the dtype of the tensor given to set_buffer().
+    """
     if not isinstance(result, torch.Tensor):
         return f"got {type(result).__name__}, expected a torch.futures.Future of a tensor"
     is_like = result.shape == wanted.shape and result.device == wanted.device and result.layout is torch.strided

@@ -295,8 +295,9 @@ def attribute_values(
 
 
 def attribute(sides: str, minority: Sequence[int], has_evidence: Sequence[bool], evidence: str) -> Verdict:
-    """Counting and evidence together, without phase and cause. ``sides``: the groups of ranks with equal values, as
-    text.
+    """The ranks at fault, from the count of ranks with equal values and from evidence. Phase and cause stay empty.
+
+    ``sides``: the groups of ranks with equal values, as text. ``minority``: the ranks outside the strict majority.
 
     The text shows a strict majority without assuming that the majority is right. ``evidence`` counts against each rank
     in ``has_evidence``, unless all ranks have the evidence.

@@ -160,7 +160,7 @@ def _group(tensors: Iterable[torch.Tensor | None]) -> tuple[list[int], list[list
 
 
 def _join(group: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The same elements in fewer tensors. Only the sizes decide which tensors are joined."""
+    """Join small tensors to larger ones with the same elements. Only sizes decide which tensors are joined."""
     waiting: list[torch.Tensor] = []
     waiting_bytes = 0
     for tensor in group:

@@ -78,7 +78,7 @@ def divide(sizes: Sequence[int]) -> list[list[Piece]]:
 
 
 class _Place(NamedTuple):
-    """Where a tensor of the replica is: the dictionary ``owner`` has it under ``key``.
+    """The place of a tensor of the replica: ``owner[key]``.
 
     The tensor itself is not kept, because the script may replace it by a new tensor of equal size.
     """

@@ -360,7 +360,7 @@ class StarListener:
 
 
 def connect(directory: str, token: str, rank: int, ranks: Sequence[int]) -> Star:
-    """Connect this rank to the hub of ``ranks``, the first of them, which listens in ``directory``.
+    """Connect this rank to the hub of ``ranks``: the first of these ranks, which listens in ``directory``.
 
     Raises:
         OSError: the directory is not visible here, the connection is refused, or a process of another user listens.

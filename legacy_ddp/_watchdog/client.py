@@ -142,6 +142,7 @@ class _Limit:
         return max(0.01, self._start + self._seconds - time.monotonic())
 
     def is_over(self) -> bool:
+        """Whether to give up now."""
         seconds = time.monotonic() - self._start
         if seconds < self._seconds:
             return False

@@ -224,7 +224,7 @@ def _unclear(rows: Sequence[Row]) -> set[int]:
     """The ranks whose second answer may change the report.
 
     The neighbours of an ended rank: the exit reason may have arrived after their first answer. A silent rank with a
-    running process: on a crowded machine of its own an answer may take longer than a request waits.
+    running process: on a crowded machine an answer may take longer than a request waits.
     """
     ended = [row.rank for row in rows if row.has_ended and not row.note]
     neighbours = {(rank + step) % len(rows) for rank in ended for step in (-1, 1)}
@@ -233,7 +233,7 @@ def _unclear(rows: Sequence[Row]) -> set[int]:
 
 
 def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, _Result]) -> list[Row]:
-    """A row per rank. An answer also holds the states of the other processes on the machine."""
+    """A row per rank. The answer of one rank also holds process states and exit reasons of other ranks."""
     answers = [answer for _, answer in results.values() if answer]
     states = {int(rank): state for answer in answers for rank, state in answer["process_states"].items()}
     exit_reasons = {int(rank): text for answer in answers for rank, text in answer["exit_reasons"].items()}

@@ -171,7 +171,7 @@ class RunOperations:
         return self._first(first.step, first.ranks) or agreement(first.step, self._counts[first.step], _LABELS, meaning)
 
     def notes(self, first: Divergence | None) -> Iterator[str]:
-        """Notes about steps with equal operations, about steps of only one run, and about the first different step."""
+        """Notes: which steps agree; that no step is in both runs; that the first differing step was not recorded."""
         if first is None and self._counts and not self._findings:
             yield f"operations of {format_steps(sorted(self._counts))} agree"
         if first is None or first.phase != "local_gradients":

@@ -240,7 +240,7 @@ class _Case:
         return f"{equal}: {rest} the only recorded difference, and the likely cause of the tensors that differ."
 
     def _only(self, has_trait: Callable[[Operation], bool]) -> tuple[str, list[Operation]]:
-        """The only side that has operations with the trait, and these operations; empty if both sides have any."""
+        """The side with operations that have the trait, and these operations; empty unless it is one side alone."""
         found = [(side, [item for item in group if has_trait(item)]) for side, group in self.sides.items()]
         found = [(side, group) for side, group in found if group]
         return found[0] if len(found) == 1 else ("", [])

@@ -94,7 +94,7 @@ def publish(page: str, part: Path, output: Path) -> None:
 
 
 def _refuse_other_files(output: Path) -> None:
-    """Refuse to overwrite a file which is no report: -o may name a trace by mistake."""
+    """Refuse to overwrite a file that is not a report, because -o may name a trace by mistake."""
     try:
         if not output.exists():
             return
