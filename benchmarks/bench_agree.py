@@ -55,7 +55,7 @@ from legacy_ddp._agreement.header import Header, encode_header
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
 
 STEP_AIMS = {1: 1.05, 4: 1.03}  # from this update-freq on: info/off

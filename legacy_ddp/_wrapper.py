@@ -32,7 +32,7 @@ from legacy_ddp._settings import (
     resolve_transport,
 )
 from legacy_ddp._text import format_bytes
-from legacy_ddp._transport.groups import GroupHandle
+from legacy_ddp._transport.private_groups import GroupHandle
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._watchdog import FORWARD, process_activity
 

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
-from legacy_ddp._torch.groups import COUNTING_BACKENDS
+from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
 from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import Recorder, check_replicas, cross_check
 from tests.helpers.outcomes import attempt

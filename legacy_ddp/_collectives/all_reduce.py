@@ -20,7 +20,7 @@ from legacy_ddp._collectives.reduce import Payload, discarding_after
 from legacy_ddp._collectives.state import Synchronizer, synchronizer_of
 from legacy_ddp._log import LOGGER, log_call
 from legacy_ddp._record import SyncRecord
-from legacy_ddp._transport.groups import resolve_group
+from legacy_ddp._transport.private_groups import resolve_group
 from legacy_ddp._transport.rows import Operation
 
 

@@ -23,7 +23,7 @@ from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import StepCounter
-from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.private_groups import Groups
 
 _WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
 _SPEAKER = 1  # the rank that warns of an evaluation

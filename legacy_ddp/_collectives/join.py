@@ -23,7 +23,7 @@ from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_param
 from legacy_ddp._collectives.pack import Arguments
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._errors import LegacyDDPError, argument_errors
-from legacy_ddp._transport.groups import GroupHandle
+from legacy_ddp._transport.private_groups import GroupHandle
 from legacy_ddp._watchdog import OUT_OF_DATA, USER_CODE, process_activity
 
 _OUTSIDE = internals.JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)

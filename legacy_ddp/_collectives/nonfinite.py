@@ -22,7 +22,7 @@ from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
 from legacy_ddp._text import TIE, error_line, wrap
 from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.private_groups import Groups
 
 _MAX_NAMES = 5
 

@@ -26,7 +26,7 @@ from legacy_ddp._settings import Settings, resolve_transport
 from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._transport.call import Call, GroupState
-from legacy_ddp._transport.groups import groups_of, refuse_inherited
+from legacy_ddp._transport.private_groups import groups_of, refuse_inherited
 from legacy_ddp._transport.rows import Operation
 
 _UNGUARDED = Checks(unsynchronized_step="allow")  # all_reduce_gradients() has no no_sync() for a local step

@@ -23,8 +23,8 @@ from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import error_line
 from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.groups import Groups
 from legacy_ddp._transport.peer_memory import PeerMemory
+from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import MAX_BUCKETS, SegmentIds
 
 HOST, GLOO = "host", "gloo"

@@ -26,7 +26,7 @@ from legacy_ddp._replicas.state import gather_digests, list_some
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._transport.call import Call
-from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.private_groups import Groups
 
 MAX_PARTS = 16
 SMALLEST_PART = 2**15  # bytes: less would save no time

@@ -25,7 +25,7 @@ from legacy_ddp._torch.dispatch import (
     tags_of,
     unseen,
 )
-from legacy_ddp._torch.groups import (
+from legacy_ddp._torch.process_groups import (
     PrefixStore,
     ProcessGroupGloo,
     Store,

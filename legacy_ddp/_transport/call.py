@@ -14,8 +14,8 @@ from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerE
 from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
-from legacy_ddp._transport.groups import Groups
-from legacy_ddp._transport.hosts import HostMeeting
+from legacy_ddp._transport.host_meeting import HostMeeting
+from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._transport.wait import Gatherer
 from legacy_ddp._watchdog import USER_CODE, end_after, forget_turn, process_activity

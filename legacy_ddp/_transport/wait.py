@@ -15,7 +15,7 @@ import torch.distributed as dist
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._text import first_line
-from legacy_ddp._transport.groups import Groups
+from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import OnSlice, Star, StarLostError, StarTimeoutError
 from legacy_ddp._watchdog import Failure

@@ -21,7 +21,7 @@ from typing import NoReturn, TypeGuard
 
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import RUNNING, Identity, state_of
-from legacy_ddp._watchdog.status import LEFT_NORMALLY
+from legacy_ddp._watchdog.missing import LEFT_NORMALLY
 
 _outermost: list[FrameType] = []  # of the main thread; one at most
 _last_status: list[object] = []  # of sys.exit(); one at most

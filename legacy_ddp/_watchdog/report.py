@@ -9,8 +9,8 @@ from legacy_ddp._log import logger_of
 from legacy_ddp._text import WIDTH, encodable, wrap
 from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import DEAD, RUNNING, STOPPED, TRACED, Failure, Outcome
+from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks
 from legacy_ddp._watchdog.report_file import ReportFile
-from legacy_ddp._watchdog.status import Row, missing_after_loss, missing_ranks
 
 MAX_ROWS = 24
 MAX_STACKS = 8

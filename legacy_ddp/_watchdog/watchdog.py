@@ -26,10 +26,11 @@ from legacy_ddp._watchdog.client import (
     request_all,
 )
 from legacy_ddp._watchdog.ending import end_text, error_behind, watch_exit
+from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS
+from legacy_ddp._watchdog.poll import GroupView, own_status, poll_ranks
 from legacy_ddp._watchdog.report import Report, WarningPolicy, compose, decode_report, format_loss
 from legacy_ddp._watchdog.report_file import ReportFile
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
-from legacy_ddp._watchdog.status import LEFT_AFTER_LOSS, GroupView, own_status, poll_ranks
 
 # A collective may still complete if a rank ends after its own part of the collective.
 _GRACE_SECONDS = 0.5

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Work
 
-from legacy_ddp._torch.groups import COUNTING_BACKENDS
+from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
 from tests.helpers.simulated_device import NAME, InFlight, device, extents, install, on_cpu
 
 BACKEND = "simccl"

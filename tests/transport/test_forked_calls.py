@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDDPError, LegacyDistributedDataParallel, PeerError, all_reduce_gradients
-from legacy_ddp._transport import groups
+from legacy_ddp._transport import private_groups
 from legacy_ddp._watchdog import ending
 from legacy_ddp.debug import check_replicas, cross_check
 from tests.helpers.ranks import run_ranks
@@ -95,7 +95,7 @@ def _ends_of_children(rank: int) -> list[int]:
     model.all_reduce()
     child = os.fork()
     if child == 0:
-        groups._close_all(shows_exit=False)  # registered with atexit
+        private_groups._close_all(shows_exit=False)  # registered with atexit
         os._exit(0)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
 

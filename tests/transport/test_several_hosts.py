@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._transport import groups, star
-from legacy_ddp._transport import hosts as host_meeting
+from legacy_ddp._transport import host_meeting, private_groups, star
 from tests.helpers import logged_warnings
 from tests.helpers.claimed_hosts import on_host
 from tests.helpers.comm_hooks import mean
@@ -155,12 +154,12 @@ def test_gloo_carries_what_is_no_plain_dense_sum(transport: str) -> None:
 
 def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
     """Rank 3 cannot connect to its hub, or to the other host."""
-    connect_star, connect_group, kept = star.connect, groups.Groups.connect, list[Any]()
+    connect_star, connect_group, kept = star.connect, private_groups.Groups.connect_gloo, list[Any]()
 
     def fails(*_: object) -> None:
         raise OSError("no more sockets") if fault == "star" else RuntimeError("connectFullMesh failed")
 
-    def fails_between_hosts(self: groups.Groups, name: str, number: int, size: int) -> Any:
+    def fails_between_hosts(self: private_groups.Groups, name: str, number: int, size: int) -> Any:
         # Otherwise rank 1 waits for the timeout; and it fails by itself if its connection ends before it is complete.
         kept.append(connect_group(self, name, number, size))
         return fails() if "hosts" in name else kept[-1]
@@ -168,13 +167,13 @@ def _cannot_connect(rank: int, fault: str) -> tuple[str, float | None, str]:
     if rank == 3 and fault == "star":
         host_meeting.connect = fails
     elif rank == 3:
-        groups.Groups.connect = fails_between_hosts
+        private_groups.Groups.connect_gloo = fails_between_hosts
     try:
         model = _model(rank, "aabb")
         value = step(model, 1.0 + rank)
         record = model.all_reduce()
     finally:
-        host_meeting.connect, groups.Groups.connect = connect_star, connect_group
+        host_meeting.connect, private_groups.Groups.connect_gloo = connect_star, connect_group
     return record.transport, value, _line(model)
 
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._buckets.segment import Segment
-from legacy_ddp._transport.hosts import MAX_RANKS, find_hosts, own_card, why_gloo
+from legacy_ddp._transport.host_meeting import MAX_RANKS, find_hosts, own_card, why_gloo
 from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Descriptors, Star, StarListener, StarLostError, StarTimeoutError, connect

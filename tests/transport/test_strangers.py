@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from legacy_ddp._transport import hosts, star
+from legacy_ddp._transport import host_meeting, star
 from legacy_ddp._transport.star import StarListener, connect
 from tests.helpers.namespaces import reason_not_permitted
 from tests.helpers.ranks import run_ranks
@@ -73,7 +73,7 @@ def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tu
     tempfile.tempdir = folder
     os.umask(0)
     flooder, got = _Flooder() if rank == 0 else None, []
-    why_gloo, chosen = hosts.why_gloo, []
+    why_gloo, chosen = host_meeting.why_gloo, []
 
     def flood_first(cards: Sequence[Mapping[str, str]]) -> str:
         if flooder is not None:
@@ -81,14 +81,14 @@ def _beside_a_flooder(rank: int, group_count: int, folder: str) -> tuple[list[tu
         dist.barrier()
         return why_gloo(cards)
 
-    hosts.why_gloo = flood_first
+    host_meeting.why_gloo = flood_first
     try:
         for _ in range(group_count):
             model = wrap(process_group=dist.new_group([0, 1]), checks="off")
             mean = step(model, 1.0 + rank)
             chosen.append((model.all_reduce().transport, mean))
     finally:
-        hosts.why_gloo = why_gloo
+        host_meeting.why_gloo = why_gloo
         if flooder is not None:
             flooder.end()
     return chosen, got
@@ -154,16 +154,16 @@ def test_where_no_socket_can_be_made_nothing_is_left(
 def _interrupted(rank: int, folder: str) -> None:
     """Ctrl-C in the meeting of every rank."""
     tempfile.tempdir = folder
-    why_gloo = hosts.why_gloo
+    why_gloo = host_meeting.why_gloo
 
     def interrupt(_: object) -> str:
         dist.barrier()
         raise KeyboardInterrupt
 
-    hosts.why_gloo = interrupt
+    host_meeting.why_gloo = interrupt
     with pytest.raises(KeyboardInterrupt):
         wrap(checks="off")
-    hosts.why_gloo, tempfile.tempdir = why_gloo, None
+    host_meeting.why_gloo, tempfile.tempdir = why_gloo, None
 
 
 def test_a_meeting_that_is_interrupted_leaves_no_directory(transport: str, tmp_path: Path) -> None:

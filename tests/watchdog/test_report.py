@@ -16,19 +16,10 @@ from hypothesis import strategies as st
 
 from legacy_ddp._watchdog.activity import Sample
 from legacy_ddp._watchdog.client import ANSWER_SECONDS, DEAD, RUNNING, Endpoint, Failure, Outcome, own_identity
+from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
+from legacy_ddp._watchdog.poll import GroupView, RankStatus, build_rows, own_status, poll_ranks
 from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, WarningPolicy, compose, format_loss, process_text
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
-from legacy_ddp._watchdog.status import (
-    LEFT_AFTER_LOSS,
-    LEFT_NORMALLY,
-    GroupView,
-    RankStatus,
-    Row,
-    build_rows,
-    missing_ranks,
-    own_status,
-    poll_ranks,
-)
 from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange
 
 # Evaluation of the rows of all ranks, and the text of the report

@@ -1,5 +1,8 @@
 """Private process groups of a parent group: the user's collectives are never paired with headers or payloads.
 
+``Groups.connect_gloo`` opens every gloo connection of the library, on a host and between hosts. The Unix
+sockets between the ranks of one host are opened in :mod:`~legacy_ddp._transport.star`.
+
 Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: it is collective over
 the whole world, and its names depend on the number of groups that a rank already owns.
 
@@ -225,7 +228,7 @@ class Groups:
         timeout = self.timeout(timeout_seconds)
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
         self._store, self._timeout = meet_members(store, self.rank, self.size, timeout), timeout
-        self.control, self._payload = (self.connect(name, self.rank, self.size) for name in ("control", "payload"))
+        self.control, self._payload = (self.connect_gloo(name, self.rank, self.size) for name in ("control", "payload"))
 
     def timeout(self, seconds: float | None) -> timedelta:
         """The limit of a wait: ``seconds``, None for the present timeout of the parent group."""
@@ -234,8 +237,10 @@ class Groups:
             return self._timeout if seconds is None else timedelta(seconds=seconds)
         return internals.group_timeout(parent)
 
-    def connect(self, name: str, rank: int, size: int) -> Any:
-        """Collective on the ranks that give this name: a further gloo group, in which this rank has number ``rank``.
+    def connect_gloo(self, name: str, rank: int, size: int) -> Any:
+        """Connect the ranks that give this ``name`` to a gloo group of ``size`` ranks. Collective on these ranks.
+
+        ``rank``: the number of this rank in the new group.
 
         Raises:
             RuntimeError: a rank did not connect in time, or the store is gone.

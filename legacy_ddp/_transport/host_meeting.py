@@ -1,7 +1,8 @@
-"""The hosts of a group: the cards of its ranks, the star of each host, and the groups between hosts.
+"""The meeting of the hosts of a group: which ranks share a host, and the connections on each host and between hosts.
 
-A card has facts about the host of a rank; the cards of all ranks show which ranks share a host. Collective, once per
-group.
+A card has facts about the host of a rank; the cards of all ranks show which ranks share a host. The lowest rank of a
+host is its hub. A star is the connections between the hub and the other ranks of its host. Between hosts, the ranks of
+equal index on their hosts form a gloo group. Collective, once per group.
 """
 
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from legacy_ddp._text import system_error_text
-from legacy_ddp._transport.groups import check_descriptors, descriptors_of_gloo
+from legacy_ddp._transport.private_groups import check_descriptors, descriptors_of_gloo
 from legacy_ddp._transport.star import Star, StarListener, connect
 from legacy_ddp._transport.wait import Gatherer
 
@@ -75,7 +76,7 @@ def why_gloo(cards: Sequence[Mapping[str, str]]) -> str:
 
 
 class HostMeeting:
-    """``card``: of this rank, for :meth:`meet` on every rank.
+    """Gives the group its star and its group between hosts. ``card``: of this rank, for :meth:`meet` on every rank.
 
     Every rank listens from the start: only the cards of all ranks tell which ranks are hubs, and a card has the
     directory to connect to.
@@ -95,19 +96,20 @@ class HostMeeting:
                 self.card["problem"] = _problem_text("on the host", error)
 
     def meet(self, call: Gatherer, cards: Sequence[Mapping[str, str]]) -> None:
-        """Collective: give the group of ``call`` its star and its group between hosts, or the reason for gloo alone.
+        """Collective: connect this host and the hosts, or note in ``call.groups`` why only gloo is used.
 
         The outcome is equal on all ranks. :meth:`close` closes what the group did not get.
         """
         groups, reason = call.groups, why_gloo(cards)
         if not reason:
             hosts = find_hosts(cards)
-            own = next(ranks for ranks in hosts if self._rank in ranks)
-            reason = _agreed(call, "on the host", lambda: self._connect(own, cards[own[0]]))
-            reason = reason or _agreed(call, "on the host", lambda: self._accept(own))
+            host_ranks = next(ranks for ranks in hosts if self._rank in ranks)
+            hub_card = cards[host_ranks[0]]
+            reason = _agreed(call, "on the host", lambda: self._connect_to_hub(host_ranks, hub_card))
+            reason = reason or _agreed(call, "on the host", lambda: self._accept_as_hub(host_ranks))
             if not reason and len(hosts) > 1:
                 reason = _agreed(call, "between hosts", lambda: check_descriptors(descriptors_of_gloo(len(hosts))))
-                reason = reason or _agreed(call, "between hosts", lambda: self._connect_hosts(call, hosts, own))
+                reason = reason or _agreed(call, "between hosts", lambda: self._connect_hosts(call, hosts, host_ranks))
             if not reason:
                 groups.use_star(self._star, hosts, self._between)
                 self._star = None
@@ -120,22 +122,22 @@ class HostMeeting:
         if self._star is not None:
             self._star.close()
 
-    def _connect(self, own: Sequence[int], card: Mapping[str, str]) -> None:
-        if self._rank != own[0]:
-            self._star = connect(card["directory"], card["token"], self._rank, own)
+    def _connect_to_hub(self, host_ranks: Sequence[int], hub_card: Mapping[str, str]) -> None:
+        if self._rank != host_ranks[0]:
+            self._star = connect(hub_card["directory"], hub_card["token"], self._rank, host_ranks)
 
-    def _accept(self, own: Sequence[int]) -> None:
-        if self._rank == own[0] and self._listener is not None:
-            self._star = self._listener.accept(own, self.card["token"])
+    def _accept_as_hub(self, host_ranks: Sequence[int]) -> None:
+        if self._rank == host_ranks[0] and self._listener is not None:
+            self._star = self._listener.accept(host_ranks, self.card["token"])
 
-    def _connect_hosts(self, call: Gatherer, hosts: Sequence[Sequence[int]], own: Sequence[int]) -> None:
-        """A group per index on the host: its ranks own the same part of the gradients."""
-        name = f"hosts, index {own.index(self._rank)}"
-        self._between = call.groups.connect(name, hosts.index(own), len(hosts))
+    def _connect_hosts(self, call: Gatherer, hosts: Sequence[tuple[int, ...]], host_ranks: tuple[int, ...]) -> None:
+        """Connect this rank to the ranks of equal index on the other hosts: they own the same part of the gradients."""
+        name = f"hosts, index {host_ranks.index(self._rank)}"
+        self._between = call.groups.connect_gloo(name, hosts.index(host_ranks), len(hosts))
 
 
 def _agreed(call: Gatherer, place: str, step: Callable[[], None]) -> str:
-    """Collective: do ``step`` on this rank. Returns the first problem of any rank, empty without a problem."""
+    """Collective: do ``step`` on this rank. Returns the first problem of any rank; empty if no rank had a problem."""
     problem = ""
     try:
         step()
