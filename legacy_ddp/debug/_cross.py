@@ -315,7 +315,7 @@ def _compare_runs(
     """
     size, compared = call.groups.size, len(passes.names)
     ring = run_ring(call, passes, data, with_operations=with_operations)
-    batches = differing_batches(ring.own, ring.foreign)
+    batches = differing_batches(ring.on_its_rank, ring.on_next_rank)
     if not batches:
         return CrossCheckReport(str(call), size, compared=compared)
     trial = try_batch(call, passes, ring, choose_batch(batches, size), data)

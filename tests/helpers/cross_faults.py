@@ -123,9 +123,10 @@ def _kernel_always(guilty: bool, rank: int) -> CrossCheckReport:
         return check(Net(Double()), rank)
 
 
-def _kernel_once(guilty: bool, rank: int, **arguments: Any) -> CrossCheckReport:
+def _kernel_once(guilty: bool, rank: int, *, run: int = 1, **arguments: Any) -> CrossCheckReport:
+    """``run``: the number of the run with the fault, from 0."""
     calls = count()
-    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty and next(calls) == 1 else tensor * 2):
+    with KERNELS.replaced(lambda tensor: flip(tensor * 2) if guilty and next(calls) == run else tensor * 2):
         return check(Net(Double()), rank, **arguments)
 
 
@@ -390,6 +391,7 @@ FAULTS: dict[str, Callable[[bool, int], CrossCheckReport]] = {
     "kernel": _kernel_always,
     "kernel once": _kernel_once,
     "kernel once, captured": partial(_kernel_once, operations=True),
+    "kernel in the first run, captured": partial(_kernel_once, run=0, operations=True),
     "kernel without order": _kernel_of_no_order,
     "kernel not capturable": _kernel_not_capturable,
     "kernel in backward": _kernel_in_backward,

@@ -16,7 +16,7 @@ from torch import nn
 from legacy_ddp._compare import MISSING, Difference, compare_rows, name_ranks
 from legacy_ddp._settings import Settings
 from legacy_ddp._text import shorten
-from legacy_ddp.debug._cross_check.verdict import RING, CrossCheckReport, Place, Verdict
+from legacy_ddp.debug._cross_check.verdict import RING_RUNS, CrossCheckReport, Place, Verdict
 from legacy_ddp.debug._operations.describe import Labels, details, numbers, summary
 from legacy_ddp.debug._operations.explain import (
     CROSS_CHECK,
@@ -174,7 +174,7 @@ def _labels(verdict: Verdict) -> Labels:
         return "A", "B"
     if odd.rank != reference.rank:
         return name_ranks(verdict.group_of(odd)), name_ranks(verdict.group_of(reference))
-    return ("the first run", "a later run") if odd.run == RING else ("one run", "the next run")
+    return ("an earlier run", "a later run") if odd.run in RING_RUNS else ("one run", "the next run")
 
 
 def _facts(verdict: Verdict, settings: Sequence[Difference]) -> Facts:
@@ -207,7 +207,7 @@ def _who(verdict: Verdict, batch: int, size: int) -> str:
     if verdict.kind == "once" and len(verdict.ranks) > 1:
         return f"the first run of every batch differs from the run on the next rank, and no result {runs}"
     if verdict.kind == "once":
-        return f"the first result of {name_ranks(verdict.ranks)} differs from all results {runs}"
+        return f"an earlier result of {name_ranks(verdict.ranks)} differs from all results {runs}"
     if not verdict.is_attributed:
         sides = " against ".join(map(name_ranks, verdict.groups))
         return f"{sides}, in both {runs}: no majority, and no rank disagrees with itself"

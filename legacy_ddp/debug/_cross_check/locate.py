@@ -13,7 +13,7 @@ from legacy_ddp._transport.call import Call
 from legacy_ddp.debug._cross_check.batch import pack, unpack
 from legacy_ddp.debug._cross_check.run import Passes
 from legacy_ddp.debug._cross_check.trial import Trial, failing_together, gather_sizes, give_to_all
-from legacy_ddp.debug._cross_check.verdict import RING, Place, Witness
+from legacy_ddp.debug._cross_check.verdict import RING_RUNS, Place, Witness
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Gap, Operation, OperationDifference, Origin, Value
 
@@ -37,7 +37,7 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
     found = place.difference
     if found is None or found.kind != "output":
         return place
-    if odd.run == RING:
+    if odd.run in RING_RUNS:
         return replace(place, note="the elements are not known: the difference did not happen again")
     elements, note = _compare_elements(call, passes, trial, found, odd, reference)
     return replace(place, elements=elements, note=note, is_intermittent=note == _EQUAL)

@@ -11,7 +11,17 @@ from legacy_ddp._errors import PeerError
 from legacy_ddp._text import error_text
 from legacy_ddp._transport.call import Call
 from legacy_ddp.debug._cross_check.run import Passes
-from legacy_ddp.debug._cross_check.verdict import LATER_REPEAT, REPEAT, RING, Digests, Verdict, differing_batches, judge
+from legacy_ddp.debug._cross_check.verdict import (
+    LATER_REPEAT,
+    ON_ITS_RANK,
+    ON_NEXT_RANK,
+    REPEAT,
+    Digests,
+    Verdict,
+    Witness,
+    differing_batches,
+    judge,
+)
 from legacy_ddp.debug._operations.operation import Operation
 
 
@@ -19,25 +29,24 @@ from legacy_ddp.debug._operations.operation import Operation
 class Ring:
     """The digests of the runs of all ranks, as in :func:`~legacy_ddp.debug._cross_check.verdict.differing_batches`.
 
-    ``sizes``: bytes of the batch of each rank, 0 without a batch. ``is_captured``: whether the runs were captured.
-    ``operations``: then of the runs on this rank, by the rank of the batch.
+    ``sizes``: bytes of the batch of each rank, 0 without a batch. ``operations``: of the two runs on this rank, by the
+    name of the run; empty if they were not captured.
     """
 
     sizes: Sequence[int]
-    own: Sequence[Digests | None]
-    foreign: Sequence[Digests | None]
-    is_captured: bool
-    operations: dict[int, list[Operation]] = field(default_factory=dict)
+    on_its_rank: Sequence[Digests | None]
+    on_next_rank: Sequence[Digests | None]
+    operations: Mapping[str, Sequence[Operation]] = field(default_factory=dict)
 
     @property
     def is_different_everywhere(self) -> bool:
-        """Whether every one of several batches had other results in its second run."""
-        batches = sum(map(bool, self.sizes))
-        return 1 < batches == len(differing_batches(self.own, self.foreign))
+        """Whether there are several batches, and every batch had other results on the next rank."""
+        batches = sum(size > 0 for size in self.sizes)
+        return batches > 1 and len(differing_batches(self.on_its_rank, self.on_next_rank)) == batches
 
 
 def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations: bool) -> Ring:
-    """Run the batch in ``data`` and the batch of the rank before; gather the digests, 16 bytes per result and rank.
+    """Run the batch in ``data``, then the batch of the rank before; gather the digests, 16 bytes per result and rank.
 
     Raises:
         PeerError: a run failed, on any rank. ValueError: no rank has a batch.
@@ -51,27 +60,34 @@ def run_ring(call: Call, passes: Passes, data: torch.Tensor, *, with_operations:
         received = pass_on(call, data, sizes)
         with failing_together(call, "the batch of another rank"):
             passes.check_classes(received)
-    held, operations = {rank: data, (rank - 1) % size: received}, dict[int, list[Operation]]()
-    rows = []
-    for batch, what in ((rank, "run"), ((rank - 1) % size, "run with the batch of the rank before")):
+    runs = (
+        (ON_ITS_RANK, rank, data, "run"),
+        (ON_NEXT_RANK, (rank - 1) % size, received, "run with the batch of the rank before"),
+    )
+    rows, operations = [], {}
+    for name, batch, held, what in runs:
+        digests: Digests = (0,) * len(passes.names)
+        captured: list[Operation] = []
         with call.phase("run"), failing_together(call, what):
-            digests: Digests = (0,) * len(passes.names)
             if sizes[batch]:
-                digests, operations[batch] = passes.run(held[batch], with_operations=with_operations)
+                digests, captured = passes.run(held, with_operations=with_operations)
         rows.append(digests)
+        if with_operations:
+            operations[name] = captured
     with call.phase("compare"):
         table = call.gather(torch.tensor(rows, device="cpu")).tolist()
-    own = [tuple(table[r][0]) if sizes[r] else None for r in range(size)]
-    foreign = [tuple(table[r][1]) if sizes[(r - 1) % size] else None for r in range(size)]
-    return Ring(sizes, own, foreign, with_operations, operations)
+    on_its_rank = [tuple(table[batch][0]) if sizes[batch] else None for batch in range(size)]
+    on_next_rank = [tuple(table[(batch + 1) % size][1]) if sizes[batch] else None for batch in range(size)]
+    return Ring(sizes, on_its_rank, on_next_rank, operations)
 
 
 @dataclass(frozen=True)
 class Trial:
     """The verdict about the batch of rank ``batch``, whose bytes are ``data``.
 
-    ``operations``: of the captured runs on this rank, by the name of the run. ``differing``: names of the results in
-    which the two runs of the verdict differ. ``note``: the reason for missing operations, empty without a reason.
+    ``operations``: of the captured runs on this rank, by the name of the run; a run in the ring had this batch only on
+    the rank that its name says. ``differing``: names of the results in which the two runs of the verdict differ.
+    ``note``: the reason for missing operations, empty without a reason.
     """
 
     batch: int
@@ -82,33 +98,34 @@ class Trial:
     note: str = ""
 
 
-def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, data: torch.Tensor) -> Trial:
-    """Run the batch of rank ``batch`` twice on every rank. ``data``: the batch of this rank.
+def try_batch(call: Call, passes: Passes, ring: Ring, batch: int, own: torch.Tensor) -> Trial:
+    """Run the batch of rank ``batch`` twice on every rank. ``own``: the batch of this rank.
 
     Raises:
         PeerError: a run failed, on any rank.
     """
     with call.phase("batch"):
-        data = give_to_all(call, data, batch, ring.sizes[batch])
-    operations: dict[str, Sequence[Operation]] = {}
-    if ring.is_captured:
-        operations[RING] = ring.operations.get(batch, [])
+        data = give_to_all(call, own, batch, ring.sizes[batch])
     rows, captured, note = _run_twice(call, passes, batch, data)
-    operations |= captured
+    operations = {**ring.operations, **captured}
     with call.phase("compare"):
         table = call.gather(torch.tensor(rows, device="cpu")).tolist()
     repeats = [(tuple(first), tuple(second)) for first, second in table]
-    following = (batch + 1) % call.groups.size
-    own, foreign = ring.own[batch], ring.foreign[following]
-    if own is None or foreign is None:
+    on_its_rank, on_next_rank = ring.on_its_rank[batch], ring.on_next_rank[batch]
+    if on_its_rank is None or on_next_rank is None:
         raise RuntimeError(f"rank {batch} has no batch, and its batch was chosen")
-    verdict = judge(batch, own, foreign, repeats)
+    next_rank = (batch + 1) % call.groups.size
+    in_ring = {Witness(batch, ON_ITS_RANK): on_its_rank, Witness(next_rank, ON_NEXT_RANK): on_next_rank}
+    verdict = judge(in_ring, repeats)
     if verdict.kind == "once" and ring.is_different_everywhere:
+        # A single event changes one batch. If all batches differ, all ranks have the cause in common, such as a warm-up
+        # in the first run, and to name the ranks of the examined batch alone would accuse them.
         verdict = replace(verdict, ranks=tuple(rank for rank, size in enumerate(ring.sizes) if size))
-    results = {(rank, REPEAT): pair[0] for rank, pair in enumerate(repeats)}
-    results |= {(rank, LATER_REPEAT): pair[1] for rank, pair in enumerate(repeats)}
-    results |= {(following, RING): foreign, (batch, RING): own}
-    odd, reference = (results[witness.rank, witness.run] for witness in (verdict.odd, verdict.reference) if witness)
+    results = dict(in_ring)
+    for rank, (first, second) in enumerate(repeats):
+        results[Witness(rank, REPEAT)] = first
+        results[Witness(rank, LATER_REPEAT)] = second
+    odd, reference = (results[witness] for witness in (verdict.odd, verdict.reference) if witness)
     differing = tuple(name for name, a, b in zip(passes.names, odd, reference, strict=True) if a != b)
     return Trial(batch, data, verdict, operations, differing, note)
 

@@ -1,6 +1,6 @@
 """The verdict about digests of runs (which ranks compute differently), and the report with the verdict. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -12,7 +12,9 @@ from legacy_ddp.debug._operations.operation import OperationDifference
 
 Digests = tuple[int, ...]
 Kind = Literal["equal", "differs", "once", "nondeterministic"]
-RING, REPEAT, LATER_REPEAT = "ring", "repeat", "later repeat"
+# The runs of a batch: in the ring on its own rank and on the next rank, then two repetitions on every rank.
+ON_ITS_RANK, ON_NEXT_RANK, REPEAT, LATER_REPEAT = "on its rank", "on the next rank", "repeat", "later repeat"
+RING_RUNS = (ON_ITS_RANK, ON_NEXT_RANK)
 _WORDS = {
     "equal": "all ranks compute the same",
     "differs": "{ranks} {compute} differently",
@@ -23,7 +25,7 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Witness:
-    """A run of the examined batch: on ``rank``, in the ring of all batches, or in the first or second repetition."""
+    """A run of the examined batch on ``rank``. ``run``: one of :data:`RING_RUNS`, or a repetition."""
 
     rank: int
     run: str
@@ -53,14 +55,14 @@ class Verdict:
         return next(group for group in self.groups if witness.rank in group)
 
 
-def differing_batches(own: Sequence[Digests | None], foreign: Sequence[Digests | None]) -> list[int]:
-    """The ranks with a batch of different results on the two ranks.
+def differing_batches(on_its_rank: Sequence[Digests | None], on_next_rank: Sequence[Digests | None]) -> list[int]:
+    """The ranks whose batch gave other results on the next rank.
 
-    ``own[r]``: of the batch of rank r on rank r. ``foreign[r]``: of the batch of the rank before r, on rank r. None
-    without a batch.
+    ``on_its_rank[r]``, ``on_next_rank[r]``: of the batch of rank r, on rank r and on the next rank. None without a
+    batch.
     """
-    size = len(own)
-    return [rank for rank in range(size) if own[rank] != foreign[(rank + 1) % size]]
+    pairs = zip(on_its_rank, on_next_rank, strict=True)
+    return [rank for rank, (digests, next_digests) in enumerate(pairs) if digests != next_digests]
 
 
 def choose_batch(batches: Sequence[int], size: int) -> int:
@@ -72,11 +74,10 @@ def choose_batch(batches: Sequence[int], size: int) -> int:
     return common[0] if common else batches[0]
 
 
-def judge(batch: int, own: Digests, foreign: Digests, repeats: Sequence[tuple[Digests, Digests]]) -> Verdict:
+def judge(ring: Mapping[Witness, Digests], repeats: Sequence[tuple[Digests, Digests]]) -> Verdict:
     """The verdict about one batch.
 
-    ``own``, ``foreign``: of the batch on its rank and on the next rank. ``repeats[r]``: of two runs of the batch on
-    rank r afterwards.
+    ``ring``: of the two runs in the ring, which differ. ``repeats[r]``: of two runs of the batch on rank r afterwards.
     """
     values = [first for first, _ in repeats]
     groups = tuple(ranks for _, ranks in group_ranks(values))
@@ -87,11 +88,10 @@ def judge(batch: int, own: Digests, foreign: Digests, repeats: Sequence[tuple[Di
     if len(groups) > 1:
         ranks = outside_majority(groups) or tuple(range(len(repeats)))
         return Verdict("differs", ranks, groups, Witness(groups[1][0], REPEAT), Witness(groups[0][0], REPEAT))
-    pair = {batch: own, (batch + 1) % len(repeats): foreign}
-    changed = tuple(sorted(rank for rank, digests in pair.items() if digests != values[0]))
-    if len(repeats) == 1:
-        changed = (0,)
-    return Verdict("once", changed, groups, Witness(changed[0], RING), Witness(changed[0], REPEAT))
+    # The two runs in the ring differ, and all repetitions are equal: at least one run in the ring differs from them.
+    changed = sorted((run for run, digests in ring.items() if digests != values[0]), key=lambda run: run.rank)
+    ranks = tuple(dict.fromkeys(run.rank for run in changed))  # a rank alone made both runs
+    return Verdict("once", ranks, groups, changed[0], Witness(ranks[0], REPEAT))
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,18 @@ def test_a_single_rank_finds_a_kernel_without_order() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["kernel in the first run, captured", "kernel once, captured"])
+def test_a_single_rank_names_results_and_operation_of_one_event_in_either_of_its_first_runs(name: str) -> None:
+    seen = seen_by_all([name], 1, 0)[name]
+    text = " ".join(seen.text.split())
+
+    assert (seen.verdict, seen.ranks) == ("once", (0,)), seen.text
+    # The flipped output changes the loss, and the gradients of the layer after it and of the layer before it.
+    assert "results: 0 of" not in text
+    assert "differ, first the loss" in text
+    assert (seen.module, seen.operation) == ("middle", DOUBLE), seen.text
+
+
 def test_atomic_additions_of_threads_are_named_where_this_machine_shows_them() -> None:
     seen = seen_by_all(["threads without order"], 2, 0, 1)["threads without order"]
 

@@ -10,7 +10,19 @@ import pytest
 from legacy_ddp._compare import compare_rows
 from legacy_ddp.debug._cross_check.explain import RankSettings, describe_settings, differing_settings, report_of
 from legacy_ddp.debug._cross_check.locate import difference_from, operation_from
-from legacy_ddp.debug._cross_check.verdict import RING, CrossCheckReport, Place, choose_batch, differing_batches, judge
+from legacy_ddp.debug._cross_check.verdict import (
+    ON_ITS_RANK,
+    ON_NEXT_RANK,
+    RING_RUNS,
+    CrossCheckReport,
+    Digests,
+    Place,
+    Verdict,
+    Witness,
+    choose_batch,
+    differing_batches,
+    judge,
+)
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
 from tests.helpers.operations import changed, model, operation, rewritten, value
@@ -20,9 +32,15 @@ A, B, C = (1, 1), (1, 2), (1, 3)
 
 def _ring(size: int, wrong: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """Rank ``wrong`` computes every batch differently. The batch of rank r gives (r, 0)."""
-    own = [(rank, rank == wrong) for rank in range(size)]
-    foreign = [((rank - 1) % size, rank == wrong) for rank in range(size)]
-    return own, foreign
+    on_its_rank = [(rank, rank == wrong) for rank in range(size)]
+    on_next_rank = [(rank, (rank + 1) % size == wrong) for rank in range(size)]
+    return on_its_rank, on_next_rank
+
+
+def _judge(batch: int, own: Digests, following: Digests, repeats: Sequence[tuple[Digests, Digests]]) -> Verdict:
+    """The verdict about the batch of rank ``batch``, with these results on its rank and on the next rank."""
+    next_rank = (batch + 1) % len(repeats)
+    return judge({Witness(batch, ON_ITS_RANK): own, Witness(next_rank, ON_NEXT_RANK): following}, repeats)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -39,12 +57,12 @@ def test_equal_digests_are_no_difference() -> None:
 
 
 def test_a_rank_without_a_batch_is_left_out() -> None:
-    assert differing_batches([A, None, C], [C, A, None]) == []
-    assert differing_batches([A, None, C], [B, A, None]) == [2]
+    assert differing_batches([A, None, C], [A, None, C]) == []
+    assert differing_batches([A, None, C], [A, None, B]) == [2]
 
 
 def test_one_rank_against_a_majority_computes_differently() -> None:
-    verdict = judge(0, A, A, [(A, A), (A, A), (B, B)])
+    verdict = _judge(0, A, A, [(A, A), (A, A), (B, B)])
 
     assert (verdict.kind, verdict.ranks, verdict.is_attributed) == ("differs", (2,), True)
     assert (verdict.odd.rank, verdict.reference.rank) == (2, 0)
@@ -61,14 +79,14 @@ def test_one_rank_against_a_majority_computes_differently() -> None:
 def test_without_a_majority_all_ranks_are_shown(
     repeats: list[tuple[tuple[int, ...], ...]], ranks: tuple[int, ...]
 ) -> None:
-    verdict = judge(0, A, B, repeats)
+    verdict = _judge(0, A, B, repeats)
 
     assert (verdict.kind, verdict.ranks, verdict.is_attributed) == ("differs", ranks, False)
     assert verdict.odd.rank != verdict.reference.rank
 
 
 def test_a_rank_that_disagrees_with_itself_is_not_deterministic() -> None:
-    verdict = judge(0, A, B, [(A, A), (B, C), (A, A)])
+    verdict = _judge(0, A, B, [(A, A), (B, C), (A, A)])
 
     assert (verdict.kind, verdict.ranks) == ("nondeterministic", (1,))
     assert verdict.odd.rank == verdict.reference.rank == 1
@@ -79,23 +97,33 @@ def test_a_rank_that_disagrees_with_itself_is_not_deterministic() -> None:
 def test_a_result_that_does_not_return_is_that_of_the_rank_that_differs_from_all_repetitions(
     own: tuple[int, int], foreign: tuple[int, int], ranks: tuple[int, ...]
 ) -> None:
-    verdict = judge(1, own, foreign, [(A, A)] * 3)
+    verdict = _judge(1, own, foreign, [(A, A)] * 3)
 
     assert (verdict.kind, verdict.ranks) == ("once", ranks)
-    assert (verdict.odd.rank, verdict.odd.run, verdict.reference.rank) == (ranks[0], RING, ranks[0])
+    assert (verdict.odd.rank, verdict.reference.rank) == (ranks[0], ranks[0])
+    assert verdict.odd.run in RING_RUNS
+
+
+@pytest.mark.parametrize("first, second, odd_run", [(B, A, ON_ITS_RANK), (A, B, ON_NEXT_RANK), (B, C, ON_ITS_RANK)])
+def test_of_one_rank_the_run_that_differs_from_both_repetitions_is_the_odd_one(
+    first: Digests, second: Digests, odd_run: str
+) -> None:
+    verdict = _judge(0, first, second, [(A, A)])
+
+    assert (verdict.kind, verdict.ranks, verdict.odd) == ("once", (0,), Witness(0, odd_run))
 
 
 def test_two_ranks_and_one_event_name_the_rank() -> None:
-    assert judge(0, B, A, [(A, A)] * 2).ranks == (0,)
-    assert judge(1, A, B, [(A, A)] * 2).ranks == (0,)
+    assert _judge(0, B, A, [(A, A)] * 2).ranks == (0,)
+    assert _judge(1, A, B, [(A, A)] * 2).ranks == (0,)
 
 
 STEP = model()
 UNSTABLE = [(A, B), (A, A)]
 VERDICTS: dict[str, Any] = {
-    "nondeterministic": judge(0, A, A, UNSTABLE),
-    "once": judge(0, B, A, [(A, A)] * 2),
-    "differs": judge(0, A, B, [(A, A), (B, B)]),
+    "nondeterministic": _judge(0, A, A, UNSTABLE),
+    "once": _judge(0, B, A, [(A, A)] * 2),
+    "differs": _judge(0, A, B, [(A, A), (B, B)]),
 }
 
 
@@ -183,7 +211,7 @@ def test_an_attribute_of_a_module_is_no_other_batch(kind: str, kind_of_input: st
     ],
 )
 def test_ranks_that_disagree_with_themselves_are_told_plainly(ranks: Any, text: str) -> None:
-    report = report_of("cross_check() call 1", len(ranks), 2, 0, judge(0, A, A, ranks), [], Place(), ())
+    report = report_of("cross_check() call 1", len(ranks), 2, 0, _judge(0, A, A, ranks), [], Place(), ())
 
     assert report.who == text
 
