@@ -260,10 +260,11 @@ def as_real(flat: torch.Tensor) -> torch.Tensor:
 
 
 def wire_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a bucket of ``dtype`` is sent: complex buckets unchanged, other buckets in ``reduce_dtype``.
+    """The dtype in which a bucket of ``dtype`` is sent and summed over a group, also over the tree: complex buckets
+    unchanged, other buckets in ``reduce_dtype``.
 
-    Without ``reduce_dtype`` fp16 is sent as fp32: no divisor applied before the sum serves both ends of the range of
-    fp16 (at two ranks 40000 + 40000 overflows undivided, and 6e-8 divided by 2 is 0).
+    Without ``reduce_dtype`` fp16 is sent as fp32. For a mean in fp16, a division after the sum comes too late for large
+    values (two ranks: 40000 + 40000 overflows), and a division before the sum makes small values 0 (6e-8 / 2).
     """
     if dtype.is_complex:
         return dtype

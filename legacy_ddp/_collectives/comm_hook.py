@@ -81,7 +81,7 @@ class HookBucket:
 
 
 class HookResult(NamedTuple):
-    """A buffer, the bucket given to the hook, and the result of the hook."""
+    """``buffer``: the flat tensor and its copy. ``bucket``: given to the hook, which returned ``result``."""
 
     buffer: FlatBuffer
     bucket: HookBucket
@@ -120,22 +120,25 @@ class HookReducer(Reducer):
             ]
 
     def reduce(self, call: Call, payload: Payload) -> int:
-        """Copy the hook's mean, times group size / divisor, to the flat tensors, if usable on every rank.
+        """Copy the results of the hook to the flat tensors, if usable on every rank. Returns the bytes of all buckets.
 
-        Returns the bytes of all buckets.
+        A hook returns the sum divided by the group size, as hooks of torch DDP do. The divisor of the call may be
+        another number (the ranks that take part, or the samples): the result is multiplied by group size / divisor.
 
         Raises:
             CommHookError: on some rank the hook's result cannot be a gradient; no flat tensor changed.
             LostPeerError: a rank was lost, perhaps because its hook has not finished.
         """
         results: list[HookResult] = payload.prepared
-        problems = (_problem(result, as_real(buffer.flat), bucket.buffer().dtype) for buffer, bucket, result in results)
+        # The dtype of bucket.buffer() is that of the tensor that the hook may have put in place of its copy.
+        problems = (_problem(result, as_real(own.flat), bucket.buffer().dtype) for own, bucket, result in results)
         _agree_on_results(call, self._hook, next(filter(None, problems), ""))
-        for buffer, _, result in results:
-            as_real(buffer.flat).copy_(result)
+        for own, _, result in results:
+            flat = as_real(own.flat)
+            flat.copy_(result)
             if payload.divisor != call.groups.size:
-                as_real(buffer.flat).div_(payload.divisor / call.groups.size)
-        return sum(buffer.payload.nbytes for buffer, _, _ in results)
+                flat.div_(payload.divisor / call.groups.size)
+        return sum(own.payload.nbytes for own, _, _ in results)
 
 
 def _run(call: Call, hook: CommHook, buckets: Sequence[HookBucket]) -> list[Any]:

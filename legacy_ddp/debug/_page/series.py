@@ -134,14 +134,15 @@ class ParameterCells:
             self._add_differing(step, self._by_parameter(left)[0] != self._by_parameter(right)[0])
             self._add_nonfinite(step, right)
 
-    def add_run_differences(self, a: RankTrace, b: RankTrace, known: tuple[RankTrace, RankTrace] | None = None) -> None:
+    def add_run_differences(self, a: RankTrace, b: RankTrace, drawn: tuple[RankTrace, RankTrace] | None = None) -> None:
         """Add the differences between two runs on one rank.
 
-        ``known``: traces of another rank, added before. Sections with equal digests there are skipped.
+        ``drawn``: the traces of another rank in the two runs, added before. Where this rank has the same digests as
+        that rank, nothing new is added.
         """
         for step, phase in _common_sections(a, b):
             self.cells.add_values(self.grid.column(step), self._zeros(a, step, phase))
-        for step, left, right in _differing_sections(a, b, known):
+        for step, left, right in _differing_sections(a, b, drawn):
             (values, norms), (other_values, other_norms) = self._by_parameter(left), self._by_parameter(right)
             differing = values != other_values
             distances = np.where(differing, _relative_differences(norms, other_norms), np.nan)
@@ -203,11 +204,18 @@ def _common_sections(a: RankTrace, b: RankTrace) -> Iterator[tuple[int, str]]:
 
 
 def _differing_sections(
-    a: RankTrace, b: RankTrace, known: tuple[RankTrace, RankTrace] | None = None
+    a: RankTrace, b: RankTrace, drawn: tuple[RankTrace, RankTrace] | None = None
 ) -> Iterator[tuple[int, Section, Section]]:
+    """Steps, and the sections of both traces, where their digests differ.
+
+    ``drawn``: two traces, of which a difference was drawn before. A section with the digests of these two traces has
+    the same difference, and is left out: reading sections takes time.
+    """
     for step, phase in _common_sections(a, b):
         digests = a.digest(step, phase), b.digest(step, phase)
-        if digests[0] == digests[1] or (known and digests == tuple(trace.digest(step, phase) for trace in known)):
+        if digests[0] == digests[1]:
+            continue
+        if drawn and digests == (drawn[0].digest(step, phase), drawn[1].digest(step, phase)):
             continue
         left, right = a.section(step, phase), b.section(step, phase)
         if left is not None and right is not None:
@@ -272,6 +280,6 @@ def read_series(runs: Sequence[Run], progress: Progress = lambda _: None) -> Ser
                 if len(runs) == 1:
                     parameters.add_rank_differences(firsts[0], others[0])
                 elif every_rank:
-                    parameters.add_run_differences(others[0], others[1], known=(firsts[0], firsts[1]))
+                    parameters.add_run_differences(others[0], others[1], drawn=(firsts[0], firsts[1]))
     tables = tuple(call_table(ranks, norms) for ranks, norms in zip(calls, reduced, strict=True))
     return Series(parameters, tables, every_rank, metrics, logged)

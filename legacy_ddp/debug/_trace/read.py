@@ -22,11 +22,11 @@ from legacy_ddp.debug._trace.records import (
     Names,
     Section,
     Values,
-    check,
     check_version,
     decode,
     end_reason,
     logged_values,
+    split_checked,
 )
 from legacy_ddp.debug._trace.write import Declaration, sequence_from_json
 
@@ -206,7 +206,7 @@ class RankTrace:
         progress(offset)
         for number, line in enumerate(self._file, start=2):
             try:
-                body, at = check(line)
+                body, at = split_checked(line)
                 if at != number:
                     raise DamagedLineError(f"it was written as line {at}")
                 self._add_line(line, body, offset)

@@ -62,9 +62,9 @@ def decode(line: bytes) -> dict[str, Any]:
     """The JSON object of a line; ``line`` includes the newline.
 
     Raises:
-        DamagedLineError: as :func:`check`.
+        DamagedLineError: as :func:`split_checked`.
     """
-    check(line)
+    split_checked(line)
     try:
         values: dict[str, Any] = json.loads(line)  # the checked end of the line is the end of an object
     except (ValueError, RecursionError) as error:
@@ -72,8 +72,10 @@ def decode(line: bytes) -> dict[str, Any]:
     return values
 
 
-def check(line: bytes) -> tuple[bytes, int]:
+def split_checked(line: bytes) -> tuple[bytes, int]:
     """The bytes of the line before its last two keys, and the line number.
+
+    The checksum is that of all bytes before its own key: the contents and the line number.
 
     Raises:
         DamagedLineError: the line is torn, or the checksum does not match the bytes.

@@ -18,11 +18,11 @@ from legacy_ddp.debug._trace.records import (
     Names,
     Section,
     Values,
-    check,
     check_version,
     decode,
     encode,
     end_reason,
+    split_checked,
 )
 from tests.helpers.trace_scenarios import (
     JSON,
@@ -60,7 +60,7 @@ def test_a_line_is_json_and_ends_with_its_number_and_a_checksum_of_all_before(me
     assert line.endswith(b"\n")
     assert json.loads(line) == {"line": "x", **members, "at": at, "crc32": f"{zlib.crc32(checked):08x}"}
     assert checksum == f'"{zlib.crc32(checked):08x}"}}\n'.encode()
-    assert check(line) == (checked.removesuffix(f',"at":{at}'.encode()), at)
+    assert split_checked(line) == (checked.removesuffix(f',"at":{at}'.encode()), at)
 
 
 @given(MEMBERS, NUMBERS)
@@ -86,7 +86,7 @@ def test_a_line_that_is_cut_is_torn(members: dict[str, Any], data: st.DataObject
     line = encode({"line": "x", **members}, 7)
 
     with pytest.raises(DamagedLineError) as caught:
-        check(line[: data.draw(st.integers(0, len(line) - 1))])
+        split_checked(line[: data.draw(st.integers(0, len(line) - 1))])
 
     assert str(caught.value) == "it is torn"
 
