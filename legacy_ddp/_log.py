@@ -105,7 +105,7 @@ class _DefaultHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, or the lines of a report."""
-        if is_configured():
+        if is_configured():  # a handler of the script writes the record
             return
         try:
             sys.stderr.write(f"{self.format(record)}\n")

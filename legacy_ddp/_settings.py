@@ -134,7 +134,11 @@ class Settings:
 
     @property
     def shared(self) -> dict[str, str]:
-        """The settings that must be equal on all ranks, as text."""
+        """The settings that must be equal on all ranks, as text.
+
+        A reaction on some ranks only is harmless if it is a warning.
+        """
+        nonfinite = self.checks.nonfinite_policy
         return {
             "buffer_size": str(self.buffer_size),
             "reduce_dtype": str(self.reduce_dtype),
@@ -144,7 +148,7 @@ class Settings:
             "uneven": self.checks.uneven,
             'checks="detail"': f"{self.checks.compares_replicas}, every={self.checks.every}, "
             f"local_buffers={sorted(self.checks.local_buffers)}",
-            "nonfinite": policy if (policy := self.checks.nonfinite_policy) in ("raise", "skip") else "warn or ignore",
+            "nonfinite": nonfinite if nonfinite in ("raise", "skip") else "warn or ignore",
             "divergence": self.checks.divergence,
             "edited": "raise" if self.checks.edited_policy == "raise" else "warn or allow",
         }

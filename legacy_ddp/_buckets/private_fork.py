@@ -91,7 +91,7 @@ def map_shared(descriptor: int, *, is_own: bool) -> tuple[torch.Tensor, Mapping]
     if _libc().madvise(address, size_bytes, mmap.MADV_DONTFORK):
         raise _error("madvise", size_bytes)
     _mappings[address] = mapping
-    _register()
+    _register_for_forks()
     return torch.frombuffer(buffer, dtype=torch.uint8), mapping
 
 
@@ -105,7 +105,7 @@ def _new_address(size_bytes: int) -> int:
 
 
 @cache
-def _register() -> None:
+def _register_for_forks() -> None:
     run_in_children(_replace_all)
 
 

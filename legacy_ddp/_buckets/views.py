@@ -117,6 +117,7 @@ class SlotViews:
         self._guards = internals.TensorGuards(self.tensors)
 
     def _is_intact(self, index: int) -> bool:
+        """Whether the view is as it was made. In-place functions of a user may change all that is compared here."""
         view, slot = self.tensors[index], self._slots[index]
         return (
             type(view) is torch.Tensor

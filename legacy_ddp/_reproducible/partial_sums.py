@@ -48,8 +48,8 @@ class PartialSums:
     def total(self, last: torch.Tensor | None) -> torch.Tensor:
         """The sum of all leaves and of ``last``, a further leaf, in the dtype of the tree. At least one leaf is needed.
 
-        Changes no sum. If there is nothing to add, the result is ``last``, or a sum itself unless the other ranks read
-        the result from a segment.
+        No sum changes. If there is only one part, nothing is added, and the result is this part itself: ``last``, or a
+        sum. A sum is copied if the other ranks read the result from a segment, in which no sum lies.
         """
         parts = [tensor for _, tensor in self._nodes] + ([] if last is None else [last])
         newest = parts.pop()

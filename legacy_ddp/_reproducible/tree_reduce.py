@@ -131,7 +131,7 @@ class _ShardedRun:
         self._lengths = [stop - start for start, stop in pairwise(bounds)]
         self._below, self._own_shard, self._above = own.tensor_split([bounds[self._rank], bounds[self._rank + 1]])
         needed = (self._size - 1) * self._own_shard.numel()
-        if needed > recv_buffer.numel():  # the run has only a few more elements than there are ranks
+        if needed > recv_buffer.numel():  # for example 5 elements on 4 ranks: a shard of 2 from each of 3 ranks
             recv_buffer = own.new_empty(needed)
         self._recv_buffer = recv_buffer[:needed]
         self._results = torch.split(result, self._lengths)

@@ -86,10 +86,10 @@ def inner_excepthook(hook: Callable[..., Any]) -> Callable[..., Any] | None:
 def _import_functional() -> None:
     """Import ``torch.distributed.nn.functional`` as if no default group existed.
 
-    The functions there have the default group as default arguments, bound at the import, which torch otherwise makes
-    for the first optimizer. Then the threads of the group stay alive after destroy_process_group(): the interpreter
-    aborted at exit ("terminate called without an active exception") in 5 of 13 runs. Without a default group at the
-    import, the functions take the default group of the time of their call.
+    Its functions have a default argument for the group: the default group at the time of the import. torch imports the
+    module for the first optimizer, usually when a default group exists. The default arguments then keep the threads of
+    this group alive after destroy_process_group(): the interpreter aborted at exit ("terminate called without an active
+    exception") in 5 of 13 runs. Imported without a default group, the functions look it up in every call.
     """
     world, c10d.GroupMember.WORLD = c10d.GroupMember.WORLD, None
     try:

@@ -104,6 +104,7 @@ class Call(Gatherer):
         )
 
     def _end_call(self, error: BaseException | None) -> None:
+        """Count a success. After an error of this rank alone, tell the other ranks, and refuse further calls."""
         if error is None:
             forget_turn()
             self.groups.note_issued()

@@ -103,10 +103,10 @@ class Gatherer:
         start = time.perf_counter()
         try:
             return operation(star, lambda: self.check_deadline(time.perf_counter() - start))
-        except SyncTimeoutError:
+        except SyncTimeoutError:  # of this rank
             star.give_up()
             raise
-        except StarTimeoutError:
+        except StarTimeoutError:  # of another rank, which gave up
             raise self._late_error() from None
         except StarLostError as lost:
             reason = f"connection lost after {time.perf_counter() - start:.2f} s ({lost})"

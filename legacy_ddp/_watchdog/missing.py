@@ -106,15 +106,15 @@ class _Evidence(IntEnum):
 
 
 def missing_ranks(rows: Sequence[Row]) -> tuple[int, ...]:
-    """The ranks behind the farthest rank in a call that show the strongest evidence; empty if all ranks wait at the
-    same position, or if several ranks are behind and nothing is known of them.
+    """The missing ranks: of all ranks behind the farthest rank in a call, the ranks with the strongest evidence.
 
-    Beside a rank that is gone a rank inside a call is not missing. It may wait for the lost rank in an earlier phase or
-    call than the farthest rank, for example on the host of a dead rank, or because the network broke in mid-exchange.
+    Empty if all ranks wait at the same position, or if several ranks are behind and nothing is known of them.
     """
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
     behind = [row for row in rows if row.progress < farthest and not row.is_out_of_data]
     if any(row.is_gone and not row.left_after_loss for row in behind):
+        # A rank inside a call is then not missing. It waits for the rank that is gone, perhaps in an earlier phase or
+        # call than the farthest rank: on the host of a dead rank, or because the network broke in mid-exchange.
         behind = [row for row in behind if row.is_gone or not row.in_call]
     strongest = min((_evidence(row) for row in behind), default=None)
     missing = tuple(row.rank for row in behind if _evidence(row) is strongest)

@@ -75,13 +75,10 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
 
     ``missing``: the ranks that may be lost, if ``reason`` does not name the ranks.
     """
-    position = _position(row) if row.in_call and row.sample else activity_text(row)
-    line = (row.sample.line or row.sample.stack[-1]) if row.sample and row.sample.stack else ""
-    parts = [
-        reason,
-        *([missing] if missing else []),
-        f"{name_ranks([row.rank])} is in {position}{line and f', at {line}'}",
-    ]
+    position = f"{name_ranks([row.rank])} is in {_position(row) if row.in_call and row.sample else activity_text(row)}"
+    if row.sample and row.sample.stack:
+        position += f", at {row.sample.line or row.sample.stack[-1]}"
+    parts = [reason, missing, position] if missing else [reason, position]
     return "\n".join(_wrap("; ".join(parts), width=120))
 
 

@@ -135,7 +135,7 @@ class Recorder:
         self._writer, self._rank = Writer(self._folder, environment), environment.rank
         self._was_used = True
         try:
-            self._is_result_pending = True
+            self._is_result_pending = True  # the state before the first step is the result of the step before it
             with torch.no_grad():
                 self._write_result(self._writer)
         except BaseException:
@@ -226,8 +226,9 @@ class Recorder:
 
     def _see_reduced(self, record: SyncRecord) -> None:
         """Write the facts of the call, the operations and the reduced gradients."""
-        self._is_result_pending, self._buffers = self._is_next_due, None
         self._step += 1
+        self._is_result_pending = self._is_due(self._step)
+        self._buffers = None
         if self._is_result_pending:
             self._try(lambda writer: self._write_call(writer, record))
         self._steps.reset()

@@ -62,26 +62,29 @@ def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) 
 
 
 def _operations_of(call: Call, mine: list[Operation], receiver: int, sender: int) -> list[Operation]:
-    """On rank ``receiver`` the operations of rank ``sender``: the common beginning, then as many as are sent."""
-    prints = torch.tensor([_print(operation) for operation in mine], dtype=torch.int64, device="cpu").view(torch.uint8)
-    sizes = gather_sizes(call, prints)
-    theirs = give_to_all(call, prints, receiver, sizes[receiver]).view(torch.int64)
-    start = 0
-    if call.groups.rank == sender:
-        own = prints.view(torch.int64)
-        length = min(len(own), len(theirs))
-        differs = (own[:length] != theirs[:length]).nonzero()
-        start = int(differs[0]) if len(differs) else length
-    text = json.dumps([start, list(map(asdict, mine[start : start + _WINDOW]))] if call.groups.rank == sender else [])
-    data = torch.frombuffer(bytearray(text.encode("ascii")), dtype=torch.uint8)
+    """The operations of rank ``sender``, on rank ``receiver``; empty on all other ranks. ``mine``: of this rank.
+
+    The operations that both ranks have in common at the beginning are not sent. Of the others :data:`_WINDOW` are sent.
+    """
+    rank = call.groups.rank
+    prints = torch.tensor([_fingerprint(operation) for operation in mine], dtype=torch.int64, device="cpu")
+    data = prints.view(torch.uint8)
+    receivers_prints = give_to_all(call, data, receiver, gather_sizes(call, data)[receiver]).view(torch.int64)
+    common, sent = 0, []
+    if rank == sender:
+        length = min(len(prints), len(receivers_prints))
+        differs = (prints[:length] != receivers_prints[:length]).nonzero()
+        common = int(differs[0]) if len(differs) else length
+        sent = [asdict(operation) for operation in mine[common : common + _WINDOW]]
+    data = torch.frombuffer(bytearray(json.dumps([common, sent]).encode("ascii")), dtype=torch.uint8)
     data = give_to_all(call, data, sender, gather_sizes(call, data)[sender])
-    if call.groups.rank != receiver:
+    if rank != receiver:
         return []
-    start, rows = json.loads(bytes(data.tolist()))
-    return [*mine[:start], *map(operation_from, rows)]
+    common, rows = json.loads(bytes(data.tolist()))
+    return [*mine[:common], *map(operation_from, rows)]
 
 
-def _print(operation: Operation) -> int:
+def _fingerprint(operation: Operation) -> int:
     return fingerprint(repr(operation).encode(errors="backslashreplace"))
 
 

@@ -90,7 +90,7 @@ class Passes:
         self._saved.begin_run(parcel.generators, parcel.tensors)
         with _as_in_training(), _without_steps(), around:
             loss = self._run(self._model, parcel.batch)
-            self._check(loss)
+            self._check_loss(loss)
             others = _other_leaves(loss, {id(parameter) for parameter in self._module.parameters()})
             with _gradients_set_aside(others):
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -100,7 +100,7 @@ class Passes:
             results = describe_items([StateItem("", name, value) for name, value in self._results(loss, text)])
         return tuple(fingerprint(results[name].encode()) for name in self.names)
 
-    def _check(self, loss: object) -> None:
+    def _check_loss(self, loss: object) -> None:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(f"run returned no loss: got {kind}, expected a tensor with one element; {_STEP}")

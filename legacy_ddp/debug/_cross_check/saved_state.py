@@ -20,7 +20,7 @@ _NOTHING: Mapping[str, torch.Tensor] = {}
 def state_set_aside(
     module: nn.Module, others: Sequence[nn.Module] = (), statistics: Mapping[str, torch.Tensor] = _NOTHING
 ) -> Iterator["SavedState"]:
-    """For the block gradients are gone, and backward calls no hook on a parameter after the accumulation.
+    """Inside the block every ``.grad`` of the model is None, and backward runs no hook after it adds to a gradient.
 
     Afterwards every ``.grad`` is the same tensor as before, with its bits. Parameters, buffers, their version counters,
     training flags and random generators are as before. ``others``: modules beside the model, with buffers and training

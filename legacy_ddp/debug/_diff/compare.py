@@ -361,7 +361,9 @@ class _RunPairs:
             phases = PHASES if self._has_equal_sizes else SHARED_PHASES
             texts += coverage.phase_notes(self._runs, self._recorded, phases)
         a, b = (run.folder.resolve() for run in self._runs)
-        return [*texts, *["A and B are the same folder"] * (a == b), *problems]
+        if a == b:
+            texts.append("A and B are the same folder")
+        return [*texts, *problems]
 
 
 def _setting_cause(item: Divergence) -> Cause:
@@ -426,10 +428,11 @@ class _RankPairs:
         run, size, masks = self._run, self._run.world_size, self._masks()
         divergences = divergences_of_ranks(run, min(masks), self._keep) if masks else []
         first = divergences[0] if divergences else None
-        around = self._environment_causes()
-        operations = RankOperations(
-            run, {step: of for step, of in self._micro_batches.items() if first is None or step <= first.step}
-        )
+        micro_batches = self._micro_batches
+        if first is not None:  # in later steps operations may differ because of this divergence
+            micro_batches = {step: numbers for step, numbers in micro_batches.items() if step <= first.step}
+        operations = RankOperations(run, micro_batches)
+        environment_causes = self._environment_causes()
         return _Found(
             words=self._words,
             runs=(run,),
@@ -438,11 +441,11 @@ class _RankPairs:
             steps=self._compared.steps,
             masks=masks,
             divergences=divergences,
-            causes=around,
+            causes=environment_causes,
             evidence={"kind": "ranks", "world_size": size},
             operations=operations.finding,
             notes=self._notes(),
-            notes_if_same=[f"{cause.what} differs between ranks and changed no bit" for cause in around],
+            notes_if_same=[f"{cause.what} differs between ranks and changed no bit" for cause in environment_causes],
             notes_about_operations=operations.notes(),
             equal=f"{size} ranks hold the same",
             where=_against(first) if first else "",

@@ -102,16 +102,22 @@ def format_steps(steps: Sequence[int]) -> str:
 
 
 def step_notes(runs: Sequence[Run], run_coverages: Sequence[RunCoverage], steps: Sequence[int]) -> list[str]:
-    """Steps which only one run recorded."""
+    """Notes about steps which only one run recorded, then the notes about each run.
+
+    ``steps``: recorded by both runs, ascending.
+    """
     notes = []
     every = [run.environments[0].every for run in runs]
     if every[0] != every[1]:
         notes.append(f"A recorded every {every[0]} steps, B every {every[1]}: {len(steps)} in common")
-    for run_coverage in run_coverages if steps else ():
-        if run_coverage.steps and run_coverage.steps[1] > max(steps):
-            notes.append(f"{run_coverage.label} goes on to step {run_coverage.steps[1]}")
-        if run_coverage.steps and run_coverage.steps[0] < min(steps):
-            notes.append(f"{run_coverage.label} begins with step {run_coverage.steps[0]}")
+    for run_coverage in run_coverages:
+        if not steps or not run_coverage.steps:
+            continue
+        first, last = run_coverage.steps
+        if last > max(steps):
+            notes.append(f"{run_coverage.label} goes on to step {last}")
+        if first < min(steps):
+            notes.append(f"{run_coverage.label} begins with step {first}")
     return notes + [note for run_coverage in run_coverages for note in run_coverage.notes()]
 
 

@@ -267,7 +267,7 @@ class RankOperations:
         first = self._first_difference()
         groups = self._groups(first) if first is not None else []
         if first is not None and len(groups) > 1:
-            self.finding = self._compare(first, *groups[:2])
+            self.finding = self._finding_of(first, *groups[:2])
             self._further = [self._further_difference(groups[:index], groups[index]) for index in range(2, len(groups))]
         elif first is not None:  # agreement as far as data leave it is not transitive
             self._further = [f"operations of step {first} differ between two ranks, and a third agrees with both"]
@@ -335,20 +335,22 @@ class RankOperations:
                     self._unused.setdefault(rank, _unused(step, (rank, other), own))
         return found
 
-    def _compare(self, step: int, most: _Group, fewer: _Group) -> OperationFinding | None:
-        compared = self._compared(step, (most.first, fewer.first), most.operations, fewer.operations)
+    def _finding_of(self, step: int, larger: _Group, smaller: _Group) -> OperationFinding | None:
+        """The difference between the two largest groups of ranks; None if their first ranks agree."""
+        compared = self._compared(step, (larger.first, smaller.first), larger.operations, smaller.operations)
         if compared.difference is None:
             return None
-        has_majority = 2 * len(most.ranks) > self._run.world_size
-        everyone = range(self._run.world_size)
+        ranks = [*range(self._run.world_size)]
+        if 2 * len(larger.ranks) > len(ranks):  # without a majority all ranks are named
+            ranks = [rank for rank in ranks if rank not in larger.ranks]
         return finding(
             step,
             (compared.a, compared.b),
             compared.difference,
-            counts=(len(most.operations), len(fewer.operations)),
-            labels=(name_ranks(most.ranks), name_ranks(fewer.ranks)),
-            ranks=[rank for rank in everyone if rank not in most.ranks or not has_majority],
-            facts=differing_facts(*(self._run.environments[group.ranks[0]] for group in (most, fewer))),
+            counts=(len(larger.operations), len(smaller.operations)),
+            labels=(name_ranks(larger.ranks), name_ranks(smaller.ranks)),
+            ranks=ranks,
+            facts=differing_facts(*(self._run.environments[group.ranks[0]] for group in (larger, smaller))),
             judge=compared.judge,
         )
 

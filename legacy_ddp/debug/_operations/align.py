@@ -201,9 +201,9 @@ def _gap_difference(
 
 
 def _reordered(a: Sequence[Operation], b: Sequence[Operation]) -> int:
-    """The number of operations at the beginning of A and of B that differ only in their order; or 0.
+    """The number of operations at the beginning of A and of B that are the same in another order; 0 without any.
 
-    Equal operations have the same stage, module, name, parameters and settings.
+    Two operations are the same if stage, module, name, parameters and settings are equal.
     """
 
     def items(part: Iterable[Operation]) -> Iterator[Hashable]:
@@ -214,8 +214,8 @@ def _reordered(a: Sequence[Operation], b: Sequence[Operation]) -> int:
         if not block.is_common:
             surplus.update(items(a[block.start_a : block.end_a]))
             surplus.subtract(items(b[block.start_b : block.end_b]))
-        if not any(surplus.values()):
-            return 0 if block.is_common else block.end_a
+        if not any(surplus.values()):  # up to here, A and B have the same operations
+            return 0 if block.is_common else block.end_a  # only the first block can be common here: A and B begin alike
     return 0
 
 
@@ -226,7 +226,10 @@ def _values_differ(a: Operation, b: Operation) -> bool:
 def _value_difference(
     a: Sequence[Operation], b: Sequence[Operation], i: int, j: int, gaps: Sequence[Gap]
 ) -> OperationDifference:
-    """The difference of a pair of operations with other inputs or outputs."""
+    """The difference of operation ``i`` of A and operation ``j`` of B, whose values differ. ``gaps``: before them.
+
+    Other inputs are due to an earlier gap, if there is one that may be their cause.
+    """
     gaps = with_influence(gaps, a, b)
     earlier = tuple(gaps[:_MAX_GAPS])
     if inputs := differing(a[i].inputs, b[j].inputs):

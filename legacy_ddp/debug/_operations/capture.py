@@ -162,6 +162,7 @@ class OperationCapture:
         return result
 
     def _try(self, action: Callable[..., Any], *args: Any) -> Any:
+        """The result of ``action``; None after the first failure, which :meth:`stop` raises."""
         if not self._is_running or self._failure is not None:
             return None
         try:

@@ -278,7 +278,9 @@ def _after_read_number(operations: Sequence[Operation]) -> Iterator[Operation]:
 
 
 class _Turns:
-    """The operations of a rank that compute: in views the turns of a packed sequence differ."""
+    """The computing operations of a rank, to find the turns of a loop. Views are left out: those of a packed sequence
+    differ from turn to turn.
+    """
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         computing = [(index, item) for index, item in enumerate(operations) if not item.keeps_bits]

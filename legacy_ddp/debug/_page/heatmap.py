@@ -271,12 +271,14 @@ def parameter_chart(series: Series) -> HeatMap | Chart:
     shown = "the largest value among them; anything that is not finite, or differs, shows"
     captions += [*chart.column_captions(grid, shown), *chart.row_captions(cells.rows, "parameters")]
     classes, ramp = chart.classify(cells.largest, _DECADES)
+    # Of a cell in two classes, the class that is written last is shown.
     if is_difference:
         classes[cells.differs & (cells.largest == 0)] = chart.FLAGGED
         classes[cells.nonfinite > 0] = chart.NONFINITE
     else:
         classes[cells.nonfinite > 0] = chart.NONFINITE
         classes[cells.differs] = chart.FLAGGED
+    ramp_labels = [meaning.ramp_label] * chart.LEVELS if meaning.ramp_label else []
     return HeatMap(
         title=meaning.title,
         captions=tuple(captions),
@@ -291,7 +293,7 @@ def parameter_chart(series: Series) -> HeatMap | Chart:
         row_ticks=[short_label(names[first].strip("'\""), last - first) for first, last in cells.rows.spans],
         column_labels=chart.column_labels(grid),
         value_title=meaning.value_title,
-        class_labels=[*meaning.class_labels, *[meaning.ramp_label] * chart.LEVELS * bool(meaning.ramp_label)],
+        class_labels=[*meaning.class_labels, *ramp_labels],
         ramp_title=meaning.ramp_title,
         height=min(560, max(130, 16 * cells.rows.count)),
         swatches=tuple(zip(meaning.colours, meaning.swatches, strict=True)),

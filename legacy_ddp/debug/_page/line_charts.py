@@ -250,7 +250,7 @@ def _rank_lines(run: RankTable, label: str) -> Iterable[Line]:
 
 
 def _summary_lines(run: RankTable, label: str) -> Iterable[Line]:
-    """The median, and the outliers."""
+    """A line for the median over the ranks, and a line for every rank that is an outlier."""
     medians = np.full(len(run.steps), np.nan)
     columns = _known_columns(run)
     medians[columns] = np.nanmedian(run.values[:, columns], axis=0)

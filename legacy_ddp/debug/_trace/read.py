@@ -203,6 +203,7 @@ class RankTrace:
             raise TraceError(f"{self.path}: a line {error}") from error
 
     def _scan(self, offset: int, progress: Progress, until: int | None) -> None:
+        """Add every line from ``offset`` on, up to the first damaged line, or to the first step after ``until``."""
         progress(offset)
         for number, line in enumerate(self._file, start=2):
             try:
@@ -249,7 +250,10 @@ class RankTrace:
             number, names = Names.from_json(values)
             if number != len(self._names):
                 raise DamagedLineError("its number is not the next one")
-            self._names[number] = names, blake2b(body.partition(b',"phase":')[2], digest_size=8).digest()
+            contents = body.partition(b',"phase":')[
+                2
+            ]  # without the number: equal names give equal digests in all files
+            self._names[number] = names, blake2b(contents, digest_size=8).digest()
         elif values.get("line") == "operation":
             number, declaration = Declaration.from_json(values)
             if number != len(self._declared):

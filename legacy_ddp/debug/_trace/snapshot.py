@@ -201,7 +201,7 @@ def _finite_norms(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, i
 
 
 def _norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[float]:
-    """2-norms, in the precision of the tensor or of ``dtype``, whichever is higher."""
+    """2-norms, in the precision of the tensor or of ``dtype``, whichever is higher. The host waits once per device."""
     indices_of: dict[torch.device, list[int]] = {}
     found: dict[torch.device, list[torch.Tensor]] = {}
     for indices, batch in _batches(tensors):
@@ -209,11 +209,11 @@ def _norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[float]:
         norms = internals.foreach_norm(batch, 2, dtype=torch.promote_types(first.dtype, dtype))
         indices_of.setdefault(first.device, []).extend(indices)
         found.setdefault(first.device, []).append(torch.stack(norms).double())
-    parts: list[list[float]] = [[] for _ in tensors]
+    norms_of_parts: list[list[float]] = [[] for _ in tensors]  # a large tensor has several parts
     for device, batches in found.items():
         for index, norm in zip(indices_of[device], torch.cat(batches).tolist(), strict=True):
-            parts[index].append(norm)
-    return [math.hypot(*part) for part in parts]
+            norms_of_parts[index].append(norm)
+    return [math.hypot(*part_norms) for part_norms in norms_of_parts]
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
