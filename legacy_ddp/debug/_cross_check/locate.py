@@ -46,18 +46,19 @@ def locate(call: Call, passes: Passes, trial: Trial) -> Place:
 def _find_operation(call: Call, trial: Trial, odd: Witness, reference: Witness) -> Place:
     """The first different operation, found on the rank of ``odd`` and sent to all."""
     rank = call.groups.rank
-    own = list(trial.operations[odd.run]) if rank == odd.rank else []
+    odd_operations = list(trial.operations[odd.run]) if rank == odd.rank else []
     if odd.rank == reference.rank:
-        other = list(trial.operations[reference.run]) if rank == odd.rank else []
+        reference_operations = list(trial.operations[reference.run]) if rank == odd.rank else []
     else:
-        mine = trial.operations[reference.run] if rank == reference.rank else own
-        other = _operations_of(call, list(mine), odd.rank, reference.rank)
+        mine = list(trial.operations[reference.run]) if rank == reference.rank else odd_operations
+        reference_operations = _operations_of(call, mine, odd.rank, reference.rank)
     found = None
     with failing_together(call, "the comparison of operations"):
         if rank == odd.rank:
-            found = first_difference(own, other)
-    last = own[-1].number if own else 0
-    count, last, row = call.gather_objects([len(own), last, asdict(found) if found else None])[odd.rank]
+            found = first_difference(odd_operations, reference_operations)
+    last = odd_operations[-1].number if odd_operations else 0
+    facts = [len(odd_operations), last, asdict(found) if found else None]
+    count, last, row = call.gather_objects(facts)[odd.rank]
     return Place(difference_from(row) if row else None, count=count, last=last)
 
 
