@@ -29,6 +29,11 @@ needs_a_device = pytest.mark.skipif(
 )
 
 
+def is_real() -> bool:
+    """Whether the tests for devices run on a device that is not simulated."""
+    return CHOSEN not in ("", SIMULATED)
+
+
 def missing(kind: str) -> str | None:
     """Why no tests can run on devices of this kind; None if they can."""
     if kind == SIMULATED:

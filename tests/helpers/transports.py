@@ -68,7 +68,8 @@ def _ways(metafunc: pytest.Metafunc) -> list[Any]:
     elif starts_ranks and (folder in (*_FOLDERS, *tiers.choose(_SOAK_FOLDERS, ())) or module.__name__ in _MODULES):
         ways.append(tiers.thorough(GLOO))
     reads_transport = "transport" in signature(metafunc.function).parameters
-    if starts_ranks and folder in _DEVICE_FOLDERS and not marks & {"cpu", "gpu"} and not reads_transport:
+    others = {"cpu", "gpu"} if devices.is_real() else {"cpu", "gpu", "unsimulated"}
+    if starts_ranks and folder in _DEVICE_FOLDERS and not marks & others and not reads_transport:
         is_extra = not devices.CHOSEN and folder != _DEVICE_MODULE
         ways.append(pytest.param(DEVICE, marks=[pytest.mark.device, *([pytest.mark.thorough] if is_extra else [])]))
     return ways
