@@ -21,6 +21,7 @@ from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
 from legacy_ddp._text import TIE, error_line, wrap
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.groups import Groups
 
@@ -234,27 +235,26 @@ def _scale_of(scaler: LossScaler | None) -> float | None:
 
 
 def _scan(plan: Plan, packed: Packed) -> NonFinite:
-    bad_grads: dict[str, tuple[int, int, int]] = {}
-    present = 0
+    """The non-finite gradients and parameters. The host waits once for a device."""
+    grads: dict[str, torch.Tensor] = {}
     for name, grad in packed.grads(plan):
         values = grad.values() if grad is not None and grad.is_sparse else grad
         if values is not None and values.numel():
-            present += 1
-            if counts := _count(values):
-                bad_grads[name] = counts
-    weights = [
-        slot.name
-        for slot, parameter in zip(plan.layout.slots, plan.parameters, strict=True)
-        if not torch.isfinite(parameter).all()
-    ]
+            grads[name] = values
+    counts = [count for values in grads.values() for count in _counts(values)]
+    are_finite = [torch.isfinite(parameter).all() for parameter in plan.parameters]
+    read = list(map(int, devices.read_scalars([*counts, *are_finite])))
+    of_grads, of_weights = read[: len(counts)], read[len(counts) :]
+    bad_grads = {
+        name: (nan, nonfinite - nan, values.numel())
+        for (name, values), nonfinite, nan in zip(grads.items(), of_grads[::2], of_grads[1::2], strict=True)
+        if nonfinite
+    }
+    weights = [slot.name for slot, is_finite in zip(plan.layout.slots, of_weights, strict=True) if not is_finite]
     named = dict(list(bad_grads.items())[:_MAX_NAMES])
-    return NonFinite(named, len(bad_grads), present, weights[:_MAX_NAMES], len(weights))
+    return NonFinite(named, len(bad_grads), len(grads), weights[:_MAX_NAMES], len(weights))
 
 
-def _count(values: torch.Tensor) -> tuple[int, int, int] | None:
-    """(NaN, inf, elements); None if every element is finite. A complex element with a NaN part counts as NaN."""
-    nonfinite = values.numel() - int(torch.isfinite(values).sum())
-    if not nonfinite:
-        return None
-    nan = int(torch.isnan(values).sum())
-    return nan, nonfinite - nan, values.numel()
+def _counts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of elements that are not finite, and of NaN. A complex element with a NaN part counts as NaN."""
+    return torch.isfinite(values).logical_not_().sum(), torch.isnan(values).sum()

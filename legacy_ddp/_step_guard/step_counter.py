@@ -1,6 +1,7 @@
 """Optimizer steps of the process: their observers, their number between two calls, and the GradScaler of each."""
 
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._torch import device as devices
 
 _QUICK_NUMEL = 2**16  # gradients of at most this size are read first
 
@@ -158,6 +160,17 @@ def has_nonzero(grad: torch.Tensor) -> bool:
     """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance."""
     values = grad.coalesce().values() if grad.is_sparse else grad
     return bool(values.sum()) or bool(values.any())
+
+
+def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
+    """Whether any of the gradients has an element that is not zero. All on devices are read with one wait."""
+    away = []
+    for grad in grads:
+        if grad.device.type != "cpu":
+            away.append(grad.coalesce().values() if grad.is_sparse else grad)
+        elif has_nonzero(grad):
+            return True
+    return bool(away) and any(devices.read_scalars([values.any() for values in away]))
 
 
 # Of each optimizer the scaler of its last step. Weak references: neither stays alive here.
