@@ -402,6 +402,69 @@ def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
     assert [*found[0]] == [*expected]
 
 
+def _forward_and_backward(model: nn.Module, rank: int, number: int) -> None:
+    model.zero_grad()
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(2 * number + rank))
+    model(batch.to("sim")).pow(2).sum().backward()
+
+
+def _makes_other_steps(rank: int) -> dict[str, tuple[list[str], set[str]]]:
+    """Errors of calls after equal numbers of steps, and at last after a step of rank 0 alone; waits of the host."""
+    group, found = new_group(), {}
+    for as_view in (True, False):
+        model = _new(group, gradient_as_bucket_view=as_view)
+        optimizer = torch.optim.Adam(model.parameters())
+        errors = []
+        device.host_waits.clear()
+        for steps in (0, 1, 1 - rank, 0):
+            _forward_and_backward(model, rank, len(errors))
+            errors.append(str(attempt(model.all_reduce) or ""))
+            for _ in range(steps):
+                optimizer.step()
+            if not errors[1:] and rank == 0:  # the state of the optimizer, as tools of torch make it
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                optimizer.step()
+        found[f"views: {as_view}"] = errors, {place for place in device.host_waits if place}
+    return found
+
+
+def test_a_step_of_one_rank_alone_is_an_error_on_a_device_too() -> None:
+    """Steps were not counted there. No value is read."""
+    for found in run_ranks(_makes_other_steps, 2, fresh=True):
+        for (*quiet, error), waits in found.values():
+            assert quiet == ["", "", ""]
+            assert "ranks made different numbers of optimizer steps since the last call" in error
+            assert "rank 1 has 0; rank 0 has 1" in error
+            assert waits == set()
+
+
+def _clips_before_calls(rank: int) -> dict[str, tuple[list[str], list[int]]]:
+    """Errors and waits of calls with gradients that rank 1 has clipped, by ``Checks(edited=)``."""
+    group, found = new_group(), {}
+    for name, checks in (("warn", Checks()), ("raise", Checks(edited="raise"))):
+        model, errors, waits = _new(group, nn.Identity(), checks=checks), [], []
+        for number in range(6):
+            _forward_and_backward(model, rank, number)
+            if rank == 1:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+            device.host_waits.clear()
+            errors.append(str(attempt(model.all_reduce) or ""))
+            waits.append(sum(count for place, count in device.host_waits.items() if place))
+        found[name] = errors, waits
+    return found
+
+
+def test_edited_raise_finds_a_clip_on_a_device() -> None:
+    """The norm was not known there, and the check did not look at all."""
+    for rank, found in enumerate(run_ranks(_clips_before_calls, 2, fresh=True)):
+        assert found["warn"] == ([""] * 6, [0] * 6)
+        errors, waits = found["raise"]
+        assert errors[:4] == [""] * 4
+        assert "clipped by norm" in errors[4]
+        assert waits[:4] == [3 * rank] * 4
+
+
 def _new(group: Any, layer: nn.Module | None = None, **settings: Any) -> LegacyDistributedDataParallel:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))

@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.backward_counter import BackwardHook, StepPolicy
 from legacy_ddp._torch import device as devices
 
 _QUICK_NUMEL = 2**16  # gradients of at most this size are read first
@@ -99,8 +99,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class StepCounter(StepObserver):
     """Counts completed steps with a nonzero gradient of the given parameters, from a successful call to the next call.
 
-    A step with zeros only does not count: tools make such steps to create optimizer state. Only gradients on the CPU
-    are read, because the step would wait for another device.
+    A step with zeros only does not count: tools make such steps to create optimizer state. A gradient on a device is
+    not read, because the step would wait for the device: there a step counts if a gradient is the result of a call, or
+    was reached by a backward since. The zeros of a tool are neither.
     """
 
     def __init__(self, policy: StepPolicy) -> None:
@@ -141,7 +142,11 @@ class StepCounter(StepObserver):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad
-                if grad is None or id(parameter) not in self.ids or grad.device.type != "cpu":
+                if grad is None or id(parameter) not in self.ids:
+                    continue
+                if grad.device.type != "cpu":
+                    if _is_of_training(parameter):
+                        return True
                     continue
                 if grad.is_sparse:
                     grad = grad.coalesce().values()
@@ -154,6 +159,16 @@ class StepCounter(StepObserver):
             for grad in large
             for piece in grad.split(max(1, len(grad) * _QUICK_NUMEL // grad.numel()))
         )
+
+
+def _is_of_training(parameter: torch.Tensor) -> bool:
+    """Whether a call left the gradient, or a backward has reached it since."""
+    (hooks,) = internals.accumulate_hooks([parameter])
+    return any(
+        hook.counts[hook.index] > 0 or hook.was_reduced(parameter.grad)
+        for hook in hooks.values()
+        if type(hook) is BackwardHook
+    )
 
 
 def has_nonzero(grad: torch.Tensor) -> bool:
