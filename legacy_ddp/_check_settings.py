@@ -65,8 +65,8 @@ class Checks:
             ``"skip"``: all ranks skip the step together, which is told as with ``"warn"``: nothing is exchanged, every
             ``.grad`` is None and ``record.skipped`` is True; BatchNorm statistics have seen the bad batch already, and
             an infinity that arises in the sum itself is not seen; ``"ignore"``. ``"raise"`` and ``"skip"`` must be
-            equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. ``"warn"`` sees gradients on
-            CPU; ``"raise"`` and ``"skip"`` see all gradients, with a wait for the device.
+            equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. On a device
+            ``"warn"`` tells some calls later, without a wait; ``"raise"`` and ``"skip"`` wait for the device.
         grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss; None: with ``nonfinite="warn"`` a scaler
             that has scaled a loss in this process. While the scaler is enabled on every rank, with a scale above 1, a
             non-finite gradient counts as its overflow: no error and no warning, and its ``step()`` skips on all ranks,

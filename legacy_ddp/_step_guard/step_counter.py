@@ -220,6 +220,11 @@ def used_scaler(*, search: bool) -> torch.amp.GradScaler | None:
     return internals.largest_used_scaler(list(_known.values()))
 
 
+def knows_scalers() -> bool:
+    """Whether a scaler has stepped an optimizer, or was found by a search. Reads no scale."""
+    return bool(_known)
+
+
 def unscaled_ids() -> set[int]:
     """The ids of all parameters with a gradient that a scaler has unscaled before a step that has not come yet.
 

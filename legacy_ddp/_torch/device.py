@@ -61,6 +61,16 @@ def host_tensor_for(values: Sequence[int], device: torch.device) -> torch.Tensor
     return torch.tensor(values, device="cpu", pin_memory=device.type in _PINS_MEMORY)
 
 
+def host_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Integers of 32 bits on the CPU, for a copy from ``device`` that the host does not wait for."""
+    return torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=device.type in _PINS_MEMORY)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything that was issued on the device has run."""
+    _module_of(device).synchronize(*(() if device.type == "mps" else (device,)))
+
+
 @cache
 def has_float64(kind: str) -> bool:
     """Whether tensors on devices of this kind can have doubles."""
