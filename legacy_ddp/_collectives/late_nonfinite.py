@@ -15,15 +15,16 @@ ends.
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
+from itertools import chain, count
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
+from legacy_ddp._buckets.flat_buffer import DENSE
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.nonfinite import (
     MAX_NAMES,
@@ -136,7 +137,7 @@ class _Ring:
         return devices.host_numbers(numel, device) if index is None else self.free.pop(index)
 
     def _release(self, row: _Row) -> None:
-        self.free = [*self.free, *(part.host for part in row.parts)][-RING_SIZE:]
+        self.free = [*self.free, *(part.host for part in row.parts)][-RING_SIZE * max(len(row.parts), 1) :]
 
 
 class LateNonFiniteGradients(Check):
@@ -164,10 +165,9 @@ class LateNonFiniteGradients(Check):
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
         """Collective only if a header shows a non-finite gradient and no earlier call of the same streak has warned."""
-        call = step.call
-        ring = self._rings.get(call.groups)
-        if ring is None or step.plan.layout.is_on_cpu:
+        if step.plan.layout.is_on_cpu:
             return None
+        call, ring = step.call, self._rings[step.call.groups]
         ring.agreed += 1
         ring.call_names[ring.agreed] = str(call)
         is_common = bool(agreement.common_flags & Flag.WATCHED)
@@ -230,17 +230,32 @@ class LateNonFiniteGradients(Check):
 
 
 def _has_bit(word: int, number: int) -> bool:
-    return bool((word & (1 << _WINDOW) - 1) >> (word >> _WINDOW) - number & 1)
+    """Whether the word of a rank says that its row ``number`` has a non-finite gradient."""
+    age = (word >> _WINDOW) - number
+    return 0 <= age < _WINDOW and bool(word >> age & 1)
+
+
+def _gradients(step: LocalStep) -> Iterator[tuple[str, torch.Tensor]]:
+    """The elements of every gradient. The views of the slots exist already: new views would cost the host much time."""
+    plan, packed = step.plan, step.packed
+    if packed.sparse or any(flat is not buffer.flat for buffer, flat in zip(plan.buffers, packed.flats, strict=True)):
+        for name, grad in packed.grads(plan):
+            if grad is not None:
+                yield name, grad.values() if grad.is_sparse else grad
+        return
+    views = chain.from_iterable(buffer.views.tensors for buffer in plan.buffers)
+    for slot, kind, view in zip(plan.layout.slots, packed.kinds, views, strict=True):
+        if kind == DENSE:
+            yield slot.name, view
 
 
 def _begin_parts(step: LocalStep, ring: _Ring) -> list[_Part]:
     alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
-    for name, grad in step.packed.grads(step.plan):
-        values = grad.values() if grad is not None and grad.is_sparse else grad
-        if values is not None and values.numel():
+    for name, values in _gradients(step):
+        if values.numel():
             real = torch.view_as_real(values) if values.is_complex() else values
             alike.setdefault((real.device, real.dtype), {})[name] = real
-    serial, parts = next(_serials) % 2**31, []
+    serial, parts = next(_serials) % (2**31 - 1) + 1, []
     for (device, _), grads in alike.items():
         # The greatest magnitude: unlike a sum of squares, it is finite if and only if all elements are.
         greatest = torch.stack(internals.foreach_norm(list(grads.values()), float("inf")))

@@ -99,6 +99,10 @@ def _runs(rank: int) -> dict[str, tuple[dict[int, str], dict[int, int], list[str
     of.call({"a": NAN}, sample_size=4 * (1 - rank))
     of.call(sample_size=4)
 
+    of = loop("in tree order", reproducible=True)
+    of.call({"a": NAN}, sample_size=4)
+    of.call(sample_size=4)
+
     of = loop("slow on rank 1")
     for number in range(1, 8):
         device.holds_copies = rank == 1 and number < 5
@@ -157,6 +161,7 @@ EVERY = {  # by loop: by the attempt that tells, the headline and a line of the 
     },
     "finite": {},
     "no part": {},
+    "in tree order": {2: (_headline(1, "all_reduce() call 2"), "rank 1: 'a'\n")},
     "slow on rank 1": {6: (_headline(2, "all_reduce() call 6"), "rank 1: 'a'\n")},
     "full ring": {9: (_headline(1, "all_reduce() call 9"), "rank 1: 'a'\n")},
     "after an error": {5: (_headline(2, "all_reduce() call 4"), "rank 1: 'b'\n")},
