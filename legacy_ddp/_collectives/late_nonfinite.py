@@ -9,8 +9,8 @@ of a rank, and a bit for each of its last rows: whether it has a non-finite grad
 lowest of these numbers, in the same call. Rows are numbered by the calls on which all ranks have agreed: the number of
 a call is used again after an agreed error, and the row of such a call is dropped.
 
-Rows that no later call has judged are judged in check_replicas(), with a wait, or told by each rank as its process
-ends.
+Rows that no later call has judged are judged in check_replicas() and broadcast_parameters(), with a wait, or told by
+each rank as its process ends.
 """
 
 import weakref

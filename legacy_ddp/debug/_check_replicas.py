@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import agree, announcing_failures
-from legacy_ddp._agreement.header import Flag, Header
+from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import inventory_digest
 from legacy_ddp._check_settings import as_names
 from legacy_ddp._replicas import state as hold
@@ -89,12 +89,11 @@ def check_replicas(
                 own.add_digests(header)
             header.flags |= synchronizer.checks.flush_flag(call.groups)
         agreement = agree(call, header, request)
-        if agreement.common_flags & Flag.WATCHED and (text := synchronizer.checks.flush(call)):
-            synchronizer.warnings.add_everywhere(call, text)
-            synchronizer.warnings.emit()
+        synchronizer.flush(call, agreement)
         report = compare_headers(call, agreement.rows, own, details=details)
         if raises and not report.identical:
             raise divergence_error(call, report)
+    synchronizer.warnings.emit()
     return report
 
 
