@@ -371,10 +371,17 @@ def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
         model.module[0].weight.grad = torch.ones(4, 3, device="sim", requires_grad=True)
     call(model, "no items, and a gradient that cannot be used", sample_size=torch.tensor(4 * rank, device="sim"))
     told = [text.splitlines()[0] for text in logged_warnings.take()]
+    model = _new(group, checks="detail")
+    optimizer = torch.optim.SGD(model.parameters())
+    phases = []
+    for action in (lambda: _backward(model, rank), model.all_reduce, optimizer.step):
+        device.host_waits.clear()
+        action()
+        phases.append(sum(device.host_waits.values()))
     return {
         name: (waits, [record.sample_size, record.skipped, record.skipped_ranks, dict(record.metrics)])
         for name, (waits, record) in found.items()
-    } | {"told": ({}, told)}
+    } | {"told": ({}, told), "detail": ({}, phases)}
 
 
 def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
@@ -394,6 +401,7 @@ def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
     found = run_ranks(_counts_waits, 2, fresh=True)
 
     for rank, of_rank in enumerate(found):
+        assert of_rank.pop("detail")[1] == [1, 1, 2]  # forward and backward, call, step
         assert of_rank.pop("told")[1] == [
             "all_reduce() call 2: non-finite gradients, found before they were exchanged:"
         ]

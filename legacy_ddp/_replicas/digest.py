@@ -22,7 +22,7 @@ neighbouring bits always shows.
 import ctypes
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import torch
 
@@ -101,9 +101,27 @@ def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
 
     Small tensors are joined first, which makes the digest cheap enough for every step.
     """
-    sizes, groups = _group(tensors)
-    digests = digest_each(joined for group in groups for joined in _join(group))
-    return fingerprint(repr((sizes, digests)).encode())
+    return digest_lists([tensors])[0]
+
+
+def digest_lists(lists: Sequence[Sequence[torch.Tensor | None]]) -> list[int]:
+    """:func:`digest_all` of each list. The host waits once per device, whatever the number of lists."""
+    grouped = [_group(tensors) for tensors in lists]
+    ends: list[int] = []  # of each list, among the joined tensors of all lists
+
+    def join_all() -> Iterator[torch.Tensor]:
+        number = 0
+        for _, groups in grouped:
+            for joined in chain.from_iterable(map(_join, groups)):
+                number += 1
+                yield joined
+            ends.append(number)
+
+    digests = digest_each(join_all())
+    return [
+        fingerprint(repr((sizes, digests[start:end])).encode())
+        for (sizes, _), (start, end) in zip(grouped, pairwise([0, *ends]), strict=True)
+    ]
 
 
 @torch.no_grad()
