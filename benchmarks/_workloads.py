@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from types import MappingProxyType
 
 import torch
@@ -120,7 +121,10 @@ def workload_named(name: str, *, layers: int = LAYERS) -> Workload:
 
 
 # Buffers are left alone by all of them: the question is what synchronising gradients costs.
-_ddp = partial(DistributedDataParallel, forward_sync_buffers=False)
+# Older torches have another name for the setting.
+_SETTING = "forward_sync_buffers"
+_IS_KNOWN = _SETTING in signature(DistributedDataParallel.__init__).parameters
+_ddp = partial(DistributedDataParallel, **{_SETTING if _IS_KNOWN else "broadcast_buffers": False})
 WRAPPERS: Mapping[str, Callable[[nn.Module], nn.Module]] = MappingProxyType(
     {
         "torch DDP": _ddp,

@@ -40,7 +40,8 @@ class Checks:
 
     A setting without effect at its level is a ValueError of the wrapper: ``"raise"`` for ``nonfinite``, ``divergence``
     or ``edited`` and ``nonfinite="skip"`` at level ``"off"``, ``every`` above 1 at another level than ``"detail"``,
-    ``divergence="ignore"`` at level ``"detail"``. A level from the environment is no error beside any setting.
+    ``divergence="ignore"`` at level ``"detail"``. A level from the environment is no error beside any setting, and
+    ``"off"`` from there keeps ``nonfinite="skip"``, which changes the weights of a training.
 
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
@@ -57,15 +58,15 @@ class Checks:
         unsynchronized_step: the reaction if an optimizer's ``step()`` would use gradients that were not reduced since
             the last backward: ``"raise"`` an UnsynchronizedStepError before anything changes, at every level but
             ``"off"``; ``"allow"``. Inside ``no_sync()`` a step is allowed. With ``"raise"``, level ``"info"`` also
-            counts the steps between two calls, on CPU: different numbers are a DesyncError on every rank.
+            counts the steps between two calls: different numbers are a DesyncError on every rank.
         nonfinite: the reaction if the local gradient of a participating rank holds NaN or infinity: ``"warn"`` in the
             first call of a streak, on rank 0 and in the log of every rank, and go on; ``"raise"`` a
             NonFiniteGradientError on every rank, naming ranks and parameters, before gradients are exchanged;
             ``"skip"``: all ranks skip the step together, which is told as with ``"warn"``: nothing is exchanged, every
             ``.grad`` is None and ``record.skipped`` is True; BatchNorm statistics have seen the bad batch already, and
             an infinity that arises in the sum itself is not seen; ``"ignore"``. ``"raise"`` and ``"skip"`` must be
-            equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. ``"warn"`` sees gradients on
-            CPU; ``"raise"`` and ``"skip"`` see all gradients, with a wait for the device.
+            equal on all ranks; no rank warns if a rank has ``"ignore"`` or is ``"off"``. On a device
+            ``"warn"`` tells some calls later, without a wait; ``"raise"`` and ``"skip"`` wait for the device.
         grad_scaler: the :class:`torch.amp.GradScaler` that scales the loss; None: with ``nonfinite="warn"`` a scaler
             that has scaled a loss in this process. While the scaler is enabled on every rank, with a scale above 1, a
             non-finite gradient counts as its overflow: no error and no warning, and its ``step()`` skips on all ranks,
@@ -84,8 +85,9 @@ class Checks:
             call: ``"warn"`` once, on rank 0 and in the log of every rank; ``"raise"`` an EditedGradientError on every
             rank, before gradients are exchanged; ``"allow"``, for instance for gradients normalised before the call.
             ``"raise"`` must be equal on all ranks. A scaler is known from its second step on. A clip shows in edited
-            gradients of different directions, on CPU, with one norm or one greatest element in call after call; other
-            edits are silent.
+            gradients of different directions, with one norm or one greatest element in call after call; other edits are
+            silent. On a device ``"warn"`` sees a clip only with ``nonfinite="raise"`` or ``"skip"``, and ``"raise"``
+            waits for the device in calls with edited gradients.
         local_buffers: names of buffers that may differ between ranks, or patterns (``"*.running_mean"``): these
             buffers are not compared. Without a name, too: buffers that are not saved, buffers that differ and have
             changed on every rank since the first forward, and running statistics of torch's normalisation layers that
@@ -162,8 +164,9 @@ class Checks:
 
     @cached_property
     def nonfinite_policy(self) -> Nonfinite:
-        """The reaction to a non-finite gradient."""
-        return self.nonfinite if self.level != "off" else "ignore"
+        """The reaction to a non-finite gradient. ``"skip"`` is kept at the level ``"off"`` of the environment: without
+        it a training would get other weights."""
+        return self.nonfinite if self.level != "off" or self.nonfinite == "skip" else "ignore"
 
     @cached_property
     def edited_policy(self) -> Edited:

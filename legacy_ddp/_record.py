@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from legacy_ddp._agreement.header import Header, decode_header
+from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
 from legacy_ddp._text import format_bytes, plain, printable, table, wrap
@@ -20,11 +21,12 @@ class RankRow:
     """Contribution of a rank to a call.
 
     ``rank``: its number in the group. ``local_norm``: 2-norm of the local gradient, before the reduction; None if the
-    rank took no part, with checks off, and on CUDA unless ``nonfinite="raise"``. ``finite``: whether the local gradient
-    held neither NaN nor infinity; None without ``local_norm``. ``micro_batches``: backward passes since the rank's last
-    call. ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip`` and ``sample_size=0``.
-    ``leaves``: with ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of
-    the other ranks, in the *previous* call; the straggler waited least.
+    rank took no part, with checks off, and on a device unless ``nonfinite="raise"`` or ``"skip"``. ``finite``: whether
+    the local gradient held neither NaN nor infinity; None without ``local_norm``. ``micro_batches``: backward passes
+    since the rank's last call. ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip``
+    and ``sample_size=0``; a rank of a step that all ranks skip has brought its gradients. ``leaves``: with
+    ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of the other ranks,
+    in the *previous* call; the straggler waited least.
 
     Example:
         >>> model(inputs).sum().backward()
@@ -48,9 +50,10 @@ class SyncRecord:
     """Record of a call of ``all_reduce()`` on this rank. Host values, final when the call returns.
 
     ``call``: number of the call on this wrapper and group, from 1; 0 for the no-op inside ``no_sync()``.
-    ``synchronized``: false for the no-op. ``skipped``: no rank took part, every ``.grad`` is None. ``sample_size``: the
-    sum over the ranks, None for a plain call. ``divisor``: the divisor of the summed gradients, 0 if no rank took part.
-    ``skipped_ranks``: the ranks that took no part. ``payload_bytes``: gradient bytes from this rank to collectives.
+    ``synchronized``: false for the no-op. ``skipped``: no rank took part, or all ranks skipped the step
+    (``Checks(nonfinite="skip")``); every ``.grad`` is None. ``sample_size``: the sum over the ranks, None for a plain
+    call. ``divisor``: the divisor of the summed gradients, 0 if ``skipped``. ``skipped_ranks``: the ranks whose
+    gradients do not count: all of them if ``skipped``. ``payload_bytes``: gradient bytes from this rank to collectives.
     ``transport``: the carrier of dense gradients on CPU, ``host`` (memory shared by the ranks of a host; gloo between
     several hosts) or ``gloo``; empty for a single rank. ``seconds``: wall time of this rank per phase (plan, pack,
     agree, payload, alias; with ``checks="detail"`` also digest, with metrics metrics, with a communication hook hook,
@@ -184,13 +187,20 @@ def _describe(record: SyncRecord) -> str:
     items = "sample" if record.sample_size is not None else "rank"
     facts = [f"mean over {record.divisor:,} {items}{'s' if record.divisor != 1 else ''}"]
     if record.skipped:
-        facts = ["no rank took part, every .grad is None"]
+        facts = [f"{_reason_of_skip(record)}, every .grad is None"]
     if record.transport:
         facts.append(f"{format_bytes(record.payload_bytes)} by {record.transport}")
     if record.seconds:
         phase, longest = max(record.seconds.items(), key=lambda item: item[1])
         facts.append(f"{_duration(sum(record.seconds.values()))} ({phase} {_duration(longest)})")
     return f"call {record.call}: {', '.join(facts)}"
+
+
+def _reason_of_skip(record: SyncRecord) -> str:
+    if not any(row.took_part for row in record.rows):
+        return "no rank took part"
+    ranks = [row.rank for row in record.rows if row.finite is False]
+    return f"all ranks skipped this step, because of NaN or infinity on {name_ranks(ranks)}"
 
 
 def _metric_lines(record: SyncRecord) -> list[str]:

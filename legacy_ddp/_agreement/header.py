@@ -65,8 +65,9 @@ class Header:
     ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
     items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
     ``waited_us``: microseconds of the wait for the headers of the last call. ``replica``: digest of the state that
-    replicas share. ``gradients``: digest of the gradients in check_replicas(). ``generators``: digest of the random
-    generators, which may differ.
+    replicas share. ``gradients``: digest of the gradients in check_replicas(); in an all_reduce on a device what is
+    known there about the gradients of earlier calls (``_collectives/late_nonfinite``). ``generators``: digest of the
+    random generators, which may differ.
     """
 
     # The facts that are equal on all ranks in most calls come first: their bytes are compared all at once.

@@ -7,7 +7,7 @@ transposed gradient), the call packs into a fresh flat tensor and leaves the old
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -247,14 +247,19 @@ class FlatBuffer:
             self._result_versions = [0 if grad is None else grad._version for grad in grads]
 
     def _assign(self, views: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor], kinds: Sequence[int]) -> None:
-        written: set[int] = set()
+        slots: list[torch.Tensor] = []
+        copies: dict[int, torch.Tensor] = {}
         for view, parameter, kind, is_view in zip(views, parameters, kinds, self._is_view, strict=True):
             if kind == ABSENT:
                 parameter.grad = None
             elif kind == DENSE and not self.as_views:
-                parameter.grad = _copy_out(view, parameter.grad, written)
+                parameter.grad = _target(view, parameter.grad, copies)
+                slots.append(view)
+                copies[id(parameter.grad)] = parameter.grad
             elif kind == DENSE and not is_view:
                 parameter.grad = view
+        if slots:
+            internals.foreach_copy(list(copies.values()), slots)
 
     def _change_memory(self) -> None:
         """Leave the memory to its holders, and take the spare if nothing refers to it, else fresh memory.
@@ -305,17 +310,14 @@ def _inside(runs: Sequence[Run], offset: int) -> bool:
     return index >= 0 and offset < runs[index][1]
 
 
-def _copy_out(view: torch.Tensor, grad: torch.Tensor | None, written: set[int]) -> torch.Tensor:
-    """The reduced values, written to ``grad`` if no other tensor shares its memory, else in a new tensor."""
+def _target(view: torch.Tensor, grad: torch.Tensor | None, taken: Container[int]) -> torch.Tensor:
+    """Memory for the reduced values in ``view``: ``grad`` if no other tensor shares its memory, else a new tensor."""
     can_take = (
         grad is not None
         and grad.layout is torch.strided
         and (grad.shape, grad.stride(), grad.dtype) == (view.shape, view.stride(), view.dtype)
         and not (grad.is_inference() or grad.is_conj() or grad.is_neg())
-        and grad.data_ptr() not in written  # one tensor may be the gradient of two parameters
+        and id(grad) not in taken  # one tensor may be the gradient of two parameters
         and internals.storage_use_count(grad) == 1
     )
-    if grad is None or not can_take:
-        return view.clone()
-    written.add(grad.data_ptr())
-    return grad.copy_(view)
+    return grad if grad is not None and can_take else torch.empty_like(view)

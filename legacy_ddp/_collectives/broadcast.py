@@ -75,6 +75,7 @@ def broadcast_parameters(synchronizer: Synchronizer, module: nn.Module, group: d
     named = zip(*parameters, strict=True)
     _broadcast(synchronizer, Operation.BROADCAST_PARAMETERS, group, named, kind="parameter", src=src)
     synchronizer.note_new_parameters(synchronizer.planner.plan(parameters))
+    synchronizer.warnings.emit()
 
 
 def broadcast_buffers(synchronizer: Synchronizer, module: nn.Module, group: dist.ProcessGroup, *, src: int) -> None:
@@ -112,7 +113,10 @@ def _broadcast(
                 call.groups.payload(item.tensor.device)
             inventory = build_inventory(tensors, kind=kind)
         on_device = any(item.tensor.device.type != "cpu" for item in tensors)
-        agree(call, Header(layout=inventory_digest(inventory), source=src), inventory, on_device=on_device)
+        header = Header(layout=inventory_digest(inventory), source=src)
+        if operation == Operation.BROADCAST_PARAMETERS:  # also at the end of a join; buffers may travel in every step
+            header.flags = synchronizer.checks.flush_flag(call.groups)
+        synchronizer.flush(call, agree(call, header, inventory, on_device=on_device))
         if call.groups.size == 1:
             return
         with call.phase("payload"):

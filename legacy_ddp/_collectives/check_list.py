@@ -1,4 +1,7 @@
-"""The list of the checks of a call, and the shorter checks. ``edited`` and ``nonfinite`` have the longer checks."""
+"""The list of the checks of a call, and the shorter checks.
+
+``edited``, ``nonfinite`` and ``late_nonfinite`` have the longer checks.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +17,7 @@ from legacy_ddp._agreement.header import PLACES, Flag, Header, Participation, is
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.edited import EditedGradients
+from legacy_ddp._collectives.late_nonfinite import LateNonFiniteGradients
 from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError
@@ -23,6 +27,7 @@ from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
 from legacy_ddp._step_guard.step_counter import StepCounter
+from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 
 _WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
@@ -326,6 +331,7 @@ class CheckList:
 
     def __init__(self, checks: Sequence[Check]) -> None:
         self.all = checks
+        self._late = next(check for check in checks if isinstance(check, LateNonFiniteGradients))
         self.with_facts = _overriding(checks, "facts")
         self.with_compare = _overriding(checks, "compare")
         self.with_end = _overriding(checks, "end")
@@ -334,6 +340,14 @@ class CheckList:
         self.mismatches: Sequence[tuple[Precedence, Mismatch]] = [
             (check.precedence, check.mismatch) for check in _overriding(checks, "mismatch")
         ]
+
+    def flush_flag(self, groups: Groups) -> int:
+        """As :meth:`LateNonFiniteGradients.flush_flag`."""
+        return self._late.flush_flag(groups)
+
+    def flush(self, call: Call) -> str | None:
+        """As :meth:`LateNonFiniteGradients.flush`."""
+        return self._late.flush(call)
 
     def observe(self, step: LocalStep, agreement: Agreement) -> Iterator[str]:
         """The texts of rank 0 for a call. A check with a text is not asked again."""
@@ -353,6 +367,7 @@ CHECKS: tuple[type[Check], ...] = (
     Replicas,
     EditedGradients,
     NonFiniteGradients,
+    LateNonFiniteGradients,
     UnevenWork,
     SameData,
     UnclearedGradients,

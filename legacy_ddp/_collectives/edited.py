@@ -16,7 +16,7 @@ from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Plan
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
-from legacy_ddp._collectives.pack import Packed, pieces_of
+from legacy_ddp._collectives.pack import Packed, norm_of, pieces_of
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import EditedGradientError
 from legacy_ddp._statistics import RECENT_NORMS, LimitDetector, comparable_norm
@@ -138,7 +138,10 @@ class EditedGradients(Check):
             header.flags |= Flag.UNSCALED
         if not counter.was_first_edited(plan.parameters):
             return
-        if norm := comparable_norm(header.local_norm, header.finite):
+        norm, finite = header.local_norm, header.finite
+        if norm is None and self._raises:  # on a device, where a warning alone is worth no wait
+            norm, finite = norm_of(pieces_of(plan, step.packed))
+        if norm := comparable_norm(norm, finite):
             limits = self._values.limits(plan, step.packed, norm)
             header.flags |= limits if limits and counter.were_all_edited(plan.parameters) else 0
 

@@ -173,5 +173,6 @@ class _StandIn(JoinHook):
         rank = dist.get_rank(group)
         last = torch.tensor([rank if is_last_joiner else -1], device=wrapper.join_device)
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=group)
+        source = int(last.item())
         for broadcast in (broadcast_parameters, broadcast_buffers):
-            broadcast(self._synchronizer, wrapper.module, group, src=int(last.item()))
+            broadcast(self._synchronizer, wrapper.module, group, src=source)

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 
-def read_metrics(metrics: object) -> dict[str, float]:
-    """The value of every metric, sorted by name.
+def read_metrics(metrics: object, reader: devices.ScalarReader | None = None) -> dict[str, float]:
+    """The value of every metric, sorted by name. ``reader``: as for :func:`read_numbers`.
 
     Raises:
         TypeError, ValueError: as :func:`read_numbers`; not a mapping from names.
@@ -31,15 +32,20 @@ def read_metrics(metrics: object) -> dict[str, float]:
             raise TypeError(f"a name in metrics is of the wrong type: got {name!r}, expected a str")
         if not name:
             raise ValueError("a name in metrics is empty: got '', expected at least one character, such as 'loss'")
-    return read_numbers("metrics", {name: metrics[name] for name in sorted(metrics)})
+    return read_numbers("metrics", {name: metrics[name] for name in sorted(metrics)}, reader=reader)
 
 
 def read_numbers(
-    owner: str, values: Mapping[str, object], expected: str = "a real number or a tensor with one element"
+    owner: str,
+    values: Mapping[str, object],
+    expected: str = "a real number or a tensor with one element",
+    *,
+    reader: devices.ScalarReader | None = None,
 ) -> dict[str, float]:
     """Every value as a double. Tensors on another device than the CPU are read together, with one wait.
 
-    ``expected``: the values that ``owner`` takes, for the text of an error.
+    ``expected``: the values that ``owner`` takes, for the text of an error. ``reader``: reads the tensors on a device
+    later, together with others: until then their values are NaN.
 
     Raises:
         TypeError: a value is not a number, or has several elements; the text has ``owner`` and the name.
@@ -51,9 +57,18 @@ def read_numbers(
     for name, value in away.items():
         _require_one_real_element(f"{owner}[{name!r}]", value)
     found = {name: _number(f"{owner}[{name!r}]", value, expected) for name, value in values.items() if name not in away}
+    numbers = {name: found.get(name, math.nan) for name in values}
     if away:
-        found.update(zip(away, devices.read_scalars(list(away.values())), strict=True))
-    return {name: found[name] for name in values}
+        later = reader or devices.ScalarReader()
+        for name, value in away.items():
+            later.add(value, partial(_take, numbers, name))
+        if reader is None:
+            later.read()
+    return numbers
+
+
+def _take(numbers: dict[str, float], name: str, number: float) -> None:
+    numbers[name] = float(number)
 
 
 def fingerprint_names(metrics: Mapping[str, float]) -> int:

@@ -6,7 +6,7 @@ the ranks exchange details, a few hundred bytes per rank.
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -21,21 +21,22 @@ from legacy_ddp._compare import MAX_LINES, name_ranks
 from legacy_ddp._errors import NonFiniteGradientError
 from legacy_ddp._step_guard.step_counter import used_scaler, watch_scalers
 from legacy_ddp._text import TIE, error_line, wrap
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 
-_MAX_NAMES = 5
+MAX_NAMES = 5
 
 
 @dataclass(frozen=True)
 class NonFinite:
-    """Details of a rank, with the names of at most ``_MAX_NAMES`` gradients and weights.
+    """Details of a rank, with the names of at most ``MAX_NAMES`` gradients and weights.
 
-    ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter. ``bad_grads``: number of all non-finite
-    gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite parameters.
-    ``bad_weights``: number of all non-finite parameters. ``scale``: scale of an enabled GradScaler. ``failure``: error
-    of the inspection. ``has_other_scaler``: a GradScaler that was not passed has scaled a loss; only looked for if the
-    reaction is not a warning.
+    ``counts``: (NaN, inf, elements) of non-finite gradients, by parameter; empty if not counted. ``bad_grads``: number
+    of all non-finite gradients. ``present``: number of gradients with elements. ``weights``: names of non-finite
+    parameters. ``bad_weights``: number of all non-finite parameters. ``scale``: scale of an enabled GradScaler.
+    ``failure``: error of the inspection. ``has_other_scaler``: a GradScaler that was not passed has scaled a loss; only
+    looked for if the reaction is not a warning.
     """
 
     counts: Mapping[str, Sequence[int]]
@@ -93,10 +94,11 @@ class NonFiniteGradients(Check):
             return None
         with call.phase("agree"):
             search = not self._has_searched_scalers
-            own = _inspect(call, step.plan, step.packed, scan=call.groups.rank in ranks, search=search)
+            is_affected = call.groups.rank in ranks
+            own = inspect(call, lambda: _scan(step.plan, step.packed) if is_affected else NonFinite({}), search=search)
             self._has_searched_scalers = True
             found = [NonFinite(**of_rank) for of_rank in call.gather_objects(asdict(own))]
-        if reaction != "skip" and all(_may_overflow(details.scale) for details in found):
+        if reaction != "skip" and all(may_overflow(details.scale) for details in found):
             return None
         text = describe_nonfinite(str(call), ranks, found, reaction=reaction, skipped_calls=self._skipped_calls)
         if reaction == "raise":
@@ -125,30 +127,43 @@ def _have_scalers(call: Call, agreement: Agreement, ranks: Sequence[int]) -> boo
 
 
 def describe_nonfinite(
-    call_name: str, ranks: Sequence[int], found: Sequence[NonFinite], *, reaction: Nonfinite, skipped_calls: int = 0
+    call_name: str,
+    ranks: Sequence[int],
+    found: Sequence[NonFinite],
+    *,
+    reaction: Nonfinite,
+    skipped_calls: int = 0,
+    found_in: str = "",
 ) -> str:
     """The text of the error or warning, equal on every rank. ``found``: of all ranks; ``ranks``: with non-finite
-    gradients. ``skipped_calls``: with the reaction ``"skip"``, this call included."""
+    gradients. ``skipped_calls``: with the reaction ``"skip"``, this call included. ``found_in``: a later call, which
+    found the gradients after they were exchanged."""
     by_text: dict[str, list[int]] = {}
     for rank, details in enumerate(found):
         if rank in ranks or details.failure:
-            by_text.setdefault(_describe_rank(details), []).append(rank)
+            by_text.setdefault(describe_rank(details), []).append(rank)
     lines = [f"{name_ranks(same)}: {text}" for text, same in list(by_text.items())[:MAX_LINES]]
     if len(by_text) > MAX_LINES:
         lines.append(f"... {sum(map(len, list(by_text.values())[MAX_LINES:]))} more ranks, each with different details")
-    steps = _next_steps([found[rank] for rank in ranks], found, reaction, skipped_calls)
+    steps = _next_steps([found[rank] for rank in ranks], found, reaction, skipped_calls, is_late=bool(found_in))
     wrapped = [line for text in lines for line in wrap(text, "  ", break_words=False, ties=True)]
     wrapped += [line for text in steps for line in wrap(text, break_words=False)]
-    return "\n".join([f"{call_name}: non-finite gradients, found before they were exchanged:", *wrapped])
+    where = f"in {found_in}, when the device had told them" if found_in else "before they were exchanged"
+    return "\n".join([f"{call_name}: non-finite gradients, found {where}:", *wrapped])
 
 
 def _next_steps(
-    affected: Sequence[NonFinite], found: Sequence[NonFinite], reaction: Nonfinite, skipped_calls: int
+    affected: Sequence[NonFinite],
+    found: Sequence[NonFinite],
+    reaction: Nonfinite,
+    skipped_calls: int,
+    *,
+    is_late: bool,
 ) -> Iterator[str]:
     scales = [details.scale for details in found if details.scale is not None]
     without = [rank for rank, details in enumerate(found) if details.scale is None and not details.failure]
     if len(scales) == len(found):
-        scale = next(scale for scale in scales if not _may_overflow(scale))
+        scale = next(scale for scale in scales if not may_overflow(scale))
         yield f"the GradScaler's scale is {scale:g}: to skip this step would not help"
     elif scales and without:
         yield f"no GradScaler is enabled on {name_ranks(without)}: not all ranks would skip this step"
@@ -162,9 +177,10 @@ def _next_steps(
             "(told again after 10, 100, ... skipped steps, and after finite gradients)"
         )
     if reaction == "warn":
+        received, stop = ("has got them", "in time") if is_late else ("gets them now", "here instead")
         yield (
-            "every rank gets them now (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
-            "to stop here instead"
+            f"every rank {received} (warned once until all are finite again); see legacy_ddp.Checks(nonfinite=...) "
+            f"to stop {stop}"
         )
     users = [rank for rank, details in enumerate(found) if details.has_other_scaler]
     if users and reaction == "skip":
@@ -181,20 +197,22 @@ def _next_steps(
         yield "if a loss scaler of your own skips such steps, pass the scaler as Checks(grad_scaler=...)"
 
 
-def _may_overflow(scale: float | None) -> bool:
+def may_overflow(scale: float | None) -> bool:
     """Whether a GradScaler may have caused the infinity. A scale of at most 1 causes no overflow; an infinite scale
     makes every gradient non-finite, and no skipped step helps."""
     return scale is not None and 1 < scale < math.inf
 
 
-def _describe_rank(details: NonFinite) -> str:
+def describe_rank(details: NonFinite) -> str:
     if details.failure:
         return f"inspection failed: {details.failure}"
     if details.bad_grads == details.present > 1:
         hint = "" if details.bad_weights else ": look at its loss and its input"
         parts = [f"every gradient ({details.bad_grads} of {details.present} parameters){hint}"]
     else:
-        parts = [f"{name!r}: {_format_counts(*counts)}" for name, counts in details.counts.items()]
+        parts = [
+            f"{name!r}: {_format_counts(*counts)}" if counts else repr(name) for name, counts in details.counts.items()
+        ]
         parts += _more(details.bad_grads - len(details.counts))
     if details.bad_weights:
         names = [*map(repr, details.weights), *_more(details.bad_weights - len(details.weights))]
@@ -211,13 +229,13 @@ def _format_counts(nan: int, inf: int, numel: int) -> str:
     return f"{' and '.join(counts)} of {numel}".replace(" ", TIE)
 
 
-def _inspect(call: Call, plan: Plan, packed: Packed, *, scan: bool, search: bool) -> NonFinite:
-    """The details of this rank, with the GradScaler in use, also if the loop did not pass one to ``Checks``.
+def inspect(call: Call, find: Callable[[], NonFinite], *, search: bool) -> NonFinite:
+    """What ``find`` finds on this rank, with the GradScaler in use, also if the loop did not pass one to ``Checks``.
 
     A scaler in use may skip the step: a warning takes this into account, and an error names ``Checks(grad_scaler=)``.
     """
     try:
-        found = _scan(plan, packed) if scan else NonFinite({})
+        found = find()
         passed = call.checks.grad_scaler
         if passed is not None:
             return replace(found, scale=_scale_of(passed))
@@ -234,27 +252,26 @@ def _scale_of(scaler: LossScaler | None) -> float | None:
 
 
 def _scan(plan: Plan, packed: Packed) -> NonFinite:
-    bad_grads: dict[str, tuple[int, int, int]] = {}
-    present = 0
+    """The non-finite gradients and parameters. The host waits once for a device."""
+    grads: dict[str, torch.Tensor] = {}
     for name, grad in packed.grads(plan):
         values = grad.values() if grad is not None and grad.is_sparse else grad
         if values is not None and values.numel():
-            present += 1
-            if counts := _count(values):
-                bad_grads[name] = counts
-    weights = [
-        slot.name
-        for slot, parameter in zip(plan.layout.slots, plan.parameters, strict=True)
-        if not torch.isfinite(parameter).all()
-    ]
-    named = dict(list(bad_grads.items())[:_MAX_NAMES])
-    return NonFinite(named, len(bad_grads), present, weights[:_MAX_NAMES], len(weights))
+            grads[name] = values
+    counts = [count for values in grads.values() for count in _counts(values)]
+    are_finite = [torch.isfinite(parameter).all() for parameter in plan.parameters]
+    read = list(map(int, devices.read_scalars([*counts, *are_finite])))
+    of_grads, of_weights = read[: len(counts)], read[len(counts) :]
+    bad_grads = {
+        name: (nan, nonfinite - nan, values.numel())
+        for (name, values), nonfinite, nan in zip(grads.items(), of_grads[::2], of_grads[1::2], strict=True)
+        if nonfinite
+    }
+    weights = [slot.name for slot, is_finite in zip(plan.layout.slots, of_weights, strict=True) if not is_finite]
+    named = dict(list(bad_grads.items())[:MAX_NAMES])
+    return NonFinite(named, len(bad_grads), len(grads), weights[:MAX_NAMES], len(weights))
 
 
-def _count(values: torch.Tensor) -> tuple[int, int, int] | None:
-    """(NaN, inf, elements); None if every element is finite. A complex element with a NaN part counts as NaN."""
-    nonfinite = values.numel() - int(torch.isfinite(values).sum())
-    if not nonfinite:
-        return None
-    nan = int(torch.isnan(values).sum())
-    return nan, nonfinite - nan, values.numel()
+def _counts(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of elements that are not finite, and of NaN. A complex element with a NaN part counts as NaN."""
+    return torch.isfinite(values).logical_not_().sum(), torch.isnan(values).sum()

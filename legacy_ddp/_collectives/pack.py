@@ -8,8 +8,8 @@ import math
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple, SupportsFloat, SupportsIndex
+from functools import lru_cache, partial
+from typing import NamedTuple, SupportsFloat, SupportsIndex, TypeGuard
 
 import torch
 
@@ -22,7 +22,7 @@ from legacy_ddp._collectives.metrics import fingerprint_names, read_metrics
 from legacy_ddp._errors import GradientError
 from legacy_ddp._reproducible.micro_batches import Leaves
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.step_counter import has_nonzero
+from legacy_ddp._step_guard.step_counter import have_nonzero
 from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call, check_can_communicate
 
@@ -76,22 +76,22 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
     """
     with call.phase("pack"):
         check_can_communicate(call)
-        metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics)
-        header = _header_of(arguments.sample_size, arguments.skip)
+        reader = None if plan.layout.is_on_cpu else devices.ScalarReader()
+        metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics, reader)
+        header = _header_of(arguments.sample_size, arguments.skip, reader)
         header.metric_names = fingerprint_names(metrics) if metrics else 0
-        takes_part, has_peers = header.takes_part, call.groups.size > 1
-        if leaves is None:
-            grads = plan.grads
-            plan.collect(grads, are_used=takes_part)
-        else:
-            _require_sample_size(header)
-            grads = leaves.collect_last(plan) if takes_part else []
+        has_peers = call.groups.size > 1
+        grads = _collect(plan, leaves, header, reader)
         _allocate(call, plan, has_wire=leaves is None)
         flats: Sequence[torch.Tensor] = [buffer.views.flat for buffer in plan.buffers]
+        if reader is not None and leaves is None:
+            _read_together(call, plan, grads, header, reader)
+        takes_part = header.takes_part
         kinds = [ABSENT] * len(plan.parameters)
         sparse: dict[int, torch.Tensor] = {}
         if takes_part:
-            header.micro_batches, header.flags = counter.micro_batches, _step_flags(counter, plan, grads)
+            header.micro_batches = counter.micro_batches
+            header.flags |= _step_flags(counter, plan, grads)
             if header.participation == Participation.SAMPLES:
                 _check_undivided(call, counter, plan, is_repeat=bool(header.flags & Flag.REPEAT))
             kinds = plan.kinds(grads)
@@ -105,9 +105,50 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         header.waited_us = int(call.group_state.waited_seconds * 1e6)
         segments = () if leaves is None else leaves.sums.segments(flats)
         packed = Packed(kinds, flats, sparse, header, segments, metrics)
-        if takes_part and call.checks.level != "off":
-            _add_norm(plan, packed, may_wait=call.checks.nonfinite_policy in ("raise", "skip"))
+        if takes_part and _wants_norm(call, plan) and not header.flags & Flag.VALUES:
+            _add_norm(header, *norm_of(pieces_of(plan, packed)))
         return packed
+
+
+def _collect(
+    plan: Plan, leaves: Leaves | None, header: Header, reader: devices.ScalarReader | None
+) -> Sequence[torch.Tensor | None]:
+    """Copy the gradients of a rank that takes part; those of an unread sample_size, too, which may turn out to be 0."""
+    if leaves is not None:
+        _require_sample_size(header)
+        if reader is not None:
+            reader.read()
+        return leaves.collect_last(plan) if header.takes_part else []
+    grads = plan.grads
+    try:
+        plan.collect(grads, are_used=header.takes_part)
+    except GradientError:
+        if reader is None:
+            raise
+        reader.read()
+        if header.takes_part:
+            raise
+        plan.collect(grads, are_used=False)
+    return grads
+
+
+def _read_together(
+    call: Call, plan: Plan, grads: Sequence[torch.Tensor | None], header: Header, reader: devices.ScalarReader
+) -> None:
+    """Read metrics, sample_size and norm of the gradients with one wait of the host, if there is any of them.
+
+    Sparse gradients are read later, on their own.
+    """
+    kinds = plan.kinds(grads)
+    has_norm = header.takes_part and _wants_norm(call, plan) and max(kinds, default=ABSENT) < SPARSE
+    flats = [buffer.views.flat for buffer in plan.buffers]
+    pieces = pieces_of(plan, Packed(kinds, flats, {}, header)) if has_norm else []
+    norms: list[float] = []
+    for piece in pieces:
+        reader.add(_norm(piece, wide=False), norms.append)
+    reader.read()
+    if has_norm and header.takes_part:
+        _add_norm(header, *_finished_norm(pieces, norms))
 
 
 def _allocate(call: Call, plan: Plan, *, has_wire: bool) -> None:
@@ -131,14 +172,32 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
         leaves.sums.reserve(packed.flats)
 
 
-def _header_of(sample_size: SupportsIndex | None, skip: bool) -> Header:
+def _header_of(sample_size: SupportsIndex | None, skip: bool, reader: devices.ScalarReader | None) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
         return Header(participation=Participation.SKIP)
     if sample_size is None:
         return Header(participation=Participation.PLAIN)
+    if reader is not None and _is_integer_on_device(sample_size):
+        header = Header(participation=Participation.SAMPLES, sample_size=1)  # until it is read: the rank takes part
+        reader.add(sample_size, partial(_set_sample_size, header))
+        return header
     return Header(participation=Participation.SAMPLES, sample_size=_number_of_items(sample_size))
+
+
+def _is_integer_on_device(size: object) -> TypeGuard[torch.Tensor]:
+    return (
+        isinstance(size, torch.Tensor)
+        and size.device.type not in ("cpu", "meta")
+        and size.numel() == 1
+        and size.dtype != torch.bool
+        and not (size.is_floating_point() or size.is_complex())
+    )
+
+
+def _set_sample_size(header: Header, number: float) -> None:
+    header.sample_size = _number_of_items(int(number))
 
 
 def _number_of_items(sample_size: SupportsIndex) -> int:
@@ -183,16 +242,20 @@ def _check_undivided(call: Call, counter: BackwardCounter, plan: Plan, *, is_rep
             "the gradients are what the last all_reduce() left and no backward ran since: sample_size would divide "
             "them a second time; call all_reduce() once per step"
         )
-    for index in counter.already_reduced(plan.parameters):
-        grad, name = plan.parameters[index].grad, plan.layout.slots[index].name
-        if grad is not None and has_nonzero(grad):
-            raise GradientError(
-                f"grad of {name!r} was reduced by an earlier call, and no backward reached it since: sample_size would "
-                "divide it a second time; got two calls for a parameter that modules share, expected one per step; "
-                "give the modules to one call, as parts of one module or with their parameters in one list (a gradient "
-                "that you write yourself: assign a new tensor)",
-                parameter=name,
-            )
+    reduced = {
+        plan.layout.slots[index].name: grad
+        for index in counter.already_reduced(plan.parameters)
+        if (grad := plan.parameters[index].grad) is not None
+    }
+    if have_nonzero(reduced.values()):
+        name = next(name for name, grad in reduced.items() if have_nonzero([grad]))
+        raise GradientError(
+            f"grad of {name!r} was reduced by an earlier call, and no backward reached it since: sample_size would "
+            "divide it a second time; got two calls for a parameter that modules share, expected one per step; "
+            "give the modules to one call, as parts of one module or with their parameters in one list (a gradient "
+            "that you write yourself: assign a new tensor)",
+            parameter=name,
+        )
     if added := counter.added_to_results(plan.parameters):
         name = plan.layout.slots[added[0]].name
         raise GradientError(
@@ -216,20 +279,22 @@ def _step_flags(counter: BackwardCounter, plan: Plan, grads: Sequence[torch.Tens
         counter.accumulations == 0
         and all(buffer.holds_only_views(grads[share]) for buffer, share in plan.slot_ranges)
         # Gradients cleared in place count as cleared: a rank without a batch is not a rank that calls twice.
-        and any(has_nonzero(grad) for grad in grads if grad is not None and grad.numel())
+        and have_nonzero(grad for grad in grads if grad is not None and grad.numel())
     ):
         flags |= Flag.REPEAT
     return flags
 
 
-def _add_norm(plan: Plan, packed: Packed, *, may_wait: bool) -> None:
-    """Write norm and finiteness of the local gradient to the header. ``may_wait``: also if a device has to be waited
-    for."""
-    if not may_wait and not plan.layout.is_on_cpu:
-        return
-    norm, finite = norm_of(pieces_of(plan, packed))
-    packed.header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
-    packed.header.norm_bits = encode_double(norm)
+def _wants_norm(call: Call, plan: Plan) -> bool:
+    """Whether the header has the norm of the local gradient: on a device only if the host may wait for it."""
+    checks = call.checks
+    return checks.nonfinite_policy in ("raise", "skip") or (plan.layout.is_on_cpu and checks.level != "off")
+
+
+def _add_norm(header: Header, norm: float, finite: bool) -> None:
+    """Write norm and finiteness of the local gradient to the header."""
+    header.flags |= Flag.VALUES if finite else Flag.VALUES | Flag.NONFINITE
+    header.norm_bits = encode_double(norm)
 
 
 def pieces_of(plan: Plan, packed: Packed) -> list[torch.Tensor]:
@@ -250,10 +315,14 @@ def norm_of(pieces: Sequence[torch.Tensor]) -> tuple[float, bool]:
     Computed in the precision of the pieces (at least fp32), and again in fp64 if the norm overflows although every
     element is finite.
     """
-    norm = math.hypot(*_norms(pieces, wide=False))
+    return _finished_norm(pieces, _norms(pieces, wide=False))
+
+
+def _finished_norm(pieces: Sequence[torch.Tensor], norms: Sequence[float]) -> tuple[float, bool]:
+    norm = math.hypot(*norms)
     if math.isfinite(norm):
         return norm, True
-    finite = all(bool(torch.isfinite(piece).all()) for piece in pieces)
+    finite = all(devices.read_scalars([torch.isfinite(piece).all() for piece in pieces]))
     return (math.hypot(*_norms(pieces, wide=True)) if finite else norm), finite
 
 
@@ -261,11 +330,7 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     read: list[float] = []
     away: list[torch.Tensor] = []
     for piece in pieces:
-        real = torch.view_as_real(piece) if piece.is_complex() else piece
-        narrow = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
-        norm = torch.linalg.vector_norm(
-            devices.where_doubles_are(real) if wide else real, dtype=torch.float64 if wide else narrow
-        )
+        norm = _norm(piece, wide=wide)
         if norm.device.type == "cpu":
             read.append(norm.item())
         else:
@@ -273,3 +338,12 @@ def _norms(pieces: Sequence[torch.Tensor], *, wide: bool) -> list[float]:
     if away:  # one wait for the device, whatever the number of pieces
         read += devices.read_scalars(away)
     return read
+
+
+def _norm(piece: torch.Tensor, *, wide: bool) -> torch.Tensor:
+    real = torch.view_as_real(piece) if piece.is_complex() else piece
+    narrow = torch.float32 if real.dtype in (torch.float16, torch.bfloat16) else real.dtype
+    if wide:
+        real, narrow = devices.where_doubles_are(real), torch.float64
+    norm: torch.Tensor = torch.linalg.vector_norm(real, dtype=narrow)
+    return norm

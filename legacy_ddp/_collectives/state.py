@@ -13,6 +13,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
 from legacy_ddp._check_settings import Checks, resolve_checks
 from legacy_ddp._collectives.check_interface import Subject, Warnings
@@ -173,6 +175,12 @@ class Synchronizer:
             finally:
                 self._is_notifying = False
         return record
+
+    def flush(self, call: Call, agreement: Agreement) -> None:
+        """Collective, if all ranks have the flag of ``checks.flush_flag()`` in their headers: wait for the devices, and
+        add the warning about earlier calls. The caller shows it."""
+        if agreement.common_flags & Flag.WATCHED and (text := self.checks.flush(call)):
+            self.warnings.add_everywhere(call, text)
 
     def note_new_parameters(self, plan: Plan) -> None:
         """Note a broadcast of the parameters, which does not count as a step."""

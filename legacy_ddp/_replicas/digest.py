@@ -21,8 +21,8 @@ neighbouring bits always shows.
 
 import ctypes
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate, chain, pairwise
 
 import torch
 
@@ -64,9 +64,20 @@ def digest(tensor: torch.Tensor) -> int:
     return digest_each([tensor])[0]
 
 
-@torch.no_grad()
 def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The digest of each tensor. The host waits once per device, and for each sparse tensor to coalesce."""
+    vectors, finish = begin_digests(tensors)
+    return finish([vector.tolist() for vector in vectors])
+
+
+@torch.no_grad()
+def begin_digests(
+    tensors: Iterable[torch.Tensor],
+) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[int]]], list[int]]]:
+    """A vector per device, and a function from the numbers in the vectors to the digest of each tensor.
+
+    So a caller reads the vectors together with other numbers.
+    """
     sizes: list[int] = []
     indices: dict[torch.device, list[int]] = {}
     sums: dict[torch.device, list[torch.Tensor]] = {}
@@ -75,10 +86,14 @@ def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
         device = data[0].device
         indices.setdefault(device, []).extend(chunk)
         sums.setdefault(device, []).append(_sum_of_states(*data) if len(data) == 1 else _sums_of_states(data))
-    totals: dict[int, int] = {}
-    for device, found in sums.items():
-        totals.update(zip(indices[device], torch.cat(found).tolist(), strict=True))
-    return [totals[index] ^ size for index, size in enumerate(sizes)]
+
+    def finish(numbers: Sequence[Sequence[int]]) -> list[int]:
+        totals: dict[int, int] = {}
+        for device, read in zip(sums, numbers, strict=True):
+            totals.update(zip(indices[device], read, strict=True))
+        return [totals[index] ^ size for index, size in enumerate(sizes)]
+
+    return [torch.cat(found) for found in sums.values()], finish
 
 
 def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
@@ -86,9 +101,27 @@ def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
 
     Small tensors are joined first, which makes the digest cheap enough for every step.
     """
-    sizes, groups = _group(tensors)
-    digests = digest_each(joined for group in groups for joined in _join(group))
-    return fingerprint(repr((sizes, digests)).encode())
+    return digest_lists([tensors])[0]
+
+
+def digest_lists(lists: Sequence[Sequence[torch.Tensor | None]]) -> list[int]:
+    """:func:`digest_all` of each list. The host waits once per device, whatever the number of lists."""
+    grouped = [_group(tensors) for tensors in lists]
+    ends: list[int] = []  # of each list, among the joined tensors of all lists
+
+    def join_all() -> Iterator[torch.Tensor]:
+        number = 0
+        for _, groups in grouped:
+            for joined in chain.from_iterable(map(_join, groups)):
+                number += 1
+                yield joined
+            ends.append(number)
+
+    digests = digest_each(join_all())
+    return [
+        fingerprint(repr((sizes, digests[start:end])).encode())
+        for (sizes, _), (start, end) in zip(grouped, pairwise([0, *ends]), strict=True)
+    ]
 
 
 @torch.no_grad()

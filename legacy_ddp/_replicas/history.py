@@ -16,7 +16,7 @@ from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
 from legacy_ddp._replicas.compare import add_moved, compare_items
-from legacy_ddp._replicas.digest import checksum, digest_all
+from legacy_ddp._replicas.digest import checksum, digest_all, digest_lists
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
 from legacy_ddp._settings import Settings
@@ -293,9 +293,8 @@ class StepHistory(ReplicaDigests):
             self._at_step = _AtStep()
             return
         held = self._parameters_of(optimizer)
-        own = digest_all(held)
         # Includes the gradient of a frozen parameter: a call does not reduce the gradient, but a step uses it.
-        gradients = digest_all([parameter.grad for parameter in held])
+        own, gradients = digest_lists([held, [parameter.grad for parameter in held]])
         is_first = not self.digests.steps
         self._at_step = _AtStep(own, gradients, self._digest_all(held, own) if is_first or not self._has_several else 0)
 

@@ -20,7 +20,7 @@ from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._errors import GradientError, LegacyDDPError
 from legacy_ddp._reproducible.partial_sums import LeafSums
 from legacy_ddp._step_guard.backward_counter import BackwardCounter
-from legacy_ddp._step_guard.step_counter import has_nonzero
+from legacy_ddp._step_guard.step_counter import have_nonzero
 from legacy_ddp._text import error_line
 
 
@@ -187,7 +187,7 @@ class Leaves:
         is_first = not self.sums.count
         if not (self._is_added_to or is_first):
             return
-        if not any(grad is not None and has_nonzero(grad) for grad in plan().grads):
+        if not have_nonzero(grad for grad in plan().grads if grad is not None):
             return
         if self._is_added_to:
             raise GradientError(

@@ -1,6 +1,7 @@
 """Optimizer steps of the process: their observers, their number between two calls, and the GradScaler of each."""
 
 import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -8,7 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from legacy_ddp import _torch as internals
-from legacy_ddp._step_guard.backward_counter import StepPolicy
+from legacy_ddp._step_guard.backward_counter import BackwardHook, StepPolicy
+from legacy_ddp._torch import device as devices
 
 _QUICK_NUMEL = 2**16  # gradients of at most this size are read first
 
@@ -97,8 +99,9 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class StepCounter(StepObserver):
     """Counts completed steps with a nonzero gradient of the given parameters, from a successful call to the next call.
 
-    A step with zeros only does not count: tools make such steps to create optimizer state. Only gradients on the CPU
-    are read, because the step would wait for another device.
+    A step with zeros only does not count: tools make such steps to create optimizer state. A gradient on a device is
+    not read, because the step would wait for the device: there a step counts if a gradient is the result of a call, or
+    was reached by a backward since. The zeros of a tool are neither.
     """
 
     def __init__(self, policy: StepPolicy) -> None:
@@ -139,7 +142,11 @@ class StepCounter(StepObserver):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 grad = parameter.grad
-                if grad is None or id(parameter) not in self.ids or grad.device.type != "cpu":
+                if grad is None or id(parameter) not in self.ids:
+                    continue
+                if grad.device.type != "cpu":
+                    if _is_of_training(parameter):
+                        return True
                     continue
                 if grad.is_sparse:
                     grad = grad.coalesce().values()
@@ -154,10 +161,31 @@ class StepCounter(StepObserver):
         )
 
 
+def _is_of_training(parameter: torch.Tensor) -> bool:
+    """Whether a call left the gradient, or a backward has reached it since."""
+    (hooks,) = internals.accumulate_hooks([parameter])
+    return any(
+        hook.counts[hook.index] > 0 or hook.was_reduced(parameter.grad)
+        for hook in hooks.values()
+        if type(hook) is BackwardHook
+    )
+
+
 def has_nonzero(grad: torch.Tensor) -> bool:
     """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance."""
     values = grad.coalesce().values() if grad.is_sparse else grad
     return bool(values.sum()) or bool(values.any())
+
+
+def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
+    """Whether any of the gradients has an element that is not zero. All on devices are read with one wait."""
+    away = []
+    for grad in grads:
+        if grad.device.type != "cpu":
+            away.append(grad.coalesce().values() if grad.is_sparse else grad)
+        elif has_nonzero(grad):
+            return True
+    return bool(away) and any(devices.read_scalars([values.any() for values in away]))
 
 
 # Of each optimizer the scaler of its last step. Weak references: neither stays alive here.
@@ -190,6 +218,11 @@ def used_scaler(*, search: bool) -> torch.amp.GradScaler | None:
     if search:
         _known.update({id(scaler): scaler for scaler in internals.all_scalers()})
     return internals.largest_used_scaler(list(_known.values()))
+
+
+def knows_scalers() -> bool:
+    """Whether a scaler has stepped an optimizer, or was found by a search. Reads no scale."""
+    return bool(_known)
 
 
 def unscaled_ids() -> set[int]:

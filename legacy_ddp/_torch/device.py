@@ -5,7 +5,7 @@ context of a driver: a device that the script has not used is not asked.
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -61,6 +61,20 @@ def host_tensor_for(values: Sequence[int], device: torch.device) -> torch.Tensor
     return torch.tensor(values, device="cpu", pin_memory=device.type in _PINS_MEMORY)
 
 
+def host_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Integers of 32 bits on the CPU, for a copy from ``device`` that the host does not wait for."""
+    return torch.zeros(count, dtype=torch.int32, device="cpu", pin_memory=device.type in _PINS_MEMORY)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until everything that was issued on the device has run."""
+    synchronize = getattr(_module_of(device), "synchronize", None)
+    if synchronize is None:  # of a backend of another project: reading a value waits, too
+        torch.zeros(1, device=device).item()
+    else:
+        synchronize(*(() if device.type == "mps" else (device,)))
+
+
 @cache
 def has_float64(kind: str) -> bool:
     """Whether tensors on devices of this kind can have doubles."""
@@ -77,23 +91,53 @@ def where_doubles_are(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
-    """Real tensors of one element, on any device, as doubles. The host waits once, whatever their number and dtypes.
+    """Real tensors of one element, on any device, as numbers. The host waits once, whatever their number and dtypes.
 
-    They travel as bytes and become doubles on the CPU: a device may have no doubles, and an integer keeps its digits.
+    They travel as bytes and become numbers on the CPU: a device may have no doubles, and an integer stays an int.
     """
     indices_of: dict[torch.dtype, list[int]] = {}
     for index, scalar in enumerate(scalars):
         indices_of.setdefault(scalar.dtype, []).append(index)
-    dtypes = sorted(indices_of, key=lambda dtype: -dtype.itemsize)  # every dtype begins at a multiple of its size
     columns = [
         torch.stack([scalars[index].detach().reshape(()).to(scalars[0].device, non_blocking=True) for index in indices])
-        for indices in (indices_of[dtype] for dtype in dtypes)
+        for indices in indices_of.values()
     ]
-    data = torch.cat([column.view(torch.uint8) for column in columns]).cpu()
     found: dict[int, float] = {}
-    for dtype, part in zip(dtypes, torch.split(data, [column.nbytes for column in columns]), strict=True):
-        found.update(zip(indices_of[dtype], map(float, part.view(dtype).tolist()), strict=True))
+    for indices, numbers in zip(indices_of.values(), read_vectors(columns), strict=True):
+        found.update(zip(indices, numbers, strict=True))
     return [found[index] for index in range(len(scalars))]
+
+
+def read_vectors(vectors: Sequence[torch.Tensor]) -> list[list[Any]]:
+    """Real tensors of one dimension, on any devices, as numbers: as :func:`read_scalars`, with one wait in all."""
+    if all(vector.device.type == "cpu" for vector in vectors):
+        return [vector.tolist() for vector in vectors]
+    # By size, so that every dtype begins at a multiple of its size.
+    order = sorted(range(len(vectors)), key=lambda index: -vectors[index].dtype.itemsize)
+    place = next(vector.device for vector in vectors if vector.device.type != "cpu")
+    data = torch.cat([vectors[index].to(place, non_blocking=True).view(torch.uint8) for index in order]).cpu()
+    parts = torch.split(data, [vectors[index].nbytes for index in order])
+    read = {index: part.view(vectors[index].dtype).tolist() for index, part in zip(order, parts, strict=True)}
+    return [read[index] for index in range(len(vectors))]
+
+
+class ScalarReader:
+    """Numbers on a device that several callers need: the host waits once for all of them."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[torch.Tensor, Callable[[float], None]]] = []
+
+    def add(self, scalar: torch.Tensor, take: Callable[[float], None]) -> None:
+        """Let the next :meth:`read` call ``take`` with the number in ``scalar``, a real tensor of one element."""
+        self._waiting.append((scalar, take))
+
+    def read(self) -> None:
+        """Read all that was added since the last time. Without anything the host does not wait."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            scalars, takers = zip(*waiting, strict=True)
+            for take, number in zip(takers, read_scalars(scalars), strict=True):
+                take(number)
 
 
 def device_name(device: str) -> str:

@@ -676,7 +676,7 @@ def test_norms_on_a_device_cost_one_wait() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
     assert (norm, finite) == (pytest.approx(10 * 55**0.5), True)
-    assert len([w for w in caught if "synchronizing" in str(w.message)]) == 1
+    assert len([w for w in caught if "called a synchronizing CUDA operation" in str(w.message)]) == 1
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """``Checks(nonfinite="skip")``: all ranks skip the step of a rank with NaN or infinity."""
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -181,3 +182,24 @@ def test_the_setting_must_be_equal_on_all_ranks_and_needs_checks() -> None:
     for different, off in run_ranks(_refused, 2):
         assert "setting 'nonfinite': rank 1 has skip; rank 0 has warn or ignore" in different
         assert "nonfinite='skip' has no effect at level 'off'" in off
+
+
+def _skips_with_checks_off(rank: int) -> tuple[bool, list[Any], str, list[str]]:
+    """A step with a NaN on rank 1, where the environment of rank 0 says off: the record, and what is told."""
+    if rank == 0:
+        os.environ["LEGACY_DDP_CHECKS"] = "off"
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False), checks=SKIP)
+    model(_values(rank, NAN)).backward()
+    record = model.all_reduce()
+    return record.skipped, _grads(model), str(record), logged_warnings.take()
+
+
+def test_checks_that_the_environment_switches_off_still_skip_a_step_and_the_record_says_why() -> None:
+    """The variable dropped the setting without a word, and a record said that no rank took part."""
+    for skipped, grads, text, told in run_ranks(_skips_with_checks_off, 2):
+        assert (skipped, grads) == (True, [None])
+        assert text.startswith(
+            "call 1: all ranks skipped this step, because of NaN or infinity on rank 1, every .grad is None"
+        )
+        assert "took no part" not in text
+        assert len(told) == 1

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 
 VARIABLE = "TEST_DEVICE"
-SIMULATED = "sim"
+CPU, SIMULATED = "cpu", "sim"
 # Not empty: ``make test DEVICE=cuda`` runs the tests for devices alone, and on this kind.
 CHOSEN = os.environ.get(VARIABLE, "")
 
@@ -26,6 +27,11 @@ needs_a_device = pytest.mark.skipif(
     not CHOSEN and not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch has no devices in Python",
 )
+
+
+def is_real() -> bool:
+    """Whether the tests for devices run on a device that is not simulated."""
+    return CHOSEN not in ("", SIMULATED)
 
 
 def missing(kind: str) -> str | None:
@@ -44,9 +50,9 @@ def missing(kind: str) -> str | None:
     return None
 
 
-def enter(kind: str | None, rank: int) -> str:
-    """Make ``kind`` the default device of this process, a rank. Returns the backends for its process group."""
-    if kind is None:
+def enter(kind: str) -> str:
+    """Make ``kind`` the default device of this process, once. Returns the backends for its process groups."""
+    if kind == CPU:
         return "gloo"
     if kind == SIMULATED:
         from tests.helpers.simulated_group import register
@@ -54,11 +60,35 @@ def enter(kind: str | None, rank: int) -> str:
         register()
     else:
         # NCCL refuses two ranks of one host on one device. With these names every rank is on a host of its own.
-        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_SOCKET_IFNAME="lo")
-        module = torch.get_device_module(kind)
-        module.set_device(rank % module.device_count())
+        os.environ.update(NCCL_HOSTID=f"process-{os.getpid()}", NCCL_SOCKET_IFNAME="lo")
     torch.set_default_device(kind)
+    _Generators().__enter__()
     return f"cpu:gloo,{kind}:{_backend_of(kind)}"
+
+
+def choose(rank: int) -> None:
+    """Take the device of this rank, with a generator as in a new process."""
+    kind = torch.get_default_device().type
+    if kind == CPU:
+        return
+    module = torch.get_device_module(kind)
+    if kind != SIMULATED:
+        module.set_device(rank % module.device_count())
+        # The first backward of a process may tell the first, and sparse tensors the second, although all is well.
+        warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
+    module.manual_seed(0)
+
+
+class _Generators(TorchFunctionMode):
+    """Random numbers of a generator of the CPU are drawn there, and travel to the default device."""
+
+    def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_drawn = isinstance(kwargs.get("generator"), torch.Generator) and "device" not in kwargs
+        if not is_drawn or any(isinstance(value, torch.Tensor) for value in args):
+            return function(*args, **kwargs)
+        return function(*args, **kwargs, device="cpu").to(torch.get_default_device())
 
 
 def _backend_of(kind: str) -> str | None:
@@ -97,4 +127,4 @@ def count_waits(run: Callable[[], object]) -> int | None:
         torch.cuda.set_sync_debug_mode("warn")
         run()
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(warning.message) for warning in caught)
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)

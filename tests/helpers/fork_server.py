@@ -1,6 +1,7 @@
 """The server that ranks and scripts are forked from, with torch loaded: one per worker of the tests."""
 
 import multiprocessing
+import os
 from functools import cache
 from multiprocessing.context import ForkServerContext
 
@@ -22,4 +23,6 @@ _PRELOAD = [
 def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    # Otherwise a module asks the driver of CUDA in the server, and forked processes then cannot use the device.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     return context

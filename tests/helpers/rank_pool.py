@@ -18,12 +18,13 @@ _EXIT_SECONDS = 20.0
 
 
 class RankProcess:
-    """A process that takes jobs."""
+    """A process that takes jobs, all of them on one kind of device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.pipe, theirs = fork_server().Pipe()
         self.stack_path = Path(_directory(), f"stack-{next(_numbers)}")
-        self.process: ForkServerProcess = fork_server().Process(target=serve, args=(theirs, self.stack_path))
+        self.process: ForkServerProcess = fork_server().Process(target=serve, args=(theirs, self.stack_path, device))
         self.process.start()
         theirs.close()
         self.jobs = 0
@@ -53,21 +54,22 @@ class RankPool:
     def __init__(self) -> None:
         self._idle: list[RankProcess] = []
 
-    def take(self, count: int, *, fresh: bool) -> list[RankProcess]:
-        """``count`` processes, new ones where ``fresh`` or none is left.
+    def take(self, count: int, device: str, *, fresh: bool) -> list[RankProcess]:
+        """``count`` processes for jobs on ``device``, new ones where ``fresh`` or none is left.
 
         Raises:
             AssertionError: a process died between two jobs: a job broke it after all its assertions.
         """
         taken: list[RankProcess] = []
-        while not fresh and self._idle and len(taken) < count:
-            process = self._idle.pop()
+        alike = [] if fresh else [process for process in self._idle if process.device == device]
+        for process in alike[-count:]:
+            self._idle.remove(process)
             code = process.process.exitcode
             assert code is None, (
                 f"a rank died after {process.jobs} jobs: got exit code {code}, expected a waiting process"
             )
             taken.append(process)
-        return taken + [RankProcess() for _ in range(count - len(taken))]
+        return taken + [RankProcess(device) for _ in range(count - len(taken))]
 
     def give_back(self, process: RankProcess) -> None:
         self._idle.append(process)

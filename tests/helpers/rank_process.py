@@ -44,12 +44,16 @@ class Job:
     environment: Mapping[str, str]
 
 
-def serve(pipe: Connection, stack_path: Path) -> None:
-    """Child: run jobs from ``pipe`` until the last one, the first failure, or the end of the pipe."""
+def serve(pipe: Connection, stack_path: Path, device: str) -> None:
+    """Child: run jobs from ``pipe`` until the last one, the first failure, or the end of the pipe.
+
+    ``device``: the kind of device of all jobs.
+    """
     faulthandler.register(STACK_SIGNAL, file=os.open(stack_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     os.environ["GLOO_SOCKET_IFNAME"] = _LOOPBACK
     torch.set_num_threads(1)
     logged_warnings.listen()
+    backends = devices.enter(device)
     gc.freeze()  # what is loaded by now stays: a collection after each job looks at the job's objects alone
     generator_state = torch.get_rng_state()
     with suppress(EOFError):
@@ -60,7 +64,7 @@ def serve(pipe: Connection, stack_path: Path) -> None:
             warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile
             before = None if job.is_last else process_state()
             torch.set_rng_state(generator_state)  # as in a new process
-            groups = _run(job, pipe)
+            groups = _run(job, pipe, backends)
             if groups is None or before is None:
                 return
             # torch keeps other groups than the default one in places of its own, and its DDP may then crash.
@@ -68,7 +72,7 @@ def serve(pipe: Connection, stack_path: Path) -> None:
             tell(pipe, "settled", more or _changes(before))
 
 
-def _run(job: Job, pipe: Connection) -> int | None:
+def _run(job: Job, pipe: Connection, backends: str) -> int | None:
     """The number of process groups at the end of the job; None after an exception.
 
     A result is sent before the groups are destroyed, which may block.
@@ -77,10 +81,10 @@ def _run(job: Job, pipe: Connection) -> int | None:
     own_hook = torchs_hook = sys.excepthook
     os.environ.update(job.environment)
     try:
-        backend = devices.enter(job.environment.get(devices.VARIABLE), job.rank)
+        devices.choose(job.rank)
         function, arguments = pickle.loads(job.call)
         store = _meet(job)
-        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size)
+        dist.init_process_group(backends, store=store, rank=job.rank, world_size=job.world_size)
         torchs_hook = sys.excepthook  # set by each start of a group, and by no end
         tell(pipe, "ready", None)
         pipe.recv_bytes()  # all are ready: a rank that dies at once cannot disturb another's start

@@ -50,7 +50,9 @@ class SimulatedDevice:
     """What torch asks a module of a device, and what a test looks at.
 
     ``host_waits``: by line of the library. ``races``: operations on memory of a collective that was not awaited.
-    ``has_float64``: without it, a tensor of doubles is a TypeError, as on some accelerators.
+    ``has_float64``: without it, a tensor of doubles is a TypeError, as on some accelerators. ``holds_copies``: copies
+    to the host that it does not wait for run later, by :meth:`run_copies` or :meth:`synchronize`. ``lacks``: names of
+    operations that the device does not have.
     """
 
     def __init__(self) -> None:
@@ -59,6 +61,9 @@ class SimulatedDevice:
         self.races: list[str] = []
         self.has_float64 = True
         self.in_flight: list[InFlight] = []
+        self.lacks: set[str] = set()
+        self.holds_copies = False
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.generator.manual_seed(0)
 
     def before(self, operation: Any, tensors: list[torch.Tensor], group: object = None) -> None:
@@ -76,6 +81,13 @@ class SimulatedDevice:
     def wait_for_host(self) -> None:
         """The host reads a value: it waits for everything that was issued."""
         self.host_waits[_place()] += 1
+        self.run_copies()
+
+    def run_copies(self, count: int | None = None) -> None:
+        """Run the first ``count`` of the copies to the host that wait, None for all."""
+        copies, self.copies = self.copies[:count], self.copies[len(self.copies[:count]) :]
+        for target, values in copies:
+            target.copy_(values)
 
     def waits_of_the_library(self) -> int:
         return sum(count for place, count in self.host_waits.items() if place)
@@ -99,6 +111,9 @@ class SimulatedDevice:
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, _device: object = None) -> None:
+        self.wait_for_host()
 
     def manual_seed(self, seed: int) -> None:
         self.generator.manual_seed(seed + 1)  # other numbers than on the CPU
@@ -136,14 +151,29 @@ def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
     if operation in _VIEWS or operation in _SETTERS:
         return operation.redispatch(_CPU, *args, **kwargs)
     device.before(operation, tensors)
-    if operation in _WAITS or (operation is _aten._copy_from.default and args[1].device.type == "cpu"):
-        device.wait_for_host()
+    if operation._schema.name in device.lacks:
+        raise NotImplementedError(f"the device has no {operation}")
     if operation is _aten._copy_from.default:
-        on_cpu(args[1]).copy_(on_cpu(args[0]))
-        return args[1]
+        source, target, *non_blocking = args
+        return _copy(source, target, waits=target.device.type == "cpu" and not any(non_blocking))
+    if operation in _WAITS:
+        device.wait_for_host()
     if operation is _aten.resize_.default:
         return _resize(*args)
     return _run_on_cpu(operation, args, kwargs)
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, *, waits: bool) -> torch.Tensor:
+    values = on_cpu(source)
+    if waits:
+        device.wait_for_host()
+    if target.device.type == "cpu" and not waits:
+        device.copies.append((target, values.clone()))
+        if not device.holds_copies:
+            device.run_copies()
+    else:
+        on_cpu(target).copy_(values)
+    return target
 
 
 def _convolve(*args: Any) -> Any:

@@ -60,11 +60,15 @@ class SimulatedGroup(dist.ProcessGroup):
         super().__init__(rank, size)
         self._gloo = ProcessGroupGloo(store, rank, size, timeout)
         self._timeout = timeout
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], InFlight]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], InFlight] | None] = queue.SimpleQueue()
         self.issued = 0
         self.delay_seconds = 0.02
         self.waits = True
         threading.Thread(target=self._serve, daemon=True).start()
+
+    def shutdown(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
 
     @property
     def options(self) -> Any:
@@ -124,8 +128,8 @@ class SimulatedGroup(dist.ProcessGroup):
         return SimulatedWork(flight, tensors, waits=self.waits)
 
     def _serve(self) -> None:
-        while True:
-            run, flight = self._queue.get()
+        while (issued := self._queue.get()) is not None:
+            run, flight = issued
             time.sleep(self.delay_seconds)
             run()
             flight.done.set()

@@ -9,6 +9,7 @@ With ``make test DEVICE=cuda`` tests run on that device alone (:mod:`tests.helpe
 """
 
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -18,30 +19,41 @@ from tests.helpers import devices, tiers
 
 HOST, GLOO, DEVICE = "host", "gloo", "device"
 
-_USUAL_FOLDERS = ("agreement", "collectives", "transport")
-_USUAL_MODULES = ("tests.watchdog.test_lost_ranks",)
-_FOLDERS = (*_USUAL_FOLDERS, "buckets", "replicas", "reproducible", "step_guard", "watchdog")
-_DEVICE_FOLDERS = ("agreement", "buckets", "collectives", "debug", "replicas", "reproducible", "step_guard")
+_FOLDERS = ("agreement", "collectives", "transport")
+_MODULES = ("tests.watchdog.test_lost_ranks",)
+_SOAK_FOLDERS = ("buckets", "replicas", "reproducible", "step_guard", "watchdog")
 _DEVICE_MODULE = "test_devices"
+_DEVICE_FOLDERS = (
+    _DEVICE_MODULE,
+    "agreement",
+    "buckets",
+    "collectives",
+    "debug",
+    "replicas",
+    "reproducible",
+    "step_guard",
+)
 
 current = HOST
 
 
 def environment() -> dict[str, str]:
     """Variables of the ranks: none for the default."""
-    if current == DEVICE:
-        return {devices.VARIABLE: devices.CHOSEN or devices.SIMULATED}
-    return {} if current == HOST else {TRANSPORT_VARIABLE: current}
+    return {TRANSPORT_VARIABLE: GLOO} if current == GLOO else {}
+
+
+def device() -> str:
+    """The kind of device of the ranks."""
+    return devices.CHOSEN or devices.SIMULATED if current == DEVICE else devices.CPU
 
 
 def parametrize(metafunc: pytest.Metafunc) -> None:
     """Run the test once per way, if it is one of those."""
     if any("transport" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")):
         return  # the test chooses itself
-    if "transport" in metafunc.fixturenames:
-        metafunc.parametrize("transport", [HOST, GLOO], indirect=True)
-    elif (ways := _ways(metafunc)) != [HOST]:
-        metafunc.fixturenames.append("transport")  # only for this check of pytest: see _transport_of_the_test()
+    if (ways := _ways(metafunc)) != [HOST]:
+        if "transport" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("transport")  # for a check of pytest: see _transport_of_the_test()
         metafunc.parametrize("transport", ways, indirect=True)
 
 
@@ -49,16 +61,17 @@ def _ways(metafunc: pytest.Metafunc) -> list[Any]:
     """Of a test that does not choose."""
     module, marks = metafunc.module, {mark.name for mark in metafunc.definition.iter_markers()}
     folder = module.__name__.split(".")[1]
-    if folder == _DEVICE_MODULE:
-        return [pytest.param(DEVICE, marks=pytest.mark.device)]
-    ways: list[Any] = [HOST]
-    if not {"run_ranks", "on_ranks"} & vars(module).keys():
-        return ways
-    if folder in (_FOLDERS if tiers.SOAK else _USUAL_FOLDERS) or module.__name__ in _USUAL_MODULES:
+    ways: list[Any] = [] if folder == _DEVICE_MODULE else [HOST]
+    starts_ranks = bool({"run_ranks", "on_ranks"} & vars(module).keys())
+    if "transport" in metafunc.fixturenames:
+        ways.append(GLOO)
+    elif starts_ranks and (folder in (*_FOLDERS, *tiers.choose(_SOAK_FOLDERS, ())) or module.__name__ in _MODULES):
         ways.append(tiers.thorough(GLOO))
-    if folder in _DEVICE_FOLDERS and not marks & {"cpu", "gpu"}:
-        simulated = [] if devices.CHOSEN else [pytest.mark.thorough]
-        ways.append(pytest.param(DEVICE, marks=[pytest.mark.device, *simulated]))
+    reads_transport = "transport" in signature(metafunc.function).parameters
+    others = {"cpu", "gpu"} if devices.is_real() else {"cpu", "gpu", "unsimulated"}
+    if starts_ranks and folder in _DEVICE_FOLDERS and not marks & others and not reads_transport:
+        is_extra = not devices.CHOSEN and folder != _DEVICE_MODULE
+        ways.append(pytest.param(DEVICE, marks=[pytest.mark.device, *([pytest.mark.thorough] if is_extra else [])]))
     return ways
 
 

@@ -19,6 +19,7 @@ _PRECEDENCE = "tests/agreement/test_precedence.py"
 _EXCHANGES = "tests/collectives/test_exchanges.py"
 _HEADER = "tests/agreement/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
+_LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
 
 AGREEMENT = (
@@ -186,6 +187,48 @@ COLLECTIVES = (
         "if weakref.ref(call.groups) in self._warned and not is_told_again:",
         "if False:",
         _EXCHANGES,
+    ),
+    Mutant(
+        "late rows are judged before they are complete on all ranks",
+        "newest = min((word >> _WINDOW for word in words), default=ring.agreed)",
+        "newest = max((word >> _WINDOW for word in words), default=ring.agreed)",
+        _LATE,
+    ),
+    Mutant(
+        "a late row counts as complete at once",
+        "return int(self.host[0]) == self.serial == int(self.host[-1])",
+        "return True",
+        _LATE,
+    ),
+    Mutant(
+        "the late row of a failed call is kept",
+        "while self.waiting and self.waiting[-1].number > self.agreed:",
+        "while False:",
+        _LATE,
+    ),
+    Mutant(
+        "a large finite gradient counts as infinite on a device",
+        'internals.foreach_norm(list(grads.values()), float("inf"))',
+        "internals.foreach_norm(list(grads.values()), 2)",
+        _LATE,
+    ),
+    Mutant(
+        "the host waits for the copy of a late row",
+        "host.copy_(answer, non_blocking=True)",
+        "host.copy_(answer)",
+        _LATE,
+    ),
+    Mutant(
+        "metrics on a device are read on their own",
+        "        later = reader or devices.ScalarReader()\n",
+        "        later, reader = devices.ScalarReader(), None\n",
+        "tests/test_simulated_device.py -k one_wait_in_all",
+    ),
+    Mutant(
+        "a step on a device counts whatever its gradients are",
+        "                    if _is_of_training(parameter):\n",
+        "                    if True:\n",
+        "tests/test_simulated_device.py -k step_of_one_rank",
     ),
     Mutant(
         "a scale of 1 may overflow",

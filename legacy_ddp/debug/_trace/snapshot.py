@@ -14,7 +14,7 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
-from legacy_ddp._replicas.digest import digest_each
+from legacy_ddp._replicas.digest import begin_digests
 from legacy_ddp._torch import device as devices
 from legacy_ddp.debug._trace.records import MAX_INPUTS, CallFacts, Names, Section, Values
 
@@ -168,14 +168,18 @@ def measure(values: Sequence[torch.Tensor | str | None]) -> list[Measured]:
     a float64 is too small for the norm, or if the elements are no numbers (packed 4-bit elements, for example). A
     string stays as it is, without a norm; None stays None.
 
-    The host waits twice per device, once more if any norm is nearly zero, and for each sparse or non-finite tensor.
+    The host waits once, once more if any norm is nearly zero, and for each sparse or non-finite tensor.
 
     Raises:
         TypeError: as :func:`legacy_ddp._replicas.digest.digest`.
     """
     tensors = [_coalesced(value) for value in values if isinstance(value, torch.Tensor)]
-    digests = iter(digest_each(tensors))
-    norms = iter(_finite_norms([devices.where_doubles_are(tensor) for tensor in tensors if _has_numbers(tensor.dtype)]))
+    with_numbers = [tensor for tensor in tensors if _has_numbers(tensor.dtype)]
+    of_digests, finish_digests = begin_digests(tensors)
+    of_norms, finish_norms = _begin_norms(with_numbers, torch.float32)
+    read = devices.read_vectors([*of_digests, *of_norms])
+    digests = iter(finish_digests(read[: len(of_digests)]))
+    norms = iter(_finite_norms(with_numbers, finish_norms(read[len(of_digests) :])))
     return [
         (f"{next(digests) % 2**64:016x}", *(next(norms) if _has_numbers(value.dtype) else (None, 0)))
         if isinstance(value, torch.Tensor)
@@ -188,32 +192,41 @@ def _coalesced(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.coalesce() if tensor.layout is torch.sparse_coo else tensor
 
 
-def _finite_norms(tensors: Sequence[torch.Tensor]) -> list[tuple[float | None, int]]:
-    """For each tensor: the norm of the finite elements, and the number of non-finite elements."""
-    norms = _norms(tensors, torch.float32)
+def _finite_norms(tensors: Sequence[torch.Tensor], norms: list[float]) -> list[tuple[float | None, int]]:
+    """For each tensor: the norm of the finite elements, and the number of non-finite elements. ``norms``: of fp32."""
     small = [index for index, norm in enumerate(norms) if norm < LEAST_FP32_NORM]
-    for index, norm in zip(small, _norms([tensors[index] for index in small], torch.float64), strict=True):
+    of_small, finish = _begin_norms([devices.where_doubles_are(tensors[index]) for index in small], torch.float64)
+    for index, norm in zip(small, finish(devices.read_vectors(of_small)), strict=True):
         norms[index] = norm
     return [
-        (_rounded(norm), 0) if math.isfinite(norm) else _norm_by_parts(tensor)
+        (_rounded(norm), 0) if math.isfinite(norm) else _norm_by_parts(devices.where_doubles_are(tensor))
         for tensor, norm in zip(tensors, norms, strict=True)
     ]
 
 
-def _norms(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[float]:
-    """2-norms, in the precision of the tensor or of ``dtype``, whichever is higher. The host waits once per device."""
-    indices_of: dict[torch.device, list[int]] = {}
-    found: dict[torch.device, list[torch.Tensor]] = {}
+def _begin_norms(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype
+) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[float]]], list[float]]]:
+    """Vectors, and a function from the numbers in them to the 2-norm of each tensor.
+
+    In the precision of the tensor or of ``dtype``, whichever is higher.
+    """
+    indices_of: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for indices, batch in _batches(tensors):
         first = batch[0]
-        norms = internals.foreach_norm(batch, 2, dtype=torch.promote_types(first.dtype, dtype))
-        indices_of.setdefault(first.device, []).extend(indices)
-        found.setdefault(first.device, []).append(torch.stack(norms).double())
-    norms_of_parts: list[list[float]] = [[] for _ in tensors]  # a large tensor has several parts
-    for device, batches in found.items():
-        for index, norm in zip(indices_of[device], torch.cat(batches).tolist(), strict=True):
-            norms_of_parts[index].append(norm)
-    return [math.hypot(*part_norms) for part_norms in norms_of_parts]
+        precision = torch.promote_types(first.dtype, dtype)
+        indices_of.setdefault((first.device, precision), []).extend(indices)
+        found.setdefault((first.device, precision), []).extend(internals.foreach_norm(batch, 2, dtype=precision))
+
+    def finish(numbers: Sequence[Sequence[float]]) -> list[float]:
+        norms_of_parts: list[list[float]] = [[] for _ in tensors]  # a large tensor has several parts
+        for indices, norms in zip(indices_of.values(), numbers, strict=True):
+            for index, norm in zip(indices, norms, strict=True):
+                norms_of_parts[index].append(norm)
+        return [math.hypot(*part_norms) for part_norms in norms_of_parts]
+
+    return [torch.stack(norms) for norms in found.values()], finish
 
 
 def _batches(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
@@ -244,7 +257,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         parts = [elements] if elements.numel() else []
     for part in parts:
         if not part.is_floating_point():
-            yield part.double()
+            yield devices.where_doubles_are(part).double()
         else:
             yield part if part.itemsize > 1 else part.float()
 
