@@ -38,6 +38,14 @@ OTHER_RATE = _but(CLEAN, parameters_after_step=3, parameters=3)
 FLIPPED_BEFORE_STEP = _but(CLEAN, parameters_at_step=5, parameters_after_step=6, parameters=6, changed_before=True)
 
 
+def test_other_gradients_after_a_call_are_of_the_reduction() -> None:
+    """Every other phase has a fault in test_replica_faults.py."""
+    reduced = _but(CLEAN, gradients_at_call=11, gradients_at_step=11, parameters_after_step=3, parameters=3)
+    verdict = attribute_digests([CLEAN, reduced, CLEAN], 4)
+
+    assert (verdict.phase, verdict.since, verdict.ranks) == ("all_reduce", "the reduction in call 4", (1,))
+
+
 def test_a_contradiction_stays_open_after_later_evidence() -> None:
     both = _but(FLIPPED_BEFORE_STEP, parameters=7)
     verdict = attribute_digests([both, both, _but(CLEAN, parameters=8, changed_after=True)], 4)
