@@ -3,33 +3,26 @@
 import argparse
 import contextlib
 import gc
-import importlib
 import io
 import json
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import _measure
+import _parity
+import _ways
+import _workloads
+import bench_all_reduce
+import bench_step
 import pytest
 import torch
 from torch import nn
 
 from legacy_ddp import SyncRecord
-from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
-_measure = importlib.import_module("_measure")
-_parity = importlib.import_module("_parity")
-_ways = importlib.import_module("_ways")
-_workloads = importlib.import_module("_workloads")
-bench_all_reduce = importlib.import_module("bench_all_reduce")
-bench_step = importlib.import_module("bench_step")
 
 SHORT = ("--layers", "1", "--repeats", "1", "--rounds", "2", "--warm-up", "0")
 ALL_WAYS = [
@@ -401,27 +394,6 @@ def test_quick_is_short_for_options_and_what_else_is_given_counts() -> None:
     assert (quick.rounds, changed.rounds) == (4, 5)
     assert full.models == ["transformer", "resnet", "small", "tiny", "embedding", "sparse embedding"]
     assert (full.update_freq, full.set_to_none, full.repeats * full.rounds) == ([1, 4, 16], ["yes", "no"], 40)
-
-
-@pytest.mark.parametrize(
-    "given,said",
-    [
-        (["--models", "gpt"], "invalid choice: 'gpt'"),
-        (["--set-to-none", "maybe"], "invalid choice: 'maybe'"),
-        (["--update-freq", "1", "0"], "--update-freq is a count: got 0, expected 1 or more"),
-        (["--layers", "0"], "--layers is a count: got 0, expected 1 or more"),
-        (["--repeats", "-2", "--rounds", "-4"], "--repeats and --rounds are counts: expected 1 or more"),
-        (["--warm-up", "-1"], "0 or more for --warm-up"),
-        (["--repeats", "1", "--rounds", "1"], "too little to compare"),
-        (["--json", "no/such/folder/step.json"], "nowhere to go: got no/such/folder/step.json"),
-        (["--json", str(BENCHMARKS)], "expected a file in a folder that exists"),
-    ],
-)
-def test_wrong_arguments_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_step.parse_arguments(given)
-
-    assert said in capsys.readouterr().err
 
 
 def _run_alone(rank: int) -> list[str]:

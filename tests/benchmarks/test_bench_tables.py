@@ -1,18 +1,13 @@
 """The tables of benchmarks/README.md: made from the results, and complete."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tables
 
 from tests.helpers.paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-tables = importlib.import_module("tables")
-_quoted = importlib.import_module("_quoted")
 
 RESULTS = {
     "results": {

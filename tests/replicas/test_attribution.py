@@ -34,6 +34,8 @@ def _but(phases: StepDigests, **changes: int | str) -> StepDigests:
     return StepDigests(**{**vars(phases), **changes})
 
 
+FLIPPED = _but(CLEAN, parameters=5, changed_after=True)
+FIRST_CALL = StepDigests(parameters=1, buffers=20)
 OTHER_RATE = _but(CLEAN, parameters_after_step=3, parameters=3)
 FLIPPED_BEFORE_STEP = _but(CLEAN, parameters_at_step=5, parameters_after_step=6, parameters=6, changed_before=True)
 
@@ -44,6 +46,18 @@ def test_other_gradients_after_a_call_are_of_the_reduction() -> None:
     verdict = attribute_digests([CLEAN, reduced, CLEAN], 4)
 
     assert (verdict.phase, verdict.since, verdict.ranks) == ("all_reduce", "the reduction in call 4", (1,))
+
+
+def test_before_the_first_call_there_is_no_number() -> None:
+    verdict = attribute_digests([FIRST_CALL, _but(FIRST_CALL, buffers=21)], 0)
+
+    assert verdict.since == "after the start"
+
+
+def test_later_evidence_is_listed_once() -> None:
+    who = attribute_digests([OTHER_RATE, CLEAN, FLIPPED], 4).who
+
+    assert who == "rank 0 against ranks 1-2 (2 of 3 ranks agree); rank 2: parameters changed outside of a step"
 
 
 def test_a_contradiction_stays_open_after_later_evidence() -> None:
@@ -163,3 +177,7 @@ def test_differences_beyond_ten_are_counted() -> None:
     assert sum("against" in line and "parameter 'p" in line for line in lines) == 10
     assert lines[-1] == "  ... 3 more"
     assert "13 of 20 parameters" in lines[0]
+
+
+def test_one_rank_says_nothing_of_generators() -> None:
+    assert "generators" not in str(ReplicaReport("check_replicas() call 1", 1, COMPARED, generators=((0,),)))
