@@ -27,10 +27,10 @@ from tests.helpers.cases import (
     sparse_of,
     vectors,
 )
-from tests.helpers.claimed_hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.tiers import thorough
+from tests.helpers.transports import on_host
 
 # The mean of gradients of any dtype, shape and strides
 

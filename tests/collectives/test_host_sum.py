@@ -11,7 +11,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
-from tests.helpers.summed_dtypes import every_dtype, known_grad, wrong_sums
+from tests.helpers.sums import every_dtype, known_grad, wrong_sums
 from tests.helpers.tiers import thorough
 
 

@@ -22,7 +22,7 @@ BATCHES = 48
 def lightning(**options: Any) -> None:
     """A perceptron, and two adversaries by hand with a clip of their own."""
     from legacy_ddp.lightning import LegacyDDPStrategy
-    from tests.helpers.lightning_modules import Adversaries, Plain, fit
+    from tests.helpers.lightning_jobs import Adversaries, Plain, fit
 
     fit(LegacyDDPStrategy(), Plain(), batches=BATCHES, **options)
     if not options:
@@ -34,7 +34,7 @@ def lightning_in_fp16() -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     from legacy_ddp.lightning import LegacyDDPStrategy
-    from tests.helpers.lightning_modules import Overflowing, fit
+    from tests.helpers.lightning_jobs import Overflowing, fit
 
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
     fit(LegacyDDPStrategy(), Overflowing(), batches=BATCHES, plugins=[plugin], gradient_clip_val=0.05)
@@ -44,7 +44,7 @@ def accelerate() -> None:
     """Two micro-batches to a step, clipped."""
     from accelerate import Accelerator
 
-    from tests.helpers.lightning_modules import CLASSES, FEATURES, make_data
+    from tests.helpers.lightning_jobs import CLASSES, FEATURES, make_data
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     torch.manual_seed(0)

@@ -22,8 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import processes
-from tests.helpers.hosts import HostFailure, Hosts, JobFailure, reason_not_permitted
-from tests.helpers.namespaces import Host
+from tests.helpers.hosts import Host, HostFailure, Hosts, JobFailure, reason_not_permitted
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import heed_ctrl_c
 from tests.helpers.tiers import thorough

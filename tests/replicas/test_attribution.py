@@ -171,6 +171,13 @@ def _report(*differences: ReplicaDifference, verdict: Verdict = VERDICT) -> Repl
     return ReplicaReport("check_replicas() call 3", 3, COMPARED, differences, verdict)
 
 
+def test_replicas_with_another_past_are_not_identical() -> None:
+    report = _report()
+
+    assert not report.identical
+    assert "replicas differ in the history since the last call" in str(report)
+
+
 def test_differences_beyond_ten_are_counted() -> None:
     lines = str(_report(*(_difference(f"parameter 'p{index:02d}'") for index in range(13)))).splitlines()
 

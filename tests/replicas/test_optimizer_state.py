@@ -12,6 +12,7 @@ from torch import nn
 from legacy_ddp._buckets.layout import distinct
 from legacy_ddp._compare import MISSING, Difference
 from legacy_ddp._replicas.attribution import Verdict
+from legacy_ddp._replicas.history import StateHistory
 from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership
@@ -88,6 +89,46 @@ def test_what_an_optimizer_holds_is_said_and_a_parameter_that_got_lost_noticed(
 
 
 # The lines of a report about optimizer entries, and lost state as a cause. Pure
+def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateHistory]:
+    parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (600, 500), ())]
+    optimizer, history = torch.optim.Adam(parameters, lr=0.5), StateHistory()
+    _step(optimizer, history)
+    history.end_call()
+    return optimizer, history
+
+
+def _step(optimizer: torch.optim.Optimizer, history: StateHistory) -> None:
+    history.begin_step(optimizer)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    history.end_step(optimizer)
+
+
+def _state(optimizer: torch.optim.Optimizer, index: int = 0) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = optimizer.state[optimizer.param_groups[0]["params"][index]]
+    return state
+
+
+def test_a_change_at_every_step_is_a_habit() -> None:
+    optimizer, history = _stepped()
+    for _ in range(2):
+        _state(optimizer)["exp_avg"].neg_()
+        _step(optimizer, history)
+        history.end_call()
+    _state(optimizer)["exp_avg"].neg_()
+
+    assert history.snapshot() == (False, False)
+
+
+def test_state_that_is_mended_after_an_error_is_no_change() -> None:
+    optimizer, history = _stepped()
+    history.restart()
+    _state(optimizer)["exp_avg"].neg_()
+    _step(optimizer, history)
+
+    assert history.snapshot() == (False, False)
+
 
 Values = tuple[tuple[str, tuple[int, ...]], ...]
 TENSORS = (("float32 (2,) 00000000000000aa", (0, 2)), ("float32 (2,) 00000000000000bb", (1,)))
@@ -98,6 +139,23 @@ PARAMETERS = ("'a'", "'b of \\'c\\''", '"d\'s"')
 
 def _every(key: str, values: Values, holders: Sequence[str] = PARAMETERS) -> list[Difference]:
     return [Difference(f"{key} of {holder}", values) for holder in holders]
+
+
+@pytest.mark.parametrize(
+    "name, key, unit, holder",
+    [
+        ("exp_avg of 'fc.weight'", "exp_avg", "parameter", "'fc.weight'"),
+        ("optimizer 12: step of 'a of b'", "step", "parameter", "optimizer 12: 'a of b'"),
+        ("3 in old_dirs of 'a'", "old_dirs", "parameter", "'a'"),
+        ("1 in betas of parameter group 7", "betas", "parameter group", "parameter group 7"),
+        ("parameter group of 'a'", "parameter group", "parameter", "'a'"),
+        ("weights of 'parameter 0 of group 1'", "weights", "parameter", "'parameter 0 of group 1'"),
+        ("optimizer 3: state before the last step", "state before the last step", "optimizer", "optimizer 3: "),
+        ("a\nline of 'x'", "a\nline", "parameter", "'x'"),
+    ],
+)
+def test_an_entry_is_a_key_and_its_holder(name: str, key: str, unit: str, holder: str) -> None:
+    assert Entry.of(name) == ((key, unit), holder)
 
 
 @pytest.mark.parametrize(
