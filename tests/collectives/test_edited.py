@@ -288,22 +288,6 @@ def test_a_gradient_that_moved_to_its_slot_is_edited_only_by_a_later_write() -> 
         model.zero_grad()
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_part_of_the_gradients_is_not_all() -> None:
-    model = LegacyDistributedDataParallel(nn.Linear(2, 2))
-    counter = model._synchronizer.planner.counter
-    parameters = [model.module.bias, model.module.weight]  # in the order of the layout
-    model(torch.ones(1, 2)).sum().backward()
-
-    parameters[0].grad.mul_(0.5)
-    assert counter.was_first_edited(parameters)
-    assert not counter.were_all_edited(parameters)
-    parameters[1].grad.mul_(0.5)
-    assert counter.were_all_edited(parameters)
-    parameters[1].register_post_accumulate_grad_hook(lambda _: None)
-    assert not counter.were_all_edited(parameters)
-
-
 def _compiled(rank: int) -> Told:
     loop = Loop(rank)
     eager = loop.backward
