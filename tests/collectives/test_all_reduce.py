@@ -156,6 +156,20 @@ def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
     )
 
 
+@on_ranks(2)
+def _skip_what_requires_grad(rank: int) -> Grads:
+    wrapped = wrap_module([torch.zeros(2)])
+    wrapped.module[0].grad = torch.full((2,), 4.0)
+    if rank == 0:
+        wrapped.module[0].grad = torch.ones(2, requires_grad=True) * 2
+    wrapped.all_reduce(skip=rank == 0)
+    return get_gradients(wrapped)
+
+
+def test_rank_that_skips_may_hold_what_could_not_be_reduced() -> None:
+    assert [all_bits(grads) for grads in _skip_what_requires_grad()] == [[bits_of(torch.full((2,), 4.0))]] * 2
+
+
 @on_ranks(1, [True])
 def test_sample_size_is_ignored_with_skip(rank: int) -> bool:
     return wrap_module([torch.zeros(2)]).all_reduce(sample_size=-1, skip=True).skipped

@@ -260,6 +260,16 @@ def test_no_sync_sums_nothing(rank: int) -> tuple[Any, ...]:
     return dict(inside.metrics), dict(model.all_reduce(metrics={"loss": 2.0}).metrics)
 
 
+@on_ranks(2)
+def _joined_names(rank: int) -> Any:
+    model = _model()
+    return error_of(model.all_reduce, metrics={"a\0b": 1.0} if rank else {"a": 1.0, "b": 1.0})
+
+
+def test_names_with_a_zero_are_told_from_two_names() -> None:
+    assert [error[0] for error in _joined_names()] == ["DesyncError"] * 2
+
+
 def _until_data_end(rank: int, counts: tuple[int, ...], options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
     """The metrics of the calls made by this rank, and of the calls seen by an observer on this rank."""
     model = _model(**options)
