@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from legacy_ddp import LegacyDistributedDataParallel
+from tests.helpers.besides_ddp import Difference, Side, State, compare, distributed_optimizers
 from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiers import thorough
 
 STEPS = 20
-State = dict[str, torch.Tensor]
 
 
 class _Mlp(nn.Module):
@@ -69,15 +69,12 @@ def _loss_in_bf16(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return _loss(model, batch).float()
 
 
-def _zero_redundancy(parameters: Any) -> torch.optim.Optimizer:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch compiles its own optimizers with the deprecated torch.jit.script
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.02)
-
-
 _SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 _ADAMW = partial(torch.optim.AdamW, lr=0.02)
+
+
+def _zero_redundancy(parameters: Any) -> torch.optim.Optimizer:
+    return distributed_optimizers().ZeroRedundancyOptimizer(parameters, optimizer_class=torch.optim.Adam, lr=0.02)
 
 
 @dataclass(frozen=True)
@@ -117,58 +114,53 @@ _CASES = {
 
 
 def _state(module: nn.Module) -> State:
-    grads = {f"{name}.grad": p.grad for name, p in module.named_parameters() if p.grad is not None}
-    return {name: tensor.detach().clone() for name, tensor in {**module.state_dict(), **grads}.items()}
+    state = dict(module.state_dict())
+    for name, p in module.named_parameters():
+        state[f"{name}.grad"] = torch.zeros(()) if p.grad is None else p.grad
+        state[f"{name}.grad is there"] = torch.tensor(float(p.grad is not None))
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
-def _train(case: _Case, rank: int, dtype: torch.dtype, *, ours: bool) -> list[State]:
+def _train(case: _Case, side: Side, rank: int) -> State:
     """State after the first and after the last step, gradients included."""
-    torch.manual_seed(0)
-    module = case.build().to(dtype)
-    model = LegacyDistributedDataParallel(module, **case.ours) if ours else DistributedDataParallel(module, **case.ddp)
+    module = case.build().to(torch.get_default_dtype())
+    model = side.wrap(module, **(case.ours if side.ours else case.ddp))
     optimizer = case.optimizer(module.parameters())
     torch.manual_seed(100 + rank)
-    states = []
+    states: State = {}
     for step in range(STEPS):
         for index in range(case.micro_batches):
             if isinstance(model, LegacyDistributedDataParallel) and not index:
                 model.broadcast_buffers()
-            last = index == case.micro_batches - 1
-            context: AbstractContextManager[None] = nullcontext() if last else model.no_sync()
+            is_last = index == case.micro_batches - 1
+            context: AbstractContextManager[None] = nullcontext() if is_last else model.no_sync()
             with context:
-                case.loss(model, torch.randn(8, 6, dtype=dtype)).backward()
-                if isinstance(model, LegacyDistributedDataParallel):
-                    assert model.all_reduce().synchronized == last
+                side.backward(model, case.loss(model, torch.randn(8, 6)))
         optimizer.step()
         if step in (0, STEPS - 1):
-            states.append(_state(module))
+            states |= {f"{name} in step {step}": tensor for name, tensor in _state(module).items()}
         optimizer.zero_grad(case.set_to_none)
     return states
 
 
-def _train_both(rank: int, name: str, dtype: torch.dtype = torch.float32) -> list[list[State]]:
-    return [_train(_CASES[name], rank, dtype, ours=ours) for ours in (False, True)]
+@cache
+def _compared(dtype: torch.dtype) -> dict[str, list[Difference]]:
+    return compare({name: partial(_train, case) for name, case in _CASES.items()}, 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, thorough(torch.float64)])
+@pytest.mark.parametrize("name", _CASES)
+def test_twenty_steps_at_two_ranks_give_the_bits_of_torch_ddp(name: str, dtype: torch.dtype) -> None:
+    """Halving is exact, before the sum as after it, and a sum of two has one rounding: no bit may differ."""
+    for difference in _compared(dtype)[name]:
+        assert difference.has_bits_of_ddp
+        assert difference.without_the_call > 0
 
 
 def _assert_same_bits(actual: State, expected: State) -> None:
-    assert actual.keys() == expected.keys()  # also: the same gradients are None
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert bits_of(actual[name]) == bits_of(tensor), name
-
-
-@pytest.mark.parametrize(
-    "name, dtype",
-    [
-        *((name, torch.float32) for name in _CASES),
-        thorough("sgd", torch.bfloat16),
-        thorough("sgd", torch.float64),
-    ],
-)
-def test_twenty_steps_at_two_ranks_give_the_bits_of_torch_ddp(name: str, dtype: torch.dtype) -> None:
-    for ddp, ours in run_ranks(_train_both, 2, name, dtype):
-        # Halving is exact, before the sum as after it, and a sum of two has one rounding: no bit may differ.
-        for actual, expected in zip(ours, ddp, strict=True):
-            _assert_same_bits(actual, expected)
 
 
 def _train_scaled(rank: int, ours: bool) -> tuple[list[float], list[State]]:

@@ -10,13 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._transport.hosts import MAX_RANKS, find_hosts, own_card, why_gloo
+from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
 from legacy_ddp._transport.star import Descriptors, Star, StarListener, StarLostError, StarTimeoutError, connect
 
@@ -391,3 +394,29 @@ def test_one_host_has_one_boot_one_network_and_one_user() -> None:
 )
 def test_hosts_with_equal_numbers_of_ranks_share_memory(hosts: str, reason: str) -> None:
     assert why_gloo(_cards(hosts)) == reason
+
+
+def _alone() -> Any:
+    """The call of a single rank: no descriptor comes from another rank, and no rank has a problem."""
+    return SimpleNamespace(
+        groups=SimpleNamespace(rank=0), over_star=lambda _: Descriptors(), first_problem=lambda *texts: "".join(texts)
+    )
+
+
+def _settle(memory: PeerMemory, segment: Segment) -> list[SegmentIds]:
+    ids = [SegmentIds((segment.serial,))]
+    assert memory.settle(_alone(), ids, lambda: [segment]) == ""
+    return ids
+
+
+def test_a_call_with_new_segments_is_followed_by_one_that_forgets_the_old_segments() -> None:
+    memory, old, new = PeerMemory(1), Segment(64), Segment(64)
+    _settle(memory, old)
+    ids = _settle(memory, new)
+    assert not memory.is_settled(ids)
+    memory[0, old.serial]
+
+    _settle(memory, new)
+    assert memory.is_settled(ids)
+    with pytest.raises(KeyError):
+        memory[0, old.serial]
