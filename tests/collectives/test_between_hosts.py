@@ -112,6 +112,7 @@ def _absent(rank: int, hosts: str, seed: int) -> list[str]:
     [
         thorough("aabb", 0),
         thorough("abba", 1),
+        ("aaa", 6),
         ("abbaab", 2),
         *(thorough(*case) for case in tiers.choose([("abcabc", seed) for seed in range(5)], [("abccba", 3)])),
     ],

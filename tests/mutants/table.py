@@ -209,7 +209,7 @@ COLLECTIVES = (
         "the part of a rank is misplaced behind the first run",
         "place = start + (stop - start) * index // size",
         "place = start + stop * index // size",
-        "tests/collectives/test_host_sum.py -k without_a_gradient",
+        "tests/collectives/test_between_hosts.py -k without_a_gradient",
     ),
     Mutant(
         "no barrier between zeros and the sum",
@@ -239,7 +239,7 @@ COLLECTIVES = (
         "missing gradients are not zero",
         "buffer.zero(own_kinds, runs=runs, flat=flat)",
         "pass",
-        "tests/collectives/test_host_sum.py tests/collectives/test_sparse.py -k without_a_gradient or differ",
+        "tests/collectives/test_between_hosts.py tests/collectives/test_sparse.py -k without_a_gradient or differ",
     ),
     Mutant(
         "between hosts nothing is divided",
