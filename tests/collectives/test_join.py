@@ -90,31 +90,6 @@ def test_a_mean_counts_the_ranks_that_it_is_told_to() -> None:
             assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
 
 
-@on_ranks(2)
-def _two_epochs(rank: int) -> dict[str, Any]:
-    """As many loops have it: zero_grad() behind step()."""
-    found = {}
-    for wrapper in (DistributedDataParallel, Model):
-        model = wrapper(_net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        for epoch in range(2):
-            torch.manual_seed(10 * epoch + rank)
-            with model.join():
-                for _ in range(2 + (rank + epoch) % 2):
-                    model(torch.randn(8, 4)).square().mean().backward()
-                    if wrapper is Model:
-                        model.all_reduce()
-                    optimizer.step()
-                    optimizer.zero_grad()
-        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
-    return found
-
-
-def test_an_epoch_after_an_uneven_one_begins_without_gradients() -> None:
-    for found in _two_epochs():
-        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
-
-
 @on_ranks(2, [[None, 1, 1.5]] * 2)
 def test_a_window_that_no_rank_fills_is_dropped_too(rank: int) -> list[float | None]:
     """Both run out in the middle of a window."""
@@ -237,15 +212,6 @@ def test_running_out_early_can_be_an_error_on_all_ranks() -> None:
         assert "exhausted" in text
 
 
-@on_ranks(2, [[1.5]] * 2)
-def test_it_can_be_switched_off(rank: int) -> list[float | None]:
-    model = wrap()
-    with model.join(enable=False):
-        add_gradients(model, 1.0 + rank)
-        model.all_reduce()
-    return list(gradient_values(model).values())
-
-
 def _raise_in(context: AbstractContextManager[None]) -> None:
     with context:
         raise KeyError("data")
@@ -292,17 +258,6 @@ def test_a_disabled_join_inside_leaves_the_outer_one_on() -> None:
     assert run_ranks(_nested, 2) == [[1.5], [1.5, 2.0]]
 
 
-@on_ranks(2, [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]])
-def test_where_no_rank_takes_part_ranks_that_left_do_not_count_either(rank: int) -> list[Any]:
-    model, found = wrap(), []
-    with model.join():
-        for number in range(1 + rank):
-            add_gradients(model, 1.0)
-            record = model.all_reduce(skip=number == 1)
-            found.append((record.skipped, record.divisor, gradient_values(model)["weight"]))
-    return found
-
-
 @on_ranks(3)
 def _noise(rank: int) -> Any:
     model = wrap_module([torch.zeros(1)])
@@ -319,21 +274,6 @@ def test_the_noise_scale_counts_those_that_took_part() -> None:
     # g = (3, 1): A = (9 + 1) / 2, the mean of the two is 2, N = 2: tr = (5 - 4) / (1 - 1 / 2), |G|^2 = 4 - 2 / 2.
     for found in _noise()[:2]:
         assert found == pytest.approx((3.0, 2.0))
-
-
-def _in_detail(rank: int) -> list[Any]:
-    """Three ranks; who left holds old weights, which is no divergence."""
-    model = LegacyDistributedDataParallel(_net(), checks="detail")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with model.join():
-        _steps(model, optimizer, rank, 2 + rank)
-    _steps(model, optimizer, rank, 1)
-    return [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
-
-
-def test_old_weights_of_a_rank_that_left_are_no_divergence() -> None:
-    first, *others = run_ranks(_in_detail, 3)
-    assert others == [first] * 2
 
 
 def _diverging(rank: int) -> Any:

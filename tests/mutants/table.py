@@ -227,7 +227,7 @@ COLLECTIVES = (
         "the narrower dtype holds the sum",
         "elif torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
         "elif torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
-        "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range",
+        "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range or documented",
     ),
     Mutant(
         "fp16 is divided twice",
@@ -365,7 +365,7 @@ REPLICAS = (
         "a rank that left join() is compared",
         'enumerate(agreement.column("replica")) if rank not in left}',
         'enumerate(agreement.column("replica"))}',
-        "tests/collectives/test_join.py -k no_divergence",
+        "tests/end_to_end/test_clean_loops.py -k joins",
     ),
     Mutant(
         'divergence="raise" warns',
