@@ -69,10 +69,6 @@ def test_step_writes_a_table_per_update_freq_with_aims_and_verdicts(tmp_path: Pa
     assert max(map(len, printed[0].splitlines())) <= 80
 
 
-def test_the_longest_title_fits_the_screen() -> None:
-    assert len("step of sparse embedding, update-freq 16, set_to_none=yes, 16 ranks") <= 80
-
-
 def _run_all_reduce(rank: int, *given: str) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         bench_all_reduce.run(bench_all_reduce.parse_arguments(given))
@@ -220,17 +216,6 @@ def test_nothing_that_is_not_a_number_counts_as_the_same() -> None:
     assert _parity.find_problem("it", [nan], [nan], unsynchronized=False).startswith("it: got other values")
 
 
-def _average_dense(rank: int) -> list[Any]:
-    model = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
-    model[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)
-    _ways.average_each(model)
-    return [model[0].grad.tolist(), model[1].grad]
-
-
-def test_one_collective_per_parameter_averages_and_leaves_none_alone() -> None:
-    assert run_ranks(_average_dense, 2) == [[[1.5, 3.0], None]] * 2
-
-
 def _batches_of_all(rank: int) -> list[Any]:
     return [torch.stack(_ways.own_batches(_small("dense"), 2, number=number)).sum().item() for number in (0, 1, 2, 0)]
 
@@ -271,31 +256,6 @@ def test_what_makes_no_sense_for_a_model_is_left_out() -> None:
         "embedding": {"torch DDP, static graph", "local compute + bare all_reduce", "local compute alone"},
         "sparse embedding": {"torch DDP, bucket views", "local compute + bare all_reduce"},
     }
-
-
-@pytest.mark.parametrize(
-    "model,update_freq,size,off,views,info",
-    [
-        ("transformer", 1, 2, None, 0.82, 1.05),
-        ("transformer", 3, 2, None, 0.82, 1.05),
-        ("transformer", 4, 2, None, 0.95, 1.03),
-        ("transformer", 16, 2, None, 0.95, 1.03),
-        ("transformer", 1, 4, None, None, None),
-        ("tiny", 1, 2, 1.00, None, None),
-        ("resnet", 1, 2, 0.90, None, None),
-        ("small", 1, 2, None, None, None),
-        ("embedding", 1, 2, 0.85, None, None),
-        ("embedding", 1, 4, None, None, None),
-        ("sparse embedding", 1, 2, None, None, None),
-    ],
-)
-def test_a_step_has_the_aims_of_its_model_and_update_freq(
-    model: str, update_freq: int, size: int, off: float | None, views: float | None, info: float | None
-) -> None:
-    aims = bench_step.aims_for(model, update_freq, size)
-
-    ratios = ("ours, off / torch DDP", "ours, off / torch DDP, bucket views", "ours, info / ours, off")
-    assert tuple(map(aims.get, ratios)) == (off, views, info)
 
 
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:

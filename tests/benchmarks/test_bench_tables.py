@@ -55,15 +55,6 @@ def test_every_table_stands_on_one_page() -> None:
     assert sorted(found["name"] for found in tables.MARKED.finditer(pages)) == sorted(tables.TABLES)
 
 
-def test_what_is_printed_is_what_the_pages_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    tables.main([])
-
-    printed = capsys.readouterr().out
-    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
-    for found in tables.MARKED.finditer(pages):
-        assert f"{found['name']}\n\n{found['table']}" in printed
-
-
 def test_a_row_has_its_label_and_the_numbers_at_its_places(folder: Path) -> None:
     ends = (("4 ranks", "{way}", "ends", "0"), ("4 ranks", "{way}", "ends", "1"))
 

@@ -90,6 +90,31 @@ def test_a_mean_counts_the_ranks_that_it_is_told_to() -> None:
             assert other[1] == [None], "what a rank stood in for is no gradient of its next epoch"
 
 
+@on_ranks(2)
+def _two_epochs(rank: int) -> dict[str, Any]:
+    """As many loops have it: zero_grad() behind step()."""
+    found = {}
+    for wrapper in (DistributedDataParallel, Model):
+        model = wrapper(_net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for epoch in range(2):
+            torch.manual_seed(10 * epoch + rank)
+            with model.join():
+                for _ in range(2 + (rank + epoch) % 2):
+                    model(torch.randn(8, 4)).square().mean().backward()
+                    if wrapper is Model:
+                        model.all_reduce()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found[wrapper.__name__] = [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
+    return found
+
+
+def test_an_epoch_after_an_uneven_one_begins_without_gradients() -> None:
+    for found in _two_epochs():
+        assert found["LegacyDistributedDataParallel"] == found["DistributedDataParallel"]
+
+
 @on_ranks(2, [[None, 1, 1.5]] * 2)
 def test_a_window_that_no_rank_fills_is_dropped_too(rank: int) -> list[float | None]:
     """Both run out in the middle of a window."""
@@ -256,6 +281,17 @@ def _nested(rank: int) -> list[float | None]:
 
 def test_a_disabled_join_inside_leaves_the_outer_one_on() -> None:
     assert run_ranks(_nested, 2) == [[1.5], [1.5, 2.0]]
+
+
+@on_ranks(2, [[(False, 2, 1.0)], [(False, 2, 1.0), (True, 0, None)]])
+def test_where_no_rank_takes_part_ranks_that_left_do_not_count_either(rank: int) -> list[Any]:
+    model, found = wrap(), []
+    with model.join():
+        for number in range(1 + rank):
+            add_gradients(model, 1.0)
+            record = model.all_reduce(skip=number == 1)
+            found.append((record.skipped, record.divisor, gradient_values(model)["weight"]))
+    return found
 
 
 @on_ranks(3)
