@@ -57,7 +57,9 @@ def test_a_process_ends_after_the_collectives_that_its_hook_began() -> None:
 
 def test_the_wait_for_a_collective_that_never_ends_is_as_long_as_the_timeout() -> None:
     begun = _LEFT_BEHIND.replace("timeout_seconds=60.0", "timeout_seconds=0.5")
-    result = fork_script("-c", begun.replace("threading.Thread(target=end, daemon=True).start()\n", ""))
+    result = fork_script(
+        "-c", begun.replace("threading.Thread(target=end, daemon=True).start()\n", ""), limit_seconds=60.0
+    )
 
     said = ['"the second bucket\'s"']
     assert (result.returncode, without_gloo_lines(result.stdout).splitlines()) == (0, said), result.stderr
