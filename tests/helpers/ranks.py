@@ -4,19 +4,260 @@ One process per rank, gloo over a file store. A process tells its parent "ready"
 writes its stack when signalled. Processes are kept for further jobs while they are as they were before the job.
 """
 
+import itertools
 import os
 import pickle
+import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import transports
-from tests.helpers.rank_pool import pool
-from tests.helpers.rank_process import Job
-from tests.helpers.rank_watch import Rank, RankFailure, blame_hung, note_exit, raise_faults, watch
+from tests.helpers import processes, transports
+from tests.helpers.rank_process import STACK_SIGNAL, Job, fork_server, serve
+
+# Processes that run ranks: forked from a server that has torch loaded, kept while jobs leave them unchanged
+
+
+_numbers = itertools.count()
+# How long a process may take to end after its last job.
+_END_SECONDS = 20.0
+
+
+class RankProcess:
+    """A process that takes jobs."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = fork_server().Pipe()
+        self.stack_path = Path(_directory(), f"stack-{next(_numbers)}")
+        self.process: ForkServerProcess = fork_server().Process(target=serve, args=(theirs, self.stack_path))
+        self.process.start()
+        theirs.close()
+        self.jobs = 0
+
+    def send(self, job: Job) -> None:
+        self.jobs += 1
+        self.pipe.send_bytes(pickle.dumps(job))
+
+    def end(self) -> int | None:
+        """Let the process end. Returns its exit code, None if it did not end in time and was killed."""
+        self.pipe.close()
+        self.process.join(_END_SECONDS)
+        code = self.process.exitcode
+        self.kill()
+        return code
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+class RankPool:
+    """Processes between two jobs."""
+
+    def __init__(self) -> None:
+        self._idle: list[RankProcess] = []
+
+    def take(self, count: int, *, fresh: bool) -> list[RankProcess]:
+        """``count`` processes, new ones where ``fresh`` or none is left.
+
+        Raises:
+            AssertionError: a process died between two jobs: a job broke it after all its assertions.
+        """
+        taken: list[RankProcess] = []
+        while not fresh and self._idle and len(taken) < count:
+            process = self._idle.pop()
+            code = process.process.exitcode
+            assert code is None, (
+                f"a rank died after {process.jobs} jobs: got exit code {code}, expected a waiting process"
+            )
+            taken.append(process)
+        return taken + [RankProcess() for _ in range(count - len(taken))]
+
+    def give_back(self, process: RankProcess) -> None:
+        self._idle.append(process)
+
+    def close(self) -> None:
+        """End all processes.
+
+        Raises:
+            AssertionError: a process ended in another way than in order: a job broke it after all its assertions.
+        """
+        codes = [(process.jobs, process.end()) for process in self._idle]
+        self._idle.clear()
+        broken = [f"{code} after {jobs} jobs" for jobs, code in codes if code != 0]
+        assert not broken, f"exit codes of ranks, expected 0 (None: did not end): {broken}"
+
+
+pool = RankPool()
+
+
+@cache
+def _directory() -> str:
+    folder = tempfile.mkdtemp(prefix="rank-processes-")
+    # Not a TemporaryDirectory, which a forked child of this process would remove at its own end. Finalize looks at the
+    # process: this one removes the folder after the pool is closed, and closes the pool before multiprocessing joins
+    # its children, which wait for jobs.
+    Finalize(None, shutil.rmtree, (folder,), exitpriority=-10)
+    Finalize(None, pool.close, exitpriority=10)
+    return folder
+
+
+# The parent's side of one job on several ranks: messages, ends, deadlines, and the rank to blame
+
+
+# How long the others have to fail as well after a first failure, and lost ranks to end after all others did.
+_SETTLE_SECONDS = 1.0
+# How long the survivors of a lost rank have to exit by themselves.
+_EXIT_SECONDS = 8.0
+# Faults are listed in this order: what a rank did, what gloo blames on a peer, who merely waits.
+_CAUSE, _PEER_ERROR, _HUNG = range(3)
+_PEER_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+
+
+class RankFailure(AssertionError):  # noqa: N818 - pytest shows the name: what failed is the rank, not the helper
+    """Says which ranks failed and how, the likely cause first; ``ranks`` holds them in that order."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+@dataclass
+class Rank:
+    """What the parent knows about one rank of a job. ``ended``: its process, or its job in a process that stays."""
+
+    rank: int
+    host: RankProcess
+    ready: bool = False
+    ended: bool = False
+    returned: bytes | None = None
+    changes: list[str] | None = None  # left in the process; None: not known, the process must end
+    fault: str = ""
+    fault_order: tuple[int, float] = (_CAUSE, 0.0)  # then by time
+
+    def blame(self, fault: str, order: int, at: float) -> None:
+        """Record the first fault only: what follows it is noise."""
+        if not self.fault:
+            self.fault, self.fault_order = f"rank {self.rank} {fault}", (order, at)
+
+
+def watch(
+    ranks: list[Rank], timeout_seconds: float, start_seconds: float, lost: Collection[int], survivors_exit: bool
+) -> None:
+    """Follow the ranks until all have ended or time is up: to start, to run, to exit, then for the lost ones."""
+    awaited = [r for r in ranks if r.rank not in lost] or ranks
+    stage, deadline = "start", time.monotonic() + start_seconds
+    while running := [r for r in ranks if not r.ended]:
+        now = time.monotonic()
+        if stage == "start" and all(r.ready for r in ranks):
+            stage, deadline = "run", now + timeout_seconds
+            _release(running)
+        failed = any(r.fault for r in ranks)
+        if stage != "settle" and (failed or (lost and all(r.ended for r in awaited))):
+            stage, deadline = "settle", now + _SETTLE_SECONDS
+        elif stage == "run" and all(r.ended or r.returned is not None for r in awaited):
+            patience = _EXIT_SECONDS if survivors_exit else _SETTLE_SECONDS
+            stage, deadline = "exit", now + (patience if lost else timeout_seconds)
+        if now >= deadline or (stage == "settle" and not failed and all(_is_stopped(r) for r in running)):
+            return
+        ends = [r.host.process.sentinel for r in running]
+        wait([*ends, *(r.host.pipe for r in running if not r.host.pipe.closed)], deadline - now)
+        for r in running:
+            _listen(r, lost)
+
+
+def _is_stopped(r: Rank) -> bool:
+    """Whether the process cannot end: it gets no time until somebody continues it."""
+    pid = r.host.process.pid
+    return pid is not None and processes.state(pid) == "T"
+
+
+def _release(ranks: Iterable[Rank]) -> None:
+    for r in ranks:
+        with suppress(OSError):  # it died meanwhile, which its sentinel reports
+            r.host.pipe.send_bytes(b"go")
+
+
+def _listen(r: Rank, lost: Collection[int]) -> None:
+    """Read what the rank said and whether its process ended."""
+    is_dead = not r.host.process.is_alive()  # asked first: all a dead rank said is in the pipe by now
+    try:
+        while not r.host.pipe.closed and r.host.pipe.poll():
+            _note(r, *pickle.loads(r.host.pipe.recv_bytes()))
+    except (EOFError, OSError):
+        r.host.pipe.close()
+    r.ended = is_dead or r.changes is not None
+    if is_dead and r.rank not in lost:
+        note_exit(r, r.host.process.exitcode)
+
+
+def note_exit(r: Rank, code: int | None) -> None:
+    """Blame a rank whose process did not end in order: it returned, and its exit code is 0."""
+    if code == 0 and r.returned is not None:
+        return
+    if code is None:
+        r.blame("did not exit after returning", _HUNG, time.monotonic())
+        return
+    when = "after returning" if r.returned is not None else "before returning"
+    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    r.blame(f"died {when}: {how}", _CAUSE, time.monotonic())
+
+
+def _note(r: Rank, kind: str, payload: Any, at: float) -> None:
+    if kind == "ready":
+        r.ready = True
+    elif kind == "returned":
+        r.returned = payload
+    elif kind == "settled":
+        r.changes = payload
+    else:
+        r.blame(f"raised\n{payload}", _PEER_ERROR if any(text in payload for text in _PEER_ERRORS) else _CAUSE, at)
+
+
+def blame_hung(ranks: list[Rank], lost: Collection[int], survivors_exit: bool) -> None:
+    """Blame the ranks that are still running, with their stacks; behind any rank that failed by itself."""
+    forgiven = {r.rank for r in ranks if r.returned and not survivors_exit} | {*lost}
+    hung = [r for r in ranks if not r.ended and not r.fault and r.rank not in forgiven]
+    stacks = _stacks(hung) if hung else []
+    others = " (perhaps because of the failure above)" if any(r.fault for r in ranks) else ""
+    for r, stack in zip(hung, stacks, strict=True):
+        state = "did not exit after returning" if r.returned else "hung" if r.ready else "did not start"
+        r.blame(f"{state}{others}\n{stack}", _HUNG, 0.0)
+
+
+def _stacks(ranks: list[Rank]) -> list[str]:
+    for r in ranks:
+        assert r.host.process.pid is not None
+        with suppress(ProcessLookupError):
+            os.kill(r.host.process.pid, STACK_SIGNAL)
+    give_up = time.monotonic() + _SETTLE_SECONDS
+    before, texts = None, [""] * len(ranks)
+    while (not all(texts) or texts != before) and time.monotonic() < give_up:
+        wait([r.host.process.sentinel for r in ranks], 0.05)
+        before, texts = texts, [r.host.stack_path.read_text() if r.host.stack_path.exists() else "" for r in ranks]
+    return [text or "(no stack: the process does not answer signals, it may be stopped)" for text in texts]
+
+
+def raise_faults(ranks: list[Rank]) -> None:
+    """Raises: RankFailure: a rank has a fault."""
+    __tracebackhide__ = True
+    guilty = sorted((r for r in ranks if r.fault), key=lambda r: r.fault_order)
+    if guilty:
+        head = f"{len(guilty)} of {len(ranks)} ranks failed, the likely cause first"
+        raise RankFailure("\n\n".join([head, *(r.fault for r in guilty)]), tuple(r.rank for r in guilty))
+
 
 __all__ = ["RankFailure", "run_ranks"]
 

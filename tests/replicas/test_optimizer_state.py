@@ -1,7 +1,7 @@
 """Optimizers of replicas: what they hold, changes of their state, and the lines of a report. One process."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from legacy_ddp._replicas.attribution import Verdict
 from legacy_ddp._replicas.history import StateHistory
 from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
-from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership, parameter_groups
-from tests.helpers.replica_observations import flip_lowest
+from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership
 
 # Descriptions of the parameters in optimizers. One process
 
@@ -86,25 +85,10 @@ def test_what_an_optimizer_holds_is_said_and_a_parameter_that_got_lost_noticed(
     assert describe_membership([optimizer], distinct(net.named_parameters())) == (words, is_lost)
 
 
-def test_each_parameter_has_its_group() -> None:
-    net = _net()
-    first = torch.optim.SGD([{"params": [net.a]}, {"params": [net.b, net.c]}], lr=0.5)
-    second = torch.optim.SGD([net.c, net.d], lr=0.5)
-
-    assert [(item.name, item.value) for item in parameter_groups([first, second], net, {"d"})] == [
-        ("parameter group of 'a'", "0 of optimizer 0"),
-        ("parameter group of 'b'", "1 of optimizer 0"),
-        ("parameter group of 'c'", "1 of optimizer 0, 0 of optimizer 1"),
-        ("parameter group of 'e'", "none"),
-    ]
-    assert parameter_groups([], net, ()) == []
-
-
 # Changes of optimizer state outside of steps are found; changes by steps are ignored. One process
 
-Change = Callable[[torch.optim.Optimizer], object]
 
-
+# The lines of a report about optimizer entries, and lost state as a cause. Pure
 def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateHistory]:
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (600, 500), ())]
     optimizer, history = torch.optim.Adam(parameters, lr=0.5), StateHistory()
@@ -126,52 +110,6 @@ def _state(optimizer: torch.optim.Optimizer, index: int = 0) -> dict[str, torch.
     return state
 
 
-def _load(optimizer: torch.optim.Optimizer) -> None:
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict({**saved, "state": {key: dict(value) for key, value in saved["state"].items()}})
-
-
-CHANGES: dict[str, Change] = {
-    "lowest bit of a small tensor": lambda it: flip_lowest(_state(it)["exp_avg"], (1, 2)),
-    "lowest bit of a large tensor": lambda it: flip_lowest(_state(it, 1)["exp_avg_sq"], (599, 499)),
-    "lowest bit of a number": lambda it: flip_lowest(_state(it, 2)["exp_avg"], ()),
-    "a count of steps": lambda it: _state(it)["step"].add_(1),
-    "a sign": lambda it: _state(it)["exp_avg"].neg_(),
-    "a tensor that is gone": lambda it: _state(it).pop("exp_avg"),
-    "a tensor of zeros more": lambda it: _state(it).update(more=torch.zeros(2)),
-    "everything cleared": lambda it: it.state.clear(),
-}
-NO_CHANGES: dict[str, Change] = {
-    "nothing": id,
-    "its own state loaded": _load,
-    "a learning rate": lambda it: it.param_groups[0].update(lr=0.25),
-    "an empty entry": lambda it: it.state[nn.Parameter(torch.ones(1))],
-    "what has no bits of its own": lambda it: _state(it).update(note="text"),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_found_now_and_by_the_next_step(name: str, dtype: torch.dtype) -> None:
-    optimizer, history = _stepped(dtype)
-    CHANGES[name](optimizer)
-
-    assert history.snapshot() == (False, True)
-    history.begin_step(optimizer)
-    history.end_step(optimizer)
-    assert history.snapshot() == (True, False)
-
-
-@pytest.mark.parametrize("name", NO_CHANGES)
-def test_what_changes_no_bit_of_the_state_is_no_change(name: str) -> None:
-    optimizer, history = _stepped()
-    NO_CHANGES[name](optimizer)
-
-    assert history.snapshot() == (False, False)
-    _step(optimizer, history)
-    assert history.snapshot() == (False, False)
-
-
 def test_a_change_at_every_step_is_a_habit() -> None:
     optimizer, history = _stepped()
     for _ in range(2):
@@ -191,19 +129,6 @@ def test_state_that_is_mended_after_an_error_is_no_change() -> None:
 
     assert history.snapshot() == (False, False)
 
-
-def test_each_optimizer_is_followed_on_its_own() -> None:
-    first, history = _stepped()
-    second, _ = _stepped()
-    _step(second, history)
-    _step(first, history)
-    assert history.snapshot() == (False, False)
-    _state(second)["exp_avg"].neg_()
-
-    assert history.snapshot() == (False, True)
-
-
-# The lines of a report about optimizer entries, and lost state as a cause. Pure
 
 Values = tuple[tuple[str, tuple[int, ...]], ...]
 TENSORS = (("float32 (2,) 00000000000000aa", (0, 2)), ("float32 (2,) 00000000000000bb", (1,)))

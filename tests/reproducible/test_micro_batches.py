@@ -19,9 +19,9 @@ from legacy_ddp._reproducible.partial_sums import PartialSums
 from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import bring, tree_sum, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.small_sizes import move_gradients_from
+from tests.helpers.sums import bring, tree_sum, wrap_reproducible
 
 # Micro-batches of a step: changes of gradients between them, and unrelated errors
 

@@ -17,9 +17,9 @@ from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._buckets import private_fork
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
 from tests.helpers.shared_jobs import once, run_cases
 from tests.helpers.small_sizes import move_gradients_from
+from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
