@@ -25,7 +25,9 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
 # Helpers that start processes.
-_STARTERS = frozenset(f"tests.helpers.{name}" for name in ("browser", "forked_children", "hosts", "ranks", "scripts"))
+_STARTERS = frozenset(
+    f"tests.helpers.{name}" for name in ("browser", "forked_children", "hosts", "rank_pool", "scripts")
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

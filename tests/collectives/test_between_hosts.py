@@ -12,10 +12,10 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import tiers
+from tests.helpers.hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.sums import every_dtype, wrong_sums
 from tests.helpers.tiers import thorough
-from tests.helpers.transports import on_host
 
 RANGE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # ascending
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)

@@ -26,10 +26,10 @@ from tests.helpers.cases import (
     sparse_of,
     vectors,
 )
+from tests.helpers.hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
 from tests.helpers.tiers import thorough
-from tests.helpers.transports import on_host
 
 pytestmark = pytest.mark.usefixtures("transport")
 

@@ -11,14 +11,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
+from legacy_ddp._transport import hosts as meeting
 from tests.helpers.paths import ROOT
 
 # How does a test get a host of its own: network, host name and processes that nobody else sees?
@@ -321,3 +322,14 @@ def _names(address: str, name: str) -> str:
 
 def _port(index: int) -> str:
     return f"port{index}"
+
+
+@contextmanager
+def on_host(name: str) -> Iterator[None]:
+    """Without namespaces: the card of this rank tells of a host ``name``, in the first call on a group in the block."""
+    own_card = meeting.own_card
+    meeting.own_card = lambda: {**own_card(), "boot": name}
+    try:
+        yield
+    finally:
+        meeting.own_card = own_card

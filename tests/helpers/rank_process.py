@@ -2,7 +2,6 @@
 
 import faulthandler
 import gc
-import multiprocessing
 import os
 import pickle
 import signal
@@ -14,9 +13,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
@@ -26,30 +23,6 @@ from torch.distributed import distributed_c10d
 from legacy_ddp._log import ShortDisplay
 from tests.helpers import logged_warnings
 from tests.helpers.processes import process_state
-
-# The server that ranks and scripts are forked from, with torch loaded: one per worker of the tests
-
-
-# What most ranks load anyway (any optimizer step imports torch._dynamo), or some for a second (what compiles imports
-# inductor): once in the server instead of once per rank and test.
-_PRELOAD = [
-    "torch",
-    "torch.distributed",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "hypothesis",
-    "pytest",
-    "legacy_ddp._wrapper",
-    "tests.helpers.rank_process",
-]
-
-
-@cache
-def fork_server() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
-
 
 # faulthandler.dump_traceback_later is one timer per process, and the code under test may own it.
 STACK_SIGNAL = signal.SIGUSR2

@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from tests.helpers.fork_server import fork_server
 from tests.helpers.forked_children import enter, fork_children, run_and_leave
 from tests.helpers.paths import ROOT
-from tests.helpers.rank_process import fork_server
 
 # Python scripts run in children of the fork server, which has torch loaded: a start costs a tenth of a new Python
 

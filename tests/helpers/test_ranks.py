@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.modules.module import register_module_forward_hook
 
 from legacy_ddp._buckets import plan
-from tests.helpers.ranks import RankFailure, RankPool, run_ranks
+from tests.helpers.rank_pool import RankPool
+from tests.helpers.ranks import RankFailure, run_ranks
 
 
 def _sum_of_ranks(rank: int, scale: float = 1.0) -> float:

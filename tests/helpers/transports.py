@@ -7,27 +7,11 @@ the memory of the host.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
 from legacy_ddp._settings import TRANSPORT_VARIABLE
-from legacy_ddp._transport import hosts
 from tests.helpers import tiers
-
-# Ranks of one machine that claim to run on several hosts, without namespaces
-
-
-@contextmanager
-def on_host(name: str) -> Iterator[None]:
-    """Let the card of this rank tell of a host called ``name``, in the first call on a group inside the block."""
-    own_card = hosts.own_card
-    hosts.own_card = lambda: {**own_card(), "boot": name}
-    try:
-        yield
-    finally:
-        hosts.own_card = own_card
-
 
 HOST, GLOO = "host", "gloo"
 

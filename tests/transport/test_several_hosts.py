@@ -18,11 +18,11 @@ from legacy_ddp._transport import groups, star
 from legacy_ddp._transport import hosts as host_meeting
 from tests.helpers import logged_warnings
 from tests.helpers.comm_hooks import mean
+from tests.helpers.hosts import on_host
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import error_of, step
 from tests.helpers.tiers import thorough
-from tests.helpers.transports import on_host
 
 Said = tuple[str, str] | None
 NUMEL = 2000
