@@ -26,11 +26,20 @@ MEANS: dict[str, tuple[tuple[Part, Part], list[Any]]] = {
 }
 
 
+def _resizing(state: Any, bucket: Any) -> Any:
+    """A mean. It leaves its buffer in another size and with other values: no gradient and no later call has these."""
+    result = bucket.buffer() * 0.5
+    dist.all_reduce(result)
+    bucket.buffer().resize_(1000).fill_(77.0)
+    return at_once(result)
+
+
 def _reduced(rank: int, parts: tuple[Part, Part]) -> list[Any]:
     model = wrap_module([torch.zeros(2), torch.zeros(1), torch.zeros(3)])
-    model.register_comm_hook(None, mean)
-    set_gradients(model, copy.deepcopy(GRADS[rank]))
-    model.all_reduce(**parts[rank])
+    model.register_comm_hook(None, _resizing)
+    for _ in range(2):
+        set_gradients(model, copy.deepcopy(GRADS[rank]))
+        model.all_reduce(**parts[rank])
     return [None if grad is None else grad.tolist() for grad in get_gradients(model)]
 
 
