@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
+from legacy_ddp import LegacyDistributedDataParallel, LostPeerError, all_reduce_gradients
 from tests.helpers.rank_faults import do_when
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
@@ -312,6 +312,13 @@ def _dies_with_agreed_headers(rank: int) -> tuple[str, tuple[int, ...], str | No
 def test_a_rank_that_dies_before_it_sends_its_metrics_is_named() -> None:
     for seen in run_ranks(_dies_with_agreed_headers, 3, lost=(1,))[::2]:
         assert seen == ("PeerLostError", (1,), "metrics")
+
+
+@on_ranks(2, [{"loss": 3.0}] * 2)
+def test_the_function_sums_metrics_too(rank: int) -> dict[str, float]:
+    module = torch.nn.Linear(2, 1)
+    add_gradients(module, 1.0)
+    return dict(all_reduce_gradients(module, metrics={"loss": rank + 1}).metrics)
 
 
 @on_ranks(2)

@@ -631,12 +631,19 @@ def test_five_parameters_are_named_and_the_others_counted() -> None:
 
 
 def test_the_text_of_hundreds_of_ranks_with_different_details_is_capped() -> None:
-    found = [NonFinite({"a": (rank + 1, 0, 900)}, 1, 2) for rank in range(300)]
+    found = [NonFinite({"a": (rank % 299 + 1, 0, 900)}, 1, 2) for rank in range(300)]
 
     lines = describe_nonfinite("all_reduce() call 1", range(300), found, reaction="raise").splitlines()
 
-    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 290 more ranks, each with different details"]
+    assert lines[1] == "  ranks 0, 299: 'a': 1 NaN of 900"
+    assert lines[10:12] == ["  rank 9: 'a': 10 NaN of 900", "  ... 289 more ranks, each with different details"]
     assert len(lines) < 20
+
+
+def test_a_count_is_not_cut_by_the_end_of_a_line() -> None:
+    found = NonFinite({"w" * length: (1, 0, 900) for length in range(20, 40)}, 20, 30)
+
+    assert describe_nonfinite("", [0], [found], reaction="raise").count("1 NaN of 900;") == 19
 
 
 @pytest.mark.gpu

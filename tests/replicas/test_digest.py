@@ -362,6 +362,14 @@ def test_data_moved_to_the_next_tensor_is_seen() -> None:
     assert len({digest_all([data[:cut], data[cut:]]) for cut in (0, 1, 2, 8, 100_000, 199_999, 200_000)}) == 7
 
 
+def test_tensors_of_two_dtypes_and_large_tensors_swapped_are_seen() -> None:
+    single, double = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    first, second = _random(2, 2**18)
+
+    assert digest_all([single, double, single]) != digest_all([single, single, double])
+    assert digest_all([first, second]) != digest_all([second, first])
+
+
 def test_none_and_an_empty_tensor_are_told_apart() -> None:
     empty = torch.empty(0)
 
