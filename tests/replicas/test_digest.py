@@ -459,3 +459,8 @@ def test_parts_are_few_and_of_about_equal_cost(sizes: list[int]) -> None:
     assert 1 <= len(parts) <= MAX_PARTS
     total = sum(size + TENSOR_COST for size in sizes)
     assert max(costs) <= max(2 * SMALLEST_PART, total / MAX_PARTS) + 3 * TENSOR_COST
+
+
+def test_a_small_model_is_one_part_and_nothing_is_an_empty_part() -> None:
+    assert divide([100, 200, 300]) == [[(0, 0, 100), (1, 0, 200), (2, 0, 300)]]
+    assert divide([]) == divide([0, 0]) == [[]]

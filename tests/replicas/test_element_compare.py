@@ -333,6 +333,22 @@ def test_any_bit_of_any_dtype_is_named(dtype: torch.dtype, data: st.DataObject) 
     assert difference.values[0] != difference.values[1]
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_each_bit_of_a_float_is_in_its_field(dtype: torch.dtype) -> None:
+    width, mantissa, has_sign = FLOATS[dtype]
+    fields = ["mantissa"] * mantissa + ["exponent"] * (width - mantissa - has_sign) + ["sign"] * has_sign
+    reference = _from_bits([1, 2], dtype, width)
+    said = [_said(_from_bits([1, 2 ^ 1 << bit], dtype, width), reference)[1].split(", ")[0] for bit in range(width)]
+
+    assert said == [f"one bit flipped: bit {bit} ({field})" for bit, field in enumerate(fields)]
+
+
+def test_swapped_zeros_of_other_sign_are_equal_as_numbers() -> None:
+    difference = _difference(torch.tensor([-0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, -0.0]))
+
+    assert (difference.kind, difference.words) == ("same values", "equal as numbers: -0.0 against 0.0")
+
+
 def test_nans_of_other_bits_are_equal_as_numbers() -> None:
     own, reference = _floats(0xFFC00001, 0x7FC00002, 0), _floats(0x7FC00000, 0x7FC00000, 0)
     difference = _difference(own, reference)

@@ -75,6 +75,17 @@ LATER = ("local_gradients", "reduced_gradients", "settings", "optimizer", "param
 GRADIENTS = {**NAMES, "optimizer": (), "settings": ()}
 OTHER_INPUTS = (("int64 (16, 64)", WORD), ("int64 (16, 64)", f"{16 * 3 + 9:016x}"))
 SMALL = (WORD, 1.375 * (1 + 1e-7))
+HALF = {"calls": lambda step, rank: call_facts(step, rank, micro_batches=1, sample_size=32)}
+REPRODUCIBLE = facts(reproducible="True")
+SUMS = planted(*[(rank, 3, "reduced_gradients") for rank in range(4)])
+WEIGHTS = {**NAMES, "parameters": tuple(f"parameter '{letter}'" for letter in "abcdefg")}
+FIVE = {"planted": {(0, 3, "parameters", f"parameter '{letter}'"): (WORD, 2.0) for letter in "bcdef"}}
+SECOND = "optimizer 1: exp_avg of 'a.b'"
+TWO_OPTIMIZERS = {**NAMES, "optimizer": ("optimizer 0: exp_avg of 'a'", SECOND)}
+OF_THE_SECOND = {"planted": {(1, 3, "optimizer", SECOND): (WORD, 2.0)}}
+WITH_STATE = (*START, "optimizer")
+LATE = {"reduced_gradients": NAMES["reduced_gradients"]}
+METRICS = {f"m{number}": number / 4 for number in range(12)}
 
 # Name: the run, and a second run; {} for a run as it is.
 TWO_RUNS: dict[str, tuple[Given, Given]] = {
@@ -123,7 +134,26 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
     "metrics": ({}, calls(metrics={"loss": 1.5})),
     "operations": (with_operations(wrong=False), {**planted((1, 3, "local_gradients")), **with_operations(wrong=True)}),
     "operations without a difference of tensors": (with_operations(wrong=False), with_operations(wrong=True)),
+    "nothing before": ({"names": LATE}, {"names": LATE, **planted((0, 1, "reduced_gradients"))}),
+    "state at the start": (
+        {"start": WITH_STATE, **planted((0, 0, "optimizer"))},
+        {"start": WITH_STATE, **planted((0, 0, "optimizer"), value=(OTHER, 1.0))},
+    ),
+    "weights at a later start": (
+        {"names": GRADIENTS, "steps": 8},
+        {"names": GRADIENTS, "steps": 5, **steps(4), **planted((0, 3, "parameters"))},
+    ),
+    "two optimizers": ({"names": TWO_OPTIMIZERS}, {"names": TWO_OPTIMIZERS, **OF_THE_SECOND}),
+    "equal norms": ({}, planted((0, 3, "parameters"), value=(WORD, 1.375))),
+    "several names": ({"names": WEIGHTS}, {"names": WEIGHTS, **FIVE}),
+    "many places": ({"steps": 40}, {"steps": 40, **planted(*[(0, step, "buffers") for step in range(1, 40, 2)])}),
+    "many metrics": (
+        {"calls": lambda step, rank: call_facts(step, rank, metrics=METRICS)},
+        {"calls": lambda step, rank: call_facts(step, rank, metrics=dict.fromkeys(METRICS, float(step)))},
+    ),
     "world sizes": ({}, {"world_size": 4}),
+    "world sizes, equal amounts": ({}, {"world_size": 4, **HALF, **SUMS}),
+    "world sizes, equal amounts, reproducible": (REPRODUCIBLE, {"world_size": 4, **HALF, **REPRODUCIBLE, **SUMS}),
     "world sizes, different": (
         {},
         {"world_size": 4, **planted(*[(rank, 3, "reduced_gradients") for rank in range(4)])},
@@ -150,6 +180,11 @@ ONE_RUN: dict[str, Given] = {
         "planted": {(rank, 3, "buffers", "buffer 'mean'"): (f"{rank:016x}", 1.0) for rank in range(4)},
     },
     "missing on a rank": {"world_size": 3, **planted((2, 3, "optimizer"), value=(None, None))},
+    "many groups": {
+        "world_size": 9,
+        "planted": {(rank, 3, "buffers", "buffer 'mean'"): (f"{rank:016x}", 1.0) for rank in range(9)},
+    },
+    "state at the start": {"world_size": 3, "start": WITH_STATE, **planted((1, 0, "optimizer"))},
     "two names": {
         "world_size": 3,
         "planted": {(1, 2, "parameters", name): (WORD, 2.0) for name in NAMES["parameters"]},
