@@ -15,7 +15,7 @@ from legacy_ddp._replicas.attribution import Verdict
 from legacy_ddp._replicas.history import StateHistory
 from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
-from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership
+from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership, parameter_groups
 
 # Descriptions of the parameters in optimizers. One process
 
@@ -85,10 +85,23 @@ def test_what_an_optimizer_holds_is_said_and_a_parameter_that_got_lost_noticed(
     assert describe_membership([optimizer], distinct(net.named_parameters())) == (words, is_lost)
 
 
+def test_each_parameter_has_its_group() -> None:
+    net = _net()
+    first = torch.optim.SGD([{"params": [net.a]}, {"params": [net.b, net.c]}], lr=0.5)
+    second = torch.optim.SGD([net.c, net.d], lr=0.5)
+
+    assert [(item.name, item.value) for item in parameter_groups([first, second], net, {"d"})] == [
+        ("parameter group of 'a'", "0 of optimizer 0"),
+        ("parameter group of 'b'", "1 of optimizer 0"),
+        ("parameter group of 'c'", "1 of optimizer 0, 0 of optimizer 1"),
+        ("parameter group of 'e'", "none"),
+    ]
+    assert parameter_groups([], net, ()) == []
+
+
 # Changes of optimizer state outside of steps are found; changes by steps are ignored. One process
 
 
-# The lines of a report about optimizer entries, and lost state as a cause. Pure
 def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateHistory]:
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (600, 500), ())]
     optimizer, history = torch.optim.Adam(parameters, lr=0.5), StateHistory()
@@ -129,6 +142,8 @@ def test_state_that_is_mended_after_an_error_is_no_change() -> None:
 
     assert history.snapshot() == (False, False)
 
+
+# The lines of a report about optimizer entries, and lost state as a cause. Pure
 
 Values = tuple[tuple[str, tuple[int, ...]], ...]
 TENSORS = (("float32 (2,) 00000000000000aa", (0, 2)), ("float32 (2,) 00000000000000bb", (1,)))
