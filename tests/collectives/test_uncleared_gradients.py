@@ -262,6 +262,24 @@ def test_optimizers_that_take_turns_on_one_wrapper_clear_their_own_gradients(*, 
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_result_of_a_wrapper_that_shares_the_weight_is_not_divided_again() -> None:
+    net = nn.Linear(2, 1)
+    first, second = Model(net), Model(nn.Sequential(net))
+    add_gradients(first, 2.0)
+    first.all_reduce(sample_size=2)
+    add_gradients(first, 2.0)
+
+    said = error_of(second.all_reduce, sample_size=2)
+
+    assert said is not None
+    assert "grad of '0.bias' holds the result of an earlier call" in said[1]
+    first.zero_grad()
+    add_gradients(first, 2.0)
+    second.all_reduce(sample_size=2)
+    assert set(gradient_values(first).values()) == {1.0}
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("sparse", [False, True])
 def test_gradients_of_a_function_are_not_divided_again(*, sparse: bool) -> None:
     table = nn.Embedding(3, 2, sparse=sparse)

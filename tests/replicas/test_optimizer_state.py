@@ -1,7 +1,7 @@
 """Optimizers of replicas: what they hold, changes of their state, and the lines of a report. One process."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ from legacy_ddp._replicas.history import StateHistory
 from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership, parameter_groups
+from tests.helpers.replica_scenes import flip_lowest
 
 # Descriptions of the parameters in optimizers. One process
 
@@ -121,6 +122,36 @@ def _step(optimizer: torch.optim.Optimizer, history: StateHistory) -> None:
 def _state(optimizer: torch.optim.Optimizer, index: int = 0) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = optimizer.state[optimizer.param_groups[0]["params"][index]]
     return state
+
+
+def _load(optimizer: torch.optim.Optimizer) -> None:
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({**saved, "state": {key: dict(value) for key, value in saved["state"].items()}})
+
+
+@pytest.mark.parametrize(
+    "change, is_one",
+    [
+        (lambda it: flip_lowest(_state(it, 1)["exp_avg_sq"], (599, 499)), True),
+        (lambda it: flip_lowest(_state(it, 2)["exp_avg"], ()), True),
+        (lambda it: _state(it).pop("exp_avg"), True),
+        (lambda it: it.state.clear(), True),
+        (_load, False),
+        (lambda it: it.param_groups[0].update(lr=0.25), False),
+        (lambda it: _state(it).update(note="text"), False),
+    ],
+)
+def test_a_change_is_found_now_and_by_the_next_step(
+    change: Callable[[torch.optim.Optimizer], object], *, is_one: bool
+) -> None:
+    optimizer, history = _stepped()
+    _step(_stepped()[0], history)  # each optimizer is followed on its own
+    change(optimizer)
+
+    assert history.snapshot() == (False, is_one)
+    history.begin_step(optimizer)
+    history.end_step(optimizer)
+    assert history.snapshot() == (is_one, False)
 
 
 def test_a_change_at_every_step_is_a_habit() -> None:
