@@ -44,6 +44,12 @@ def _run(tmp_path: Path, old: Any, new: Any, *more: str) -> int:
     return diff.main([str(tmp_path / "old.json"), str(tmp_path / "new.json"), *more])
 
 
+def test_the_interval_of_a_median_is_that_of_the_notches() -> None:
+    row = _results.Timed(median_ms=1.0, ratio=2.0, quartiles=(1.5, 2.5), n=25)
+
+    assert row.interval == pytest.approx((2 - 0.314, 2 + 0.314))  # 1.57 x 1 / 5
+
+
 @pytest.mark.parametrize(
     "ratio,spread,threshold,judgement",
     [
@@ -175,6 +181,13 @@ def test_titles_of_files_that_share_nothing_are_told_apart(tmp_path: Path, capsy
     told = capsys.readouterr().err
     assert "; ".join(titles) in " ".join(told.split())
     assert max(map(len, told.splitlines())) <= 80
+
+
+def test_better_is_no_failure(tmp_path: Path) -> None:
+    old, new = (_document(step={"off": _row(1, 0), "info": _row(ratio)}) for ratio in (1.5, 1.0))
+
+    assert (_run(tmp_path, old, new), _run(tmp_path, new, old)) == (0, 1)
+    assert _run(tmp_path, new, old, "--threshold", "0.6") == 0
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)

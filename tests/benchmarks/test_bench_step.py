@@ -258,6 +258,14 @@ def test_what_makes_no_sense_for_a_model_is_left_out() -> None:
     }
 
 
+def test_aims_are_those_of_a_model_of_its_micro_batches_and_of_two_ranks() -> None:
+    few, many = (bench_step.aims_for("transformer", update_freq, 2) for update_freq in (3, 16))
+
+    assert (few["ours, info / ours, off"], many["ours, info / ours, off"]) == (1.05, 1.03)
+    assert bench_step.aims_for("resnet", 1, 2) == {"ours, off / torch DDP": 0.90}
+    assert bench_step.aims_for("small", 1, 2) == bench_step.aims_for("transformer", 1, 4) == {}
+
+
 def test_a_ratio_is_the_median_of_those_of_the_rounds() -> None:
     own = _measure.Variant("own", lambda: None, seconds=[1.0, 6.0, 20.0])
     other = _measure.Variant("other", lambda: None, seconds=[2.0, 2.0, 10.0])
