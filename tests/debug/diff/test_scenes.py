@@ -17,13 +17,18 @@ from typing import Any
 import pytest
 
 from tests.helpers.command import command
-from tests.helpers.operations import Operation, Value, model, numbered, rewritten
+from tests.helpers.operations import Operation, Value, model, numbered, operation, rewritten
 from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
 
 EXPECTED = Path(__file__).with_name("scenes.txt")
 WORD, OTHER = "ab" * 8, "cd" * 8
 FIRST = {phase: names[0] for phase, names in NAMES.items()}
 Given = dict[str, Any]
+STEP = model()
+WRONG = rewritten(STEP, 7, "h2(x)", "wrong")
+CLONE = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
+BLOCK = [operation("mul", [f"e{index}"], [f"e{index + 1}"]) for index in range(50)]
+RELU, TANH = (operation(name, ["x"], [name], module=name) for name in ("relu", "tanh"))
 
 
 def planted(*wheres: tuple[int, int, str], value: tuple[Any, ...] = (WORD, 3.5)) -> Given:
@@ -50,12 +55,11 @@ def steps(first_step: int, **changes: Any) -> Given:
     return {"environments": lambda rank, size: environment(rank, size, first_step=first_step, **changes)}
 
 
-def with_operations(wrong: bool) -> Given:
-    """Operations of step 3, with a wrong product on rank 1."""
+def with_operations(other: Sequence[Operation] | None = None) -> Given:
+    """Operations of step 3, and ``other`` operations on rank 1."""
 
     def of(step: int, rank: int) -> Sequence[Operation]:
-        sequence = model() if not (wrong and rank == 1) else rewritten(model(), 7, "h2(x)", "wrong")
-        return numbered(_with_digests(sequence)) if step == 3 else ()
+        return numbered(_with_digests(other if other and rank == 1 else STEP)) if step == 3 else ()
 
     return {"operations": of}
 
@@ -132,8 +136,22 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
     "settings and tensors in one step": ({}, planted((0, 3, "settings"), (0, 3, "parameters"))),
     "settings and weights at the start": ({}, planted((0, 0, "settings"), (0, 0, "parameters"))),
     "metrics": ({}, calls(metrics={"loss": 1.5})),
-    "operations": (with_operations(wrong=False), {**planted((1, 3, "local_gradients")), **with_operations(wrong=True)}),
-    "operations without a difference of tensors": (with_operations(wrong=False), with_operations(wrong=True)),
+    "operations": (with_operations(), {**planted((1, 3, "local_gradients")), **with_operations(WRONG)}),
+    "equal operations": (
+        with_operations(),
+        {**planted((1, 3, "local_gradients")), **with_operations()},
+    ),
+    "an operation of B alone": (
+        with_operations(),
+        with_operations([*STEP[:3], operation("mul", ["r0(x)"], ["e"]), *rewritten(STEP[3:], 1, "r0(x)", "e")]),
+    ),
+    "many operations of B alone": (with_operations(), with_operations([*STEP[:3], *BLOCK, *STEP[3:]])),
+    "operations without influence before": (with_operations(), with_operations([*WRONG[:2], CLONE, *WRONG[2:]])),
+    "operations in another order": (
+        with_operations([RELU, TANH, *STEP]),
+        with_operations([TANH, RELU, *STEP]),
+    ),
+    "operations without a difference of tensors": (with_operations(), with_operations(WRONG)),
     "nothing before": ({"names": LATE}, {"names": LATE, **planted((0, 1, "reduced_gradients"))}),
     "state at the start": (
         {"start": WITH_STATE, **planted((0, 0, "optimizer"))},
@@ -198,7 +216,8 @@ ONE_RUN: dict[str, Given] = {
     },
     "ended by an error": {"end": "ReplicaDivergenceError"},
     "only the start": {"steps": 0},
-    "operations": with_operations(wrong=True),
+    "operations": with_operations(WRONG),
+    "an operation of other ranks alone": {"world_size": 3, **with_operations([*STEP[:5], *STEP[6:]])},
 }
 # Name: the run, and what happens to its files.
 DAMAGED: dict[str, Callable[[Path], object]] = {
