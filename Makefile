@@ -11,6 +11,8 @@ STEPS ?=
 ARGS ?=
 # Ranks of a test wait for each other much of the time: more than cores.
 WORKERS ?= 4
+# The kind of a device besides the CPU: make test runs the tests for devices there, and no others.
+DEVICE ?=
 BENCH ?=
 # Not empty: make package refuses metadata that lacks what a release needs.
 RELEASE ?=
@@ -41,6 +43,10 @@ PYTEST = $(PY) -m pytest $(PYTEST_OPTIONS)
 # Tests that need torch and pytest alone.
 CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard transport watchdog \
 	debug/cross_check debug/operations) $(wildcard tests/test_*.py)
+
+# Folders with tests that run on a device, too.
+DEVICE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard debug) \
+	tests/test_devices.py
 
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))
@@ -95,9 +101,9 @@ restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
 	$(call needs,torch)
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
-test: $(READY) ## test every behaviour once, five minutes; WORKERS files at a time
-	$(call needs,$(TEST_PACKAGES))
-	$(PYTEST) -m "not thorough" $(ARGS)
+test: $(READY) ## test every behaviour once, five minutes; WORKERS files at a time, DEVICE=cuda
+	$(call needs,$(if $(DEVICE),torch pytest xdist hypothesis numpy,$(TEST_PACKAGES)))
+	$(if $(DEVICE),TEST_DEVICE=$(DEVICE) $(PYTEST) -m "(device or gpu) and not thorough" $(DEVICE_TESTS),$(PYTEST) -m "not thorough") $(ARGS)
 
 test-all: $(READY) ## run all tests, as CI does
 	$(call needs,$(TEST_PACKAGES))

@@ -79,10 +79,10 @@ def _process_group() -> Iterator[torch.device]:
     count, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
     device = torch.device("cuda", local_rank % count)
     torch.cuda.set_device(device)
-    if int(os.environ["LOCAL_WORLD_SIZE"]) <= count:
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > count:
+        # NCCL refuses two ranks of one host on one device. With these names every rank is on a host of its own.
+        os.environ.update(NCCL_HOSTID=f"rank-{local_rank}", NCCL_SOCKET_IFNAME="lo")
+    dist.init_process_group("nccl", device_id=device)
     try:
         yield device
     finally:

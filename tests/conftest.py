@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 pytest.register_assert_rewrite("tests.helpers.shared_jobs")  # it compares the results of tests
 
-from tests.helpers import logged_warnings, transports  # noqa: E402
+from tests.helpers import devices, logged_warnings, transports  # noqa: E402
 from tests.helpers.transports import _transport_of_the_test, transport  # noqa: E402, F401 - fixtures
 
 # No deadline: a shared machine makes any example slow once in a while.
@@ -28,6 +28,12 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 _STARTERS = frozenset(
     f"tests.helpers.{name}" for name in ("browser", "forked_children", "hosts", "rank_pool", "scripts")
 )
+
+
+def pytest_configure() -> None:
+    """Refuse a device that is not there, before any test."""
+    if devices.CHOSEN and (why := devices.missing(devices.CHOSEN)):
+        raise pytest.UsageError(f"DEVICE={devices.CHOSEN}: {why}")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

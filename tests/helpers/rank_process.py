@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from legacy_ddp._log import ShortDisplay
-from tests.helpers import logged_warnings
+from tests.helpers import devices, logged_warnings
 from tests.helpers.processes import process_state
 
 # faulthandler.dump_traceback_later is one timer per process, and the code under test may own it.
@@ -77,15 +77,16 @@ def _run(job: Job, pipe: Connection) -> int | None:
     own_hook = torchs_hook = sys.excepthook
     os.environ.update(job.environment)
     try:
+        backend = devices.enter(job.environment.get(devices.VARIABLE), job.rank)
         function, arguments = pickle.loads(job.call)
         store = _meet(job)
-        dist.init_process_group("gloo", store=store, rank=job.rank, world_size=job.world_size)
+        dist.init_process_group(backend, store=store, rank=job.rank, world_size=job.world_size)
         torchs_hook = sys.excepthook  # set by each start of a group, and by no end
         tell(pipe, "ready", None)
         pipe.recv_bytes()  # all are ready: a rank that dies at once cannot disturb another's start
         result = function(job.rank, *arguments)
         logged_warnings.assert_nothing_left()
-        tell(pipe, "returned", pickle.dumps(result))
+        tell(pipe, "returned", devices.to_bytes(result))
         return len(distributed_c10d._world.pg_map)
     except SystemExit:
         raise  # an exit code is a way to die, not an exception

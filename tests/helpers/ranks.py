@@ -60,7 +60,7 @@ def run_ranks(
     """
     __tracebackhide__ = True
     call = pickle.dumps((fn, args))
-    is_last = fresh or bool(lost) or store != "file"
+    is_last = fresh or transports.current == transports.DEVICE or bool(lost) or store != "file"
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         processes = pool.take(world_size, fresh=is_last)
         ranks = [Rank(rank, process) for rank, process in enumerate(processes)]

@@ -77,6 +77,9 @@ class SimulatedDevice:
         """The host reads a value: it waits for everything that was issued."""
         self.host_waits[_place()] += 1
 
+    def waits_of_the_library(self) -> int:
+        return sum(count for place, count in self.host_waits.items() if place)
+
     # The interface of torch.<device>.
 
     def is_available(self) -> bool:
@@ -98,7 +101,7 @@ class SimulatedDevice:
         return [torch.bfloat16, torch.float16]
 
     def manual_seed(self, seed: int) -> None:
-        self.generator.manual_seed(seed)
+        self.generator.manual_seed(seed + 1)  # other numbers than on the CPU
 
     manual_seed_all = manual_seed
 
@@ -188,7 +191,7 @@ def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     storage = tensor.untyped_storage()
     shared = _storage(storage, torch.device("cpu")) if storage.nbytes() else torch.UntypedStorage(0)
-    result = torch.empty(0, dtype=tensor.dtype)
+    result = torch.empty(0, dtype=tensor.dtype, device="cpu")
     result.set_(shared, tensor.storage_offset(), tensor.shape, tensor.stride())
     result = torch._conj(result) if tensor.is_conj() else result
     return torch._neg_view(result) if tensor.is_neg() else result
@@ -214,7 +217,7 @@ def _storage(storage: torch.UntypedStorage, where: torch.device) -> torch.Untype
 
 
 def _resize(tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
-    resized = torch.empty(size, dtype=tensor.dtype)
+    resized = torch.empty(size, dtype=tensor.dtype, device="cpu")
     old = on_cpu(tensor).flatten()[: resized.numel()]
     resized.view(-1)[: old.numel()] = old
     return _adopt(tensor, resized)

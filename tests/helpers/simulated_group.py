@@ -106,6 +106,12 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
+    def send(self, tensors: Any, dst: int, tag: int) -> Work:
+        return self._gloo.send([*tensors], dst, tag)
+
+    def recv(self, tensors: Any, src: int, tag: int) -> Work:
+        return self._gloo.recv([*tensors], src, tag)
+
     def _issue(self, tensors: list[torch.Tensor], collective: Callable[[Any, list[torch.Tensor]], Any]) -> Work:
         values = [on_cpu(tensor) for tensor in tensors]
         if all(tensor.device.type == "cpu" for tensor in tensors):
