@@ -26,8 +26,7 @@ settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 # Helpers that start processes.
 _STARTERS = frozenset(
-    f"tests.helpers.{name}"
-    for name in ("browser", "forked_children", "forked_scripts", "hosts", "namespaces", "rank_pool", "scripts")
+    f"tests.helpers.{name}" for name in ("browser", "forked_children", "hosts", "rank_pool", "scripts")
 )
 
 

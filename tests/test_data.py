@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 
-from legacy_ddp._reproducible.tree_reduce import aligned_splits, is_aligned
-from legacy_ddp.data import GlobalBatchSampler, micro_batch_rng
+from legacy_ddp.data import GlobalBatchSampler, aligned_splits, micro_batch_rng
 
 Step = list[list[int]]  # micro-batches, in their order
 
@@ -205,8 +204,14 @@ def test_a_state_of_other_content_is_refused(changes: dict[str, Any], message: s
 
 
 @given(st.integers(1, 64), st.integers(1, 64))
-def test_splits_that_are_listed_are_the_aligned_ones(ranks: int, each: int) -> None:
-    assert ((ranks, each) in aligned_splits(ranks * each)) == is_aligned(ranks, each)
+def test_splits_that_are_listed_are_those_that_a_sampler_takes(ranks: int, each: int) -> None:
+    try:
+        _samplers(ranks, ranks * each, 1, ranks * each)
+        is_taken = True
+    except ValueError:
+        is_taken = False
+
+    assert ((ranks, each) in aligned_splits(ranks * each)) == is_taken
 
 
 @pytest.mark.parametrize("total, error", [(0, ValueError), (-3, ValueError), (True, TypeError), (4.0, TypeError)])

@@ -364,6 +364,7 @@ def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
     model.zero_grad()
     _backward(model, rank)
     call(model, "a part of no items", sample_size=torch.tensor(4 * rank, device="sim"))
+    bias_grad = model.module[2].bias.grad.cpu().tolist()
     model.zero_grad(set_to_none=False)
     call(model, "cleared in place")
     call(model, "cleared in place, with items", sample_size=4)
@@ -381,7 +382,7 @@ def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
     return {
         name: (waits, [record.sample_size, record.skipped, record.skipped_ranks, dict(record.metrics)])
         for name, (waits, record) in found.items()
-    } | {"told": ({}, told), "detail": ({}, phases)}
+    } | {"told": ({}, told), "detail": ({}, phases), "bias": ({}, bias_grad)}
 
 
 def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
@@ -402,6 +403,7 @@ def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
 
     for rank, of_rank in enumerate(found):
         assert of_rank.pop("detail")[1] == [1, 1, 2]  # forward and backward, call, step
+        assert of_rank.pop("bias")[1] == [1.0, 1.0]  # the mean over the 4 items of rank 1, for the sum as the loss
         assert of_rank.pop("told")[1] == [
             "all_reduce() call 2: non-finite gradients, found before they were exchanged:"
         ]

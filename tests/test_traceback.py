@@ -202,7 +202,7 @@ def test_a_step_without_the_call_shows_the_lines_of_the_script_alone_on_every_ra
         assert _tracebacks(errors) == 1
         frames = re.findall(r"  File \".*?([^/\"]+)\", line \d+, in (.+)", errors)
         assert frames[-2:] == [("train.py", "<module>"), ("train.py", "train")]
-        assert {file for file, _ in frames} == {"train.py", "script_process.py"}  # of the test: it starts the script
+        assert {file for file, _ in frames} == {"train.py", "forked_children.py"}  # of the test: it starts the script
         text = errors.partition("legacy_ddp.UnsynchronizedStepError: ")[2]
         assert text.startswith("step() of SGD would use gradients that were not reduced since the last backward:\n")
         assert all(len(line) <= 80 for line in text.splitlines()[1:])

@@ -1,12 +1,13 @@
 """Does the benchmark for devices read profiles rightly, handle the bytes that it says, and start where there is one?"""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import _device_calls
+import bench_gpu
 import pytest
 import torch
 from torch import nn
@@ -15,9 +16,6 @@ from tests.helpers.paths import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
 
-sys.path.append(str(SCRIPT.parent))
-bench_gpu = importlib.import_module("bench_gpu")
-_device_calls = importlib.import_module("_device_calls")
 Event = _device_calls.Event
 
 PROFILE = [

@@ -1,6 +1,5 @@
 """Does bench_hosts.py compare equal work, and judge it right? Nothing here looks at a time."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -9,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import _hosts_worker as worker
+import bench_hosts
 import pytest
 import torch
 from torch import nn
@@ -20,9 +21,6 @@ from tests.helpers.ranks import run_ranks
 
 BENCHMARKS = ROOT / "benchmarks"
 
-sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
-worker = importlib.import_module("_hosts_worker")
-bench_hosts = importlib.import_module("bench_hosts")
 
 SHORT = ("--layers", "1", "--repeats", "1", "--rounds", "2", "--warm-up", "0")
 VARIANTS = [
@@ -38,28 +36,6 @@ VARIANTS = [
 ]
 COMPARED = ["control", "off", "info", "gloo", "bf16", "bf16, both"]
 needs_hosts = pytest.mark.skipif(reason_not_permitted() is not None, reason=str(reason_not_permitted()))
-
-
-def _run_worker(rank: int, *given: str) -> None:
-    worker.run(worker.parse_arguments(given))
-
-
-@pytest.mark.thorough
-def test_a_job_writes_the_link_and_all_variants_for_each_update_freq(tmp_path: Path) -> None:
-    path = tmp_path / "worker.json"
-
-    run_ranks(_run_worker, 2, "--update-freq", "1", "2", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert list(results) == ["distance_from_ddp", "link", "step, update-freq 1", "step, update-freq 2"]
-    assert list(results["distance_from_ddp"]) == VARIANTS
-    assert list(results["link"]) == ["bare all_reduce", "bare all_reduce, bf16", "send, rank 0 to 1"]
-    for update_freq in (1, 2):
-        table = results[f"step, update-freq {update_freq}"]
-        assert list(table["variants"]) == VARIANTS
-        assert {row["n"] for row in table["variants"].values()} == {2}
-        assert list(table["compared"]) == COMPARED
-        assert table["compared"]["off"]["median_ratio"] == table["variants"]["ours, off"]["median_ratio"]
 
 
 def _refuse(rank: int, name: str, wrap: Any) -> str:
@@ -208,23 +184,6 @@ def _start(*given: str, **environment: str) -> "subprocess.CompletedProcess[str]
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         check=False,
     )
-
-
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        (("--rates", "fast"), "argument --rates: got fast, expected 0.01 to 100 Gbit/s"),
-        (("--rates", "0"), "argument --rates: got 0, expected 0.01 to 100 Gbit/s"),
-        (("--update-freq", "1", "0"), "argument --update-freq: got 0, expected a whole number of 1 or more"),
-        (("--layers", "-1"), "argument --layers: got -1, expected a whole number of 1 or more"),
-    ],
-)
-def test_a_wrong_argument_is_named(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench_hosts.parse_arguments(given)
-
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_without_the_tools_it_says_which_are_missing() -> None:

@@ -1,19 +1,18 @@
 """Are all benchmarks run by one command, and does one that fails show?"""
 
-import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import _checkout
 import pytest
+import run_all
 
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import heed_ctrl_c
-
-sys.path.append(str(ROOT / "benchmarks"))
-run_all = importlib.import_module("run_all")
 
 
 def test_every_benchmark_is_among_them() -> None:
@@ -111,3 +110,52 @@ def test_at_ctrl_c_a_benchmark_has_time_to_clean_up() -> None:
 
     assert process.communicate(timeout=60) == ("clean\n", "")
     assert process.returncode == 130
+
+
+# The code that was measured
+
+
+def _git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost", "-c", "commit.gpgsign=false"]
+    return subprocess.run(["git", *who, *words], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.fixture
+def committed(tmp_path: Path) -> Path:
+    for name in ("legacy_ddp/_core.py", "benchmarks/bench.py", "benchmarks/results/step.json", "README.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("before\n")
+    _git(tmp_path, "init", "--quiet")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "--quiet", "--message", "all")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "changed,mark",
+    [
+        ("legacy_ddp/_core.py", "-dirty"),
+        ("legacy_ddp/_new.py", "-dirty"),
+        ("benchmarks/bench.py", "-dirty"),
+        ("benchmarks/results/step.json", ""),
+        ("README.md", ""),
+    ],
+)
+def test_a_commit_is_marked_if_what_is_measured_is_not_as_committed(committed: Path, changed: str, mark: str) -> None:
+    commit = _git(committed, "rev-parse", "HEAD")
+
+    assert _checkout.commit(committed) == commit
+    (committed / changed).write_text("after\n")
+    assert _checkout.commit(committed) == commit + mark
+
+
+def test_without_git_the_commit_is_unknown(committed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+
+    assert _checkout.commit(committed) == "unknown"
+
+
+def test_what_is_started_finds_the_checkout_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+
+    assert _checkout.environment()["PYTHONPATH"] == os.pathsep.join([str(ROOT), "elsewhere"])

@@ -1,36 +1,22 @@
 """Does bench_scale.py go through what it says, and is its model right? Nothing here looks at a time."""
 
 import argparse
-import importlib
 import json
 import os
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import _alpha_beta
+import _calls
+import _rank_growth
+import bench_scale
 import pytest
 
-from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-
-BENCHMARKS = ROOT / "benchmarks"
-
-sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
-_alpha_beta = importlib.import_module("_alpha_beta")
-_calls = importlib.import_module("_calls")
-_rank_growth = importlib.import_module("_rank_growth")
-bench_scale = importlib.import_module("bench_scale")
 
 SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
 CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
-PACKED = [
-    "bare all_reduce",
-    "ours, off, to pack",
-    "ours, info, to pack",
-    "ours, off, gloo, to pack",
-    "ours, info, gloo, to pack",
-]
 STEPS = ["torch DDP", "torch DDP, bucket views", "ours, off", "ours, info", "local compute alone"]
 PHASES = {"plan", "pack", "agree", "payload", "alias"}
 
@@ -58,57 +44,6 @@ def test_tensors_are_counted_in_calls_and_steps(tmp_path: Path) -> None:
             row = result[table]["ours, info" if table == "step" else "ours, info, views"]
             beyond_ms = row["median_ms"] - result[table][without]["median_ms"]
             assert row["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
-
-
-@pytest.mark.thorough
-def test_replanning_is_measured_for_every_number_of_tensors(tmp_path: Path) -> None:
-    path = tmp_path / "replan.json"
-
-    run_ranks(_run, 2, "replan", "--counts", "1", "3", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert list(results) == ["1 tensors", "3 tensors"]
-    for count, result in zip((1, 3), results.values(), strict=True):
-        assert list(result) == ["nothing changed", "one parameter frozen or thawed"]
-        beyond_ms = result["one parameter frozen or thawed"]["median_ms"] - result["nothing changed"]["median_ms"]
-        assert result["one parameter frozen or thawed"]["us_per_tensor"] == pytest.approx(1e3 * beyond_ms / count)
-
-
-@pytest.mark.thorough
-def test_bytes_go_up_to_the_largest_asked_for(tmp_path: Path) -> None:
-    path = tmp_path / "bytes.json"
-
-    run_ranks(_run, 2, "bytes", "--largest-mib", "5", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert list(results) == ["1 MiB", "4 MiB"]
-    for result in results.values():
-        assert list(result["call"]) == CALLS
-        assert list(result["phases_ms"]) == CALLS[1:]
-
-
-@pytest.mark.thorough
-def test_ranks_measures_every_power_of_two_and_reasons_up_to_1024(tmp_path: Path) -> None:
-    path = tmp_path / "ranks.json"
-
-    run_ranks(_run, 4, "ranks", "--largest-mib", "1", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-    given, *fitted = results["reasoned"]["networks"]
-
-    runs = ["2 ranks, 64 KiB", "2 ranks, 1024 KiB", "4 ranks, 64 KiB", "4 ranks, 1024 KiB"]
-    assert list(results["run"]) == runs
-    assert {tuple(table) for table in results["run"].values()} == {tuple(PACKED)}
-    assert list(results["run, 1,000 tensors"]) == PACKED
-    assert list(results["reasoned"]["ours"]) == ["off", "info"]
-    # 34 MiB = 35,651,584 bytes: on 2 ranks 2 hops of 50 us and as many bytes; on 1,024 2,046 hops, and almost twice.
-    milliseconds = given["milliseconds"]["bare all_reduce"]
-    assert milliseconds["2"] == pytest.approx(0.1 + 35.651584)
-    assert milliseconds["1024"] == pytest.approx(102.3 + 2 * 35.651584 * 1023 / 1024)
-    assert given["residuals"] == {}
-    assert list(fitted[-1]["residuals"]) == (runs if (os.cpu_count() or 1) < 4 else fitted[0]["residuals"])
-    for network in results["reasoned"]["networks"]:
-        assert list(network["milliseconds"]) == ["bare all_reduce", "ours, off", "ours, info"]
-        assert all(list(row) == ["2", "4", "8", "16", "64", "256", "1024"] for row in network["milliseconds"].values())
 
 
 def _gradients(rank: int) -> list[Any]:
@@ -247,23 +182,6 @@ def test_residuals_tell_the_typical_and_the_worst() -> None:
 
     assert _alpha_beta.residuals(ring, {(2, 8): 2.0, (4, 8): 0.5}) == {(2, 8): -0.5, (4, 8): 1.0}
     assert _alpha_beta.typical_and_worst({"a": 0.1, "b": -0.4, "c": 0.2}) == (0.2, "b")
-
-
-@pytest.mark.parametrize(
-    "given, said",
-    [
-        (("tensors", "--counts", "0"), "--counts is out of range: got 0, expected 1 to 2,097,152"),
-        (("bytes", "--largest-mib", "0.5"), "--largest-mib leaves nothing to measure: got 0.5"),
-        (("ranks", "--alpha-us", "-1"), "--alpha-us is out of range: got -1, expected more than 0"),
-        (("ranks", "--gigabytes-per-second", "0"), "--gigabytes-per-second is out of range: got 0"),
-    ],
-)
-def test_a_wrong_argument_is_named(given: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        bench_scale.parse_arguments(given)
-
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 def test_more_than_the_memory_is_refused_before_it_is_taken(

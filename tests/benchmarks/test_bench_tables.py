@@ -1,18 +1,13 @@
 """The tables of benchmarks/README.md: made from the results, and complete."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tables
 
 from tests.helpers.paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-tables = importlib.import_module("tables")
-_quoted = importlib.import_module("_quoted")
 
 RESULTS = {
     "results": {
@@ -58,15 +53,6 @@ def test_every_table_stands_on_one_page() -> None:
     pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
 
     assert sorted(found["name"] for found in tables.MARKED.finditer(pages)) == sorted(tables.TABLES)
-
-
-def test_what_is_printed_is_what_the_pages_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    tables.main([])
-
-    printed = capsys.readouterr().out
-    pages = "".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
-    for found in tables.MARKED.finditer(pages):
-        assert f"{found['name']}\n\n{found['table']}" in printed
 
 
 def test_a_row_has_its_label_and_the_numbers_at_its_places(folder: Path) -> None:

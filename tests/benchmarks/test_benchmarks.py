@@ -1,121 +1,239 @@
-"""Do the benchmarks start, and is their arithmetic right? Nothing here looks at a time."""
+"""All benchmarks: a short run of each, their arguments, and the arithmetic of some. Nothing here looks at a time."""
 
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import _scaling
+import _warm_call_worker
+import bench_agree
+import bench_digest
+import bench_wire
 import pytest
+import torch
 
+from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
-from tests.helpers.tiers import thorough_but
+from tests.helpers.scripts import fork_script
+from tests.helpers.tiers import thorough, thorough_but
 
 BENCHMARKS = ROOT / "benchmarks"
+CALLS = ["bare all_reduce", "ours, off, views", "ours, off, to pack", "ours, info, views", "ours, info, to pack"]
+STEPS = ["off", "off again", "info", "detail", "check every step", "record every step"]
+AIMS_IN_DEBUG = {"detail": 1.25, "check every 10 steps": 1.05}
+HOSTS = ["torch DDP", "torch DDP again", "torch DDP, bucket views", "torch DDP, bf16_compress_hook", "ours, off"]
+HOSTS += ["ours, info", "ours, off, gloo", "ours, off, reduce_dtype=bf16", "local compute alone"]
 
-sys.path.append(str(BENCHMARKS))  # the scripts find their neighbours because Python puts a script's folder there
-_scaling = importlib.import_module("_scaling")
-bench_agree = importlib.import_module("bench_agree")
-bench_debug = importlib.import_module("bench_debug")
-bench_trace = importlib.import_module("bench_trace")
+# A script, its number of ranks (0: it starts its own), its arguments, and the outline of its results: names, values
+# that do not depend on the machine, and None for all others. A list: all names, in their order.
+RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
+    (
+        "bench_agree",
+        2,
+        "step --layers 1 --update-freq 1 4",
+        {
+            f"step, update-freq {update_freq}, 2 ranks, zero_grad()": {
+                "variants": ["off", "off again", "info"],
+                "aim": aim,
+            }
+            for update_freq, aim in ((1, 1.05), (4, 1.03))
+        },
+    ),
+    ("bench_agree", 4, "header", {"run": {"2": None, "4": ["barrier", "all_gather", "agree()"]}, "reasoned": None}),
+    (
+        "bench_debug",
+        2,
+        "step",
+        {
+            f"step of {name}, 2 ranks": {"variants": STEPS, "aims": aims}
+            for name, aims in (
+                ("train_lm", {**AIMS_IN_DEBUG, "record every step": 1.30, "record every 10 steps": 1.05}),
+                ("1,000 small tensors", AIMS_IN_DEBUG),
+            )
+        },
+    ),
+    (
+        "bench_debug",
+        1,
+        "digest --max-bytes 65536",
+        {size: ["copy", "digest"] for size in ("4 KiB", "64 KiB", "1,000 x 9 KiB")},
+    ),
+    (
+        "bench_digest",
+        2,
+        "--layers 1",
+        {f"step of {name}, 2 ranks": {"n": 2} for name in ("train_lm", "1,000 small tensors", "transformer")},
+    ),
+    (
+        "bench_operations",
+        1,
+        "",
+        {
+            f"step of {name}, 1 ranks": {
+                "variants": ["plain", "plain again", "recorder", "with operations"],
+                "operations": count,
+            }
+            for name, count in (("transformer encoder", 371), ("train_lm", 3007))
+        },
+    ),
+    (
+        "bench_scale",
+        2,
+        "replan --counts 1 3",
+        {f"{n} tensors": ["nothing changed", "one parameter frozen or thawed"] for n in (1, 3)},
+    ),
+    ("bench_scale", 2, "bytes --largest-mib 5", {size: {"call": CALLS} for size in ("1 MiB", "4 MiB")}),
+    (
+        "bench_scale",
+        4,
+        "ranks --largest-mib 1",
+        {
+            "run": [f"{ranks} ranks, {size} KiB" for ranks in (2, 4) for size in (64, 1024)],
+            "run, 1,000 tensors": None,
+            "reasoned": {"ours": ["off", "info"]},
+        },
+    ),
+    (
+        "_hosts_worker",
+        2,
+        "--update-freq 1 2 --layers 1",
+        {
+            "distance_from_ddp": HOSTS,
+            "link": ["bare all_reduce", "bare all_reduce, bf16", "send, rank 0 to 1"],
+            **{f"step, update-freq {n}": {"variants": HOSTS} for n in (1, 2)},
+        },
+    ),
+    ("bench_trace", 0, "--steps 12 --parameters 3 --repeats 1", {"12": ["equal", "different", "ranks of one"]}),
+    (
+        "bench_memory",
+        0,
+        "--models resnet --steps 3 --repeats 2 --variants 'torch DDP'",
+        {
+            "resnet": {
+                "variants": ["torch DDP, set_to_none=False", "torch DDP, set_to_none=True"],
+                "verdict": "not measured",
+            }
+        },
+    ),
+    (
+        "bench_wire",
+        0,
+        "--seeds 0 --wires 'their own' float16 --steps 3",
+        {"their own": None, "float16": None},
+    ),
+    (
+        "torch_ddp_faults",
+        0,
+        "--only nan 'no data' --limit 10",
+        {"nan": {"cell": "silent, NaN on all ranks"}, "no data": None},
+    ),
+    (
+        "bench_warm_call",
+        0,
+        f"--repeats 1 --rounds 1 --steps 2 --warm-up 2 --against {ROOT}",
+        {"cpu_ms": None, "ratio": None, "counts": None},
+    ),
+]
 
-SHORT = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
+
+def _assert_outline(found: Any, outline: Any) -> None:
+    if isinstance(outline, list):
+        assert list(found) == outline
+    elif isinstance(outline, dict):
+        for name, inner in outline.items():
+            _assert_outline(found[name], inner)
+    else:
+        assert outline in (None, found)
 
 
-def _run_agree(rank: int, *given: str) -> None:
-    bench_agree.run(bench_agree.parse_arguments(given))
-
-
-def test_step_writes_the_control_and_a_verdict_per_update_freq(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-
-    run_ranks(_run_agree, 2, "step", "--layers", "1", "--update-freq", "1", "4", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert [result["aim"] for result in results.values()] == [1.05, 1.03]
-    for result in results.values():
-        assert list(result["variants"]) == ["off", "off again", "info"]
-        assert {row["n"] for row in result["variants"].values()} == {2}
-        assert result["verdict"] in ("met", "missed", "not decided")
-
-
-@pytest.mark.thorough
-def test_header_measures_every_power_of_two_up_to_the_ranks_there_are(tmp_path: Path) -> None:
-    path = tmp_path / "header.json"
-
-    run_ranks(_run_agree, 4, "header", *SHORT, "--json", str(path))
-    document = json.loads(path.read_text())
-
-    assert document["environment"]["world_size"] == 4
-    assert list(document["results"]["run"]) == ["2", "4"]
-    assert list(document["results"]["run"]["4"]) == ["barrier", "all_gather", "agree()"]
-    assert document["results"]["reasoned"][0]["all_gather"]["most_ranks"] == 180
-
-
-def _run_debug(rank: int, *given: str) -> None:
-    bench_debug.run(bench_debug.parse_arguments(given))
-
-
-@pytest.mark.thorough
-def test_debug_tells_what_looking_after_replicas_adds_to_a_step(tmp_path: Path) -> None:
-    path = tmp_path / "step.json"
-
-    run_ranks(_run_debug, 2, "step", *SHORT, "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert list(results) == ["step of train_lm, 2 ranks", "step of 1,000 small tensors, 2 ranks"]
-    aims = [{"detail": 1.25, "check every 10 steps": 1.05}] * 2
-    aims[0] = {**aims[0], "record every step": 1.30, "record every 10 steps": 1.05}
-    assert [result["aims"] for result in results.values()] == aims
-    for result in results.values():
-        variants = ["off", "off again", "info", "detail", "check every step", "record every step"]
-        assert list(result["variants"]) == variants
-        assert result["ratios"]["record every step"] == result["variants"]["record every step"]["median_ratio"]
-        for what in ("check", "record"):
-            each = result["variants"][f"{what} every step"]["median_ratio"]
-            assert result["ratios"][f"{what} every 10 steps"] == pytest.approx(0.9 + each / 10)
-
-
-@pytest.mark.thorough
-def test_debug_tells_how_fast_a_digest_is(tmp_path: Path) -> None:
-    path = tmp_path / "digest.json"
-
-    run_ranks(_run_debug, 1, "digest", *SHORT, "--max-bytes", "65536", "--json", str(path))
-    results = json.loads(path.read_text())["results"]
-
-    assert list(results) == ["4 KiB", "64 KiB", "1,000 x 9 KiB"]
-    for result in results.values():
-        assert list(result) == ["copy", "digest"]
-
-
-@pytest.mark.thorough
-def test_trace_tells_seconds_and_memory_of_every_way_to_compare(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-
-    bench_trace.main(["--steps", "12", "--parameters", "3", "--repeats", "1", "--json", str(path)])
-    (ways,) = json.loads(path.read_text())["results"].values()
-
-    assert list(ways) == ["equal", "different", "ranks of one"]
-    assert all(way["peak_megabytes"] > 10 and way["median_seconds"] > 0 for way in ways.values())
-    assert ways["equal"]["megabytes"] == pytest.approx(2 * ways["ranks of one"]["megabytes"])
+def _run(rank: int, script: str, arguments: list[str]) -> None:
+    bench = importlib.import_module(script)
+    bench.run(bench.parse_arguments(arguments))
 
 
 @pytest.mark.parametrize(
-    "given,said",
-    [
-        (["--repeats", "0"], "--repeats is a count: got 0, expected 1 or more"),
-        (["--parameters", "0"], "--parameters is a count: got 0, expected 1 or more"),
-        (["--steps", "250", "0"], "--steps are too few to differ: got 0, expected 10 or more"),
-        (["--json", "no/such/folder/trace.json"], "nowhere to go: got no/such/folder/trace.json"),
-    ],
+    "script, ranks, given, outline",
+    [row if row[:3] == RUNS[0][:3] else thorough(*row) for row in RUNS],
+    ids=[f"{script} {given.partition(' -')[0]}" for script, _, given, _ in RUNS],
 )
-def test_wrong_arguments_of_trace_are_named(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        bench_trace.parse_arguments(given)
+def test_a_short_run_writes_what_it_is_said_to_measure(
+    script: str, ranks: int, given: str, outline: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "results.json"
+    arguments = [*shlex.split(given), "--json", str(path)]
+    if ranks:
+        short = ("--repeats", "2", "--rounds", "1", "--warm-up", "1")
+        run_ranks(_run, ranks, script, [*arguments, *short], timeout_seconds=120)
+    else:
+        run = fork_script(str(BENCHMARKS / f"{script}.py"), *arguments, forks_children=True)
+        assert run.returncode == 0, run.stderr
+    document = json.loads(path.read_text())
 
-    assert said in capsys.readouterr().err
+    assert [name for name in document["results"] if name in outline] == list(outline)
+    _assert_outline(document["results"], outline)
+    assert {"torch", "commit"} <= document["environment"].keys()
+
+
+WRONG = {
+    "bench_step": {
+        "--models gpt": "invalid choice: 'gpt'",
+        "--set-to-none maybe": "invalid choice: 'maybe'",
+        "--update-freq 1 0": "--update-freq is a count: got 0, expected 1 or more",
+        "--layers 0": "--layers is a count: got 0, expected 1 or more",
+        "--repeats -2 --rounds -4": "--repeats and --rounds are counts: expected 1 or more",
+        "--warm-up -1": "0 or more for --warm-up",
+        "--repeats 1 --rounds 1": "too little to compare",
+        "--json no/such/folder/step.json": "nowhere to go: got no/such/folder/step.json",
+        f"--json {BENCHMARKS}": "expected a file in a folder that exists",
+    },
+    "bench_hosts": {
+        "--rates fast": "argument --rates: got fast, expected 0.01 to 100 Gbit/s",
+        "--rates 0": "argument --rates: got 0, expected 0.01 to 100 Gbit/s",
+        "--update-freq 1 0": "argument --update-freq: got 0, expected a whole number of 1 or more",
+        "--layers -1": "argument --layers: got -1, expected a whole number of 1 or more",
+    },
+    "bench_memory": {
+        "--ranks 1": "too few --ranks: got 1, expected 2 or more",
+        "--repeats 0": "too few --repeats: got 0, expected 1 or more",
+        "--steps 2": "too few --steps: got 2, expected 3 or more",
+        "--models none": "invalid choice: 'none'",
+        "--json no/such/folder/memory.json": "nowhere to go: got no/such/folder/memory.json",
+    },
+    "bench_scale": {
+        "tensors --counts 0": "--counts is out of range: got 0, expected 1 to 2,097,152",
+        "bytes --largest-mib 0.5": "--largest-mib leaves nothing to measure: got 0.5",
+        "ranks --alpha-us -1": "--alpha-us is out of range: got -1, expected more than 0",
+        "ranks --gigabytes-per-second 0": "--gigabytes-per-second is out of range: got 0",
+    },
+    "bench_trace": {
+        "--repeats 0": "--repeats is a count: got 0, expected 1 or more",
+        "--parameters 0": "--parameters is a count: got 0, expected 1 or more",
+        "--steps 250 0": "--steps are too few to differ: got 0, expected 10 or more",
+        "--json no/such/folder/trace.json": "nowhere to go: got no/such/folder/trace.json",
+    },
+    "bench_warm_call": {"--against docs": "no checkout: got docs, expected a folder with legacy_ddp/ in it"},
+    "bench_wire": {
+        "--wires bfloat16": "expected 'their own' among them",
+        "--steps 0": "--steps is a count: got 0, expected 1 or more",
+        "--json no/such/folder/wire.json": "nowhere to go: got no/such/folder/wire.json",
+    },
+}
+
+
+@pytest.mark.parametrize("script", WRONG)
+def test_wrong_arguments_are_named(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in WRONG[script].items():
+        with pytest.raises(SystemExit) as caught:
+            importlib.import_module(script).parse_arguments(given.split())
+
+        assert caught.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split()), given
 
 
 @pytest.mark.parametrize(
@@ -182,3 +300,65 @@ def test_an_aim_is_missed_only_beyond_what_two_equal_variants_differ_by(
     info: tuple[float, float], control: tuple[float, float], said: str
 ) -> None:
     assert bench_agree.verdict(info, control, 1.05) == said
+
+
+def test_frames_files_and_changes_of_file_are_counted(tmp_path: Path) -> None:
+    namespace: dict[str, object] = {}
+    for name, text in {"b": "def inner(): pass", "a": "def outer():\n    inner()\n    own()\ndef own(): pass"}.items():
+        exec(compile(text, f"{tmp_path}/{name}.py", "exec"), namespace)
+    calls = _warm_call_worker.Calls(str(tmp_path))
+
+    sys.setprofile(calls)
+    namespace["outer"]()  # type: ignore[operator]
+    sys.setprofile(None)
+
+    assert calls.summary() == {"frames": 3, "files": 2, "changes of file": 2}  # a, b, a
+
+
+def test_differences_are_taken_seed_by_seed() -> None:
+    results = bench_wire.summarize({"their own": {"0": 2.0, "1": 3.0}, "bfloat16": {"0": 2.5, "1": 3.25}})
+
+    assert results["their own"]["mean_difference"] == 0
+    assert results["bfloat16"]["mean_difference"] == 0.375
+    assert results["bfloat16"]["seed_spread"] == 0.75
+    assert results["bfloat16"]["mean_bits"] == 2.875
+
+
+@pytest.mark.usefixtures("alone")
+def test_steps_without_digests_take_none_and_steps_with_digests_take_one() -> None:
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    digests = model._synchronizer.digests
+    taken: list[int] = []
+    take = digests._digest
+    digests._digest = lambda number: (taken.append(number), take(number))[1]
+    watch = bench_digest._Stopwatch(digests)
+
+    for step in range(1, 9):
+        watch.is_on = step in (2, 5, 6)
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        model.all_reduce()
+        optimizer.step()
+
+    assert taken == [2, 5, 6]
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_method_of_the_digests_that_runs_in_a_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = LegacyDistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    digests = model._synchronizer.digests
+    watch = bench_digest._Stopwatch(digests)
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(bench_digest.time, "perf_counter", lambda: float(next(ticks)))
+
+    model(torch.ones(1, 2)).sum().backward()
+    after_forward = watch.seconds
+    model.all_reduce()
+    after_call = watch.seconds
+    optimizer.step()
+
+    assert after_forward > 0
+    assert after_call > after_forward
+    assert watch.seconds > after_call

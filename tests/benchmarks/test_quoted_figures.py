@@ -2,15 +2,12 @@
 
 import importlib
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import tables
 
 from tests.helpers.paths import ROOT
-
-sys.path.append(str(ROOT / "benchmarks"))
-tables = importlib.import_module("tables")
 
 NUMBER = r"\d[\d,]*(?:\.\d+)?"
 PERFORMANCE = re.compile(

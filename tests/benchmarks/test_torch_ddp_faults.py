@@ -1,20 +1,14 @@
 """The outcomes of torch DDP: judged by hand-made reports, measured in a short run, and told by both tables alike."""
 
-import importlib
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
+import _ddp_scenes as scenes
 import pytest
+import torch_ddp_faults as faults
 
 from tests.helpers.paths import ROOT
-from tests.helpers.scripts import fork_script
-
-sys.path.append(str(ROOT / "benchmarks"))
-faults = importlib.import_module("torch_ddp_faults")
-scenes = importlib.import_module("_ddp_scenes")
 
 KEPT = ROOT / "benchmarks" / "results" / "torch_ddp_faults.json"
 PAGES = {page: (ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/comparison.md")}
@@ -60,23 +54,6 @@ def test_situations_with_one_outcome_stand_together_in_a_cell() -> None:
     assert (
         faults.cell({"one": wrong, "two": works, "three": wrong}) == "one, three: silent, NaN on all ranks; two: works"
     )
-
-
-@pytest.mark.thorough
-def test_a_run_tells_what_torch_ddp_does(tmp_path: Path) -> None:
-    path = tmp_path / "faults.json"
-
-    run = fork_script(
-        str(ROOT / "benchmarks" / "torch_ddp_faults.py"),
-        *("--only", "nan", "in flight", "no data", "--limit", "10", "--json", str(path)),
-        forks_children=True,
-    )
-    assert run.returncode == 0, run.stderr
-    results = json.loads(path.read_text())["results"]
-    kinds = {row: [own["kind"] for own in found["situations"].values()] for row, found in results.items()}
-
-    assert kinds == {"nan": ["silent"], "in flight": ["silent", "abort"], "no data": ["error", "waits", "works"]}
-    assert results["nan"]["cell"] == "silent, NaN on all ranks"
 
 
 def test_the_kept_results_have_every_situation_and_their_words() -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import tiers
-from tests.helpers.claimed_hosts import on_host
+from tests.helpers.hosts import on_host
 from tests.helpers.ranks import run_ranks
-from tests.helpers.summed_dtypes import every_dtype, wrong_sums
+from tests.helpers.sums import every_dtype, wrong_sums
 from tests.helpers.tiers import thorough
 
 RANGE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # ascending
@@ -112,6 +112,7 @@ def _absent(rank: int, hosts: str, seed: int) -> list[str]:
     [
         thorough("aabb", 0),
         thorough("abba", 1),
+        ("aaa", 6),
         ("abbaab", 2),
         *(thorough(*case) for case in tiers.choose([("abcabc", seed) for seed in range(5)], [("abccba", 3)])),
     ],

@@ -274,27 +274,6 @@ def test_a_rank_whose_hook_returns_nonsense_without_the_others_collective_is_nam
         ) in " ".join(text.split())
 
 
-def _asleep_in_the_hook(rank: int) -> Any:
-    model = wrap(timeout_seconds=2.0)
-
-    def hook(state: Any, bucket: Any) -> Any:
-        if rank == 1:
-            time.sleep(6.0)
-        return mean(state, bucket)
-
-    model.register_comm_hook(None, hook)
-    add_gradients(model, 1.0)
-    return error_of(model.all_reduce)
-
-
-def test_the_stack_of_a_rank_that_sleeps_in_its_hook_leads_to_the_line() -> None:
-    kind, text = run_ranks(_asleep_in_the_hook, 2, lost=(1,), survivors_exit=False)[0]
-    assert kind == "SyncTimeoutError"
-    stacks = text.partition("stack of rank 1, innermost last:")[2].partition("stack of rank 0")[0]
-    assert "collectives/test_comm_hook_faults.py" in stacks
-    assert " in hook" in stacks
-
-
 def test_futures_that_never_come_on_any_rank_are_not_attributed_to_the_network() -> None:
     for _, ranks, text, _ in run_ranks(partial(_silent_hook, silent={0, 1}), 2):
         assert ranks == ()

@@ -1,5 +1,6 @@
 """Gradients clipped or unscaled between backward and the call are told once, on all ranks."""
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,10 +13,73 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers import logged_warnings
-from tests.helpers.edited_loop import STEPS, Loop, Told, clip_norm, do_nothing, make_net
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, once, run_cases
 from tests.helpers.tiers import thorough
+
+STEPS = 20
+Told = list[tuple[int, str]]  # the number of the call, and the text
+
+
+def make_net() -> nn.Sequential:
+    """With a weight that moves to its slot during backward, and parameters that do not."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 512), nn.Linear(512, 1))
+
+
+@dataclass
+class Loop:
+    """A training with default checks, on data of the rank's own."""
+
+    rank: int
+    checks: Any = "info"
+    learning_rate: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.model = LegacyDistributedDataParallel(make_net(), checks=self.checks)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.learning_rate)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+        torch.manual_seed(100 + self.rank)
+
+    @property
+    def grads(self) -> list[torch.Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def data(self) -> torch.Tensor:
+        return torch.randn(6, 4) + self.rank
+
+    def backward(self) -> None:
+        self.scaler.scale(self.model(self.data()).square().mean()).backward()
+
+    def step(self) -> None:
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def run(self, before: Callable[["Loop"], object], after: Callable[["Loop"], object] = lambda _: None) -> Told:
+        """Train; ``before`` and ``after`` the call of every step. Ends with the first error."""
+        told: Told = []
+        for call in range(1, STEPS + 1):
+            self.backward()
+            before(self)
+            try:
+                self.model.all_reduce()
+            except LegacyDDPError as error:
+                return [*told, (call, f"{type(error).__name__} {error.ranks} {error}")]
+            told += [(call, text) for text in logged_warnings.take()]
+            after(self)
+            self.step()
+        return told
+
+
+def do_nothing(_: Loop) -> None:
+    """No change."""
+
+
+def clip_norm(loop: Loop) -> None:
+    """A clip that binds in every step."""
+    clip_grad_norm_(loop.model.parameters(), 1e-3)
+
 
 HEADLINE = "gradients changed between backward and the call:"
 
@@ -224,17 +288,19 @@ def test_a_gradient_that_moved_to_its_slot_is_edited_only_by_a_later_write() -> 
         model.zero_grad()
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_part_of_the_gradients_is_not_all() -> None:
-    model = LegacyDistributedDataParallel(nn.Linear(2, 2))
-    counter = model._synchronizer.planner.counter
-    parameters = [model.module.bias, model.module.weight]  # in the order of the layout
-    model(torch.ones(1, 2)).sum().backward()
+def _compiled(rank: int) -> Told:
+    loop = Loop(rank)
+    eager = loop.backward
 
-    parameters[0].grad.mul_(0.5)
-    assert counter.was_first_edited(parameters)
-    assert not counter.were_all_edited(parameters)
-    parameters[1].grad.mul_(0.5)
-    assert counter.were_all_edited(parameters)
-    parameters[1].register_post_accumulate_grad_hook(lambda _: None)
-    assert not counter.were_all_edited(parameters)
+    def backward() -> None:
+        with warnings.catch_warnings(), torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            warnings.simplefilter("ignore")  # torch's own, about the tensors that it looks at
+            eager()
+
+    loop.backward = backward  # type: ignore[method-assign]
+    return loop.run(lambda each: torch._foreach_mul_(each.grads, 0.5))
+
+
+@pytest.mark.thorough
+def test_a_compiled_backward_is_silent() -> None:
+    assert run_ranks(_compiled, 2, timeout_seconds=120) == [[], []]

@@ -15,8 +15,7 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp.debug import check_replicas
 from tests.helpers import logged_warnings
-from tests.helpers.exchanges import kinds_of
-from tests.helpers.outcomes import attempt, backward, small_net
+from tests.helpers.outcomes import attempt, backward, kinds_of, small_net
 from tests.helpers.ranks import run_ranks
 
 Kinds = list[str]

@@ -9,10 +9,14 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LayoutError, LegacyDDPError, LegacyDistributedDataParallel
-from legacy_ddp import _torch as internals
 from tests.helpers.guarded import assert_steps, backward, net
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
+
+
+def _count_hooks(module: nn.Module) -> int:
+    """The hooks on gradients of its parameters."""
+    return sum(len(parameter._post_accumulate_grad_hooks or ()) for parameter in module.parameters())
 
 
 def _other_layouts(rank: int) -> tuple[nn.Module, type[LegacyDDPError]]:
@@ -23,7 +27,7 @@ class _Interrupting(nn.Linear):
     """Ctrl-C while the wrapper sends buffers, behind what all ranks agreed on."""
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        if any(internals.accumulate_hooks(self.parameters())):
+        if _count_hooks(self):
             raise KeyboardInterrupt
         return super().named_buffers(*args, **kwargs)
 
@@ -43,7 +47,7 @@ def _train_alone(make: Callable[[int], tuple[nn.Module, type[BaseException]]], r
     optimizer.step()  # of the plain module, on this rank alone
     stepped = torch.equal(weight, before - 0.5 * weight.grad)
     assert caught.value is not None
-    return sum(map(len, internals.accumulate_hooks(module.parameters()))), stepped
+    return _count_hooks(module), stepped
 
 
 @pytest.mark.parametrize("make, world_size", [(_other_layouts, 2), (_interrupted, 1)])

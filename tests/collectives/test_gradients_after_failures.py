@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from legacy_ddp import LegacyDistributedDataParallel
-from tests.helpers.exchanges import watch_exchanges
-from tests.helpers.outcomes import backward, bits, same, small_net
+from tests.helpers.outcomes import backward, bits, same, small_net, watch_exchanges
 from tests.helpers.ranks import run_ranks
 
 

@@ -1,6 +1,5 @@
 """Sums in shared memory with ``reduce_dtype``: in fp32 or wider, and no copy for sending is kept."""
 
-from functools import partial
 from itertools import product
 
 import pytest
@@ -63,52 +62,6 @@ def _wrong(rank: int, reduce_dtype: torch.dtype | None) -> tuple[str, list[torch
 @pytest.mark.parametrize("reduce_dtype", [None, *REAL])
 def test_sums_are_made_in_the_documented_dtype(transport: str, reduce_dtype: torch.dtype | None) -> None:
     assert run_ranks(_wrong, RANKS, reduce_dtype) == [("host", [])] * RANKS
-
-
-def test_the_dtypes_of_the_sums_can_be_told_apart() -> None:
-    """So that the test above can fail."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        assert not torch.equal(_mean_by_hand(dtype, None), _mean_by_hand(dtype, torch.float64)) or dtype.itemsize == 2
-    assert not torch.equal(_mean_by_hand(torch.float32, None).bfloat16(), _mean_by_hand(torch.bfloat16, None))
-
-
-def _mean_of(rank: int, values: list[float], dtype: torch.dtype, reduce_dtype: torch.dtype) -> float:
-    net = nn.ParameterList([nn.Parameter(torch.zeros(1, dtype=dtype))])
-    model = LegacyDistributedDataParallel(net, reduce_dtype=reduce_dtype, checks="off")
-    net[0].grad = torch.tensor([values[rank]], dtype=dtype)
-    model.all_reduce()
-    return float(net[0].grad)
-
-
-@pytest.mark.parametrize(
-    "values, dtype, reduce_dtype, mean",
-    [
-        ([60000.0, 60000.0], torch.float32, torch.float16, 60000.0),
-        ([1e8, 1.0, -1e8, 3.0], torch.float32, torch.float64, 1.0),  # fp32 loses the 1 or the 3
-    ],
-)
-def test_neither_transport_overflows_or_loses_what_the_dtype_keeps(
-    transport: str, values: list[float], dtype: torch.dtype, reduce_dtype: torch.dtype, mean: float
-) -> None:
-    found = run_ranks(partial(_mean_of, values=values, dtype=dtype, reduce_dtype=reduce_dtype), len(values))
-    assert found == [mean] * len(values)
-
-
-@pytest.mark.parametrize(
-    "values, dtype, reduce_dtype, mean",
-    [
-        ([70000.0, 0.0], torch.float32, torch.float16, 35000.0),  # over gloo 35008.0
-        ([1e38, 1e38], torch.float32, torch.float16, torch.tensor(1e38).item()),  # over gloo infinite
-        ([2.0**-24, 2.0**-24], torch.float16, torch.float16, 2.0**-24),  # over gloo 0.0
-        ([1.001, 1.001], torch.float32, torch.bfloat16, torch.tensor(1.001).item()),  # over gloo 1.0
-    ],
-)
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-def test_a_narrower_dtype_rounds_nothing_where_nothing_is_sent(
-    transport: str, values: list[float], dtype: torch.dtype, reduce_dtype: torch.dtype, mean: float
-) -> None:
-    found = run_ranks(partial(_mean_of, values=values, dtype=dtype, reduce_dtype=reduce_dtype), len(values))
-    assert found == [mean] * len(values)
 
 
 def _copies(rank: int, dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> list[bool]:

@@ -11,7 +11,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers import tiers
 from tests.helpers.ranks import run_ranks
-from tests.helpers.summed_dtypes import every_dtype, known_grad, wrong_sums
+from tests.helpers.sums import every_dtype, wrong_sums
 from tests.helpers.tiers import thorough
 
 
@@ -36,44 +36,6 @@ def _sums(rank: int, world_size: int) -> tuple[set[str], list[str]]:
 @pytest.mark.parametrize("transport", ["host"], indirect=True)
 def test_every_dtype_and_size_is_summed_in_rank_order_to_the_last_bit(transport: str, world_size: int) -> None:
     assert run_ranks(_sums, world_size, world_size) == [({"host"}, [])] * world_size
-
-
-def _absent(rank: int, seed: int) -> list[str]:
-    """Ranks lack other gradients in every step, are left out, or pass sample sizes; compared with sums by hand."""
-    generator = torch.Generator().manual_seed(seed)
-    world_size = 3
-    sizes = [17, 200_000, 3, 70_000, 1]
-    parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel)) for numel in sizes])
-    model = LegacyDistributedDataParallel(parameters, transport="host", checks="info")
-    wrong = []
-    for step in range(12):
-        has = torch.rand(world_size, len(sizes), generator=generator) < 0.6
-        samples = torch.randint(0, 3, (world_size,), generator=generator).tolist()
-        if rank == step % world_size:
-            torch.randn(500_000).sort()  # late: the others are in the payload before it
-        for index, parameter in enumerate(parameters):
-            parameter.grad = known_grad(rank, index, parameter, step) if has[rank, index] else None
-        record = model.all_reduce(sample_size=samples[rank])
-        for index, parameter in enumerate(parameters):
-            grads = [
-                known_grad(other, index, parameter, step)
-                if samples[other] and has[other, index]
-                else torch.zeros(sizes[index])
-                for other in range(world_size)
-            ]
-            expected = _sum_in_rank_order(grads, sum(samples)) if any(grad.any() for grad in grads) else None
-            if (parameter.grad is None) != (expected is None) or not (
-                expected is None or torch.equal(parameter.grad, expected)
-            ):
-                wrong.append(f"step {step}, parameter {index}, {record.transport}")
-    return wrong
-
-
-@pytest.mark.parametrize("transport", ["host"], indirect=True)
-@pytest.mark.parametrize("seed", [0, thorough(1), thorough(2)])
-def test_slots_without_a_gradient_on_some_ranks_count_as_zeros(transport: str, seed: int) -> None:
-    """The zeros are written after the header: without a barrier another rank reads the values before."""
-    assert run_ranks(_absent, 3, seed) == [[]] * 3
 
 
 def _without_a_wrapper(rank: int) -> tuple[list[str], list[float]]:

@@ -237,15 +237,6 @@ def test_running_out_early_can_be_an_error_on_all_ranks() -> None:
         assert "exhausted" in text
 
 
-@on_ranks(2, [[1.5]] * 2)
-def test_it_can_be_switched_off(rank: int) -> list[float | None]:
-    model = wrap()
-    with model.join(enable=False):
-        add_gradients(model, 1.0 + rank)
-        model.all_reduce()
-    return list(gradient_values(model).values())
-
-
 def _raise_in(context: AbstractContextManager[None]) -> None:
     with context:
         raise KeyError("data")
@@ -319,21 +310,6 @@ def test_the_noise_scale_counts_those_that_took_part() -> None:
     # g = (3, 1): A = (9 + 1) / 2, the mean of the two is 2, N = 2: tr = (5 - 4) / (1 - 1 / 2), |G|^2 = 4 - 2 / 2.
     for found in _noise()[:2]:
         assert found == pytest.approx((3.0, 2.0))
-
-
-def _in_detail(rank: int) -> list[Any]:
-    """Three ranks; who left holds old weights, which is no divergence."""
-    model = LegacyDistributedDataParallel(_net(), checks="detail")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with model.join():
-        _steps(model, optimizer, rank, 2 + rank)
-    _steps(model, optimizer, rank, 1)
-    return [bits_of(tensor.detach()) for tensor in model.state_dict().values()]
-
-
-def test_old_weights_of_a_rank_that_left_are_no_divergence() -> None:
-    first, *others = run_ranks(_in_detail, 3)
-    assert others == [first] * 2
 
 
 def _diverging(rank: int) -> Any:

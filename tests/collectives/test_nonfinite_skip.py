@@ -91,20 +91,6 @@ def test_all_ranks_skip_the_step_of_a_rank_with_a_nan_whatever_the_way() -> None
             assert "all ranks skip this step (1 until now): every .grad is None" in text
 
 
-def _counts(rank: int) -> list[str]:
-    logged_warnings.listen()
-    model = LegacyDistributedDataParallel(_Model(), checks=SKIP)
-    for value in (NAN, NAN, 1.0, NAN):
-        _call(model, rank, value)
-    return logged_warnings.take()
-
-
-def test_the_next_warning_has_the_number_of_all_skipped_steps() -> None:
-    for first, second in run_ranks(_counts, 2):
-        assert "(1 until now)" in first
-        assert "(3 until now)" in second
-
-
 def _skips_for_ever(rank: int) -> list[str]:
     logged_warnings.listen()
     model = LegacyDistributedDataParallel(_Model(), checks=SKIP)

@@ -20,11 +20,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.profiler import ProfilerActivity, profile
 
 from legacy_ddp import LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.cases import wrap_module
 from tests.helpers.comm_hooks import mean
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
+from tests.helpers.recorded import Recorded
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 from tests.helpers.transports import HOST
@@ -240,12 +240,10 @@ def _recorded(rank: int, folder: Path) -> float:
         RECORDER.replace('"runs/1"', repr(str(folder))),
         {**scope, "loss_of": lambda model, batch: (batch + rank) * model(torch.ones(1, 2)).sum() / 64},
     )
-    with open_run(folder).open(rank) as trace:
-        calls = [trace.call(step) for step in (1, 2)]
-        assert [list(call.metrics) for call in calls if call] == [["loss"]] * 2
-        assert [list(trace.logged[step]) for step in (1, 2)] == [["own_loss", "lr"]] * 2
-        assert calls[0] is not None
-        return calls[0].metrics["loss"] - float(trace.logged[1]["own_loss"])
+    trace = Recorded(folder, rank)
+    assert [list(trace.calls[step].metrics) for step in (1, 2)] == [["loss"]] * 2
+    assert [list(trace.logged[step]) for step in (1, 2)] == [["own_loss", "lr"]] * 2
+    return float(trace.calls[1].metrics["loss"]) - float(trace.logged[1]["own_loss"])
 
 
 def test_the_recipe_for_the_recorder_writes_metrics_and_values_of_each_rank(tmp_path: Path) -> None:

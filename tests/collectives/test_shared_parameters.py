@@ -120,18 +120,6 @@ def test_calls_that_share_a_weight_succeed_where_nothing_is_divided_twice(form: 
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_sparse_gradient_that_two_wrappers_share_is_not_divided_twice() -> None:
-    encoder, other = nn.Embedding(4, 3, sparse=True), nn.Embedding(4, 3, sparse=True)
-    other.weight = encoder.weight
-    first, second = _wrappers(encoder, other)
-    encoder(torch.tensor([1])).sum().backward()
-    first(sample_size=2)
-
-    with pytest.raises(GradientError, match="'weight' was reduced by an earlier call"):
-        second(sample_size=2)
-
-
-@pytest.mark.usefixtures("alone")
 def test_a_gradient_divided_before_a_layer_was_frozen_is_not_divided_again() -> None:
     net = nn.Linear(2, 2)
     model = LegacyDistributedDataParallel(net)
@@ -175,17 +163,3 @@ def test_a_gradient_written_by_hand_into_a_divided_gradient_gets_an_error_with_t
     net.weight.grad = torch.ones(2, 2)
     model.all_reduce(sample_size=2)
     assert net.weight.grad.unique().tolist() == [0.5]
-
-
-@pytest.mark.usefixtures("alone")
-def test_gradients_assigned_by_hand_are_no_second_division_for_wrappers_that_share_a_weight() -> None:
-    encoder, decoder = _tied()
-    first, second = FORMS["wrappers without views"](encoder, decoder)
-    for _ in range(20):
-        for call, module in ((first, encoder), (second, decoder)):
-            encoder.zero_grad()
-            decoder.zero_grad()
-            for parameter in module.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            call(sample_size=2)
-            assert encoder.weight.grad.unique().tolist() == [0.5]

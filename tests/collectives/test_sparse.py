@@ -86,28 +86,6 @@ def test_sparse_gradient_of_an_empty_parameter_is_reduced_call_after_call(rank: 
     return seen
 
 
-@on_ranks(2)
-def _embeddings(rank: int) -> list[Grads]:
-    results = []
-    for as_view, sparse in ((True, False), (True, True), (False, True)):
-        torch.manual_seed(0)
-        layers = [nn.Embedding(6, 2, sparse=sparse), nn.EmbeddingBag(6, 2, mode="sum", sparse=sparse)]
-        module = nn.ModuleList(layers)
-        wrapped = LegacyDistributedDataParallel(module, gradient_as_bucket_view=as_view)
-        for index in ([rank, rank + 1, rank], [5, 0, 2]):  # two backwards: accumulated and not coalesced
-            (layers[0](torch.tensor(index)).sum() + layers[1](torch.tensor([index])).sum() * 2).backward()
-        wrapped.all_reduce(sample_size=rank + 1)
-        results.append(get_gradients(module))
-    return results
-
-
-def test_sparse_embeddings_get_the_gradients_of_dense_ones() -> None:
-    for dense, *others in _embeddings():
-        for sparse in others:
-            assert all(grad is not None and grad.is_sparse for grad in sparse)
-            assert all_bits([grad.to_dense() for grad in sparse if grad is not None]) == all_bits(dense)
-
-
 def _of_another_dtype(rank: int) -> list[float]:
     embedding = nn.Embedding(3, 1, sparse=True, dtype=torch.bfloat16)
     model = LegacyDistributedDataParallel(embedding, checks=Checks(uneven="allow"))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legacy_ddp.debug import ReplicaReport, check_replicas
-from tests.helpers.replica_observations import flip_lowest, holding, observations
+from tests.helpers.replica_scenes import flip_lowest, holding, observations
 from tests.helpers.tiers import thorough
 
 EVERYONE = {2: (0, 1), 3: (0, 1, 2)}

@@ -15,7 +15,7 @@ from legacy_ddp import LegacyDistributedDataParallel, PeerError, ReplicaDivergen
 from legacy_ddp.debug import ReplicaReport, check_replicas
 from tests.helpers.cases import bits_of
 from tests.helpers.ranks import run_ranks
-from tests.helpers.replica_observations import Observation, flip_lowest, holding, observations, observe
+from tests.helpers.replica_scenes import Observation, flip_lowest, holding, observations, observe
 from tests.helpers.small_models import add_gradients
 
 HERE = "tests.debug.test_check_replicas_calls"

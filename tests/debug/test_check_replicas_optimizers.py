@@ -9,7 +9,7 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp.debug import ReplicaReport, check_replicas
-from tests.helpers.replica_observations import flip_lowest, holding, observations
+from tests.helpers.replica_scenes import flip_lowest, holding, observations
 from tests.helpers.small_models import add_gradients
 
 HERE = "tests.debug.test_check_replicas_optimizers"

@@ -1,4 +1,4 @@
-"""The commands and printed results of docs/debugging.md."""
+"""The commands and printed results of docs/debugging.md, docs/operations.md and docs/guides/cross-check.md."""
 
 import re
 import subprocess
@@ -21,10 +21,10 @@ def _launch(
     return fork_ranks(ranks, str(ROOT / "examples" / script), *arguments, cwd=folder or ROOT)
 
 
-def _shown_after(text: str) -> list[str]:
+def _shown_after(text: str, page: str = PAGE) -> list[str]:
     """The indented block of the page that follows ``text``."""
-    _, after = PAGE.split(text, 1)
-    block = re.match(r"\n+((?:(?:    .*)?\n)+)", after)
+    _, after = page.split(text, 1)
+    block = re.search(r"\n\n((?:(?:    .*)?\n)+)", "\n" + after)
     assert block, text
     return [line[4:] for line in block[1].strip("\n").splitlines()]
 
@@ -119,3 +119,98 @@ def test_the_lines_of_the_page_are_those_of_the_scripts() -> None:
     assert len(hunted) == 2
     for line, script in zip(hunted, ("nan.py", "batch_norm.py"), strict=True):
         assert line in (ROOT / "examples" / "hunts" / script).read_text(encoding="utf-8").splitlines()
+
+
+# docs/operations.md
+
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+DIGEST = re.compile(r"\b[0-9a-f]{16}\b")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the traces of the four commands of the page."""
+    folder = tmp_path_factory.mktemp("runs")
+    commands = re.findall(r"--nproc-per-node 2 examples/hunts/wrong_product\.py (.*)", OPERATIONS)
+    assert len(commands) == 4
+    for arguments in commands:
+        run = fork_ranks(2, str(ROOT / "examples/hunts/wrong_product.py"), *arguments.split(), cwd=folder)
+        assert run.returncode == 0, run.stderr
+    return folder
+
+
+def _words_after(text: str) -> str:
+    """The words of the indented block of the page that follows ``text``."""
+    return DIGEST.sub("#", " ".join(" ".join(_shown_after(text, OPERATIONS)).split()))
+
+
+def _printed(folder: Path, *arguments: str) -> str:
+    found = fork_script("-m", "legacy_ddp", *arguments, cwd=folder)
+    assert found.returncode == 1, found.stderr
+    return DIGEST.sub("#", " ".join(found.stdout.split()))
+
+
+@pytest.mark.thorough  # tests/debug has the same comparisons on smaller runs
+def test_the_step_is_named_with_the_next_command(runs: Path) -> None:
+    printed = _printed(runs, "diff", "good", "bad")
+
+    first, last = _words_after("ends with the next command:").split(" ... ")
+    assert printed.startswith(first)
+    assert printed.endswith(last)
+
+
+@pytest.mark.thorough  # tests/debug has the same comparisons on smaller runs
+def test_the_operation_is_named(runs: Path) -> None:
+    assert _words_after("The text has a section more:") in _printed(runs, "diff", "good-7", "bad-7")
+
+
+@pytest.mark.thorough  # tests/debug has the same comparisons on smaller runs
+def test_ranks_of_the_run_with_the_fault_agree_in_their_operations(runs: Path) -> None:
+    found = fork_script("-m", "legacy_ddp", "diff", "bad-7", cwd=runs)
+
+    assert found.returncode == 0, found.stderr
+    assert "operations of step 7 agree between ranks" in " ".join(found.stdout.split())
+
+
+# docs/guides/cross-check.md
+
+SEARCHES = count(10, 3)
+CULPRIT = str(ROOT / "examples" / "culprit.py")
+CROSS_CHECK = (ROOT / "docs" / "guides" / "cross-check.md").read_text(encoding="utf-8")
+ANY_NUMBER = re.compile(r"-?\d+([.,]\d+)*(e-?\d+)?")
+BIT = re.compile(r"bit \d+ \((mantissa|exponent)\)|bit \d+")
+
+
+@pytest.mark.thorough
+@pytest.mark.slow
+def test_every_culprit_is_found() -> None:
+    run = fork_ranks(3, CULPRIT, "--times", str(SEARCHES), "--seed", "0", cwd=ROOT)
+
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.endswith(f"\nfound {SEARCHES} of {SEARCHES}\n")
+    # What was found is compared inside the search; here with what a reader sees.
+    planted = re.findall(r": rank (\d), (\w+ of \w+ \(\S+\)), bit (\d+) of the element (\(.*?\))", run.stdout)
+    reported = re.findall(
+        r"check\(\) call \d+: rank (\d) computes differently\n.*?"
+        r"where: (.*?): inputs agree.*?first\s+at\s+(\(.*?\)): .*?one\s+bit\s+flipped: bit (\d+)",
+        run.stdout,
+        re.DOTALL,
+    )
+    assert len(planted) == SEARCHES
+    assert planted == [(rank, " ".join(where.split()), bit, place) for rank, where, place, bit in reported]
+
+
+@pytest.mark.thorough
+def test_a_search_prints_what_the_page_shows() -> None:
+    run = fork_ranks(3, CULPRIT, "--seed", "4", cwd=ROOT)
+    block = re.search(r"^    training on 3 ranks.*?^    found 1 of 1$", CROSS_CHECK, re.MULTILINE | re.DOTALL)
+
+    assert run.returncode == 0, run.stderr
+    assert block
+    shown = [line[4:] for line in block[0].splitlines()]
+    # Not the numbers: the weights follow from the source of this Python's library.
+    assert _without_any_number(run.stdout) == _without_any_number("\n".join(shown))
+
+
+def _without_any_number(text: str) -> str:
+    return " ".join(ANY_NUMBER.sub("#", BIT.sub("bit", text)).split())

@@ -21,7 +21,7 @@ PAGES = {
     "faults.md": 91,
     "lightning.md": 36,
     "multi-host.md": 3,
-    "restart.md": 7,
+    "restart.md": 6,
 }
 
 

@@ -29,7 +29,6 @@ from tests.helpers.scripts import (
     ROOT,
     assert_same_bits,
     example,
-    fork_script,
     fork_torchrun,
     heed_ctrl_c,
     load,
@@ -136,39 +135,6 @@ def test_train_lm_that_was_resumed_is_the_same_run_to_the_last_bit_of_its_trace(
     assert (found.verdict, found.steps) == ("same", (2, 4))
 
 
-# Ends the process at a byte of the file: beyond the limit the kernel sends SIGXFSZ, which Python otherwise ignores.
-KILLED_WHILE_WRITING = """
-import resource, runpy, signal, sys
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
-signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("undisturbed", [1], indirect=True, ids=["1-rank"])
-def test_a_checkpoint_killed_in_mid_write_leaves_the_one_before(undisturbed: Any, tmp_path: Path) -> None:
-    _, original, _ = undisturbed
-    folder = _killed_after_first_checkpoint(original, tmp_path / "killed")
-    arguments = (str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume")
-
-    killed = fork_script("-c", KILLED_WHILE_WRITING, *arguments)
-
-    assert killed.returncode == -signal.SIGXFSZ, killed.stderr
-    assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.tmp"]
-    assert (folder / "step-00000004.tmp").stat().st_size == 500_000
-    assert (folder / "step-00000002.pt").read_bytes() == (original / "step-00000002.pt").read_bytes()
-
-    resumed = fork_script(*arguments)  # without torchrun: one rank
-
-    assert resumed.returncode == 0, resumed.stderr
-    assert _checkpoints(folder) == ["step-00000002.pt", "step-00000004.pt"]
-    assert_same_bits(load(folder / "step-00000004.pt"), load(original / "step-00000004.pt"))
-
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that is always full")
 def test_a_full_disk_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
     _checkpoint.save_checkpoint(tmp_path, 1, {"settings": {}, "weight": torch.ones(3)})
@@ -186,26 +152,6 @@ def test_the_newest_checkpoint_is_the_one_of_the_highest_step(tmp_path: Path) ->
         _checkpoint.save_checkpoint(tmp_path, step, {"settings": {}, "step": step})
 
     assert _checkpoint.load_checkpoint(tmp_path, {})["step"] == 1000
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("undisturbed", [1], indirect=True, ids=["1-rank"])
-def test_train_lm_says_that_its_newest_checkpoint_is_damaged_and_ends_in_the_same_bits(
-    undisturbed: Any, tmp_path: Path
-) -> None:
-    _, original, _ = undisturbed
-    folder = tmp_path / "damaged"
-    shutil.copytree(original, folder)
-    newest = folder / "step-00000004.pt"
-    os.truncate(newest, 100_000)
-
-    result = fork_script(str(EXAMPLES / "train_lm.py"), *SHORT_LM, "--save", str(folder), "--resume", "auto")
-
-    assert result.returncode == 0, result.stderr
-    first, *progress = result.stderr.splitlines()
-    assert first.startswith(f"{newest} is damaged: got SHA-256 ")
-    assert [line.split()[1] for line in progress] == ["3", "4"]
-    assert_same_bits(load(newest), load(original / "step-00000004.pt"))
 
 
 @pytest.mark.parametrize("undisturbed", [2], indirect=True, ids=["2-ranks"])

@@ -88,8 +88,8 @@ with open(f"{folder}/{rank}.json", "w") as file:
 dist.destroy_process_group()
 """
 _SHOW = """
-from legacy_ddp.debug._cli import main
-raise SystemExit(main(sys.argv[1:]))
+import runpy
+runpy.run_module("legacy_ddp", run_name="__main__")
 """
 _REASON = "rank 0: shared memory needs Linux, got sys.platform 'darwin'"
 

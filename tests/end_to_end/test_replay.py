@@ -74,19 +74,12 @@ def test_replay_refuses_what_it_cannot_do(arguments: tuple[str, ...], message: s
 @pytest.mark.thorough
 def test_a_reproducible_training_resumes_to_the_same_bits_on_another_number_of_ranks(tmp_path: Path) -> None:
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
-    outputs = []
-    for world_size, folder, arguments in (
-        (1, whole, ("--steps", "4")),
-        (4, resumed, ("--steps", "2")),
-        (1, resumed, ("--steps", "4", "--resume")),
-    ):
-        result = example(
-            world_size, "train_lm.py", *REPRODUCIBLE, *arguments, "--save", str(folder), "--save-every", "2"
-        )
+    runs = ((1, whole, "--steps=4"), (2, resumed, "--steps=2"), (1, resumed, "--steps=4", "--resume"))
+    for world_size, folder, *options in runs:
+        arguments = (*REPRODUCIBLE, *options, "--save", str(folder), "--save-every", "2")
+        result = example(world_size, "train_lm.py", *arguments)
         assert result.returncode == 0, result.stderr
-        outputs.append(result.stdout.splitlines()[-1])
 
-    assert outputs[2] == outputs[0] != outputs[1]
     states = [load(folder / "step-00000004.pt") for folder in (whole, resumed)]
     for state in states:
         del state["random"]  # each rank's own, which is not used

@@ -31,14 +31,6 @@ return {
   overflow: Math.max(...around.map(element => element.scrollWidth - element.clientWidth)),
 }
 """
-THEME_OF = """
-const is_there = location.pathname.endsWith(arguments[0]) && document.readyState == "complete"
-return is_there ? document.documentElement.dataset.theme : null
-"""
-RESULTS = """
-const links = [...document.querySelectorAll("#search-results li a")].map(link => link.innerText)
-return links.length ? links : null
-"""
 
 
 @pytest.fixture(scope="module")
@@ -151,35 +143,3 @@ def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(site: Path, dr
     reports = [(text, excess) for text, excess in blocks if max(map(len, text.splitlines())) <= 80]
     assert len(reports) > 5
     assert [text for text, excess in reports if excess > 0] == []
-
-
-@needs_browser
-def test_a_reader_switches_to_the_dark_mode_and_keeps_it(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "index.html", ready=LOADED)
-    page.set_width(1280)
-    for choice in (".theme-switch-button", ".theme-change-button[data-mode=dark]"):
-        (button,) = (button for button in driver.find_elements("css selector", choice) if button.is_displayed())
-        button.click()
-
-    assert page.run("return document.documentElement.dataset.theme") == "dark"
-    driver.find_element("link text", "Errors and warnings").click()
-    assert page.wait_for(THEME_OF, "errors.html") == "dark"
-
-
-@needs_browser
-def test_the_search_finds_the_call(site: Path, driver: webdriver.Chrome) -> None:
-    page = Page(driver, site / "search.html", ready=LOADED, query="?q=all_reduce")
-
-    found = page.wait_for(RESULTS)
-    assert any(text.endswith("LegacyDistributedDataParallel.all_reduce") for text in found), found
-
-
-@needs_browser
-@pytest.mark.parametrize("page", ["overview.html", "design.html", "concepts/sums-in-order.html"])
-def test_pictures_are_shown(site: Path, driver: webdriver.Chrome, page: str) -> None:
-    sizes = Page(driver, site / page, ready=LOADED).run(
-        "return [...document.querySelectorAll('article img')].map(i => i.naturalWidth)"
-    )
-
-    assert sizes
-    assert all(size > 0 for size in sizes)

@@ -90,7 +90,7 @@ def _convolutions() -> nn.Module:
 
 
 def _plain(side: Side, rank: int, build: Callable[[], nn.Module], **ddp: Any) -> State:
-    model = side.wrap(build(), **ddp)
+    model = side.wrap(build(), **({} if side.ours else ddp))
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.5)
     return train(side, rank, model, optimizer)
 

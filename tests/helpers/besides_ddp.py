@@ -34,15 +34,14 @@ class Side:
     calls: bool = True
 
     def wrap(
-        self, module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, **ddp: Any
+        self, module: nn.Module, process_group: dist.ProcessGroup | DeviceMesh | None = None, **options: Any
     ) -> nn.Module:
-        """``ddp``: the options that torch DDP needs where the wrapper needs none."""
+        """``options``: of torch DDP, or of the wrapper; each may need some that the other does not have."""
         if not self.ours:
             group = process_group.get_group() if isinstance(process_group, DeviceMesh) else process_group
-            return DistributedDataParallel(module, process_group=group, **ddp)
-        return LegacyDistributedDataParallel(
-            module, process_group=process_group, checks="info" if self.calls else "off"
-        )
+            return DistributedDataParallel(module, process_group=group, **options)
+        checks: Any = "info" if self.calls else "off"
+        return LegacyDistributedDataParallel(module, process_group=process_group, checks=checks, **options)
 
     def backward(self, model: nn.Module, loss: torch.Tensor) -> None:
         loss.backward()

@@ -1,6 +1,7 @@
 """Healthy trainings that change gradients, scale losses or repeat data: no clip, no wrong order of a scaler."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -8,7 +9,49 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from tests.helpers.clean_training import SIZE, Loop, draw, make_net, run_backward, train
+from tests.helpers.small_models import Words
+
+Loop = Callable[[int, Checks, int], object]  # rank, checks, steps
+SIZE = 64
+
+
+def make_net(*extra: nn.Module) -> nn.Sequential:
+    """A perceptron, equal on every rank; one of its weights is large enough to move to its slot during backward."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, SIZE), nn.Tanh(), *extra, nn.Linear(SIZE, 8 * SIZE), nn.Linear(8 * SIZE, 1))
+
+
+def draw(rank: int) -> torch.Tensor:
+    """A batch."""
+    return torch.randn(6, 4) + rank
+
+
+def run_backward(model: nn.Module, rank: int, scale: float = 1.0) -> None:
+    (model(draw(rank)).square().mean() * scale).backward()
+
+
+def train(
+    model: LegacyDistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: int,
+    *,
+    reduced: Callable[[int], object] = lambda _: None,
+    stepped: Callable[[int], object] = lambda _: None,
+    backward: Callable[[nn.Module, int], object] = run_backward,
+) -> None:
+    """Train; ``reduced`` runs after the call of each step, ``stepped`` after the step."""
+    torch.manual_seed(100 + rank)
+    for step in range(steps):
+        backward(model, rank)
+        model.all_reduce()
+        reduced(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 3 > 0)
+        stepped(step)
+
+
+# Edits of gradients around the call
 
 Edit = Callable[[list[nn.Parameter]], object]
 
@@ -26,8 +69,9 @@ def _edited_before(
     backward: Callable[[nn.Module, int], object] = run_backward,
     make: Callable[[], nn.Module] = make_net,
     learning_rate: float = 1e-3,
+    has_views: bool = True,
 ) -> None:
-    model = LegacyDistributedDataParallel(make(), checks=checks)
+    model = LegacyDistributedDataParallel(make(), checks=checks, gradient_as_bucket_view=has_views)
 
     def edited(each: nn.Module, rank: int) -> None:
         backward(each, rank)
@@ -48,6 +92,11 @@ def _edited_after(rank: int, checks: Checks, steps: int, edit: Edit) -> None:
 def _scale(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.grad.mul_(0.5)
+
+
+def _scale_sparse(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = parameter.grad * 0.5
 
 
 def _add_noise(parameters: Iterable[nn.Parameter]) -> None:
@@ -165,6 +214,82 @@ def _accumulating(rank: int, checks: Checks, steps: int) -> None:
     train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=backward)
 
 
+# Gradients that hooks, scripts and other calls change
+
+
+def _clipped_by_hooks(rank: int, checks: Checks, steps: int, *, is_after: bool) -> None:
+    """Hooks of the user clip every gradient, before or after backward has added it."""
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+
+    def clip(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(1e-3 / parameter.grad.norm())
+
+    for parameter in model.parameters():
+        if is_after:
+            parameter.register_post_accumulate_grad_hook(clip)
+        else:
+            parameter.register_hook(lambda grad: grad.clamp(-1e-4, 1e-4))
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), rank, steps)
+
+
+def _assigning(model: nn.Module, rank: int) -> None:
+    """Gradients of a function transform, clipped and assigned by hand."""
+    module = model.module
+    named = dict(module.named_parameters())
+
+    def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(module, values, (data,)).square().mean()
+
+    data = draw(rank)
+    grads = torch.func.grad(loss)({name: parameter.detach() for name, parameter in named.items()})
+    for name, parameter in named.items():
+        parameter.grad = grads[name]
+
+
+def _clips_where_it_skips(rank: int, checks: Checks, steps: int) -> None:
+    """A rank that takes no part clips; in another step its gradients count."""
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    torch.manual_seed(100 + rank)
+    for step in range(steps):
+        run_backward(model, rank)
+        is_out = rank == step % 3
+        if is_out:
+            _clip(_with_gradients(model))
+        model.all_reduce(skip=is_out)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _local_steps(rank: int, checks: Checks, steps: int) -> None:
+    """Steps inside no_sync() clip as they like, and the weights are broadcast then."""
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def backward(each: LegacyDistributedDataParallel, rank: int) -> None:
+        with each.no_sync():
+            run_backward(each, rank)
+            _clip(_with_gradients(each))
+            optimizer.step()
+        each.broadcast_parameters()
+        optimizer.zero_grad()
+        run_backward(each, rank)
+
+    train(model, optimizer, rank, steps, backward=backward)
+
+
+def _two_calls_of_one_layer(rank: int, checks: Checks, steps: int) -> None:
+    """The gradients are clipped after the first call; the second wrapper reduces what is equal on all ranks."""
+    model = LegacyDistributedDataParallel(make_net(), checks=checks)
+    second = LegacyDistributedDataParallel(model.module, checks=replace(checks, same_data="allow"))
+
+    def reduced(_: int) -> None:
+        _clip(_with_gradients(model))
+        second.all_reduce()
+
+    train(model, torch.optim.SGD(model.parameters(), lr=1e-3), rank, steps, reduced=reduced)
+
+
 # GradScalers
 
 
@@ -231,6 +356,14 @@ LOOPS: dict[str, Loop] = {
     "edit: in bf16": partial(_edited_before, edit=_scale, backward=_loss_in_bf16, make=_in_bf16),
     "edit: absolute loss": partial(_edited_before, edit=_scale, backward=_absolute, make=_WideAndDeep),
     "edit: mean over micro-batches": _accumulating,
+    "edit: without views": partial(_edited_before, edit=_scale, has_views=False),
+    "edit: assigned": partial(_edited_before, edit=_clip, backward=_assigning),
+    "edit: by hooks before": partial(_clipped_by_hooks, is_after=False),
+    "edit: by hooks after": partial(_clipped_by_hooks, is_after=True),
+    "edit: where a rank skips": _clips_where_it_skips,
+    "edit: in local steps": _local_steps,
+    "edit: between two calls": _two_calls_of_one_layer,
+    "edit: sparse": partial(_edited_before, edit=_scale_sparse, make=Words),
     "one batch, hardly learning": partial(_repeated, count=1, learning_rate=1e-9),
     "one batch, slowly learning": partial(_repeated, count=1, learning_rate=1e-6),
     "two batches, hardly learning": partial(_repeated, count=2, learning_rate=1e-9),

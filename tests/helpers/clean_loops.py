@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from tests.helpers.besides_ddp import distributed_optimizers
-from tests.helpers.clean_training import SIZE, Loop, draw, make_net, run_backward, train
+from tests.helpers.clean_edits import SIZE, Loop, draw, make_net, run_backward, train
 from tests.helpers.small_models import Words
 
 
@@ -301,19 +301,6 @@ def _clamps(rank: int, checks: Checks, steps: int) -> None:
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, steps, stepped=clamp)
 
 
-def _scales_gradients(rank: int, checks: Checks, steps: int) -> None:
-    """A constant factor before the call is a way to average."""
-    model = LegacyDistributedDataParallel(make_net(), checks=checks)
-
-    def backward(each: nn.Module, rank: int) -> None:
-        run_backward(each, rank)
-        for parameter in each.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-
-    train(model, torch.optim.AdamW(model.parameters()), rank, steps, backward=backward)
-
-
 def _skips_agreed_nan(rank: int, checks: Checks, steps: int) -> None:
     """All ranks agree on a bad loss before the call, and drop the step."""
     model = LegacyDistributedDataParallel(make_net(), checks=checks)
@@ -354,13 +341,6 @@ def _sharpness_aware(rank: int, checks: Checks, steps: int) -> None:
         optimizer.zero_grad()
 
 
-def _fine_tuned_copy(rank: int, checks: Checks, steps: int) -> None:
-    model = LegacyDistributedDataParallel(make_net(_Statistic()), checks=checks)
-    train(model, torch.optim.AdamW(model.parameters()), rank, steps // 2)
-    twin = copy.deepcopy(model)
-    train(twin, torch.optim.SGD(twin.parameters(), lr=0.01), rank, steps // 2)
-
-
 LOOPS: dict[str, Loop] = {
     "dropout and statistics": partial(_plain, module=_with_norm),
     "weight norm and spectral norm": partial(_plain, module=_reparametrised),
@@ -390,9 +370,7 @@ LOOPS |= {
         _ignores,
         _function_form,
         _clamps,
-        _scales_gradients,
         _skips_agreed_nan,
         _sharpness_aware,
-        _fine_tuned_copy,
     )
 }

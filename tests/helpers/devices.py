@@ -62,7 +62,7 @@ def enter(kind: str) -> str:
         # NCCL refuses two ranks of one host on one device. With these names every rank is on a host of its own.
         os.environ.update(NCCL_HOSTID=f"process-{os.getpid()}", NCCL_SOCKET_IFNAME="lo")
     torch.set_default_device(kind)
-    _Generators().__enter__()
+    _Generators(kind).__enter__()
     return f"cpu:gloo,{kind}:{_backend_of(kind)}"
 
 
@@ -81,14 +81,24 @@ def choose(rank: int) -> None:
 
 
 class _Generators(TorchFunctionMode):
-    """Random numbers of a generator of the CPU are drawn there, and travel to the default device."""
+    """Random numbers of a generator of the CPU are drawn there, and travel to devices of ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        is_drawn = isinstance(kwargs.get("generator"), torch.Generator) and "device" not in kwargs
-        if not is_drawn or any(isinstance(value, torch.Tensor) for value in args):
+        generator = kwargs.get("generator")
+        if generator is None or generator.device.type != CPU:
             return function(*args, **kwargs)
-        return function(*args, **kwargs, device="cpu").to(torch.get_default_device())
+        if function in (torch.rand, torch.randn, torch.randint, torch.randperm):
+            return function(*args, **{"device": CPU} | kwargs).to(kwargs.get("device", self._kind))
+        if args and isinstance(args[0], torch.Tensor) and args[0].device.type != CPU:
+            drawn = torch.empty_like(args[0], device=CPU)
+            function(drawn, *args[1:], **kwargs)
+            return args[0].copy_(drawn)
+        return function(*args, **kwargs)
 
 
 def _backend_of(kind: str) -> str | None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from legacy_ddp import SyncRecord
 from legacy_ddp.lightning import LegacyDDPFabricStrategy
 from tests.helpers import lightning_jobs
-from tests.helpers.lightning_modules import ARGUMENTS, CLASSES, FEATURES, draw, make_data, total
+from tests.helpers.lightning_jobs import ARGUMENTS, CLASSES, FEATURES, draw, make_data, total
 from tests.helpers.lightning_scenarios import RANKS, Result, Story, run_stories
 from tests.helpers.paths import ROOT
 

@@ -15,7 +15,7 @@ from lightning.fabric import Fabric
 
 from legacy_ddp import Checks, LostPeerError
 from legacy_ddp.lightning import LegacyDDPFabricStrategy, LegacyDDPStrategy
-from tests.helpers.lightning_modules import Plain, make_data
+from tests.helpers.lightning_jobs import Plain, make_data
 from tests.helpers.lightning_scenarios import QUIET, RANKS
 
 TIMEOUT_SECONDS = 6.0  # long enough for ranks that start on a busy machine

@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 
 from legacy_ddp._log import ShortDisplay
 from tests.helpers import devices, logged_warnings
-from tests.helpers.process_state import process_state
+from tests.helpers.processes import process_state
 
 # faulthandler.dump_traceback_later is one timer per process, and the code under test may own it.
 STACK_SIGNAL = signal.SIGUSR2

@@ -7,6 +7,7 @@ only after its wait, as on an accelerator: :data:`device` notes operations that 
 The private names of torch are those of torch 2.13. Limits: one device, no streams, no sparse tensors.
 """
 
+import contextlib
 import sys
 import threading
 from collections import Counter
@@ -105,6 +106,9 @@ class SimulatedDevice:
 
     def current_device(self) -> int:
         return 0
+
+    def device(self, _index: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def device_count(self) -> int:
         return 1

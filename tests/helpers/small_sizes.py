@@ -1,6 +1,6 @@
 """Sizes of the library that a test sets in its process, so that small tensors take the paths of large ones.
 
-A process with another size runs no further jobs (``tests/helpers/process_state.py``).
+A process with another size runs no further jobs (``tests/helpers/processes.py``).
 """
 
 from legacy_ddp._buckets import plan

@@ -9,6 +9,7 @@ exit code shows a corrupted heap, too.
 
 import copy
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, all_reduce_gradients
-from tests.helpers.threads import run_together
 
 WIDTH = 768  # 4.5 MiB of weights in fp64: they move to their slots during backward, and an addition takes a while
 
@@ -45,6 +45,22 @@ def _tasks(form: str, model: nn.Module, batches: Sequence[torch.Tensor]) -> list
     return [lambda batch=batch: _loss(model, batch).backward() for batch in batches]
 
 
+def _run_together(tasks: Sequence[Callable[[], object]]) -> None:
+    """Run all tasks at the same time, the last one in this thread."""
+    barrier = threading.Barrier(len(tasks))
+
+    def run(task: Callable[[], object]) -> None:
+        barrier.wait()
+        task()
+
+    threads = [threading.Thread(target=run, args=(task,)) for task in tasks[:-1]]
+    for thread in threads:
+        thread.start()
+    run(tasks[-1])
+    for thread in threads:
+        thread.join()
+
+
 def _stress(form: str, threads: int, steps: int) -> None:
     net = _net()
     batches = [torch.arange(4) + 3 * thread for thread in range(threads)]
@@ -53,7 +69,7 @@ def _stress(form: str, threads: int, steps: int) -> None:
     for step in range(steps):
         if step % 20 == 0 and form != "function":  # the first passes after construction are the dangerous ones
             wrapped = LegacyDistributedDataParallel(net, checks="off")
-        run_together(_tasks(form, wrapped or net, batches))
+        _run_together(_tasks(form, wrapped or net, batches))
         record = all_reduce_gradients(net) if wrapped is None else wrapped.all_reduce()
         for parameter, sum_alone in zip(net.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad.to_dense(), sum_alone, rtol=1e-9, atol=1e-12)

@@ -64,11 +64,6 @@ print(json.dumps([process.returncode for process in processes]))
     assert _said(program) == list(ENDS.values())
 
 
-@pytest.mark.parametrize("code", ENDS)
-def test_so_does_a_forked_script(code: str) -> None:
-    assert fork_script("-c", code).returncode == ENDS[code]
-
-
 def test_at_its_end_a_child_waits_for_threads_and_calls_exit_functions_and_keeps_its_objects_till_then() -> None:
     child = """
 import atexit, threading, time
@@ -82,32 +77,6 @@ threading.Thread(target=lambda: (time.sleep(0.1), print("thread"))).start()
     program = f"print(json.dumps(start('-c', {child!r}).communicate()[0].split()))"
 
     assert _said(program) == ["thread", "at", "exit", "deleted"]
-
-
-def test_what_goes_through_pipes_arrives(tmp_path: Path) -> None:
-    child = "import sys; text = sys.stdin.read(); sys.stderr.write(text[:9]); sys.stdout.write(text.upper())"
-    program = f"""
-process = start("-c", {child!r}, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
-output, errors = process.communicate("more than a pipe holds" * 10_000)
-print(json.dumps([output == "MORE THAN A PIPE HOLDS" * 10_000, errors]))
-"""
-    assert _said(program) == [True, "more than"]
-
-
-@pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
-def test_only_an_unbuffered_child_has_said_all_before_it_is_killed(unbuffered: list[str]) -> None:
-    child = "import os, signal; print(1); os.kill(os.getpid(), signal.SIGKILL)"
-
-    program = f"print(json.dumps(start(*{unbuffered!r}, '-c', {child!r}).communicate()[0]))"
-    said = _said(program, environment={"PYTHONUNBUFFERED": ""})
-
-    assert said == ("1\n" if unbuffered else "")
-
-
-def test_a_child_that_raises_shows_it_on_stderr() -> None:
-    program = "print(json.dumps(start('-c', 'raise ValueError(\"planted\")', stderr=-1).communicate()[1]))"
-
-    assert _said(program).splitlines()[-1] == "ValueError: planted"
 
 
 def test_a_file_and_a_module_get_their_arguments_and_their_folder(tmp_path: Path) -> None:
@@ -167,20 +136,6 @@ print(json.dumps(process.returncode))
     assert _said(program) == status
 
 
-def test_sessions_and_groups_are_those_asked_for() -> None:
-    child = "import json, os; print(json.dumps([os.getpid(), os.getpgid(0), os.getsid(0)]))"
-    options: tuple[dict[str, object], ...] = ({}, {"start_new_session": True}, {"process_group": 0})
-    program = f"told = [said('-c', {child!r}, **options) for options in {options!r}]"
-
-    (group, session), inherits, sessions, groups = _said(
-        f"{program}; print(json.dumps([[os.getpgid(0), os.getsid(0)], *told]))"
-    )
-
-    assert inherits[1:] == [group, session]
-    assert sessions == [sessions[0]] * 3
-    assert groups == [groups[0], groups[0], session]
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -197,59 +152,6 @@ command, options = {how}
 print(json.dumps(json.loads(subprocess.run(command, capture_output=True, text=True, **options).stdout)))
 """
     assert _said(program) is False
-
-
-def test_without_being_asked_for_children_are_new_processes() -> None:
-    assert fork_script("-c", BEFORE + f"print(said('-c', {LOADED!r}))").stdout == "False\n"
-
-
-def test_a_missing_folder_is_an_error_of_the_start() -> None:
-    program = """
-try:
-    start("-c", "pass", cwd="/no/such/folder")
-except FileNotFoundError as error:
-    print(json.dumps(error.filename))
-"""
-    assert _said(program) == "/no/such/folder"
-
-
-def test_threads_may_start_children_at_the_same_time() -> None:
-    program = """
-from concurrent.futures import ThreadPoolExecutor
-with ThreadPoolExecutor(8) as pool:
-    codes = ["import sys; print(%d); sys.exit(%d)" % (number, number) for number in range(16)]
-    processes = list(pool.map(lambda code: start("-c", code), codes))
-print(json.dumps([[int(process.communicate()[0]), process.returncode] for process in processes]))
-"""
-    assert _said(program) == [[number, number] for number in range(16)]
-
-
-def test_an_orphan_is_no_child_of_the_script(tmp_path: Path) -> None:
-    grandchild = """
-import os, time
-child = os.getppid()
-open("ready", "w").close()
-while os.getppid() == child:
-    time.sleep(0.01)
-os.rename("ready", str(os.getppid()))
-"""
-    child = f"""
-import os, subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", {grandchild!r}])
-while not os.path.exists("ready"):
-    time.sleep(0.01)
-os._exit(0)
-"""
-    program = f"""
-import time
-subprocess.run([sys.executable, "-c", {child!r}])
-while os.listdir() in ([], ["ready"]):
-    time.sleep(0.01)
-print(json.dumps([os.getpid(), *map(int, os.listdir())]))
-"""
-    script, parent = _said(program, cwd=tmp_path)
-
-    assert parent != script
 
 
 def test_of_a_killed_script_nothing_is_left_but_what_it_started(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -23,7 +25,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from legacy_ddp._buckets import plan
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.ranks import RankFailure, run_ranks
-from tests.helpers.tiers import thorough
 
 
 def _sum_of_ranks(rank: int, scale: float = 1.0) -> float:
@@ -165,14 +166,6 @@ def test_results_come_in_rank_order(world_size: int) -> None:
     assert run_ranks(_identity, world_size) == list(range(world_size))
 
 
-def test_ranks_share_a_group_and_one_thread_each() -> None:
-    assert run_ranks(_facts, 2) == [(0, 2, 1), (1, 2, 1)]
-
-
-def test_collectives_and_partials_work() -> None:
-    assert run_ranks(partial(_sum_of_ranks, scale=10.0), 3) == [30.0] * 3
-
-
 def test_tensors_travel_by_value() -> None:
     base = torch.zeros(3, 2)
 
@@ -185,42 +178,66 @@ def test_tensors_travel_by_value() -> None:
     assert second["weight"].requires_grad
 
 
-@pytest.mark.parametrize("guilty", [thorough(0), 1, thorough(2)])
-def test_a_raising_rank_is_named_first_with_its_traceback(guilty: int) -> None:
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(partial(_raise_on, guilty), 3)
+class Failing(NamedTuple):
+    """A job, its number of ranks and its options; what the failure says, and the ranks that it names."""
 
-    first = str(caught.value).split("\n\n")[1]
-    assert caught.value.ranks[0] == guilty
-    assert first.startswith(f"rank {guilty} raised\nTraceback")
-    assert "in _raise_on" in first
-    assert "ValueError: the planted error" in first
+    job: Callable[[int], object]
+    size: int
+    words: str
+    ranks: tuple[int, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
-def test_a_failing_pytest_check_on_a_rank_is_a_failure() -> None:
-    with pytest.raises(RankFailure, match="the planted failure"):
-        run_ranks(_fail_pytest, 1)
+_SOON, _LOST = {"timeout_seconds": 0.5}, {"lost": (1,)}
+FAILING = {
+    "raises": Failing(
+        partial(_raise_on, 1), 3, r"\n\nrank 1 raised\nTraceback(.|\n)*in _raise_on(.|\n)*ValueErr", (1,)
+    ),
+    "fails a check of pytest": Failing(_fail_pytest, 1, "the planted failure", (0,)),
+    "warns": Failing(_warn, 1, "UserWarning: the planted warning", (0,)),
+    "exits": Failing(partial(_die_on, 1, "_exit"), 2, "rank 1 died before returning: exit code 3", (1,)),
+    "is killed": Failing(partial(_die_on, 1, "SIGKILL"), 2, "rank 1 died before returning: signal SIGKILL", (1,)),
+    "is stuck in a collective": Failing(
+        partial(_hang_in_collective_on, 1), 2, r"rank 1 hung(.|\n)*in all_reduce", (0, 1), _SOON
+    ),
+    "is stopped": Failing(partial(_die_on, 1, "SIGSTOP"), 2, r"rank 1 hung\n\(no stack", (1,), _SOON),
+    "hangs after a failure": Failing(
+        _raise_on_first_hang_on_others, 2, r"rank 1 hung \(perhaps because of the failure above\)", (0, 1)
+    ),
+    "cannot exit": Failing(_hang_on_exit, 1, "rank 0 did not exit after returning", (0,), {**_SOON, "fresh": True}),
+    "cannot start": Failing(_identity, 2, "did not start", (0, 1), {"start_seconds": 0.0}),
+    "is broken": Failing(partial(_die_at_exit_on, 0, "_exit"), 1, "rank 0 died after returning: exit code 3", (0,)),
+    "raises although lost": Failing(partial(_raise_on, 1), 2, "the planted error", (1, 0), _LOST),
+    "survives and cannot exit": Failing(_survive_and_hang_on_exit, 2, "rank 0 did not exit after return", (0,), _LOST),
+    "survives and dies": Failing(
+        partial(_die_at_exit_on, 0, "SIGABRT"), 2, "rank 0 died after returning: signal SIGABRT", (0,), _LOST
+    ),
+}
 
 
-def test_a_warning_on_a_rank_is_an_error() -> None:
-    with pytest.raises(RankFailure, match="UserWarning: the planted warning"):
-        run_ranks(_warn, 1)
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failure_names_the_rank_and_what_happened_to_it(name: str) -> None:
+    failing = FAILING[name]
+    with pytest.raises(RankFailure, match=failing.words) as caught:
+        run_ranks(failing.job, failing.size, **failing.options)
+
+    assert caught.value.ranks[: len(failing.ranks)] == failing.ranks
 
 
-@pytest.mark.parametrize(
-    "how, said",
-    [
-        ("_exit", "exit code 3"),
-        thorough("sys.exit", "exit code 4"),
-        ("SIGKILL", "signal SIGKILL"),
-        thorough("SIGABRT", "signal SIGABRT"),
-    ],
-)
-def test_a_dying_rank_is_named_with_its_exit(how: str, said: str) -> None:
-    with pytest.raises(RankFailure, match=f"rank 1 died before returning: {said}") as caught:
-        run_ranks(partial(_die_on, 1, how), 2)
+def test_ranks_may_be_lost() -> None:
+    hanging = partial(run_ranks, _survive_and_hang_on_exit, survivors_exit=False)
 
-    assert caught.value.ranks == (1,)
+    assert run_ranks(_survive_lost_peer, 2, lost=(1,)) == ["RuntimeError", None]
+    assert hanging(2, lost=(1,)) == ["RuntimeError", None]
+    for how in ("SIGKILL", "SIGSTOP"):
+        assert run_ranks(partial(_die_on, 0, how), 2, lost=(0,)) == [None, 1]
+    assert run_ranks(partial(_die_on, 0, "SIGABRT"), 2, lost=(0, 1)) == [None, 1]
+    assert run_ranks(_identity, 2, lost=(1,)) == [0, 1]
+
+
+def test_ranks_may_meet_in_a_store_of_rank_0_which_is_lost_with_it() -> None:
+    assert run_ranks(_sum_of_ranks, 3, store="rank0") == [3.0] * 3
+    assert run_ranks(_store_is_lost, 2, lost=(0,), store="rank0") == [None, True]
 
 
 def _alive(pids: Iterable[int]) -> list[int]:
@@ -235,38 +252,6 @@ def test_a_hanging_rank_is_named_with_its_stack_and_no_process_survives(tmp_path
     assert caught.value.ranks == (1,)
     assert "_wait_for_ever_in_a_named_function" in str(caught.value)
     assert _alive(int(path.name) for path in tmp_path.iterdir()) == []
-
-
-def test_a_rank_stuck_in_a_collective_is_named_with_its_stack() -> None:
-    with pytest.raises(RankFailure) as caught:
-        run_ranks(partial(_hang_in_collective_on, 1), 2, timeout_seconds=0.5)
-
-    assert caught.value.ranks == (0, 1)
-    assert "in all_reduce" in str(caught.value).split("rank 1 hung")[1]
-
-
-def test_a_stopped_rank_is_named_without_a_stack() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 hung\n\(no stack") as caught:
-        run_ranks(partial(_die_on, 1, "SIGSTOP"), 2, timeout_seconds=0.5)
-
-    assert caught.value.ranks == (1,)
-
-
-def test_a_rank_that_hangs_because_another_raised_comes_second() -> None:
-    with pytest.raises(RankFailure, match=r"rank 1 hung \(perhaps because of the failure above\)") as caught:
-        run_ranks(_raise_on_first_hang_on_others, 2)
-
-    assert caught.value.ranks == (0, 1)
-
-
-def test_a_rank_that_cannot_exit_is_named() -> None:
-    with pytest.raises(RankFailure, match="rank 0 did not exit after returning"):
-        run_ranks(_hang_on_exit, 1, timeout_seconds=0.5, fresh=True)
-
-
-def test_ranks_that_cannot_start_in_time_are_named() -> None:
-    with pytest.raises(RankFailure, match="did not start"):
-        run_ranks(_identity, 2, start_seconds=0.0)
 
 
 def test_no_fresh_process_survives_its_job() -> None:
@@ -298,11 +283,6 @@ def test_a_process_that_a_job_changed_is_not_kept() -> None:
     assert run_ranks(_pid, 1) == [unchanged]
 
 
-def test_a_process_that_a_job_broke_fails_the_job() -> None:
-    with pytest.raises(RankFailure, match="rank 0 died after returning: exit code 3"):
-        run_ranks(partial(_die_at_exit_on, 0, "_exit"), 1)
-
-
 def test_a_process_that_died_between_two_jobs_fails_the_next_job() -> None:
     pool = RankPool()
     (process,) = pool.take(1, fresh=False)
@@ -322,48 +302,3 @@ def test_an_exit_code_other_than_0_fails_the_end_of_the_pool() -> None:
 
     with pytest.raises(AssertionError, match="-6 after 0 jobs"):
         pool.close()
-
-
-def test_a_lost_rank_leaves_none_and_survivors_return() -> None:
-    assert run_ranks(_survive_lost_peer, 2, lost=(1,)) == ["RuntimeError", None]
-
-
-@pytest.mark.parametrize("how", [thorough("_exit"), "SIGKILL", "SIGSTOP"])
-def test_a_lost_rank_may_die_or_stop(how: str) -> None:
-    assert run_ranks(partial(_die_on, 0, how), 2, lost=(0,)) == [None, 1]
-
-
-def test_a_lost_rank_may_also_return() -> None:
-    assert run_ranks(_identity, 2, lost=(1,)) == [0, 1]
-
-
-def test_every_rank_may_be_lost() -> None:
-    assert run_ranks(partial(_die_on, 0, "SIGABRT"), 2, lost=(0, 1)) == [None, 1]
-
-
-def test_an_exception_on_a_lost_rank_still_fails() -> None:
-    with pytest.raises(RankFailure, match="the planted error"):
-        run_ranks(partial(_raise_on, 1), 2, lost=(1,))
-
-
-def test_a_survivor_that_cannot_exit_is_named() -> None:
-    with pytest.raises(RankFailure, match="rank 0 did not exit after returning"):
-        run_ranks(_survive_and_hang_on_exit, 2, lost=(1,))
-
-
-def test_a_survivor_that_cannot_exit_is_forgiven_on_request() -> None:
-    assert run_ranks(_survive_and_hang_on_exit, 2, lost=(1,), survivors_exit=False) == ["RuntimeError", None]
-
-
-@pytest.mark.parametrize("how, said", [("SIGABRT", "signal SIGABRT"), thorough("_exit", "exit code 3")])
-def test_a_survivor_that_dies_at_its_exit_fails(how: str, said: str) -> None:
-    with pytest.raises(RankFailure, match=f"rank 0 died after returning: {said}"):
-        run_ranks(partial(_die_at_exit_on, 0, how), 2, lost=(1,))
-
-
-def test_ranks_meet_in_a_store_of_rank_0() -> None:
-    assert run_ranks(_sum_of_ranks, 3, store="rank0") == [3.0] * 3
-
-
-def test_a_store_of_rank_0_is_lost_with_it() -> None:
-    assert run_ranks(_store_is_lost, 2, lost=(0,), store="rank0") == [None, True]

@@ -68,6 +68,7 @@ def write_trace(
     steps: int = 5,
     planted: Planted | None = None,
     names: Mapping[str, tuple[str, ...]] = NAMES,
+    start: Sequence[str] = START,
     kind: str = KIND,
     environments: Callable[[int, int], Environment] = environment,
     calls: Callable[[int, int], CallFacts] = call_facts,
@@ -77,14 +78,14 @@ def write_trace(
 ) -> Path:
     """A run of ``steps`` steps with ranks that agree in everything but local gradients and ``planted`` entries.
 
-    ``calls``, ``logs``, ``operations``: of a step and rank.
+    ``start``: the phases at the start. ``calls``, ``logs``, ``operations``: of a step and rank.
     """
     for rank in range(world_size):
         facts = environments(rank, world_size)
         writer = Writer(folder, facts)
         first = facts.first_step
         for step in range(first - 1, first + steps):
-            for phase in PHASES if step >= first else START:
+            for phase in PHASES if step >= first else start:
                 if phase == "reduced_gradients":
                     writer.call(step, calls(step, rank))
                     writer.operations(step, operations(step, rank) if operations else ())

@@ -252,7 +252,7 @@ COLLECTIVES = (
         "the part of a rank is misplaced behind the first run",
         "place = start + (stop - start) * index // size",
         "place = start + stop * index // size",
-        "tests/collectives/test_host_sum.py -k without_a_gradient",
+        "tests/collectives/test_between_hosts.py -k without_a_gradient",
     ),
     Mutant(
         "no barrier between zeros and the sum",
@@ -270,7 +270,7 @@ COLLECTIVES = (
         "the narrower dtype holds the sum",
         "elif torch.finfo(total.dtype).max > torch.finfo(own.dtype).max:",
         "elif torch.finfo(total.dtype).max < torch.finfo(own.dtype).max:",
-        "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range",
+        "tests/collectives/test_host_dtypes.py tests/collectives/test_dtypes.py -k overflow or range or documented",
     ),
     Mutant(
         "fp16 is divided twice",
@@ -282,7 +282,7 @@ COLLECTIVES = (
         "missing gradients are not zero",
         "buffer.zero(own_kinds, runs=runs, flat=flat)",
         "pass",
-        "tests/collectives/test_host_sum.py tests/collectives/test_sparse.py -k without_a_gradient or differ",
+        "tests/collectives/test_between_hosts.py tests/collectives/test_sparse.py -k without_a_gradient or differ",
     ),
     Mutant(
         "between hosts nothing is divided",
@@ -408,7 +408,7 @@ REPLICAS = (
         "a rank that left join() is compared",
         'enumerate(agreement.column("replica")) if rank not in left}',
         'enumerate(agreement.column("replica"))}',
-        "tests/collectives/test_join.py -k no_divergence",
+        "tests/end_to_end/test_clean_loops.py -k joins",
     ),
     Mutant(
         'divergence="raise" warns',

@@ -81,22 +81,6 @@ def test_local_steps_whose_weights_are_averaged_are_silent() -> None:
     assert run_ranks(_averages_local_steps, 2) == [True, True]
 
 
-def _steps_beside_the_wrapper(rank: int) -> bool:
-    model, local = Model(tanh_net()), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([*model.parameters(), *local.parameters()], lr=0.1)
-    for _ in range(3):
-        _backward(model)
-        local(torch.randn(1, 2)).sum().backward()
-        model.all_reduce()
-        optimizer.step()
-        optimizer.zero_grad()
-    return check_replicas(model).identical
-
-
-def test_parameters_of_the_rank_s_own_in_the_same_optimizer_are_silent() -> None:
-    assert run_ranks(_steps_beside_the_wrapper, 2) == [True, True]
-
-
 # What is said at construction
 
 

@@ -23,7 +23,6 @@ DTYPES = [*FLOATS, torch.complex64, torch.complex128, torch.int8, torch.int16, t
 DTYPES += [torch.float8_e4m3fn, torch.float8_e5m2]
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDES = [12, 288]  # squares of at most one row of lanes, and of several rows and a part of one, in every dtype
-JOINED_BYTES = 2**19  # up to here digest_all() joins tensors
 
 Edit = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -210,12 +209,6 @@ def test_how_bits_are_stored_does_not_matter(made: Callable[[], torch.Tensor]) -
     assert digest_all([tensor, tensor]) == digest_all([plain, plain])
 
 
-def test_a_base_that_is_not_aligned_does_not_matter() -> None:
-    data = bytes(range(200)) * 200
-
-    assert digest(torch.frombuffer(bytearray(data), dtype=torch.uint8, offset=5)) == _reference(data[5:])
-
-
 def test_a_sparse_tensor_is_its_coalesced_indices_and_values() -> None:
     indices, values = [[4, 1, 4], [0, 2, 0]], [1.0, 2.0, 3.0]
     tensor = torch.sparse_coo_tensor(torch.tensor(indices), torch.tensor(values), (5, 3), check_invariants=True)
@@ -262,13 +255,6 @@ def test_a_gpu_and_a_cpu_are_digested_in_one_go() -> None:
 
 
 # --- many tensors ----------------------------------------------------------------------------------------------------
-
-
-def test_digest_each_is_the_digest_of_each() -> None:
-    tensors = [_random(5), _random(0), _random(9000, dtype=torch.float64)]
-
-    assert digest_each(tensors) == [_reference(_contents(tensor)) for tensor in tensors]
-    assert digest_each([]) == []
 
 
 def _sliced(data: torch.Tensor) -> torch.Tensor:
@@ -338,29 +324,12 @@ def test_one_more_small_tensor_takes_few_more_calls(size_bytes: int) -> None:
     assert counts[1] - counts[0] < 6 * 500  # alone it takes some thirty
 
 
-def test_digest_each_in_inference_mode_are_the_same() -> None:
-    tensors = [_random(5), _random(7), _random(5000)]
-    before = digest_each(tensors)
-    with torch.inference_mode():
-        assert digest_each(tensors) == digest_each([tensor.clone() for tensor in tensors]) == before
-
-
 @given(st.lists(st.lists(st.integers(0, 1), max_size=3) | st.none(), max_size=4), st.data())
 def test_digest_all_is_equal_if_all_tensors_are(lists: list[list[int] | None], data: st.DataObject) -> None:
     others = data.draw(st.permutations(lists) | st.lists(st.lists(st.integers(0, 1), max_size=3) | st.none()))
     one, other = ([None if row is None else torch.tensor(row).float() for row in rows] for rows in (lists, others))
 
     assert (digest_all(one) == digest_all(other)) == (lists == others)
-
-
-@pytest.mark.parametrize("numel", [4, JOINED_BYTES // 4, JOINED_BYTES // 4 + 1])
-@pytest.mark.parametrize("first", [0, 3, 20])
-def test_two_swapped_tensors_are_seen(first: int, numel: int) -> None:
-    tensors: list[torch.Tensor | None] = [*_random(25, numel)]
-    swapped = list(tensors)
-    swapped[first], swapped[-1] = swapped[-1], swapped[first]
-
-    assert digest_all(tensors) != digest_all(swapped)
 
 
 def test_a_change_in_any_of_many_tensors_is_seen() -> None:
@@ -393,10 +362,12 @@ def test_data_moved_to_the_next_tensor_is_seen() -> None:
     assert len({digest_all([data[:cut], data[cut:]]) for cut in (0, 1, 2, 8, 100_000, 199_999, 200_000)}) == 7
 
 
-def test_tensors_of_two_dtypes_swapped_are_seen() -> None:
+def test_tensors_of_two_dtypes_and_large_tensors_swapped_are_seen() -> None:
     single, double = torch.zeros(2), torch.zeros(2, dtype=torch.float64)
+    first, second = _random(2, 2**18)
 
     assert digest_all([single, double, single]) != digest_all([single, single, double])
+    assert digest_all([first, second]) != digest_all([second, first])
 
 
 def test_none_and_an_empty_tensor_are_told_apart() -> None:
@@ -405,18 +376,7 @@ def test_none_and_an_empty_tensor_are_told_apart() -> None:
     assert len({digest_all(which) for which in ([], [None], [empty], [None, None], [None, empty], [empty, None])}) == 6
 
 
-@given(st.binary(max_size=20))
-def test_words_are_signed_64_bit_numbers(data: bytes) -> None:
-    tensor = torch.tensor(list(data), dtype=torch.uint8)
-
-    for word in _digests(tensor):
-        assert -(2**63) <= word < 2**63
-
-
 # CRC-32 of the memory of tensors, against zlib on the bytes of numpy
-
-
-NUMPY_DTYPES = {torch.float64: np.float64, torch.float16: np.float16, torch.int64: np.int64, torch.bool: np.bool_}
 
 
 def _whole(tensor: torch.Tensor) -> int:
@@ -433,13 +393,6 @@ def test_pieces_end_to_end_are_the_checksum_of_the_bytes(values: list[int], data
         checksum = add_memory(checksum, tensor, start, stop)
 
     assert checksum == zlib.crc32(bytes(values))
-
-
-@pytest.mark.parametrize("dtype", NUMPY_DTYPES, ids=str)
-def test_every_dtype_is_read_as_its_bytes(dtype: torch.dtype) -> None:
-    tensor = (torch.arange(24) % 7).to(dtype)
-
-    assert _whole(tensor) == zlib.crc32((np.arange(24) % 7).astype(NUMPY_DTYPES[dtype]).tobytes())
 
 
 def test_strides_conjugates_and_negations_are_read_in_row_major_order() -> None:
@@ -506,17 +459,6 @@ def test_parts_are_few_and_of_about_equal_cost(sizes: list[int]) -> None:
     assert 1 <= len(parts) <= MAX_PARTS
     total = sum(size + TENSOR_COST for size in sizes)
     assert max(costs) <= max(2 * SMALLEST_PART, total / MAX_PARTS) + 3 * TENSOR_COST
-
-
-def test_a_thousand_small_tensors_go_to_all_parts() -> None:
-    parts = divide([1024] * 1000)
-
-    assert len(parts) == MAX_PARTS
-    assert all(35 <= len(part) <= 65 for part in parts)
-
-
-def test_a_large_tensor_takes_several_parts() -> None:
-    assert [len(part) for part in divide([2**24])] == [1] * MAX_PARTS
 
 
 def test_a_small_model_is_one_part_and_nothing_is_an_empty_part() -> None:

@@ -336,20 +336,17 @@ def test_any_bit_of_any_dtype_is_named(dtype: torch.dtype, data: st.DataObject) 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_each_bit_of_a_float_is_in_its_field(dtype: torch.dtype) -> None:
     width, mantissa, has_sign = FLOATS[dtype]
-    named = ["mantissa"] * mantissa + ["exponent"] * (width - mantissa - has_sign) + ["sign"] * has_sign
+    fields = ["mantissa"] * mantissa + ["exponent"] * (width - mantissa - has_sign) + ["sign"] * has_sign
     reference = _from_bits([1, 2], dtype, width)
     said = [_said(_from_bits([1, 2 ^ 1 << bit], dtype, width), reference)[1].split(", ")[0] for bit in range(width)]
 
-    assert said == [f"one bit flipped: bit {bit} ({field})" for bit, field in enumerate(named)]
+    assert said == [f"one bit flipped: bit {bit} ({field})" for bit, field in enumerate(fields)]
 
 
-def test_zeros_of_other_sign_are_equal_as_numbers() -> None:
-    own, reference = torch.tensor([-0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, -0.0])  # also a swap, bit by bit
-    difference = _difference(own, reference)
+def test_swapped_zeros_of_other_sign_are_equal_as_numbers() -> None:
+    difference = _difference(torch.tensor([-0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, -0.0]))
 
     assert (difference.kind, difference.words) == ("same values", "equal as numbers: -0.0 against 0.0")
-    assert difference.values == ("-0.0", "0.0")
-    assert (difference.greatest, difference.greatest_index) == (0.0, (0,))
 
 
 def test_nans_of_other_bits_are_equal_as_numbers() -> None:
@@ -388,17 +385,6 @@ def test_a_permutation_of_distinct_values_is_called_nothing_else(data: st.DataOb
         assert (f"({moved[0]},) and ({moved[1]},) swapped" in difference.words) == (len(moved) == 2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64])
-def test_a_factor_is_named(dtype: torch.dtype) -> None:
-    reference = _random(40, 5).to(dtype)
-    reference[3] = 0
-    kind, words = _said(reference * 0.3, reference)
-    factor, _, cause = words.partition(" times the reference: ")
-
-    assert (kind, cause) == ("scaled", "a clip, a rate, a decay or a write of its own")
-    assert float(factor) == pytest.approx(0.3, rel=2 * torch.finfo(dtype).eps)
-
-
 def test_a_large_tensor_is_taken_in_blocks_to_its_end() -> None:
     reference = _random(2**20 + 5)
     own = reference * 3
@@ -420,16 +406,6 @@ def test_float64_extremes_are_no_rounding() -> None:
     assert (difference.kind, difference.greatest, difference.greatest_index) == ("everything", INF, (0,))
 
 
-def test_strides_do_not_matter() -> None:
-    reference = _random(4, 6)
-    own = reference.clone()
-    own[1, 2] *= -1
-    expected = compare_elements(own, reference)
-
-    assert compare_elements(own.t().contiguous().t(), torch.cat([reference, reference], 1)[:, :6]) == expected
-    assert compare_elements(own.requires_grad_(), torch.nn.Parameter(reference)) == expected
-
-
 def test_views_are_compared_in_logical_order() -> None:
     expanded = torch.tensor([1.0, 2.0]).expand(3, 2)
     assert compare_elements(expanded, torch.tensor([1.0, 2.0] * 3).view(3, 2)) is None
@@ -438,12 +414,6 @@ def test_views_are_compared_in_logical_order() -> None:
     assert compare_elements(numbers.conj(), torch.tensor([1 - 2j, 3 - 4j])) is None
     assert compare_elements(numbers.conj().imag, torch.tensor([-2.0, -4.0])) is None
     assert compare_elements(numbers[:1].conj().imag, torch.tensor([-2.0])) is None
-
-
-def test_a_scalar_has_an_empty_index() -> None:
-    difference = _difference(torch.tensor(5), torch.tensor(9))
-
-    assert (difference.first_index, difference.greatest, difference.kind) == ((), 4.0, "everything")
 
 
 @pytest.mark.parametrize(

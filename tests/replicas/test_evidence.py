@@ -1,7 +1,6 @@
 """With checks="detail": evidence against a rank, and changes that are not evidence."""
 
 import copy
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, ReplicaDivergenceError, UnsynchronizedStepError
-from legacy_ddp.debug import check_replicas
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, add_gradients, error_of, tanh_net
@@ -129,24 +127,6 @@ def test_another_module_put_in_place_is_the_one_that_is_followed(rank: int) -> s
         with torch.no_grad():
             model.module[0].weight[0, 0] += 1
     return _error_text(model.all_reduce)
-
-
-def _steps_a_sharded_optimizer(rank: int) -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch's own, about torch.jit
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    model = wrap_in_detail(tanh_net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        add_gradients(model, 1.0 + rank)
-        model.all_reduce()
-        optimizer.step()
-    return check_replicas(model).identical
-
-
-def test_an_optimizer_whose_ranks_step_other_parameters_each_is_silent() -> None:
-    assert run_ranks(_steps_a_sharded_optimizer, 2) == [True, True]
 
 
 @on_ranks(2)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
 from legacy_ddp.debug import check_replicas
@@ -29,81 +28,7 @@ def _identical(model: nn.Module, optimizer: torch.optim.Optimizer | None = None)
     return check_replicas(model, optimizer, raises=True).identical
 
 
-# A long training with all that makes ranks draw, round and skip
-
-
-def _statistics_net() -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
-
-
-def _trains_long(rank: int, steps: int) -> tuple[int, int, float]:
-    model = LegacyDistributedDataParallel(_statistics_net(), checks=LOCAL_STATISTICS)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=20)
-    torch.manual_seed(rank)
-    skipped = looked = 0
-    for step in range(steps):
-        for last in [True] if step % 3 else [False, False, True]:
-            data, target = torch.randn(6, 4), torch.randn(6, 1)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = (model(data).float() - target).square().mean()
-            scale = float("inf") if step % 97 == 50 and rank == 1 else 1.0
-            (scaler.scale(loss) * scale).backward()
-            if not last and step % 2:
-                with model.no_sync():
-                    model.all_reduce()
-        model.all_reduce(sample_size=4 + rank if step % 5 == 0 else None, skip=step % 7 == 0 and rank == 0)
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        skipped += scaler.get_scale() < before
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        if step % 50 == 0:
-            looked += _identical(model, optimizer)
-    return skipped, looked, scaler.get_scale()
-
-
-@pytest.mark.thorough
-@pytest.mark.slow
-def test_a_thousand_steps_with_everything_that_varies_are_silent() -> None:
-    first, second = run_ranks(_trains_long, 2, 1000, timeout_seconds=240)
-
-    assert first == second
-    assert first[0] >= 5  # steps that the scaler skipped
-    assert first[1] == 20
-
-
 # Ways to train; each yields once per step it has made
-
-
-def _one_of_two_wrappers_at_a_time(rank: int) -> Iterator[object]:
-    generator, critic = Model(tanh_net()), Model(tanh_net())
-    optimizers = [torch.optim.SGD(generator.parameters(), lr=0.1), torch.optim.Adam(critic.parameters(), lr=0.1)]
-    for step in range(6):
-        model, optimizer = [(critic, optimizers[1]), (generator, optimizers[0])][step % 3 == 2]
-        optimizer.zero_grad()
-        _backward(model)
-        if model is critic:
-            _backward(generator)  # gradients that nobody steps on
-            generator.zero_grad()
-        model.all_reduce()
-        optimizer.step()
-        yield _identical(model, optimizer)
-
-
-def _two_optimizers_of_one_model(rank: int) -> Iterator[object]:
-    model = Model(tanh_net())
-    optimizers = [torch.optim.SGD(model.module[0].parameters(), lr=0.1), torch.optim.Adam(model.module[2].parameters())]
-    for step in range(4):
-        _backward(model)
-        model.all_reduce()
-        for optimizer in optimizers if (step + rank) % 2 else reversed(optimizers):
-            optimizer.step()
-            optimizer.zero_grad()
-        yield _identical(model)
 
 
 def _two_steps_a_call(rank: int) -> Iterator[object]:
@@ -130,56 +55,6 @@ def _step_every_other_call(rank: int) -> Iterator[object]:
         yield True
 
 
-def _lbfgs_with_a_closure(rank: int) -> Iterator[object]:
-    model = Model(tanh_net())
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = model(torch.full((1, 4), 1.0 + rank)).square().mean()
-        loss.backward()
-        model.all_reduce()
-        mean = loss.detach()
-        dist.all_reduce(mean)
-        return float(mean)
-
-    for _ in range(3):
-        optimizer.step(closure)
-        yield _identical(model, optimizer)
-
-
-def _zeroes_in_either_way(rank: int) -> Iterator[object]:
-    model = Model(tanh_net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    for step in range(6):
-        optimizer.zero_grad(set_to_none=bool(step // 2 % 2))
-        _backward(model)
-        model.all_reduce()
-        optimizer.step()
-        yield _identical(model, optimizer)
-
-
-def _uneven_ranks(rank: int) -> Iterator[object]:
-    model = Model(tanh_net(), checks=Checks(level="detail", uneven="allow"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
-    for step in range(6):
-        optimizer.zero_grad()
-        for _ in range(rank if step % 2 else 1):
-            _backward(model)
-        model.all_reduce(sample_size=rank + step % 2 * 0 if step < 3 else 3 * rank)
-        optimizer.step()
-        yield _identical(model, optimizer)
-    for _ in range(3):
-        optimizer.zero_grad()
-        if rank == 0:
-            _backward(model)
-        model.all_reduce(skip=rank == 1)
-        optimizer.step()
-        yield _identical(model, optimizer)
-    model.all_reduce(skip=True)
-    yield _identical(model, optimizer)
-
-
 def _unused_layers(rank: int) -> Iterator[object]:
     model = Model(nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1), nn.Linear(4, 1)]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -189,23 +64,6 @@ def _unused_layers(rank: int) -> Iterator[object]:
         optimizer.step()
         optimizer.zero_grad()
         yield _identical(model, optimizer)
-
-
-def _averages_of_weights(rank: int) -> Iterator[object]:
-    model = Model(tanh_net())
-    average = AveragedModel(model.module)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        _backward(model)
-        model.all_reduce()
-        optimizer.step()
-        optimizer.zero_grad()
-        average.update_parameters(model.module)
-        yield _identical(average)
-    model.module.load_state_dict(average.module.state_dict())
-    yield True
-    _backward(model)
-    yield model.all_reduce()
 
 
 def _train(model: LegacyDistributedDataParallel, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[object]:
@@ -287,15 +145,9 @@ def _pickled(model: LegacyDistributedDataParallel) -> LegacyDistributedDataParal
 WAYS: dict[str, Callable[[int], Iterator[object]]] = {
     function.__name__.strip("_"): function
     for function in (
-        _one_of_two_wrappers_at_a_time,
-        _two_optimizers_of_one_model,
         _two_steps_a_call,
         _step_every_other_call,
-        _lbfgs_with_a_closure,
-        _zeroes_in_either_way,
-        _uneven_ranks,
         _unused_layers,
-        _averages_of_weights,
     )
 }
 WAYS |= {

@@ -3,10 +3,7 @@
 from functools import cache, partial
 
 import pytest
-import torch
-from torch import nn
 
-from legacy_ddp import Checks
 from tests.helpers import replica_faults
 from tests.helpers.replica_scenes import (
     LOCAL_TABLE,
@@ -177,37 +174,7 @@ def test_a_gradient_that_one_of_two_steps_found_changed_is_told(name: str) -> No
 # What a rank may do alone
 
 
-def _draw(scene: Scene) -> None:
-    torch.rand(1 + scene.rank)
-
-
-def _evaluate(scene: Scene) -> None:
-    scene.model.eval()
-    with torch.no_grad():
-        scene.model(scene.data + 1)
-    scene.model.train()
-
-
-def _train_another_model(scene: Scene) -> None:
-    other = nn.Linear(2, 2)
-    other(torch.ones(1, 2)).sum().backward()
-    torch.optim.SGD(other.parameters(), lr=1.0).step()
-
-
-def _add_dropout(scene: Scene) -> None:
-    scene.module.insert(3, nn.Dropout(0.5))
-    torch.manual_seed(scene.rank)
-
-
 FREEDOMS = {
-    "draws random numbers": scenario(("backward", 2, _draw), ("stepped", 1, _draw)),
-    "evaluates": scenario(
-        ("forwarded", 2, _evaluate),
-        ("stepped", 1, _evaluate),
-        # Rank 1 gives a hint about statistics that are not declared.
-        options={"checks": Checks("detail", nonfinite="ignore", local_buffers=("*.running_*",))},
-    ),
-    "trains another model": scenario(("reduced", 1, _train_another_model)),
     "has other data and statistics of its own": scenario(("wrapped", 0, replica_faults.other_data)),
     "pokes a buffer of its own": scenario(("stepped", 1, replica_faults.poke_buffer), options={"checks": LOCAL_TABLE}),
     "pokes what all ignore": scenario(
@@ -226,11 +193,3 @@ def _outcomes_free(world_size: int, *faulty: int) -> SharedOutcomes[CallOutcome]
 @pytest.mark.parametrize("name", FREEDOMS)
 def test_what_a_rank_may_do_alone_is_silent(name: str, world_size: int, who: int) -> None:
     assert _outcomes_free(world_size, who)[name] == CallOutcome(recovered=True)
-
-
-@pytest.mark.parametrize("world_size", [thorough(2), 3])
-def test_dropout_with_a_seed_per_rank_is_silent(world_size: int) -> None:
-    everyone = tuple(range(world_size))
-    assert run_scenarios({"": scenario(("built", 0, _add_dropout))}, world_size, everyone)[""] == CallOutcome(
-        recovered=True
-    )

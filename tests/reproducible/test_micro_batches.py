@@ -1,5 +1,6 @@
 """Micro-batches in the order of a tree: their sums, their memory, and the splits over ranks."""
 
+import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp._buckets import private_fork
 from legacy_ddp._buckets.layout import Bucket
 from legacy_ddp._buckets.segment import SegmentPolicy
 from legacy_ddp._reproducible import partial_sums
@@ -19,9 +21,9 @@ from legacy_ddp._reproducible.partial_sums import PartialSums
 from legacy_ddp._reproducible.tree_reduce import why_no_nodes
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import bring, tree_sum, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.small_sizes import move_gradients_from
+from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
 
 # Micro-batches of a step: changes of gradients between them, and unrelated errors
 
@@ -352,3 +354,25 @@ def test_hosts_are_nodes_where_the_tree_has_a_node_with_their_ranks(hosts: list[
     nodes = _nodes(tuple(range(sum(map(len, hosts)))))
 
     assert (why_no_nodes(hosts) == "") == all(ranks in nodes for ranks in hosts)
+
+
+def _flat_tensors(rank: int, each: int) -> int:
+    """How many tensors as large as all gradients there are after a step, without the parameter and without memory of
+    the other rank."""
+    size = 12345
+    wrapped = wrap_reproducible([torch.ones(size)])
+    for in_blocks in (False, True, False):
+        wrapped.zero_grad()
+        take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
+    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
+    found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}
+    found -= {address for address, mapping in private_fork._mappings.items() if mapping.descriptor < 0}
+    return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
+
+
+@pytest.mark.parametrize("each, copies", [(1, 2), (2, 3), (4, 4), (8, 5)])
+def test_memory_is_two_gradients_more_than_the_logarithm(transport: str, each: int, copies: int) -> None:
+    """In shared memory a single micro-batch needs no memory to receive."""
+    if transport == "host" and each == 1:
+        copies = 1
+    assert run_ranks(partial(_flat_tensors, each=each), 2) == [copies] * 2

@@ -1,6 +1,5 @@
 """The order of sums with reproducible=True: one tree, for any split of a step's micro-batches over ranks."""
 
-import gc
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,12 +13,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._buckets import private_fork
 from tests.helpers.cases import Grads, all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import Window, bring, take, tree_sum, wrap_reproducible
 from tests.helpers.shared_jobs import once, run_cases
 from tests.helpers.small_sizes import move_gradients_from
+from tests.helpers.sums import Window, bring, take, tree_sum, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
@@ -324,25 +322,3 @@ def test_gradients_kept_from_blocks_keep_their_values(transport: str) -> None:
     assert run_cases(_kept_gradients, 2, {str(count): (count,) for count in kept}, fresh=True) == {
         str(count): [(values, [[count * (count + 1) / 2] * 3])] * 2 for count, values in kept.items()
     }
-
-
-def _flat_tensors(rank: int, each: int) -> int:
-    """How many tensors as large as all gradients there are after a step, without the parameter and without memory of
-    the other rank."""
-    size = 12345
-    wrapped = wrap_reproducible([torch.ones(size)])
-    for in_blocks in (False, True, False):
-        wrapped.zero_grad()
-        take(wrapped, Window([[torch.ones(size)]] * (2 * each), [1] * (2 * each), in_blocks), rank, 2)
-    tensors = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]
-    found = {tensor.data_ptr() for tensor in tensors if tensor.numel() == size}
-    found -= {address for address, mapping in private_fork._mappings.items() if mapping.descriptor < 0}
-    return len(found - {parameter.data_ptr() for parameter in wrapped.parameters()})
-
-
-@pytest.mark.parametrize("each, copies", [(1, 2), (2, 3), (4, 4), (8, 5)])
-def test_memory_is_two_gradients_more_than_the_logarithm(transport: str, each: int, copies: int) -> None:
-    """In shared memory a single micro-batch needs no memory to receive."""
-    if transport == "host" and each == 1:
-        copies = 1
-    assert run_ranks(partial(_flat_tensors, each=each), 2) == [copies] * 2

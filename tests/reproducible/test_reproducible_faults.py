@@ -12,9 +12,9 @@ from torch import nn
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
 from tests.helpers.cases import get_gradients
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import bring, wrap_reproducible
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.small_models import Said, error_of
+from tests.helpers.sums import bring, wrap_reproducible
 
 Model = LegacyDistributedDataParallel
 

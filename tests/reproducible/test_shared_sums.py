@@ -13,12 +13,11 @@ import torch.distributed as dist
 
 from tests.helpers import tiers
 from tests.helpers.cases import all_bits, get_gradients
-from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import bring, take, wrap_reproducible
 from tests.helpers.small_models import Said, error_of
 from tests.helpers.small_sizes import move_gradients_from
+from tests.helpers.sums import bring, counted, mixed_model, mixed_window, take, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 

@@ -12,10 +12,9 @@ import torch
 from legacy_ddp import LegacyDistributedDataParallel
 from tests.helpers import tiers
 from tests.helpers.cases import all_bits, get_gradients
-from tests.helpers.claimed_hosts import on_host
-from tests.helpers.mixed_windows import counted, mixed_model, mixed_window
+from tests.helpers.hosts import on_host
 from tests.helpers.ranks import run_ranks
-from tests.helpers.reference_tree import bring, take, wrap_reproducible
+from tests.helpers.sums import bring, counted, mixed_model, mixed_window, take, wrap_reproducible
 from tests.helpers.tiers import thorough
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)

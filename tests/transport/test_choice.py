@@ -14,8 +14,8 @@ from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, TransportError
 from tests.helpers import logged_warnings
-from tests.helpers.claimed_hosts import on_host
 from tests.helpers.comm_hooks import mean
+from tests.helpers.hosts import on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from tests.helpers.namespaces import reason_not_permitted
+from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)

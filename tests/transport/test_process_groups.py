@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -101,31 +100,6 @@ def test_wrappers_in_one_process_do_not_disturb_each_other(rank: int) -> list[fl
     first, second = wrap(), wrap()
     shared = LegacyDistributedDataParallel(first.module)
     return [step(model, rank + 2 * index) for index, model in enumerate([first, second, second, shared, first])]
-
-
-def _train_gan(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Alternating steps; the generator's backward also leaves gradients in the discriminator."""
-    torch.manual_seed(0)
-    generator, critic = nn.Linear(2, 3).double(), nn.Linear(3, 1).double()
-    wrapped = [LegacyDistributedDataParallel(net) if world_size > 1 else net for net in (generator, critic)]
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (generator, critic)]
-    noises = torch.randn(5, 8, 2, dtype=torch.float64).chunk(world_size, dim=1)
-    for noise in noises[rank]:
-        for index, sign in [(1, 1.0), (0, -1.0)]:
-            (sign * wrapped[1](wrapped[0](noise).tanh()).square().mean()).backward()
-            if isinstance(target := wrapped[index], LegacyDistributedDataParallel):
-                target.all_reduce()
-            optimizers[index].step()
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-    return [parameter.detach() for net in (generator, critic) for parameter in net.parameters()]
-
-
-def test_a_gan_of_two_wrappers_trains_like_one_process() -> None:
-    expected = _train_gan(0, 1)
-
-    for parameters in run_ranks(_train_gan, 2, 2):
-        torch.testing.assert_close(parameters, expected, rtol=1e-12, atol=1e-12)
 
 
 def _visit_another_group(rank: int) -> tuple[list[float | None], int]:

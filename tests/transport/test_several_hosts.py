@@ -16,11 +16,11 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._transport import host_meeting, private_groups, star
 from tests.helpers import logged_warnings
-from tests.helpers.claimed_hosts import on_host
 from tests.helpers.comm_hooks import mean
+from tests.helpers.hosts import on_host
 from tests.helpers.rank_faults import counting
 from tests.helpers.ranks import run_ranks
-from tests.helpers.small_models import error_of, step, wrap
+from tests.helpers.small_models import error_of, step
 from tests.helpers.tiers import thorough
 
 Said = tuple[str, str] | None
@@ -274,22 +274,6 @@ def test_every_group_has_hosts_of_its_own(transport: str) -> None:
 
     assert [transports for transports, _ in seen] == [["host", "gloo", "host"]] * 4
     assert [means for _, means in seen] == [[0.5, 1.0, 1.5], [0.5, 2.0, 1.5], [2.5, 1.0, 1.5], [2.5, 2.0, 1.5]]
-
-
-def _checked(rank: int) -> list[str]:
-    """Two wrappers on the group, every level of checks, and further operations."""
-    transports = []
-    for level in ("off", "info", "detail"):
-        first, second = _model(rank, "abba", checks=level), wrap(checks=level)
-        for model in (first, second, first):
-            step(model, 1.0 + rank)
-            transports.append(model.all_reduce().transport)
-        first.broadcast_parameters()
-    return transports
-
-
-def test_wrappers_of_every_level_share_the_connections_of_a_group(transport: str) -> None:
-    assert run_ranks(_checked, 4) == [["host"] * 9] * 4
 
 
 def _exchanges(rank: int) -> list[int]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel, LostPeerError
-from tests.helpers.claimed_hosts import on_host
+from tests.helpers.hosts import on_host
 from tests.helpers.rank_faults import do_when, error_after_interrupt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_sizes import sum_chunks_of

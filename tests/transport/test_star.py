@@ -7,7 +7,6 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -87,19 +86,6 @@ def test_every_rank_gets_the_rows_of_all_in_their_order_again_and_again(size: in
             assert seen == [expected] * size
 
 
-def test_nobody_leaves_a_barrier_before_all_have_arrived() -> None:
-    arrived = []
-
-    def arrive(star: Star) -> int:
-        time.sleep(0.05 * star.rank)  # at different times
-        arrived.append(star.rank)
-        star.barrier(_ignore)
-        return len(arrived)
-
-    with _stars(3) as stars:
-        assert _on_all(stars, arrive) == [3, 3, 3]
-
-
 @pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("lost", [0, 1, 2])
 @pytest.mark.parametrize("operation", ["exchange", "barrier"])
@@ -162,19 +148,6 @@ def test_a_rank_that_waits_for_another_still_sees_the_end_of_a_third() -> None:
             stars[0].barrier(_ignore)
         is_over.set()
         late.result()
-
-
-def test_a_waiting_rank_can_leave_after_every_slice() -> None:
-    calls = []
-
-    def leave_at_the_second() -> None:
-        calls.append(time.monotonic())
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-
-    with _stars(2) as stars, pytest.raises(KeyboardInterrupt):
-        stars[1].barrier(leave_at_the_second)
-    assert calls[1] - calls[0] >= 0.05
 
 
 @pytest.mark.parametrize("step", [1, 2])
@@ -423,22 +396,6 @@ def test_hosts_with_equal_numbers_of_ranks_share_memory(hosts: str, reason: str)
     assert why_gloo(_cards(hosts)) == reason
 
 
-@given(st.text("abc", min_size=1, max_size=12))
-def test_every_rank_is_on_one_host_with_all_ranks_of_its_card(names: str) -> None:
-    hosts = find_hosts(_cards(names))
-
-    assert sorted(rank for ranks in hosts for rank in ranks) == list(range(len(names)))
-    assert all(list(ranks) == sorted(ranks) for ranks in hosts)
-    assert [ranks[0] for ranks in hosts] == sorted(ranks[0] for ranks in hosts)
-    assert all(len({names[rank] for rank in ranks}) == 1 for ranks in hosts)
-    counts = Counter(names).values()
-    assert len(hosts) == len(counts)
-    assert (why_gloo(_cards(names)) == "") == (len(counts) == 1 or (len(set(counts)) == 1 and max(counts) > 1))
-
-
-# The segments that a process keeps mapped, and when a further call with the same segments changes nothing
-
-
 def _alone() -> Any:
     """The call of a single rank: no descriptor comes from another rank, and no rank has a problem."""
     return SimpleNamespace(
@@ -463,13 +420,3 @@ def test_a_call_with_new_segments_is_followed_by_one_that_forgets_the_old_segmen
     assert memory.is_settled(ids)
     with pytest.raises(KeyError):
         memory[0, old.serial]
-
-
-def test_other_segments_are_not_settled() -> None:
-    memory, first, second = PeerMemory(1), Segment(64), Segment(64)
-    _settle(memory, first)
-    _settle(memory, first)
-
-    assert not memory.is_settled([SegmentIds((second.serial,))])
-    assert not memory.is_settled([SegmentIds((first.serial,), has_spare=True)])
-    assert memory.is_settled([SegmentIds((first.serial,))])

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from legacy_ddp._transport import host_meeting, star
 from legacy_ddp._transport.star import StarListener, connect
-from tests.helpers.namespaces import reason_not_permitted
+from tests.helpers.hosts import reason_not_permitted
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import step, wrap
 

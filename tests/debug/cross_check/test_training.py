@@ -12,7 +12,6 @@ from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import check_replicas, cross_check
-from legacy_ddp.debug._operations.capture import OperationCapture
 from tests.helpers.cases import bits_of
 from tests.helpers.cross_faults import Net, loss_of
 from tests.helpers.ranks import run_ranks
@@ -141,27 +140,6 @@ def _modes(rank: int) -> list[bool]:
 
 def test_it_can_be_called_in_any_mode_which_stays() -> None:
     assert run_ranks(_modes, 2) == [[True] * 4] * 2
-
-
-def _captured(rank: int) -> list[list[str]]:
-    """The names of the operations of a captured step, without and with a cross-check inside."""
-    seen = []
-    for checks in (False, True):
-        model = LegacyDistributedDataParallel(Net(nn.BatchNorm1d(16)))
-        batch = next(_batches(rank, 1))
-        with OperationCapture(model.module) as capture:
-            loss = loss_of(model, batch)
-            if checks:
-                assert cross_check(model, loss_of, batch, operations=True).agrees
-            loss.backward()
-        seen.append([f"{item.stage} {item.module} {item.name}" for item in capture.operations])
-    return seen
-
-
-def test_a_capture_of_the_users_step_does_not_see_a_cross_check() -> None:
-    for without, with_check in run_ranks(_captured, 2):
-        assert with_check == without
-        assert len(without) > 20
 
 
 def _torch_ddp(rank: int, faulty: bool) -> tuple[str, bool]:

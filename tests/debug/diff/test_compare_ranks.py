@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.command import Place, Side, compare
+from tests.helpers.command import Place, compare
 from tests.helpers.recorded import PHASES, RANK_FILE
-from tests.helpers.traces import KIND, NAMES, START, end_after, environment, without, write_trace
+from tests.helpers.traces import NAMES, START, end_after, environment, without, write_trace
 
 DIGEST, OTHER = "ab" * 8, "cd" * 8
 WEIGHT = "parameter 'a'"
@@ -18,36 +18,6 @@ WEIGHT = "parameter 'a'"
 
 def compared(folder: Path, **written: Any) -> Any:
     return compare(write_trace(folder / "trace", **written))
-
-
-def test_ranks_that_agree_are_the_same_whatever_their_local_gradients(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=3)
-
-    assert found.verdict == "same"
-    # 3 ranks x (start: 3 tensors; 5 steps: 2 + 2 + 2 + 1 tensors)
-    assert found.headline == "same: 3 ranks hold the same, steps 0-5, 5 phases, 114 tensors, bit for bit"
-    assert (found.folders, found.steps, found.notes) == ((str(tmp_path / "trace"),), (0, 5), ())
-
-
-def test_a_rank_outside_the_majority_is_named_even_if_it_is_rank_0(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=3, planted={(0, 3, "parameters", WEIGHT): (DIGEST, 2.0)})
-
-    assert found.verdict == "different"
-    assert found.headline == "different: ranks part at step 3 in parameters: rank 0 against ranks 1-2: parameter 'a'"
-    assert found.first is not None
-    assert (found.first.step, found.first.phase, found.first.name) == (3, "parameters", WEIGHT)
-    assert (found.first.ranks, found.first.kind) == ((0,), KIND)
-    assert found.first.sides == (Side("ranks 1-2", "0000000003040000", 1.375), Side("rank 0", DIGEST, 2.0))
-    assert found.places == (Place(3, "parameters", (0,), 1, 2),)
-    assert "2 of 3 ranks agree; outside of the majority: rank 0." in found.meaning
-
-
-def test_without_a_majority_all_ranks_are_named(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=2, planted={(1, 3, "parameters", WEIGHT): (DIGEST, 2.0)})
-
-    assert found.first is not None
-    assert (found.first.ranks, found.places[0].ranks) == ((0, 1), (0, 1))
-    assert found.meaning.startswith("No majority: nothing tells which ranks to look at.")
 
 
 def test_the_earliest_location_comes_first_and_counts_every_name_that_differs(tmp_path: Path) -> None:
@@ -100,13 +70,6 @@ def test_where_every_rank_has_its_own_all_names_count(tmp_path: Path) -> None:
     found = compared(tmp_path, world_size=4, planted=planted)
 
     assert found.places == (Place(3, "parameters", (0, 1, 2, 3), 2, 2),)
-
-
-def test_one_rank_is_unknown(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=1)
-
-    assert found.verdict == "unknown"
-    assert found.headline == "cannot tell: one rank only, and no other to compare it with; name two runs"
 
 
 def test_buffers_that_each_rank_has_of_its_own_are_left_out_and_others_are_not(tmp_path: Path) -> None:
@@ -180,14 +143,6 @@ def test_ranks_with_equal_values_and_names_in_another_order_are_one_majority(tmp
     assert found.places == (Place(4, "parameters", (0,), 1, 2),)
 
 
-def test_a_name_that_one_rank_lacks_is_a_difference(tmp_path: Path) -> None:
-    found = compared(tmp_path, world_size=3, planted={(1, 2, "optimizer", "exp_avg of 'b'"): (None, None)})
-
-    assert found.first is not None
-    assert (found.first.name, found.first.ranks, found.first.kind) == ("exp_avg of 'b'", (1,), KIND)
-    assert found.first.sides[1] == Side("rank 1", None, None)
-
-
 def test_steps_that_not_all_ranks_recorded_are_left_out(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "trace", end=None, planted={(0, 5, "parameters", WEIGHT): (DIGEST, 1.0)})
     path = folder / RANK_FILE.format(1)
@@ -222,13 +177,6 @@ def test_tensors_are_counted_in_the_steps_of_all_ranks(tmp_path: Path) -> None:
 
     # 2 ranks x (start: 3 tensors; 4 steps: 2 + 2 + 2 + 1 tensors)
     assert compare(folder).headline == ("same: 2 ranks hold the same, steps 0-4, 5 phases, 62 tensors, bit for bit")
-
-
-def test_the_start_alone_is_no_answer(tmp_path: Path) -> None:
-    found = compared(tmp_path, steps=0)
-
-    assert found.verdict == "unknown"
-    assert found.headline == "cannot tell: only the start (step 0) was recorded by all ranks, where they agree"
 
 
 def test_phases_that_a_killed_rank_did_not_come_to_are_no_difference(tmp_path: Path) -> None:
@@ -307,13 +255,6 @@ def test_one_difference_anywhere_is_found_on_its_rank(data: st.DataObject) -> No
     assert found.first is not None
     assert (found.first.step, found.first.phase, found.first.name, found.first.ranks) == (step, phase, name, (rank,))
     assert found.places == (Place(step, phase, (rank,), 1, len(NAMES[phase])),)
-
-
-def test_a_run_that_ended_because_its_ranks_parted_is_not_the_same(tmp_path: Path) -> None:
-    found = compare(write_trace(tmp_path / "a", end="ReplicaDivergenceError"))
-
-    assert found.verdict == "unknown"
-    assert "the run ended by ReplicaDivergenceError after step 5" in found.headline
 
 
 def test_nan_on_a_rank_is_a_note(tmp_path: Path) -> None:

@@ -40,15 +40,6 @@ def damage(folder: Path, rank: int, needle: bytes) -> int:
     return index + 1
 
 
-def test_equal_runs_are_the_same_and_the_headline_counts_what_was_compare(tmp_path: Path) -> None:
-    found = pair(tmp_path)
-
-    assert found.verdict == "same"
-    # 2 ranks x (start: 3 tensors; 5 steps: 2 + 2 + 2 + 2 + 1 tensors)
-    assert found.headline == "same: 2 ranks, steps 0-5, 6 phases, 96 tensors, bit for bit"
-    assert (found.steps, found.first, found.causes, found.notes) == ((0, 5), None, (), ())
-
-
 def test_each_name_of_the_first_location_has_the_ranks_on_which_it_differs(tmp_path: Path) -> None:
     first, second = NAMES["parameters"]
     wheres = [(0, 3, "parameters", first), (0, 3, "parameters", second), (1, 3, "parameters", second)]
@@ -56,22 +47,6 @@ def test_each_name_of_the_first_location_has_the_ranks_on_which_it_differs(tmp_p
     found = pair(tmp_path, b={"planted": dict.fromkeys(wheres, (WORD, 3.5))})
 
     assert [(item.name, item.ranks) for item in (found.first, *found.others)] == [(first, (0,)), (second, (0, 1))]
-
-
-def test_one_planted_difference_has_both_sides(tmp_path: Path) -> None:
-    where = (1, 3, "optimizer", "exp_avg of 'b'")
-
-    found = pair(tmp_path, b={"planted": {where: (WORD, 3.5)}})
-
-    assert found.verdict == "different"
-    assert found.headline == "different: runs part at step 3 in optimizer state of rank 1: exp_avg of 'b'"
-    assert found.first is not None
-    assert (found.first.step, found.first.phase, found.first.name) == where[1:]
-    assert (found.first.ranks, found.first.kind) == ((1,), KIND)
-    assert found.first.sides == (Side("A", "0000000003030100", 2.375), Side("B", WORD, 3.5))
-    assert found.size == pytest.approx(1.125 / 3.5)
-    assert found.places == (Place(3, "optimizer", (1,), 1, 2),)
-    assert (found.others, found.more_places) == ((), 0)
 
 
 def test_the_earliest_step_comes_first_then_the_phase_then_the_lowest_rank_then_the_name(tmp_path: Path) -> None:
@@ -93,15 +68,6 @@ def test_the_earliest_step_comes_first_then_the_phase_then_the_lowest_rank_then_
         Place(3, "parameters", (0,), 1, 2),
         Place(4, "local_gradients", (0,), 1, 2),
     )
-
-
-def test_further_names_of_the_first_location_are_others(tmp_path: Path) -> None:
-    planted = {(0, 2, "parameters", f"parameter '{name}'"): (WORD, 1.0) for name in "ab"}
-
-    found = pair(tmp_path, b={"planted": planted})
-
-    assert found.first is not None
-    assert [found.first.name, *(other.name for other in found.others)] == ["parameter 'a'", "parameter 'b'"]
 
 
 def test_the_first_ten_locations_are_listed_and_the_rest_counted(tmp_path: Path) -> None:
@@ -166,36 +132,6 @@ def test_ranks_that_differ_in_the_same_names_are_joined_only_as_a_whole(tmp_path
     assert found.places == (Place(1, "parameters", (0, 1), 2, 2), Place(2, "parameters", (0, 1), 1, 2))
 
 
-def test_settings_that_change_no_tensor_are_a_note(tmp_path: Path) -> None:
-    found = pair(tmp_path, b={"planted": {(0, step, "settings", RATE): ("0.002", None) for step in (2, 3, 4)}})
-
-    assert (found.verdict, found.first, found.places) == ("same", None, ())
-    assert found.notes == (f"{RATE} differs and changed no bit: 0.001 in A and 0.002 in B (from step 2)",)
-
-
-def test_settings_that_differ_before_anything_else_does_are_a_cause_and_not_the_first_difference(
-    tmp_path: Path,
-) -> None:
-    planted = {(0, step, "settings", RATE): ("0.002", None) for step in (2, 3, 4)}
-    found = pair(tmp_path, b={"planted": {**planted, (0, 4, "parameters", "parameter 'a'"): (WORD, 1.0)}})
-
-    assert found.first is not None
-    assert (found.first.step, found.first.phase) == (4, "parameters")
-    assert [(cause.what, cause.where) for cause in found.causes] == [(RATE, "from step 2")]
-    assert [(place.step, place.phase) for place in found.places] == [(4, "parameters")]
-    assert found.more_places == 0
-
-
-def test_a_setting_is_compared_by_its_value(tmp_path: Path) -> None:
-    planted = {(0, 2, "settings", RATE): ("0.002", None), (0, 2, "parameters", "parameter 'a'"): (WORD, 1.0)}
-    found = pair(tmp_path, b={"planted": planted})
-
-    assert found.first is not None
-    assert found.first.sides == (Side("A", "0.001", None), Side("B", "0.002", None))
-    assert found.size is None
-    assert "lr of parameter group 0 is 0.001 in A and 0.002 in B" in found.meaning
-
-
 @pytest.mark.parametrize("name", ["lr of parameter group 0", "momentum of parameter group 0"])
 def test_names_in_another_order_are_no_difference(tmp_path: Path, name: str) -> None:
     settings = ("lr of parameter group 0", "momentum of parameter group 0")
@@ -221,13 +157,6 @@ def test_names_in_another_order_are_no_difference(tmp_path: Path, name: str) -> 
     assert found.first is not None
     assert (found.first.step, found.first.name) == (3, name)
     assert [(place.step, place.phase) for place in found.places] == [(3, "settings"), (3, "buffers")]
-
-
-def test_runs_of_other_length_are_compared_in_the_steps_that_both_have(tmp_path: Path) -> None:
-    found = pair(tmp_path, {"steps": 9})
-
-    assert (found.verdict, found.steps) == ("same", (0, 5))
-    assert found.notes == ("A goes on to step 9",)
 
 
 def test_a_rank_whose_file_ends_early_is_not_called_the_same_in_the_steps_of_the_others(tmp_path: Path) -> None:
@@ -360,17 +289,6 @@ def test_a_run_of_other_first_step_without_optimizer_state_agrees(tmp_path: Path
 
     assert (found.verdict, found.steps) == ("same", (3, 5))
     assert found.notes == ("A begins with step 0",)
-
-
-def test_runs_recorded_without_an_optimizer_say_that_it_was_not_compare(tmp_path: Path) -> None:
-    names = {**NAMES, "optimizer": (), "settings": (), "buffers": ()}
-
-    found = pair(tmp_path, {"names": names}, {"names": names})
-
-    assert found.verdict == "same"
-    assert found.notes == (
-        "not compared: settings and state of the optimizer; pass optimizer= to Recorder to record them",
-    )
 
 
 def with_optimizer(rank: int, size: int) -> Any:
@@ -568,15 +486,6 @@ def test_facts_that_differ_on_some_ranks_say_on_which(tmp_path: Path) -> None:
     ]
 
 
-def test_another_environment_that_changed_no_bit_is_the_same_with_a_note(tmp_path: Path) -> None:
-    facts = {"torch": "2.13.0", "threads": "4", "seed": "0"}
-
-    found = pair(tmp_path, b={"environments": lambda rank, size: environment(rank, size, facts=facts)})
-
-    assert (found.verdict, found.causes) == ("same", ())
-    assert found.notes == ("threads differs and changed no bit: 1 in A and 4 in B",)
-
-
 def with_call(step: int, rank: int, **changes: Any) -> dict[str, Any]:
     """A run in which one call is other, and the local gradients after it from step 3 on."""
     return {
@@ -676,13 +585,6 @@ def test_timings_and_norms_of_calls_are_no_causes(tmp_path: Path) -> None:
     assert pair(tmp_path, b=with_call(3, 1, **changes)).causes == ()
 
 
-def test_equal_inputs_and_generators_rule_data_and_dropout_out(tmp_path: Path) -> None:
-    found = pair(tmp_path, b=with_call(3, 1))
-
-    assert "The forward passes were given equal data" in found.meaning
-    assert "dropout has drawn from the same numbers" in found.meaning
-
-
 def test_a_call_that_was_not_recorded_rules_nothing_out(tmp_path: Path) -> None:
     a, b = write_trace(tmp_path / "a"), write_trace(tmp_path / "b", **with_call(9, 9))
     path = b / RANK_FILE.format(1)
@@ -692,16 +594,6 @@ def test_a_call_that_was_not_recorded_rules_nothing_out(tmp_path: Path) -> None:
 
     assert "equal data" not in meaning
     assert "ruled out" not in meaning
-
-
-def test_inputs_that_were_not_recorded_rule_nothing_out(tmp_path: Path) -> None:
-    nothing = {"calls": lambda step, rank: call_facts(step, rank, inputs=(), inputs_complete=False)}
-
-    found = pair(tmp_path, nothing, {**with_call(9, 9), **nothing})
-
-    assert found.causes == ()
-    assert "Whether the data differ cannot be told" in found.meaning
-    assert "equal data" not in found.meaning
 
 
 def test_more_inputs_than_a_trace_holds_rule_nothing_out(tmp_path: Path) -> None:
@@ -735,21 +627,6 @@ def test_a_difference_may_grow_within_its_first_step(tmp_path: Path) -> None:
     assert "It grows beyond 0.1% at step 2: parameter 'a'." in pair(tmp_path, b={"planted": planted}).meaning
 
 
-def test_a_difference_that_stays_small_names_the_last_step(tmp_path: Path) -> None:
-    found = pair(tmp_path, b={"planted": {(0, 2, "parameters", "parameter 'a'"): (WORD, 1.25)}})
-
-    assert "Up to step 5, no norm of weights or reduced gradients differs by more than 0.1%." in found.meaning
-
-
-def test_elements_that_are_not_finite_are_not_of_rounding_size(tmp_path: Path) -> None:
-    found = pair(tmp_path, b={"planted": {(0, 2, "parameters", "parameter 'a'"): (WORD, 1.25, 3)}})
-
-    assert found.first is not None
-    assert found.first.sides[1] == Side("B", WORD, 1.25, 3)
-    assert found.size is None
-    assert "rounding" not in found.meaning
-
-
 def test_runs_of_other_world_sizes_are_compared_in_what_ranks_share(tmp_path: Path) -> None:
     planted = {
         (0, 1, "local_gradients", "gradient of 'a'"): (WORD, 1.0),
@@ -769,21 +646,6 @@ def test_runs_of_other_world_sizes_are_compared_in_what_ranks_share(tmp_path: Pa
         "world sizes 2 and 4: local gradients and inputs were not compared",
         "not compared, because each rank has its own: buffers me*",
     )
-
-
-def test_runs_of_other_world_sizes_explain_themselves_by_the_amounts_of_all_ranks(tmp_path: Path) -> None:
-    planted = {(0, 3, "reduced_gradients", "gradient of 'a'"): (WORD, 1.375000001)}
-
-    found = pair(tmp_path, b={"world_size": 4, "planted": planted})
-
-    assert found.headline == "different: runs part at step 3 in reduced gradients: gradient of 'a'"
-    assert [(cause.what, cause.sides, cause.where) for cause in found.causes] == [
-        ("world size", (("A", "2"), ("B", "4")), ""),
-        ("micro-batches of all ranks", (("A", "4"), ("B", "8")), "first at step 1"),
-        ("sample_size of all ranks", (("A", "128"), ("B", "256")), "first at step 1"),
-    ]
-    assert "only if sums are taken in the same order" in found.meaning
-    assert "of rounding size" in found.meaning
 
 
 def _reproducible(rank: int, size: int) -> Any:
@@ -1000,14 +862,6 @@ def test_other_world_sizes_are_not_the_same_if_another_rank_is_damaged(tmp_path:
     assert "but inside A: cannot tell: " in found.headline
 
 
-def test_only_the_start_in_common_is_no_comparison(tmp_path: Path) -> None:
-    every = [{"environments": lambda rank, size, each=each: environment(rank, size, every=each)} for each in (5, 7)]
-    found = pair(tmp_path, {**every[0], "steps": 0}, every[1])
-
-    assert found.verdict == "unknown"
-    assert found.headline == "cannot tell: only the start (step 0) was recorded by both, where they agree"
-
-
 def test_the_same_folder_twice_is_a_note(tmp_path: Path) -> None:
     folder = write_trace(tmp_path / "a")
 
@@ -1025,17 +879,6 @@ def test_a_gradient_that_is_nothing_but_rounding_does_not_hide_that_all_is(tmp_p
     assert found.size is not None
     assert found.size < 1e-10
     assert "of rounding size" in found.meaning
-
-
-def test_of_a_resumed_run_only_the_resumed_run_begins_there(tmp_path: Path) -> None:
-    later = {"environments": lambda rank, size: environment(rank, size, first_step=4), "steps": 2}
-    planted = {(rank, 3, "parameters", "parameter 'a'"): (WORD, 1.0) for rank in (0, 1)}
-
-    found = pair(tmp_path, b={**later, "planted": planted, "names": {**NAMES, "optimizer": ()}})
-
-    assert found.first is not None
-    assert (found.first.step, found.first.phase) == (3, "parameters")
-    assert "B begins there, and the other run has trained up to there. It begins with other weights" in found.meaning
 
 
 def test_local_gradients_that_part_in_the_same_step_come_before_settings(tmp_path: Path) -> None:

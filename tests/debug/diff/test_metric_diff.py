@@ -78,14 +78,3 @@ def test_runs_of_other_world_sizes_are_compared_too(tmp_path: Path) -> None:
     found = _compare(tmp_path, [{"loss": 1.0}] * 5, [{"loss": 2.0}] * 5, (1, 3))
 
     assert found.metrics == (MetricDifference("loss", 1, 1.0, 2.0, differing=5, calls=5),)
-
-
-def test_many_metrics_are_capped_in_the_text(tmp_path: Path) -> None:
-    a, b = ([{f"m{index:02}": value for index in range(14)}] * 5 for value in (1.0, 2.0))
-
-    _compare(tmp_path, a, b)
-
-    *_, last, more = _section(tmp_path)
-
-    assert last.startswith("  'm09'")
-    assert more == "  ... 4 more"

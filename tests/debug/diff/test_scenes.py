@@ -17,13 +17,18 @@ from typing import Any
 import pytest
 
 from tests.helpers.command import command
-from tests.helpers.operations import Operation, Value, model, numbered, rewritten
+from tests.helpers.operations import Operation, Value, model, numbered, operation, rewritten
 from tests.helpers.traces import NAMES, START, call_facts, end_after, environment, without, write_trace
 
 EXPECTED = Path(__file__).with_name("scenes.txt")
 WORD, OTHER = "ab" * 8, "cd" * 8
 FIRST = {phase: names[0] for phase, names in NAMES.items()}
 Given = dict[str, Any]
+STEP = model()
+WRONG = rewritten(STEP, 7, "h2(x)", "wrong")
+CLONE = operation("clone", ["h0(x)"], ["h0(x)"], module="0.act")
+BLOCK = [operation("mul", [f"e{index}"], [f"e{index + 1}"]) for index in range(50)]
+RELU, TANH = (operation(name, ["x"], [name], module=name) for name in ("relu", "tanh"))
 
 
 def planted(*wheres: tuple[int, int, str], value: tuple[Any, ...] = (WORD, 3.5)) -> Given:
@@ -50,12 +55,11 @@ def steps(first_step: int, **changes: Any) -> Given:
     return {"environments": lambda rank, size: environment(rank, size, first_step=first_step, **changes)}
 
 
-def with_operations(wrong: bool) -> Given:
-    """Operations of step 3, with a wrong product on rank 1."""
+def with_operations(other: Sequence[Operation] | None = None) -> Given:
+    """Operations of step 3, and ``other`` operations on rank 1."""
 
     def of(step: int, rank: int) -> Sequence[Operation]:
-        sequence = model() if not (wrong and rank == 1) else rewritten(model(), 7, "h2(x)", "wrong")
-        return numbered(_with_digests(sequence)) if step == 3 else ()
+        return numbered(_with_digests(other if other and rank == 1 else STEP)) if step == 3 else ()
 
     return {"operations": of}
 
@@ -75,6 +79,17 @@ LATER = ("local_gradients", "reduced_gradients", "settings", "optimizer", "param
 GRADIENTS = {**NAMES, "optimizer": (), "settings": ()}
 OTHER_INPUTS = (("int64 (16, 64)", WORD), ("int64 (16, 64)", f"{16 * 3 + 9:016x}"))
 SMALL = (WORD, 1.375 * (1 + 1e-7))
+HALF = {"calls": lambda step, rank: call_facts(step, rank, micro_batches=1, sample_size=32)}
+REPRODUCIBLE = facts(reproducible="True")
+SUMS = planted(*[(rank, 3, "reduced_gradients") for rank in range(4)])
+WEIGHTS = {**NAMES, "parameters": tuple(f"parameter '{letter}'" for letter in "abcdefg")}
+FIVE = {"planted": {(0, 3, "parameters", f"parameter '{letter}'"): (WORD, 2.0) for letter in "bcdef"}}
+SECOND = "optimizer 1: exp_avg of 'a.b'"
+TWO_OPTIMIZERS = {**NAMES, "optimizer": ("optimizer 0: exp_avg of 'a'", SECOND)}
+OF_THE_SECOND = {"planted": {(1, 3, "optimizer", SECOND): (WORD, 2.0)}}
+WITH_STATE = (*START, "optimizer")
+LATE = {"reduced_gradients": NAMES["reduced_gradients"]}
+METRICS = {f"m{number}": number / 4 for number in range(12)}
 
 # Name: the run, and a second run; {} for a run as it is.
 TWO_RUNS: dict[str, tuple[Given, Given]] = {
@@ -121,9 +136,42 @@ TWO_RUNS: dict[str, tuple[Given, Given]] = {
     "settings and tensors in one step": ({}, planted((0, 3, "settings"), (0, 3, "parameters"))),
     "settings and weights at the start": ({}, planted((0, 0, "settings"), (0, 0, "parameters"))),
     "metrics": ({}, calls(metrics={"loss": 1.5})),
-    "operations": (with_operations(wrong=False), {**planted((1, 3, "local_gradients")), **with_operations(wrong=True)}),
-    "operations without a difference of tensors": (with_operations(wrong=False), with_operations(wrong=True)),
+    "operations": (with_operations(), {**planted((1, 3, "local_gradients")), **with_operations(WRONG)}),
+    "equal operations": (
+        with_operations(),
+        {**planted((1, 3, "local_gradients")), **with_operations()},
+    ),
+    "an operation of B alone": (
+        with_operations(),
+        with_operations([*STEP[:3], operation("mul", ["r0(x)"], ["e"]), *rewritten(STEP[3:], 1, "r0(x)", "e")]),
+    ),
+    "many operations of B alone": (with_operations(), with_operations([*STEP[:3], *BLOCK, *STEP[3:]])),
+    "operations without influence before": (with_operations(), with_operations([*WRONG[:2], CLONE, *WRONG[2:]])),
+    "operations in another order": (
+        with_operations([RELU, TANH, *STEP]),
+        with_operations([TANH, RELU, *STEP]),
+    ),
+    "operations without a difference of tensors": (with_operations(), with_operations(WRONG)),
+    "nothing before": ({"names": LATE}, {"names": LATE, **planted((0, 1, "reduced_gradients"))}),
+    "state at the start": (
+        {"start": WITH_STATE, **planted((0, 0, "optimizer"))},
+        {"start": WITH_STATE, **planted((0, 0, "optimizer"), value=(OTHER, 1.0))},
+    ),
+    "weights at a later start": (
+        {"names": GRADIENTS, "steps": 8},
+        {"names": GRADIENTS, "steps": 5, **steps(4), **planted((0, 3, "parameters"))},
+    ),
+    "two optimizers": ({"names": TWO_OPTIMIZERS}, {"names": TWO_OPTIMIZERS, **OF_THE_SECOND}),
+    "equal norms": ({}, planted((0, 3, "parameters"), value=(WORD, 1.375))),
+    "several names": ({"names": WEIGHTS}, {"names": WEIGHTS, **FIVE}),
+    "many places": ({"steps": 40}, {"steps": 40, **planted(*[(0, step, "buffers") for step in range(1, 40, 2)])}),
+    "many metrics": (
+        {"calls": lambda step, rank: call_facts(step, rank, metrics=METRICS)},
+        {"calls": lambda step, rank: call_facts(step, rank, metrics=dict.fromkeys(METRICS, float(step)))},
+    ),
     "world sizes": ({}, {"world_size": 4}),
+    "world sizes, equal amounts": ({}, {"world_size": 4, **HALF, **SUMS}),
+    "world sizes, equal amounts, reproducible": (REPRODUCIBLE, {"world_size": 4, **HALF, **REPRODUCIBLE, **SUMS}),
     "world sizes, different": (
         {},
         {"world_size": 4, **planted(*[(rank, 3, "reduced_gradients") for rank in range(4)])},
@@ -150,6 +198,11 @@ ONE_RUN: dict[str, Given] = {
         "planted": {(rank, 3, "buffers", "buffer 'mean'"): (f"{rank:016x}", 1.0) for rank in range(4)},
     },
     "missing on a rank": {"world_size": 3, **planted((2, 3, "optimizer"), value=(None, None))},
+    "many groups": {
+        "world_size": 9,
+        "planted": {(rank, 3, "buffers", "buffer 'mean'"): (f"{rank:016x}", 1.0) for rank in range(9)},
+    },
+    "state at the start": {"world_size": 3, "start": WITH_STATE, **planted((1, 0, "optimizer"))},
     "two names": {
         "world_size": 3,
         "planted": {(1, 2, "parameters", name): (WORD, 2.0) for name in NAMES["parameters"]},
@@ -163,7 +216,8 @@ ONE_RUN: dict[str, Given] = {
     },
     "ended by an error": {"end": "ReplicaDivergenceError"},
     "only the start": {"steps": 0},
-    "operations": with_operations(wrong=True),
+    "operations": with_operations(WRONG),
+    "an operation of other ranks alone": {"world_size": 3, **with_operations([*STEP[:5], *STEP[6:]])},
 }
 # Name: the run, and what happens to its files.
 DAMAGED: dict[str, Callable[[Path], object]] = {

@@ -1,19 +1,33 @@
-"""Content of the charts, independent of a browser."""
+"""Content of the charts, independent of a browser: points of lines, cells, and what down-sampling keeps."""
 
-from math import nan
+from collections.abc import Callable
+from math import inf, nan
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from bokeh.models import GlyphRenderer, HoverTool, Line, Scatter, VArea
+from hypothesis import given
+from hypothesis import strategies as st
 
 from legacy_ddp.debug._page.calls import CallTable
-from legacy_ddp.debug._page.chart import Axis, Chart, Grid
+from legacy_ddp.debug._page.chart import Axis, Bins, Cells, Chart, Grid, extremes
 from legacy_ddp.debug._page.heatmap import parameter_chart, wait_chart
-from legacy_ddp.debug._page.line_charts import MAX_LINES, local_norm_chart, noise_scale_chart
-from legacy_ddp.debug._page.page import draw
-from legacy_ddp.debug._page.series import ParameterCells, Series
+from legacy_ddp.debug._page.line_charts import (
+    MAX_CHARTS,
+    MAX_LINES,
+    local_norm_chart,
+    logged_charts,
+    metric_charts,
+    noise_scale_chart,
+)
+from legacy_ddp.debug._page.page import draw, draw_charts
+from legacy_ddp.debug._page.series import ParameterCells, Series, read_series
+from legacy_ddp.debug._trace.records import CallFacts
+from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.call_tables import make_call_table
+from tests.helpers.traces import call_facts, write_trace
 
 AXIS = Axis.over(0.5, 6.5)
 
@@ -136,3 +150,272 @@ def test_a_column_names_the_rank_that_was_waited_for_most_often_in_it() -> None:
     assert columns(2) == ["1 to 2, waiting for rank 0 in 1 of 2 steps", "3 to 4, waiting for rank 1 in 1 of 2 steps"]
     assert columns(1) == ["1 to 4, waiting for rank 1 in 2 of 4 steps"]
     assert columns(9) == [f"{step}, waiting for rank {rank}" for step, rank in ((1, 0), (2, 1), (3, 1), (4, 2))]
+
+
+# Charts of metrics and logged values, as read from traces
+
+Logs = Callable[[int, int], dict[str, float | str]]
+
+
+def _weighted(step: int, rank: int) -> CallFacts:
+    return call_facts(step, rank, divisor=10 * step, metrics={"loss": 20.0 * step**2})
+
+
+def _plain(step: int, rank: int) -> CallFacts:
+    return call_facts(step, rank, sample_size=None, divisor=2, metrics={"loss": 20.0 * step**2})
+
+
+def _charts(folder: Path, *runs: dict[str, Any]) -> tuple[list[Chart], list[Chart]]:
+    """Charts of metrics, and of logged values."""
+    labels = ("A", "B") if len(runs) == 2 else ("",)
+    opened = [open_run(write_trace(folder / str(index), **run)) for index, run in enumerate(runs)]
+    series = read_series(opened)
+    titles = [chart.title for chart in draw_charts(series, labels)]
+    metrics = [draw(AXIS, item, labels) for item in metric_charts(series.metrics, series.calls, labels)]
+    logged = [draw(AXIS, item, labels) for item in logged_charts(series.logged, labels)]
+    assert [chart.title for chart in (*metrics, *logged)] == [
+        title for title in titles if title.startswith(("Metric", "Logged")) or " more " in title
+    ]
+    return metrics, logged
+
+
+def _points(chart: Chart) -> list[tuple[list[int], list[float]]]:
+    assert chart.plot is not None
+    found = [item.data_source.data for item in chart.plot.renderers if isinstance(item.glyph, Line)]
+    return [(data["step"].tolist(), data["value"].tolist()) for data in found]
+
+
+def test_a_weighted_metric_is_a_mean_per_item(tmp_path: Path) -> None:
+    (chart,), _ = _charts(tmp_path, {"calls": _weighted})
+
+    assert chart.title == "Metric 'loss': the sum over the ranks, divided by the sum of sample_size"
+    assert _points(chart) == [([1, 2, 3, 4, 5], [2.0, 4.0, 6.0, 8.0, 10.0])]
+
+
+def test_a_plain_metric_is_the_sum(tmp_path: Path) -> None:
+    (chart,), _ = _charts(tmp_path, {"calls": _plain})
+
+    assert chart.title == "Metric 'loss': the sum over the ranks"
+    assert _points(chart) == [([1, 2, 3, 4, 5], [20.0, 80.0, 180.0, 320.0, 500.0])]
+
+
+def test_two_runs_share_the_chart_of_a_metric(tmp_path: Path) -> None:
+    def other(step: int, rank: int) -> CallFacts:
+        return call_facts(step, rank, divisor=10 * step, metrics={"loss": 10.0 * step, "only": 30.0 * step})
+
+    (loss, only), _ = _charts(tmp_path, {"calls": _weighted}, {"calls": other, "steps": 3})
+
+    assert _points(loss) == [([1, 2, 3, 4, 5], [2.0, 4.0, 6.0, 8.0, 10.0]), ([1, 2, 3], [1.0, 1.0, 1.0])]
+    assert _points(only) == [([1, 2, 3], [3.0, 3.0, 3.0])]
+    assert loss.plot is not None
+    assert [item.label.value for legend in loss.plot.legend for item in legend.items] == ["A", "B"]
+
+
+def test_values_that_are_not_finite_are_gaps_and_told(tmp_path: Path) -> None:
+    values = {1: 2.0, 2: nan, 3: inf, 4: 8.0, 5: -inf}
+
+    def calls(step: int, rank: int) -> CallFacts:
+        return call_facts(step, rank, divisor=0 if step == 4 else 2, metrics={"loss": values[step], "bad": nan})
+
+    (loss, bad), _ = _charts(tmp_path, {"calls": calls})
+
+    assert loss.captions == ("NaN or infinite in 3 of 5 steps, first in step 2: a gap.",)
+    assert np.isnan(_points(loss)[0][1]).tolist() == [False, True, True, True, True]
+    assert bad.plot is None
+    assert bad.captions[-1] == "Left out: no value is finite."
+
+
+def test_every_rank_has_a_line_of_its_logged_values(tmp_path: Path) -> None:
+    def logs(step: int, rank: int) -> dict[str, float | str]:
+        return {"lr": 1.0 / (1 + step) + rank} if step < 3 or rank else {}
+
+    _, (chart,) = _charts(tmp_path, {"logs": logs, "steps": 3})
+
+    assert chart.title == "Logged 'lr': each rank's own value"
+    (steps, first), (_, second) = _points(chart)
+    assert steps == [0, 1, 2, 3]
+    assert first[:3] == [1.0, 0.5, 1 / 3]
+    assert np.isnan(first[3])
+    assert second == [2.0, 1.5, 4 / 3, 1.25]
+
+
+def test_many_ranks_are_a_band_of_logged_values(tmp_path: Path) -> None:
+    _, (chart,) = _charts(tmp_path, {"logs": lambda step, rank: {"lr": 1.0 + step + rank}, "world_size": 13})
+
+    assert "has 13 ranks: the band goes from the smallest value to the largest" in chart.captions[0]
+
+
+def test_a_value_logged_in_one_run_alone_has_a_chart(tmp_path: Path) -> None:
+    logs: Logs = lambda step, rank: {"lr": 1.0 + step + rank}  # noqa: E731
+
+    _, (chart,) = _charts(tmp_path, {"logs": logs, "steps": 2}, {"steps": 2})
+
+    assert [line for line in _points(chart) if line[0]] == [([0, 1, 2], [1.0, 2.0, 3.0]), ([0, 1, 2], [2.0, 3.0, 4.0])]
+
+
+def test_the_last_text_of_each_name_is_in_a_table(tmp_path: Path) -> None:
+    def logs(step: int, rank: int) -> dict[str, float | str]:
+        return {"file": f"shard {step}"} if step < 3 else {"file": "<own>"} if rank == 2 else {}
+
+    _, (chart,) = _charts(tmp_path, {"logs": logs, "world_size": 3})
+
+    assert chart.table == (
+        ("name", "ranks", "step", "text"),
+        ("file", "ranks 0-1", "2", "shard 2"),
+        ("file", "rank 2", "5", "<own>"),
+    )
+
+
+@pytest.mark.parametrize("number", [MAX_CHARTS, MAX_CHARTS + 2])
+def test_very_many_names_are_listed_and_not_drawn(tmp_path: Path, number: int) -> None:
+    names = {f"m{index}": 1.0 for index in range(number)}
+
+    def calls(step: int, rank: int) -> CallFacts:
+        return call_facts(step, rank, metrics=names)
+
+    metrics, logged = _charts(tmp_path, {"calls": calls, "logs": lambda *_: names})
+
+    for charts, noun in ((metrics, "metrics"), (logged, "logged names")):
+        assert sum(chart.plot is not None for chart in charts) == MAX_CHARTS
+        left = [(chart.title, chart.captions) for chart in charts[MAX_CHARTS:]]
+        assert left == [(f"2 more {noun}", ("Left out: 'm8', 'm9'.",))] * (number > MAX_CHARTS)
+
+
+def test_a_run_without_metrics_has_no_chart_of_them(tmp_path: Path) -> None:
+    assert _charts(tmp_path, {}) == ([], [])
+
+
+# Down-sampling keeps extreme values, for all sizes
+
+VALUES = st.one_of(st.just(float("nan")), st.floats(min_value=0, max_value=1e30))
+
+
+@given(st.integers(0, 5000), st.integers(1, 500))
+def test_bins_hold_everything_once_and_are_no_more_than_allowed(total: int, most: int) -> None:
+    bins = Bins.at_most(total, most)
+    spans = [bins.span(number) for number in range(bins.count)]
+
+    assert bins.count <= most
+    assert [item for first, last in spans for item in range(first, last + 1)] == list(range(total))
+    assert bins.starts.tolist() == [first for first, _ in spans]
+    assert total > most or bins.size == 1
+
+
+@given(st.data(), st.integers(1, 25), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
+def test_every_cell_keeps_the_largest_value_and_whatever_stands_out(
+    data: st.DataObject, items: int, steps: int, most_rows: int, most_columns: int
+) -> None:
+    rows, columns = Bins.at_most(items, most_rows), Bins.at_most(steps, most_columns)
+    cells = Cells(rows, columns.count)
+    values = [[data.draw(VALUES) for _ in range(items)] for _ in range(steps)]
+    places = st.tuples(st.integers(0, steps - 1), st.integers(0, items - 1))
+    counts = data.draw(st.dictionaries(places, st.integers(1, 10**6), max_size=5))
+    differing = data.draw(st.sets(places, max_size=5))
+
+    for step in range(steps):
+        column = step // columns.size
+        cells.add_values(column, np.array(values[step]))
+        cells.add_nonfinite(column, {item: number for (at, item), number in counts.items() if at == step})
+        cells.add_differing(column, np.array([item for at, item in differing if at == step], dtype=np.intp))
+
+    for row in range(rows.count):
+        for column in range(columns.count):
+            (first, last), (begin, end) = rows.span(row), columns.span(column)
+            inside = [(step, item) for step in range(begin, end + 1) for item in range(first, last + 1)]
+            known = [values[step][item] for step, item in inside if not np.isnan(values[step][item])]
+            assert np.array_equal(cells.largest[row, column], max(known, default=float("nan")), equal_nan=True)
+            assert cells.nonfinite[row, column] == max((counts.get(place, 0) for place in inside), default=0)
+            assert cells.differs[row, column] == any(place in differing for place in inside)
+
+
+def test_cells_without_parameters_take_nothing() -> None:
+    cells = Cells(Bins.at_most(0, 10), 3)
+
+    cells.add_values(1, np.zeros(0))
+
+    assert cells.largest.shape == (0, 3)
+
+
+@given(st.lists(VALUES, max_size=300), st.integers(2, 40))
+def test_a_line_keeps_the_smallest_and_the_largest_value_of_every_bin(values: list[float], most: int) -> None:
+    taken = np.array(values, dtype=np.float64)
+    kept = extremes(taken, most)
+
+    assert len(kept) <= most
+    assert (np.diff(kept) > 0).all()
+    bins = Bins.at_most(len(values), most if len(values) <= most else most // 2)
+    for number in range(bins.count):
+        first, last = bins.span(number)
+        inside = taken[first : last + 1]
+        drawn = taken[[place for place in kept if first <= place <= last]]
+        assert len(drawn)  # a gap stays a gap
+        if not np.isnan(inside).all():
+            assert (np.nanmin(drawn), np.nanmax(drawn)) == (np.nanmin(inside), np.nanmax(inside))
+
+
+def test_a_short_line_is_kept_as_it_is() -> None:
+    assert extremes(np.array([3.0, float("nan"), 1.0]), 3).tolist() == [0, 1, 2]
+
+
+@given(st.sets(st.integers(1, 3000), min_size=1, max_size=40), st.integers(1, 12), st.integers(1, 30))
+def test_every_step_is_in_the_column_that_says_so(numbers: set[int], every: int, most: int) -> None:
+    steps = {number * every for number in numbers}
+    grid = Grid.of(steps, max_columns=most)
+
+    assert grid.count <= most
+    assert grid.stride % every == 0 or len(steps) == 1
+    for step in steps:
+        column = grid.column(step)
+        first, last = grid.span(column)
+        assert 0 <= column < grid.count
+        assert first <= step <= last
+        assert grid.left + column * grid.width < step < grid.left + (column + 1) * grid.width
+    assert grid.last == max(steps)
+
+
+@pytest.mark.parametrize(
+    "steps, start, first, stride",
+    [
+        ({1, 2, 3}, 0, 0, 1),  # before every step
+        ({1, 11, 21}, 0, -9, 10),  # one place before, however near it is
+        ({10, 20}, 0, 0, 10),
+        ({110, 120}, 104, 100, 10),  # taken up again in the middle
+        ({5}, 4, 4, 1),
+    ],
+)
+def test_the_start_has_a_place_of_its_own(steps: set[int], start: int, first: int, stride: int) -> None:
+    grid = Grid.of(steps, {start})
+
+    assert (grid.first, grid.stride, grid.start) == (first, stride, True)
+    assert grid.column(start) == 0
+    assert min(grid.column(step) for step in steps) == 1
+
+
+def test_a_grid_holds_steps_that_have_a_place_in_it() -> None:
+    grid = Grid.of({10, 20, 40})
+
+    assert grid.holds({10, 30, 40})
+    assert grid.holds(())
+    assert not grid.holds({10, 50})
+    assert not grid.holds({0, 10})
+    assert not grid.holds({15})
+
+
+def test_a_later_start_of_another_run_is_one_of_the_steps() -> None:
+    grid = Grid.of({1, 2, 3, 4}, {0, 2})
+
+    assert [grid.column(step) for step in (0, 1, 2, 3, 4)] == [0, 1, 2, 3, 4]
+
+
+def test_a_trace_of_a_start_alone_has_one_column() -> None:
+    grid = Grid.of((), {7})
+
+    assert (grid.first, grid.count, grid.start, grid.column(7)) == (7, 1, True, 0)
+
+
+def test_a_column_of_several_recorded_steps_is_as_wide_as_they_are() -> None:
+    grid = Grid.of(range(10, 10010, 10), max_columns=400)
+
+    assert (grid.bins.size, grid.width, grid.count) == (3, 30, 334)
+    assert grid.span(0) == (10, 30)
+    assert grid.span(333) == (10000, 10000)

@@ -1,7 +1,6 @@
 """Files of a rank after cuts, damage and repetition: whole lines are read, damaged lines are refused."""
 
 import gzip
-import os
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
@@ -95,31 +94,6 @@ def test_a_cut_file_keeps_every_whole_line(scenario: Scenario, data: st.DataObje
         assert (trace.damage, trace.end, trace.torn) == ("", "", not written[:cut].endswith(b"\n"))
 
 
-def test_a_file_cut_at_any_byte_is_read_or_refused(whole: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "rank-00000.jsonl"
-    path.write_bytes(whole)
-    first = whole.index(b"\n") + 1
-    with RankTrace(path) as trace:
-        everything = contents_of(trace)
-    for cut in reversed(range(len(whole))):
-        os.truncate(path, cut)
-        if cut < first:
-            with pytest.raises(TraceError, match=r"line 1 is damaged: it is torn|is empty|is no trace"):
-                RankTrace(path)
-            continue
-        with RankTrace(path) as trace:
-            left = contents_of(trace)
-            assert left.items() <= everything.items()
-            assert len(left) == sum(
-                line.startswith((b'{"line":"values"', b'{"line":"call"')) for line in _whole(whole[:cut])
-            )
-            assert (trace.torn, trace.damage, trace.end) == (whole[cut - 1] != ord("\n"), "", "")
-
-
-def _whole(data: bytes) -> list[bytes]:
-    return [line for line in lines_of(data) if line.endswith(b"\n")]
-
-
 # --- damaged ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,11 +113,6 @@ def _edits(draw: st.DrawFn, data: bytes) -> bytes:
         "zeros": b"\0" * len(part),
     }
     return data[:start] + draw(st.sampled_from(sorted(instead)).map(instead.__getitem__)) + data[stop:]
-
-
-@given(st.data())
-def test_a_file_with_damaged_bytes_says_where_and_nothing_else(whole: bytes, data: st.DataObject) -> None:
-    _assert_honest(whole, data.draw(_edits(whole)))
 
 
 @given(scenarios(), st.data())
@@ -243,20 +212,6 @@ def test_what_is_no_trace_is_refused(whole: bytes, made: Callable[[bytes], bytes
         pass
 
 
-def test_a_file_that_is_not_there_or_no_file_is_refused(tmp_path: Path) -> None:
-    for path, what in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
-        with pytest.raises(TraceError, match=f"{path} cannot be read: {what}"):
-            RankTrace(path)
-
-
-def test_a_file_that_fails_to_be_read_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rank-00000.jsonl"
-    path.symlink_to("/proc/self/mem")  # opens, and fails to be read from where nothing is mapped
-
-    with pytest.raises(TraceError, match=f"{path} cannot be read: Input/output error"):
-        RankTrace(path)
-
-
 def test_a_huge_file_of_one_line_is_refused_without_reading_it(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.jsonl"
     with path.open("wb") as file:
@@ -303,11 +258,3 @@ def _one_section(folder: Path) -> Path:
     writer.section(1, section(0, 1, "buffers", ("buffer 'mean'",), "float32 (2,)", {}))
     writer.close(1, "closed")
     return writer.path
-
-
-def test_progress_adds_up_to_the_size_of_the_file(whole: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "rank-00000.jsonl"
-    path.write_bytes(whole)
-    seen: list[int] = []
-    with RankTrace(path, seen.append) as trace:
-        assert sum(seen) == trace.size_bytes == len(whole)
