@@ -8,13 +8,15 @@ place is the same tensor, and its version does not tell: clipping raises the ver
 - The first addition of a step takes the norms of all results that backward has not reached yet. A result with the norm
   0 was cleared.
 - The old values of the first result are lost. Its version decides: a new version means that it was cleared, and an old
-  version that it was not, unless the other results show that the script clears without a new version.
+  version that it was not, unless the other results show that the script clears without a new version. On CUDA
+  ``torch._foreach_zero_``, which optimizers use, leaves no new version: there an old version proves nothing without
+  other results.
 - A clip between call and step raises the version, too. So the version of the first result is noted at the end of a
   step: only later writes count. A step looks at one tensor, the first result of the step before.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
@@ -51,12 +53,14 @@ class _Addition:
     """A gradient that was the result of the last call before the first backward since.
 
     ``identity``: of the gradient. ``norm``: of the result before the addition, None if unknown. ``is_unwritten``:
-    nothing but this backward has raised the version of the result. ``is_as_used``: the same since the last step.
+    nothing but this backward has raised the version of the result. ``is_on_cpu``: every write raises the version there.
+    ``is_as_used``: as ``is_unwritten``, since the last step.
     """
 
     identity: dict[str, Any]
     norm: torch.Tensor | None
     is_unwritten: bool
+    is_on_cpu: bool
     is_as_used: bool = False
 
 
@@ -97,6 +101,7 @@ class ResultSums:
             internals.identity(grad),
             seen.norm if seen is not None and is_known else None,
             is_unwritten=version == self._results[index].version + 1,
+            is_on_cpu=grad.is_cpu,
             is_as_used=version == used_version + 1,
         )
 
@@ -119,7 +124,7 @@ class ResultSums:
         """Note the addition of ``other``, whose parameter now has the slot ``index`` here."""
         addition = other.additions.get(other_index)
         if addition is not None and other.contains(other_index, addition.identity):
-            self.additions[index] = _Addition(addition.identity, None, is_unwritten=True)
+            self.additions[index] = replace(addition, norm=None, is_unwritten=True, is_as_used=False)
 
     def contains(self, index: int, identity: dict[str, Any]) -> bool:
         """Whether the gradient in slot ``index``, with this identity, contains a result that was not cleared."""
@@ -128,7 +133,7 @@ class ResultSums:
             return False
         if addition.norm is not None:
             return bool(addition.norm)
-        return addition.is_unwritten and not self._is_cleared_unseen()
+        return addition.is_unwritten and self._shows_that_versions_tell(addition)
 
     def contains_used(self, index: int, identity: dict[str, Any]) -> bool:
         """As :meth:`contains`, also for a result that was written to, if the last write came before the end of a step.
@@ -143,10 +148,10 @@ class ResultSums:
         """Whether reading the norms would wait for a device."""
         return any(seen.norm.device.type != "cpu" for seen in self._others())
 
-    def _is_cleared_unseen(self) -> bool:
-        """Whether the script clears gradients without a new version."""
+    def _shows_that_versions_tell(self, addition: _Addition) -> bool:
+        """Whether an old version means that a result was not cleared, as far as the other results show."""
         norms = [seen.norm for seen in self._others() if seen.is_unwritten]
-        return bool(norms) and not any(map(bool, norms))
+        return any(map(bool, norms)) if norms else addition.is_on_cpu or bool(self._others())
 
     def _others(self) -> Collection[_Seen]:
         return () if self._look is None else self._look.seen.values()

@@ -92,7 +92,8 @@ WRAPPERS: dict[str, Callable[[], Model]] = {
     "reproducible": lambda: Model(nn.Linear(2, 1), reproducible=True),
     "hook": _hooked,
 }
-# Without views nothing tells a clipped result from a cleared result, and .data.zero_() from nothing.
+# Without views nothing tells a clipped result from a cleared result, and .data.zero_() from nothing. On a device it is
+# no better with _foreach_zero_, so nothing is told there.
 UNKNOWN = {("without views", act) for act in ("clip", "clip, step", "data.zero_()")}
 
 
@@ -113,19 +114,24 @@ def _two_steps(rank: int, make: Callable[[], Model], between: Between) -> tuple[
     return said, is_untouched, gradient_values(model)
 
 
+def _is_unknown(wrapper: str, act: str) -> bool:
+    is_on_cpu = torch.get_default_device().type == "cpu"
+    return (wrapper, act) in UNKNOWN or (wrapper == "without views" and act in FORGETS and not is_on_cpu)
+
+
 def _table(rank: int, acts: str) -> dict[tuple[str, str], Any]:
     table = {"clears": CLEARS, "forgets": FORGETS}[acts]
     return {
         (wrapper, act): _two_steps(rank, make, between)
         for wrapper, make in WRAPPERS.items()
         for act, between in table.items()
-        if (wrapper, act) not in UNKNOWN
+        if not _is_unknown(wrapper, act)
     }
 
 
 def test_a_result_with_a_backward_added_is_not_divided_again() -> None:
     for found in run_ranks(_table, 2, "forgets"):
-        assert len(found) == len(WRAPPERS) * len(FORGETS) - 2
+        assert {wrapper for wrapper, _ in found} >= {*WRAPPERS} - {"without views"}
         for case, (said, is_untouched, mended) in found.items():
             assert said is not None, case
             kind, text = said
@@ -431,6 +437,7 @@ def _forgetful_loops(rank: int) -> dict[tuple[str, str, str], list[str]]:
     }
 
 
+@pytest.mark.cpu("to tell, the host would have to wait for the device")
 def test_gradients_that_a_step_used_and_nobody_cleared_are_told_once_on_rank_0_also_after_a_clip() -> None:
     """After a clip the first forgotten zero_grad() only shows which gradient comes first."""
     first, other = _forgetful_loops()
@@ -485,6 +492,7 @@ def _scaled_loops(rank: int) -> list[list[str]]:
     ]
 
 
+@pytest.mark.cpu("to tell, the host would have to wait for the device")
 def test_a_scaler_and_a_clip_hide_no_forgotten_zero_grad() -> None:
     (*clean, told, at_detail), other = _scaled_loops()
 

@@ -140,10 +140,11 @@ def install() -> SimulatedDevice:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=device)
     library = torch.library.Library("_", "IMPL")
     library.fallback(_run, "PrivateUse1")
-    convolutions = torch.library.Library("aten", "IMPL")
-    convolutions.impl("convolution_overrideable", _convolve, "PrivateUse1")
-    convolutions.impl("convolution_backward_overrideable", _convolve_backward, "PrivateUse1")
-    _libraries.extend([library, convolutions])
+    kernels = torch.library.Library("aten", "IMPL")
+    kernels.impl("convolution_overrideable", _convolve, "PrivateUse1")
+    kernels.impl("convolution_backward_overrideable", _convolve_backward, "PrivateUse1")
+    kernels.impl("_foreach_zero_", _zero_all, "PrivateUse1")
+    _libraries.extend([library, kernels])
     return device
 
 
@@ -187,6 +188,13 @@ def _convolve(*args: Any) -> Any:
 
 def _convolve_backward(grad: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *args: Any) -> Any:
     return _run(_aten.convolution_backward.default, grad, image, weight, [grad.shape[1]], *args)
+
+
+def _zero_all(tensors: list[torch.Tensor]) -> None:
+    """As on CUDA, no tensor has a new version."""
+    device.before("_foreach_zero_", tensors)
+    for tensor in tensors:
+        on_cpu(tensor).zero_()
 
 
 def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
