@@ -45,8 +45,8 @@ CORE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproduci
 	debug/cross_check debug/operations) $(wildcard tests/test_*.py)
 
 # Folders with tests that run on a device, too.
-DEVICE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard debug) \
-	tests/test_devices.py
+DEVICE_TESTS = $(addprefix tests/,agreement buckets collectives replicas reproducible step_guard test_devices.py \
+	debug/cross_check debug/diff debug/operations debug/trace) $(wildcard tests/debug/test_*.py)
 
 # $(call needs,modules): with PYTHON=, say what is missing before a traceback does.
 needs = $(if $(strip $(PYTHON)),@$(PY) -c "$$CHECK" $(1))

@@ -135,6 +135,7 @@ def _constructed() -> dict[str, list[tuple[str, tuple[int, ...], str]]]:
     return run_cases(_construct, 3, {f"{name} {how}": (name, how) for name in WORDS for how in (True, False)})
 
 
+@pytest.mark.cpu("the text names the device")
 @pytest.mark.parametrize("init_sync", [True, False])
 @pytest.mark.parametrize("change", WORDS)
 def test_construction_names_what_one_rank_holds_differently(change: str, init_sync: bool) -> None:
@@ -160,6 +161,7 @@ def _ignoring(rank: int) -> list[str]:
     return [str(construction), str(broadcast)]
 
 
+@pytest.mark.cpu("the text names the device")
 def test_a_name_in_ignore_on_some_ranks_is_told_as_ignored() -> None:
     results = _ignoring()
 
@@ -224,6 +226,7 @@ def _async_collective(rank: int) -> tuple[list[float], list[float]]:
     return model.module.weight.grad.flatten().tolist(), mine.tolist()
 
 
+@pytest.mark.cpu("gradients on a device travel on the group of the script")
 def test_a_collective_of_the_user_in_flight_does_not_mix_with_gradients() -> None:
     assert run_ranks(_async_collective, 2) == [([0.5, 0.5], [2000.0, 2000.0])] * 2
 

@@ -159,8 +159,8 @@ _FAULTS = {
     "passes a sample_size": Fault(
         _passes_a_sample_size, "DesyncError", ("rank {} has an int sample_size", "every rank or on none")
     ),
-    "freezes": _changed_model(_freezes, "parameter '1.bias': ", "rank {} has float32 (2,) on cpu#0, frozen"),
-    "unfreezes": _changed_model(_unfreezes, "parameter '0.bias': ", "rank {} has float32 (3,) on cpu#0, trainable"),
+    "freezes": _changed_model(_freezes, "parameter '1.bias': rank {} has float32 (2,) on ", ", frozen"),
+    "unfreezes": _changed_model(_unfreezes, "parameter '0.bias': rank {} has float32 (3,) on ", ", trainable"),
     "casts": _changed_model(nn.Module.double, "parameter '1.weight': ", "rank {} has float64"),
     "adds a layer": _changed_model(_adds, "parameter '2.bias': ", "rank {} has float32 (2,)"),
     "loses a bias": _changed_model(_replaces, "parameter '1.bias': ", "rank {} has nothing"),

@@ -128,6 +128,7 @@ def _records(all_parts: Sequence[Sequence[Part]], rank: int) -> list[tuple[bool,
     return results
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_gradients_become_none_when_no_rank_takes_part() -> None:
     parts: list[list[Part]] = [[SKIP, SKIP], [{"sample_size": 0}] * 2, [SKIP, {"sample_size": 0}]]
     for all_none, record in chain(*run_ranks(partial(_records, parts), 2)):
@@ -136,6 +137,7 @@ def test_gradients_become_none_when_no_rank_takes_part() -> None:
         assert record.skipped_ranks == (0, 1)
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_record_holds_the_divisor() -> None:
     parts: list[list[Part]] = [[{"sample_size": 3}, SKIP, {"sample_size": 4}], [SKIP, {}, {}]]
     for (none, weighted), (_, plain) in run_ranks(partial(_records, parts), 3):
@@ -145,6 +147,7 @@ def test_record_holds_the_divisor() -> None:
         assert (plain.skipped, plain.sample_size, plain.divisor, plain.skipped_ranks) == (False, None, 2, (0,))
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_gradients_of_a_rank_that_takes_no_part_do_not_matter() -> None:
     useless: Grads = [torch.tensor([math.nan, math.inf]), sparse_of([1], torch.ones(1), 2), None, torch.ones(2)]
     useful: Grads = [*[torch.full((2,), 4.0)] * 3, None]
@@ -362,6 +365,7 @@ def test_gradient_of_another_dtype_than_its_parameter_is_never_rounded(
 # Settings that must not change a result
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_rank_leaves_a_plain_mean_bitwise_unchanged_and_divides_by_sample_size(dtype: torch.dtype) -> None:
     real = torch.tensor([1.001, -0.0, math.inf, 6e-8, 6e4, math.nan]).to(dtype)
@@ -380,6 +384,7 @@ def test_one_rank_leaves_a_plain_mean_bitwise_unchanged_and_divides_by_sample_si
     )
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_nan_and_infinity_stay_in_their_own_element() -> None:
     bad, good = [math.nan, 1.0, math.inf, 1.0, -math.inf], [2.0, 3.0, 2.0, math.nan, 2.0]
     sparse = [sparse_of([0, 2], torch.tensor(pair), 3) for pair in ([math.nan, 1.0], [1.0, 3.0])]

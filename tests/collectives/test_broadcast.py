@@ -120,6 +120,7 @@ def test_an_expanded_tensor_is_written_inside_its_memory_only(as_buffers: bool) 
         assert memory == [*(torch.arange(2.0) + 10 * rank), *last_column, *(torch.arange(5.0, 8.0) + 10 * rank)]
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @on_ranks(2, [([1.0, [1.0, 1.0], 1, [1]], True, False)] * 2)
 def test_frozen_tied_scalar_empty_and_unsaved_ones_arrive_and_stay_what_they_are(
     rank: int,
@@ -270,6 +271,7 @@ def _unusable_buffer(rank: int, how: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("how", _WITHOUT_VALUES)
 def test_a_buffer_without_dense_values_is_refused_by_name(how: str) -> None:
     assert len(set(run_ranks(_unusable_buffer, 2, how))) == 1
@@ -286,6 +288,7 @@ def _expanded_on(rank: int, guilty: int) -> tuple[str, str, float]:
     return "", "", 0.0
 
 
+@pytest.mark.cpu("the text names the device")
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_buffer_expanded_on_one_rank_only_is_named_and_not_broadcast(guilty: int) -> None:
     for rank, (kind, text, total) in enumerate(run_ranks(_expanded_on, 2, guilty)):
@@ -305,11 +308,13 @@ def _broadcast_inside_backward(rank: int) -> str:
     return ""
 
 
+@pytest.mark.unsimulated("a call from inside backward ends its process")
 def test_a_broadcast_from_inside_backward_is_refused() -> None:
     for text in _broadcast_inside_backward():
         assert "broadcast_buffers() was called from inside backward" in text
 
 
+@pytest.mark.unsimulated("a call from inside backward ends its process")
 @on_ranks(2, [[1.5]] * 2)
 def test_a_broadcast_between_backward_and_call_is_not_taken_for_a_step(rank: int) -> list[float | None]:
     model = wrap(checks=Checks(uneven="allow"))

@@ -54,6 +54,7 @@ def test_first_parameters_dtype_does_not_touch_the_others() -> None:
     )
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize(
     "world_size, table",
     [
@@ -237,6 +238,7 @@ def _complex_means(rank: int, hosts: str) -> dict[str, list[list[float]]]:
     return found
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("hosts", ["a", thorough("aa"), "aabb"])
 def test_the_parts_of_a_complex_number_are_divided_apart(hosts: str) -> None:
     """A division of a complex number by a complex number makes inf + nan j of inf + 0 j."""

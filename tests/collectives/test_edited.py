@@ -132,6 +132,7 @@ def _told(world_size: int, who: tuple[int, ...], checks: Any = DIVERGES) -> dict
     return run_cases(_edits, world_size, {name: (name, who, checks) for name in FAULTS})
 
 
+@pytest.mark.cpu("a device finds edits with edited='raise' alone")
 @pytest.mark.parametrize("world_size, who", [(2, (0, 1)), thorough(2, (1,)), (3, (0,)), thorough(4, (0, 1, 2, 3))])
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_edit_before_the_call_is_told_once_on_all(name: str, world_size: int, who: tuple[int, ...]) -> None:
@@ -193,6 +194,7 @@ def _only_on_rank(rank: int, checks: list[Any]) -> int:
     return len(Loop(rank, checks[rank]).run(clip_norm))
 
 
+@pytest.mark.cpu("a device finds edits with edited='raise' alone")
 def test_a_rank_without_the_check_leaves_the_others_in_step() -> None:
     assert run_ranks(_only_on_rank, 2, ["off", "info"]) == [0, 1]
     assert run_ranks(_only_on_rank, 2, [Checks(edited="allow"), "info"]) == [0, 1]
@@ -214,6 +216,7 @@ def _function_form(rank: int) -> Told:
     return told
 
 
+@pytest.mark.cpu("a device finds edits with edited='raise' alone")
 def test_the_function_form_tells_as_well() -> None:
     first, second = _function_form()
 
@@ -258,6 +261,7 @@ def _alternating(rank: int, models: int) -> list[int]:
     return [len(loop.run(clip_norm)) for loop in loops]
 
 
+@pytest.mark.cpu("a device finds edits with edited='raise' alone")
 def test_each_wrapper_warns_once() -> None:
     assert run_ranks(partial(_alternating, models=2), 2) == [[1, 1]] * 2
 

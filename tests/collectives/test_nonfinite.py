@@ -165,6 +165,7 @@ def _plant_all(guilty: Sequence[int], calls_before: int, rank: int) -> dict[str,
     return seen
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize(
     "world_size, guilty, calls_before",
     [(1, (0,), 0), (2, (0,), 0), (2, (1,), 3), (3, (2,), 0), (4, (1, 3), 3), (3, (0, 1, 2), 0)],
@@ -196,6 +197,7 @@ def _two_at_once(rank: int) -> Seen:
     return _see(model)
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_two_ranks_with_different_parameters_are_told_apart() -> None:
     results = _two_at_once()
 
@@ -284,6 +286,7 @@ def test_the_environment_overrides_the_policy(monkeypatch: pytest.MonkeyPatch) -
     assert model.all_reduce().call == 1
 
 
+@pytest.mark.cpu("a device tells this some calls later: see test_late_nonfinite.py")
 @on_ranks(2, [[True, False]] * 2)
 def test_the_function_reduces_non_finite_gradients_and_the_record_names_the_rank(rank: int) -> list[bool | None]:
     model = nn.Linear(2, 1)
@@ -315,6 +318,7 @@ def _streak(rank: int) -> list[tuple[int, str]]:
     return said
 
 
+@pytest.mark.cpu("a device tells this some calls later: see test_late_nonfinite.py")
 def test_warnings_are_logged_on_every_rank_and_shown_by_rank_0_at_the_caller_s_line() -> None:
     first, *others = run_ranks(_streak, 3)
 
@@ -338,6 +342,7 @@ def _by_default(rank: int, checks: tuple[Any, ...]) -> list[str]:
     return logged_warnings.take()
 
 
+@pytest.mark.cpu("a device tells this some calls later: see test_late_nonfinite.py")
 @pytest.mark.parametrize("world_size", [thorough(2), 3, thorough(4)])
 def test_a_nan_on_one_rank_is_told_by_default_with_rank_and_parameter(world_size: int) -> None:
     first, *others = run_ranks(_by_default, world_size, ("info",) * world_size)
@@ -452,6 +457,7 @@ def _warning_as_error(rank: int) -> tuple[list[str], bool, float | None]:
     return logged_warnings.take(), bool(model.module.weight.grad.isnan().all()), step(model, rank)
 
 
+@pytest.mark.cpu("a device tells this some calls later: see test_late_nonfinite.py")
 def test_a_warning_that_a_filter_makes_an_error_is_logged_and_the_ranks_stay_in_step() -> None:
     for (said,), went_on, after in _warning_as_error():
         assert said.startswith(f"all_reduce() call 1: {HEADLINE}  rank 1: 'weight': 2 NaN of 2")

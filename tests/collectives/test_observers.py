@@ -65,6 +65,7 @@ def _printed_with_hook(rank: int) -> str:
     return model.extra_repr()
 
 
+@pytest.mark.cpu("the text names the device")
 def test_print_shows_a_hook_and_still_the_buckets() -> None:
     (text,) = _printed_with_hook()
     assert "bucket 0: cpu float32" in text

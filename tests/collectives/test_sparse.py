@@ -24,7 +24,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.torch_versions import needs_grad_dtype
 
-pytestmark = pytest.mark.usefixtures("transport")
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.unsimulated("it has no sparse tensors")]
 
 ROWS = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
 

@@ -91,6 +91,7 @@ def _rounded(value: float) -> Any:
     return pytest.approx(value, rel=1e-6)
 
 
+@pytest.mark.cpu("norms are not read on a device")
 def test_the_call_line_holds_what_the_record_says(tmp_path: Path) -> None:
     records = run_ranks(_record_one_call, 2, tmp_path)
 
@@ -211,6 +212,7 @@ def _train_noisy(rank: int, folder: Path | None, every: int, level: str) -> list
     return found + [digest(value) for value in (*model.state_dict().values(), torch.get_rng_state())]
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("level", ["off", "info", "detail"])
 @pytest.mark.parametrize("every", [1, 2])
 def test_recording_changes_no_bit_of_the_training(tmp_path: Path, level: str, every: int) -> None:
@@ -218,6 +220,7 @@ def test_recording_changes_no_bit_of_the_training(tmp_path: Path, level: str, ev
     assert Recorded(tmp_path).steps == [0, *range(every, 7, every)]
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_two_runs_of_the_same_training_write_the_same_values(tmp_path: Path) -> None:
     for name in ("a", "b"):
         run_ranks(_train_noisy, 2, tmp_path / name, 1, "info")
@@ -735,6 +738,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path: Path, as_erro
         assert cut.words(step, "reduced_gradients") in (whole.words(step, "reduced_gradients"), None)
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("level", ["off", "detail"])
 def test_layout_and_local_buffers_are_in_the_first_line(tmp_path: Path, level: str) -> None:
     run_ranks(partial(_train_noisy, folder=tmp_path, every=1, level=level), 2)

@@ -23,16 +23,10 @@ _FOLDERS = ("agreement", "collectives", "transport")
 _MODULES = ("tests.watchdog.test_lost_ranks",)
 _SOAK_FOLDERS = ("buckets", "replicas", "reproducible", "step_guard", "watchdog")
 _DEVICE_MODULE = "test_devices"
-_DEVICE_FOLDERS = (
-    _DEVICE_MODULE,
-    "agreement",
-    "buckets",
-    "collectives",
-    "debug",
-    "replicas",
-    "reproducible",
-    "step_guard",
-)
+# What a simulated device can do: it has no memory of its own, and no mode sees its operations.
+_SIMULATED = (_DEVICE_MODULE, "agreement", "collectives", "replicas", "reproducible", "step_guard")
+_DEVICE_FOLDERS = (*_SIMULATED, "buckets", "debug")
+_SIMULATED_MODULES = ("tests.debug.cross_check", "tests.debug.test_recorder", "tests.debug.test_check_replicas")
 
 current = HOST
 
@@ -68,11 +62,20 @@ def _ways(metafunc: pytest.Metafunc) -> list[Any]:
     elif starts_ranks and (folder in (*_FOLDERS, *tiers.choose(_SOAK_FOLDERS, ())) or module.__name__ in _MODULES):
         ways.append(tiers.thorough(GLOO))
     reads_transport = "transport" in signature(metafunc.function).parameters
-    others = {"cpu", "gpu"} if devices.is_real() else {"cpu", "gpu", "unsimulated"}
-    if starts_ranks and folder in _DEVICE_FOLDERS and not marks & others and not reads_transport:
+    if starts_ranks and not reads_transport and _runs_on_device(module.__name__, folder, marks):
         is_extra = not devices.CHOSEN and folder != _DEVICE_MODULE
         ways.append(pytest.param(DEVICE, marks=[pytest.mark.device, *([pytest.mark.thorough] if is_extra else [])]))
     return ways
+
+
+def _runs_on_device(module: str, folder: str, marks: set[str]) -> bool:
+    if marks & {"cpu", "gpu"}:
+        return False
+    if devices.is_real():
+        return folder in _DEVICE_FOLDERS
+    return "unsimulated" not in marks and (
+        folder in _SIMULATED or module.rpartition(".")[0] in _SIMULATED_MODULES or module in _SIMULATED_MODULES
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, names_in
 from tests.helpers.ranks import run_ranks
 
+pytestmark = pytest.mark.cpu("replicas on a device have no digests in turns")
+
 Plan = Mapping[tuple[int, int], Callable[[Run], object]]  # what a rank does after a step, by step and rank
 Told = list[tuple[int, str]]  # the calls that warn, and their texts
 

@@ -16,6 +16,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import tanh_net
 from tests.helpers.tiers import thorough
 
+pytestmark = pytest.mark.unsimulated("memory of its tensors does not outlive their objects")
+
 Model = partial(LegacyDistributedDataParallel, checks="detail")
 LOCAL_STATISTICS = Checks("detail", local_buffers=("*.running_*",))  # for check_replicas(), which compares every buffer
 

@@ -163,6 +163,7 @@ def _sparse_last(model: Model, rank: int) -> None:
     model.all_reduce(sample_size=1)
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @pytest.mark.parametrize("act", [_sparse, _sparse_last])
 def test_a_sparse_gradient_is_refused_by_name(act: Callable[[Model, int], None]) -> None:
     _check(act, "PeerError", "rank 1", "grad of '0' is sparse", ranks=(1,))
@@ -270,6 +271,7 @@ def test_a_rank_with_sample_size_0_counts_as_zeros(taking: tuple[int, ...], expe
 # --- what is told of a step -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cpu("norms are not read on a device")
 @on_ranks(2, [[(6.0, 2, 4), (10.0, 2, 4)]] * 2)
 def test_rows_describe_the_whole_step(rank: int) -> list[tuple[float | None, int, int | None]]:
     model = wrap_reproducible([torch.ones(2, 2)])

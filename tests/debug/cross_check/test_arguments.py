@@ -226,6 +226,7 @@ def _all_cases(rank: int) -> dict[str, tuple[str, str, bool]]:
     return seen
 
 
+@pytest.mark.cpu("the text names the device")
 def test_errors_are_equal_on_all_ranks_and_leave_everything_as_it_was() -> None:
     first, *others = run_ranks(_all_cases, 3, timeout_seconds=120)
 
@@ -282,6 +283,7 @@ def _some_without_batch(rank: int, without: tuple[int, ...], guilty: int) -> tup
     return report.verdict, report.ranks
 
 
+@pytest.mark.unsimulated("its operations run in no mode that captures them")
 @pytest.mark.parametrize("without, guilty, found", [((1,), 9, ()), ((1,), 1, (1,)), ((0, 2), 2, (2,)), ((2,), 2, (2,))])
 def test_a_rank_without_a_batch_takes_part(without: tuple[int, ...], guilty: int, found: tuple[int, ...]) -> None:
     verdict = "differs" if found else "equal"

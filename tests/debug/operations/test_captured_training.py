@@ -388,6 +388,7 @@ def _captured(rank: int) -> list[list[str]]:
     return seen
 
 
+@pytest.mark.unsimulated("its operations run in no mode that captures them")
 def test_a_capture_of_the_users_step_does_not_see_a_cross_check() -> None:
     for without, with_check in run_ranks(_captured, 2):
         assert with_check == without
