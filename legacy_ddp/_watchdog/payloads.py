@@ -60,7 +60,7 @@ class PayloadState:
 
 @dataclass
 class Payload:
-    """The payload of a call. ``words``: empty until it is issued."""
+    """The payload of a call. ``words``: empty until it is issued. ``is_told``: this rank has logged the report."""
 
     serial: int
     call: str
@@ -68,6 +68,7 @@ class Payload:
     begun_at: float
     words: Sequence[torch.Tensor] = ()
     is_reported: bool = False
+    is_told: bool = False
 
     def is_complete(self) -> bool:
         """Whether all devices have written this call, or a later one, to their words."""
@@ -93,6 +94,7 @@ class PayloadWatch:
     def begin(self, serial: int, call: str, places: Sequence[torch.device]) -> None:
         """The host begins to issue the payload of call ``serial`` on the devices ``places``."""
         with self._lock:
+            # Without those that were reported: their end is worth a line, see take_completed().
             while self._payloads and not self._payloads[0].is_reported and self._drop_complete():
                 pass
             self._payloads.append(Payload(serial, call, places, time.monotonic()))

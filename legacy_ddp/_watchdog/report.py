@@ -91,7 +91,8 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
         summary = "every rank is issuing it; the backend may still be connecting the devices"
     else:
         summary = "no rank is missing, every rank has issued it; look at the network between the devices"
-    waiting = [row for row in rows if progress.get(row.rank) in (Progress.ISSUING, Progress.RUNNING)]
+    not_complete = (Progress.ISSUING, Progress.RUNNING)
+    waiting = [row for row in rows if progress.get(row.rank) in not_complete and row.rank not in missing]
     head = f"{call}: {_payload_text(waiting)}; {summary}"
     ranks = {reached: [rank for rank, other in progress.items() if other is reached] for reached in _PROGRESS}
     states = [f"{text} {name_ranks(ranks[reached])}" for reached, text in _PROGRESS.items() if ranks[reached]]
@@ -320,13 +321,13 @@ class WarningPolicy:
             self._last_in_full = report
         self._last = report
 
-    def tell_in_full(self, report: Report) -> None:
-        """Log a report in full and write the file."""
+    def tell_in_full(self, report: Report) -> bool:
+        """Log a report in full and write the file; return whether this rank is the one that logs."""
         self._file.append(report.text)
-        self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
+        return self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
 
     def tell_completion(self, call: str) -> None:
-        """Log that a payload, which was reported on this rank, is complete."""
+        """Log that a payload, of which this rank has logged a report, is complete."""
         self._logger.warning("%s: the payload is complete now on rank %d", call, self._rank)
 
     def end(self, call: str) -> None:
@@ -343,10 +344,11 @@ class WarningPolicy:
         if not self._file.append(text):
             self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
 
-    def _log(self, text: str, report: Report) -> None:
-        """Log, on a single rank of each machine."""
+    def _log(self, text: str, report: Report) -> bool:
+        """Log, on a single rank of each machine; return whether this rank is the one."""
         if self._rank in report.reporters:
             self._logger.warning("%s", text)
+        return self._rank in report.reporters
 
 
 def _is_same(report: Report, other: Report | None) -> bool:

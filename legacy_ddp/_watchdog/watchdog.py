@@ -176,7 +176,8 @@ class Watchdog:
     def _look(self) -> float | None:
         """Report a payload that is not complete on a device; return the seconds until the next look."""
         for payload in self._payloads.take_completed():
-            self._policy.tell_completion(payload.call)
+            if payload.is_told:
+                self._policy.tell_completion(payload.call)
         if (late := self._payloads.take_late()) is not None:
             self._background.submit(self._warn_of_payload, late)
         return self._payloads.seconds_to_look()
@@ -184,7 +185,7 @@ class Watchdog:
     def _warn_of_payload(self, payload: Payload) -> None:
         report = self._exchange.fetch(payload.serial, None, payload_of=payload.call)
         if not payload.is_complete():
-            self._policy.tell_in_full(report)
+            payload.is_told = self._policy.tell_in_full(report)
 
     def _on_closed(self, rank: int, exit_reason: str | None) -> None:
         """A monitor connection was closed."""
