@@ -131,10 +131,7 @@ class PayloadWatch:
         """The payloads that were reported, and are complete now."""
         with self._lock:
             completed = []
-            while self._payloads:
-                oldest = self._payloads[0]
-                if not self._drop_complete():
-                    break
+            while oldest := self._drop_complete():
                 completed += [oldest] * oldest.is_reported
             return completed
 
@@ -177,13 +174,12 @@ class PayloadWatch:
         """Seconds since the payload began, or since an earlier one was seen complete: the host may be far ahead."""
         return time.monotonic() - max(oldest.begun_at, self._advanced_at)
 
-    def _drop_complete(self) -> bool:
-        """Drop the first payload if it is complete."""
-        if not self._payloads[0].is_complete():
-            return False
-        self._payloads.popleft()
+    def _drop_complete(self) -> Payload | None:
+        """Drop the first payload, and return it, if it is complete."""
+        if not (self._payloads and self._payloads[0].is_complete()):
+            return None
         self._advanced_at = time.monotonic()
-        return True
+        return self._payloads.popleft()
 
     def _word(self, place: torch.device, serial: int) -> torch.Tensor:
         if place not in self._words:

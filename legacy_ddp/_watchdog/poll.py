@@ -125,7 +125,7 @@ def _with_answer(row: Row, answer: Message) -> Row:
         serial=answer["serial"],
         in_call=answer["in_call"],
         last_call=answer["call"],
-        payloads=PayloadState(**answer.get("payloads", {})),
+        payloads=PayloadState(**answer["payloads"]),
     )
 
 

@@ -158,7 +158,7 @@ class Watchdog:
             return own_status(self._status, self._view.peers)
         failure = decode_failure(message["failure"])
         if message["request"] == "report":
-            return self._exchange.answer(int(message["serial"]), failure, payload_of=message.get("payload_of", ""))
+            return self._exchange.answer(int(message["serial"]), failure, payload_of=message["payload_of"])
         if failure is not None:
             self._record.record_failure(failure)
         if message["report"]:
