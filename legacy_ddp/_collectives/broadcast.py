@@ -17,6 +17,7 @@ from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._log import check_traceback_variable
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
+from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call, check_can_communicate
 from legacy_ddp._transport.rows import Operation
 
@@ -119,7 +120,7 @@ def _broadcast(
         synchronizer.flush(call, agree(call, header, inventory, on_device=on_device))
         if call.groups.size == 1:
             return
-        with call.phase("payload"):
+        with call.payload(devices.devices_of(item.tensor for item in tensors)):
             for chunk in _chunks([_writable(item.tensor) for item in tensors]):
                 _broadcast_chunk(call, chunk, src)
 

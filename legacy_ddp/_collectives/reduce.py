@@ -93,6 +93,7 @@ class Route:
         self.layout = layout
         self.transport = transport
         self._parts = parts
+        self._devices = [*dict.fromkeys(bucket.device for bucket in layout.buckets if bucket.device.type != "cpu")]
         self._preparing = [part for part in parts if type(part).prepare is not Reducer.prepare]
 
     def reduce(self, call: Call, plan: Plan, packed: Packed, agreement: Agreement) -> Payload:
@@ -108,7 +109,7 @@ class Route:
         payload = Payload(plan, packed, kinds, agreement.has_same_mask, agreement.divisor)
         for part in self._preparing:
             part.prepare(call, payload)
-        with call.phase("payload"):
+        with call.payload(self._devices):
             for part in self._parts:
                 payload.size_bytes += part.reduce(call, payload)
         return payload

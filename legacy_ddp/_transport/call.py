@@ -3,11 +3,13 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerError, SyncTimeoutError
@@ -18,7 +20,7 @@ from legacy_ddp._transport.host_meeting import HostMeeting
 from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._transport.wait import Gatherer
-from legacy_ddp._watchdog import USER_CODE, end_after, forget_turn, process_activity
+from legacy_ddp._watchdog import USER_CODE, Watchdog, end_after, forget_turn, process_activity
 
 _FIRST_WARNED_CALL = 3
 
@@ -187,6 +189,24 @@ class Call(Gatherer):
         profiler = internals.begin_range("legacy_ddp", self.operation.label, name) if internals.is_profiling() else None
         self.open_phases.append((name, time.perf_counter(), profiler))
         return self._phase_end
+
+    def payload(self, places: Sequence[torch.device]) -> AbstractContextManager[None]:
+        """The phase of the payload. On the devices ``places`` the watchdog watches it beyond the end of the call."""
+        watchdog = self.groups.watchdog
+        if not places or watchdog is None:
+            return self.phase("payload")
+        return self._watched_payload(watchdog, places)
+
+    @contextmanager
+    def _watched_payload(self, watchdog: Watchdog, places: Sequence[torch.device]) -> Iterator[None]:
+        # On gloo the host waits in the call itself.
+        watched = [place for place in places if not self.groups.is_private(self.groups.payload(place))]
+        with self.phase("payload"):
+            if watched:
+                watchdog.begin_payload(watched)
+            yield
+            if watched:
+                watchdog.end_payload()
 
     def set_phase(self, text: str) -> None:
         """Show ``text`` in the watchdog's reports as the present activity of this rank."""

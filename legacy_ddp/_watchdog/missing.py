@@ -1,11 +1,12 @@
 """Which ranks are missing: the known status of every rank, and the evidence that a rank is missing. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum, auto
 
 from legacy_ddp._watchdog.activity import DEBUGGER, HOOK, OUT_OF_DATA, RUN, Sample
 from legacy_ddp._watchdog.client import DEAD, RUNNING, Outcome
+from legacy_ddp._watchdog.payloads import PayloadState
 
 LEFT_AFTER_LOSS = "left because another rank was lost"
 LEFT_NORMALLY = "normally; did it run out of data?"  # the end of an exit reason
@@ -35,6 +36,7 @@ class Row:
     note: str = ""
     is_advancing: bool = False
     is_busy: bool | None = None  # None: not polled twice
+    payloads: PayloadState = field(default_factory=PayloadState)  # on devices
 
     @property
     def progress(self) -> tuple[int, int]:

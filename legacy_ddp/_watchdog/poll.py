@@ -17,6 +17,7 @@ from legacy_ddp._watchdog.client import (
     state_of,
 )
 from legacy_ddp._watchdog.missing import Row
+from legacy_ddp._watchdog.payloads import PayloadState, PayloadWatch
 
 # Pause between two polls; the difference of the answers shows whether a rank is advancing.
 _SECOND_POLL_SECONDS = 0.3
@@ -36,6 +37,7 @@ class RankStatus:
     in_call: bool = False
     activity: Activity = field(default_factory=Activity)  # of the call; other threads may be busy with other things
     exit_reasons: dict[int, str] = field(default_factory=dict)  # of neighbours that have left
+    payloads: PayloadWatch = field(default_factory=lambda: PayloadWatch(float("inf")))  # on devices
 
 
 @dataclass
@@ -65,6 +67,7 @@ def own_status(status: RankStatus, peers: Sequence[Endpoint | None]) -> Message:
         "serial": status.serial,
         "in_call": status.in_call,
         "call": status.call,
+        "payloads": asdict(status.payloads.state()),
         "moved_bytes": moved_bytes(),
         "busy_seconds": busy_seconds(),
         "clock_seconds": time.monotonic(),
@@ -116,7 +119,14 @@ def build_rows(peers: Sequence[Endpoint | None], results: Mapping[int, _Result])
 
 def _with_answer(row: Row, answer: Message) -> Row:
     sample = Sample(**{**answer["sample"], "stack": tuple(answer["sample"]["stack"])})
-    return replace(row, sample=sample, serial=answer["serial"], in_call=answer["in_call"], last_call=answer["call"])
+    return replace(
+        row,
+        sample=sample,
+        serial=answer["serial"],
+        in_call=answer["in_call"],
+        last_call=answer["call"],
+        payloads=PayloadState(**answer["payloads"]),
+    )
 
 
 def _with_progress(row: Row, first: _Result | None, second: _Result | None) -> Row:

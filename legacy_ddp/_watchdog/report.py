@@ -10,6 +10,7 @@ from legacy_ddp._text import WIDTH, encodable, wrap
 from legacy_ddp._watchdog.activity import HOOK, RUN, Sample
 from legacy_ddp._watchdog.client import DEAD, RUNNING, STOPPED, TRACED, Failure, Outcome
 from legacy_ddp._watchdog.missing import Row, missing_after_loss, missing_ranks
+from legacy_ddp._watchdog.payloads import Progress, recorder_text
 from legacy_ddp._watchdog.report_file import ReportFile
 
 MAX_ROWS = 24
@@ -18,6 +19,12 @@ MAX_PARTS = 4
 # Phases of a call in which user code runs.
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 _REPORTS = "reports of this rank:"
+_PROGRESS = {
+    Progress.COMPLETE: "complete on",
+    Progress.RUNNING: "running on",
+    Progress.ISSUING: "being issued on",
+    Progress.NOT_BEGUN: "not begun on",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,8 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     waiting = [row for row in rows if row.sample is not None and row.in_call and row.rank not in missing]
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
     summary = _summary(rows, missing)
-    head = f"{_farthest_position(rows)}: {failure.reason or f'ranks have waited for {waited_seconds:.1f} s'}; {summary}"
+    reason = failure.reason or f"ranks have waited for {waited_seconds:.1f} s"
+    head = f"{_late_payload(rows)}{_farthest_position(rows)}: {reason}; {summary}"
     lines = [*_wrap(head), *_advice(rows, missing), "", *_table(rows, missing), *_stacks(rows, missing)]
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
@@ -67,6 +75,47 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
         is_busy=bool(missing) and all(on or rows[rank].is_busy for rank, on in zip(missing, progressing, strict=True)),
         reporters=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
         is_late=failure.is_late,
+    )
+
+
+def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
+    """Compose the report on the payload of ``call``, number ``serial`` on the group, that runs on devices for long."""
+    progress = {row.rank: row.payloads.progress(serial) for row in rows if row.sample is not None}
+    gone = [row.rank for row in rows if row.is_gone]
+    farthest = min(max(progress.values(), default=Progress.NOT_BEGUN), Progress.RUNNING)
+    behind = [rank for rank, reached in progress.items() if reached < farthest]
+    missing = tuple(gone or behind or [row.rank for row in rows if row.is_silent])
+    if missing:
+        summary = _summary(rows, missing)
+    elif farthest is Progress.ISSUING:
+        summary = "every rank is issuing it; the backend may still be connecting the devices"
+    else:
+        summary = "no rank is missing, every rank has issued it; look at the network between the devices"
+    not_complete = (Progress.ISSUING, Progress.RUNNING)
+    waiting = [row for row in rows if progress.get(row.rank) in not_complete and row.rank not in missing]
+    head = f"{call}: {_payload_text(waiting)}; {summary}"
+    ranks = {reached: [rank for rank, other in progress.items() if other is reached] for reached in _PROGRESS}
+    states = [f"{text} {name_ranks(ranks[reached])}" for reached, text in _PROGRESS.items() if ranks[reached]]
+    recorder = recorder_text()
+    return Report(
+        head=encodable(head),
+        text=encodable(
+            "\n".join(
+                [
+                    *_wrap(head),
+                    *_wrap(f"the payload is {', '.join(states)}"),
+                    *(_wrap(recorder) if recorder else []),
+                    "",
+                    *_table(rows, missing),
+                    *_stacks(rows, missing),
+                ]
+            )
+        ),
+        summary=encodable(summary),
+        missing=missing,
+        is_progressing=False,
+        is_busy=False,
+        reporters=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
     )
 
 
@@ -101,6 +150,26 @@ def activity_text(row: Row) -> str:
     if row.sample.call:
         return f"{row.sample.call} of another group: {row.sample.phase}"
     return f"{row.sample.phase} after {row.last_call}" if row.last_call else row.sample.phase
+
+
+def _late_payload(rows: Sequence[Row]) -> str:
+    """The oldest payload that was reported before and still runs on a device, for the begin of a report; or empty."""
+    late = [row for row in rows if row.payloads.is_late]
+    if not late:
+        return ""
+    oldest = min(late, key=lambda row: row.payloads.serial).payloads
+    return f"{oldest.call}: {_payload_text([row for row in late if row.payloads.serial == oldest.serial])}; "
+
+
+def _payload_text(rows: Sequence[Row]) -> str:
+    """The ranks that wait for a payload, with their devices."""
+    seconds = max((row.payloads.seconds for row in rows), default=0.0)
+    ranks: dict[str, list[int]] = {}
+    for row in rows:
+        ranks.setdefault(row.payloads.devices, []).append(row.rank)
+    parts = [f"{name_ranks(of_device)} ({device})" for device, of_device in list(ranks.items())[:MAX_PARTS]]
+    more = f", ... {len(ranks) - MAX_PARTS} other devices" if len(ranks) > MAX_PARTS else ""
+    return f"the payload is not complete after {seconds:.1f} s on {', '.join(parts)}{more}"
 
 
 def _position(row: Row) -> str:
@@ -248,10 +317,18 @@ class WarningPolicy:
         elif _is_same(report, self._last_in_full):
             self._log(f"{report.head}, as reported", report)
         else:
-            self._file.append(report.text)
-            self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
+            self.tell_in_full(report)
             self._last_in_full = report
         self._last = report
+
+    def tell_in_full(self, report: Report) -> bool:
+        """Log a report in full and write the file; return whether this rank is the one that logs."""
+        self._file.append(report.text)
+        return self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
+
+    def tell_completion(self, call: str) -> None:
+        """Log that a payload, of which this rank has logged a report, is complete."""
+        self._logger.warning("%s: the payload is complete now on rank %d", call, self._rank)
 
     def end(self, call: str) -> None:
         """The call has succeeded: log this if a report was logged in full."""
@@ -267,10 +344,11 @@ class WarningPolicy:
         if not self._file.append(text):
             self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
 
-    def _log(self, text: str, report: Report) -> None:
-        """Log, on a single rank of each machine."""
+    def _log(self, text: str, report: Report) -> bool:
+        """Log, on a single rank of each machine; return whether this rank is the one."""
         if self._rank in report.reporters:
             self._logger.warning("%s", text)
+        return self._rank in report.reporters
 
 
 def _is_same(report: Report, other: Report | None) -> bool:

@@ -118,16 +118,22 @@ class StatusServer:
     """
 
     def __init__(
-        self, rank: int, answer: Callable[[Message], Message], on_closed: Callable[[int, str | None], None]
+        self,
+        rank: int,
+        answer: Callable[[Message], Message],
+        on_closed: Callable[[int, str | None], None],
+        look: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._answer = answer
         self._on_closed = on_closed  # (rank, its exit reason or None)
+        self._look = look  # called before each wait; returns the seconds until its next call, None for no limit
         self._selector = selectors.DefaultSelector()
         self._listener = _listen()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._connections: dict[socket.socket, _Connection] = {}
         self._accept_again_at = 0.0  # while accepting is paused
         self._exit_reason = ""
+        self._is_closing = False
         self._neighbour: Endpoint | None = None
         self._was_monitored = False  # by the neighbour before this rank
         self._started = threading.Event()
@@ -149,12 +155,16 @@ class StatusServer:
 
     def close(self, exit_reason: str) -> None:
         """Send the exit reason to the neighbours and stop answering."""
-        self._exit_reason = exit_reason
-        with suppress(OSError):
-            self._wake_sender.send(b"x")
+        self._exit_reason, self._is_closing = exit_reason, True
+        self.wake()
         self._started.set()
         if self._thread is not threading.current_thread():
             self._thread.join(ANSWER_SECONDS)
+
+    def wake(self) -> None:
+        """End the present wait of the thread: ``look`` has a new answer."""
+        with suppress(OSError):
+            self._wake_sender.send(b"x")
 
     def after_fork(self) -> None:
         """In a forked child: close the parent's sockets; an open copy would hide the end of the parent."""
@@ -166,7 +176,8 @@ class StatusServer:
         if self._neighbour is not None:
             self._monitor(self._neighbour)
         while self._wake_receiver in self._selector.get_map():
-            self._handle_ready(self._next_timeout())
+            seconds = [limit for limit in (self._next_timeout(), self._look()) if limit is not None]
+            self._handle_ready(min(seconds, default=None))
         # The neighbour before this rank connects in its first call, perhaps a moment from now: without the exit reason
         # it would report that this rank ended unexpectedly. All input that has arrived is handled.
         deadline = time.monotonic() + _FAREWELL_SECONDS
@@ -183,7 +194,9 @@ class StatusServer:
         for key, _ in ready:
             sock: socket.socket = key.fileobj  # type: ignore[assignment]  # only sockets are registered
             if sock is self._wake_receiver:
-                self._selector.unregister(sock)
+                sock.recv(PART_BYTES)
+                if self._is_closing:
+                    self._selector.unregister(sock)
             elif sock is self._listener:
                 self._accept()
             elif sock in self._connections:

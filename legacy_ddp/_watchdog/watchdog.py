@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 
+import torch
+
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._text import error_line
 from legacy_ddp._watchdog.client import (
@@ -27,8 +29,16 @@ from legacy_ddp._watchdog.client import (
 )
 from legacy_ddp._watchdog.ending import end_text, error_behind, watch_exit
 from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS
+from legacy_ddp._watchdog.payloads import Payload, PayloadWatch
 from legacy_ddp._watchdog.poll import GroupView, own_status, poll_ranks
-from legacy_ddp._watchdog.report import Report, WarningPolicy, compose, decode_report, format_loss
+from legacy_ddp._watchdog.report import (
+    Report,
+    WarningPolicy,
+    compose,
+    compose_payload,
+    decode_report,
+    format_loss,
+)
 from legacy_ddp._watchdog.report_file import ReportFile
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
 
@@ -52,15 +62,17 @@ class Watchdog:
     ) -> None:
         self.rank = rank
         self.warn_after_seconds = warn_after_seconds
+        self._payloads = PayloadWatch(warn_after_seconds)
         self.file = ReportFile(report_dir, rank, size)
         with ExitStack() as opened:
             opened.callback(self.file.close)
             self._background = BackgroundTasks(rank)
             opened.callback(self._background.close)
-            self._server = StatusServer(rank, self._answer, self._on_closed)
+            self._server = StatusServer(rank, self._answer, self._on_closed, self._look)
             opened.pop_all()  # nothing failed: all of it stays open
         self._view = GroupView(self._server.endpoint, [None] * size)
         self._status = self._view.status
+        self._status.payloads = self._payloads
         self.activity = self._status.activity  # of the calls
         self._policy = WarningPolicy(rank, self.file, warn_after_seconds)
         self._record = FailureRecord(self._view, self._policy)
@@ -91,6 +103,19 @@ class Watchdog:
             self._status.serial -= 1
         if succeeded:
             self._policy.end(self._status.call)
+        else:
+            self._payloads.drop_failed()
+
+    def begin_payload(self, devices: Sequence[torch.device]) -> None:
+        """This rank begins to issue the payload of the call on ``devices``."""
+        is_first = not self._payloads.is_used
+        self._payloads.begin(self._status.serial, self._status.call, devices)
+        if is_first:
+            self._server.wake()
+
+    def end_payload(self) -> None:
+        """The payload is issued: watch it until it is complete on the devices. Two launches per device."""
+        self._payloads.issue()
 
     def check_peers(self, waited_seconds: float) -> Failure | None:
         """Warn if a warning is due; return a failure found by any rank. To be called repeatedly during a wait."""
@@ -133,7 +158,7 @@ class Watchdog:
             return own_status(self._status, self._view.peers)
         failure = decode_failure(message["failure"])
         if message["request"] == "report":
-            return self._exchange.answer(int(message["serial"]), failure)
+            return self._exchange.answer(int(message["serial"]), failure, payload_of=message["payload_of"])
         if failure is not None:
             self._record.record_failure(failure)
         if message["report"]:
@@ -147,6 +172,20 @@ class Watchdog:
                 self._policy.warn(report)
         finally:
             self._policy.end_check()
+
+    def _look(self) -> float | None:
+        """Report a payload that is not complete on a device; return the seconds until the next look."""
+        for payload in self._payloads.take_completed():
+            if payload.is_told:
+                self._policy.tell_completion(payload.call)
+        if (late := self._payloads.take_late()) is not None:
+            self._background.submit(self._warn_of_payload, late)
+        return self._payloads.seconds_to_look()
+
+    def _warn_of_payload(self, payload: Payload) -> None:
+        report = self._exchange.fetch(payload.serial, None, payload_of=payload.call)
+        if not payload.is_complete():
+            payload.is_told = self._policy.tell_in_full(report)
 
     def _on_closed(self, rank: int, exit_reason: str | None) -> None:
         """A monitor connection was closed."""
@@ -254,32 +293,45 @@ class ReportExchange:
         self._record = record
         self._background = background
         self._fresh_seconds = min(_FRESH_SECONDS, warn_after_seconds / 2)
-        self._by_serial: dict[int, _SharedReport] = {}  # reports on waits, without a failure
+        # Reports without a failure: on the wait in a call ("") or on the payload of a call, by number of the call.
+        self._by_serial: dict[tuple[int, str], _SharedReport] = {}
         self._final: _SharedReport | None = None
         self._lock = threading.Lock()
 
-    def answer(self, serial: int, failure: Failure | None) -> Message:
-        """The answer to a request for a report; empty until composed.
+    def answer(self, serial: int, failure: Failure | None, *, payload_of: str = "") -> Message:
+        """The answer to a request for a report; empty until composed. ``payload_of``: on the payload of this call.
 
-        The first request starts the composition. The final report answers every later request.
+        The first request starts the composition. The final report answers every later request on a call.
         """
         with self._lock:
-            shared = self._final
+            shared = None if payload_of else self._final
             if shared is None and failure is not None:
                 shared = self._final = self._start_report(failure)
             elif shared is None:
-                shared = self._by_serial.get(serial)
+                shared = self._by_serial.get((serial, payload_of))
                 if shared is None or time.monotonic() - shared.composed_at > self._fresh_seconds:
-                    shared = self._start_report(None)
+                    shared = self._start_report(None, serial, payload_of)
                     # Ranks may be in two calls at a time, not more.
-                    recent = {other: old for other, old in self._by_serial.items() if abs(other - serial) <= 1}
-                    self._by_serial = {**recent, serial: shared}
+                    recent = {
+                        other: old
+                        for other, old in self._by_serial.items()
+                        if abs(other[0] - serial) <= 1 or bool(other[1]) != bool(payload_of)
+                    }
+                    self._by_serial = {**recent, (serial, payload_of): shared}
         return asdict(shared.report) if shared.report else {}
 
-    def fetch(self, serial: int, failure: Failure | None) -> Report:
-        """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers."""
+    def fetch(self, serial: int, failure: Failure | None, *, payload_of: str = "") -> Report:
+        """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers.
+
+        ``payload_of``: as for :meth:`answer`.
+        """
         deadline = time.monotonic() + _report_seconds(len(self._view.peers))
-        message = {"request": "report", "serial": serial, "failure": failure and asdict(failure)}
+        message = {
+            "request": "report",
+            "serial": serial,
+            "failure": failure and asdict(failure),
+            "payload_of": payload_of,
+        }
         for peer in self._answering(deadline):
             while time.monotonic() < deadline:
                 outcome, answer = request(peer, message, self._view.own.identity)
@@ -290,16 +342,17 @@ class ReportExchange:
                 if answer:
                     return decode_report(answer)
                 self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
-        return compose(self._view.local_rows(failure), failure, was_polled=False)
+        rows = self._view.local_rows(failure)
+        return compose_payload(rows, payload_of, serial) if payload_of else compose(rows, failure, was_polled=False)
 
-    def _start_report(self, failure: Failure | None) -> _SharedReport:
+    def _start_report(self, failure: Failure | None, serial: int = 0, payload_of: str = "") -> _SharedReport:
         shared = _SharedReport()
-        self._background.submit(self._make_report, shared, failure)
+        self._background.submit(self._make_report, shared, failure, serial, payload_of)
         return shared
 
-    def _make_report(self, shared: _SharedReport, failure: Failure | None) -> None:
+    def _make_report(self, shared: _SharedReport, failure: Failure | None, serial: int, payload_of: str) -> None:
         rows = poll_ranks(self._view.peers, self._view.own, twice=failure is None)
-        report = compose(rows, failure)
+        report = compose_payload(rows, payload_of, serial) if payload_of else compose(rows, failure)
         if failure is not None:
             report = self._record.finalize(report)
             # Before any rank fetches the report: a rank with the report leaves, and would then look missing.

@@ -36,10 +36,14 @@ _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.
 
 @dataclass
 class InFlight:
-    """A collective: the memory that it uses, its group, and whether the stream waits for its end."""
+    """A collective: the memory that it uses, its group, and whether the stream waits for its end.
+
+    ``is_held``: the host does not run it before :meth:`SimulatedGroup.release`.
+    """
 
     memory: list[tuple[int, int]]
     group: object
+    is_held: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     is_awaited: bool = False
 
@@ -73,6 +77,8 @@ class SimulatedDevice:
         ``group``: of a collective, which also runs after all collectives of its group.
         """
         for collective in list(self.in_flight):
+            if collective.is_awaited and collective.is_held:
+                continue  # the operation runs at once, on values that mean nothing; copies to the host wait
             if collective.is_awaited:
                 collective.done.wait()
                 self.in_flight.remove(collective)
@@ -82,6 +88,9 @@ class SimulatedDevice:
     def wait_for_host(self) -> None:
         """The host reads a value: it waits for everything that was issued."""
         self.host_waits[_place()] += 1
+        for collective in self.in_flight:
+            if collective.is_held:
+                collective.done.wait()
         self.run_copies()
 
     def run_copies(self, count: int | None = None) -> None:
@@ -174,7 +183,7 @@ def _copy(source: torch.Tensor, target: torch.Tensor, *, waits: bool) -> torch.T
         device.wait_for_host()
     if target.device.type == "cpu" and not waits:
         device.copies.append((target, values.clone()))
-        if not device.holds_copies:
+        if not device.holds_copies and not any(collective.is_held for collective in device.in_flight):
             device.run_copies()
     else:
         on_cpu(target).copy_(values)

@@ -54,7 +54,10 @@ class SimulatedWork(Work):
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """``delay_seconds``: from the issue of a collective to its begin. ``waits``: False makes every wait do nothing."""
+    """``delay_seconds``: from the issue of a collective to its begin. ``waits``: False makes every wait do nothing.
+
+    ``before_issue``: called before a collective is issued.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -64,11 +67,32 @@ class SimulatedGroup(dist.ProcessGroup):
         self.issued = 0
         self.delay_seconds = 0.02
         self.waits = True
+        self.before_issue: Callable[[], object] = lambda: None
+        self._held: list[InFlight] = []
+        self._released = threading.Event()
+        self._released.set()
         threading.Thread(target=self._serve, daemon=True).start()
 
     def shutdown(self) -> None:
         """End the thread."""
         self._queue.put(None)
+
+    def hold(self) -> None:
+        """Keep the next collectives of this rank from running, until :meth:`release`.
+
+        The host goes on. What the device computes meanwhile means nothing; copies to the host that it does not wait for
+        come after the collectives.
+        """
+        self._released.clear()
+
+    def release(self) -> None:
+        """Run the collectives that were held, and what the device has to do behind them."""
+        self._released.set()
+        for collective in self._held:
+            collective.done.wait()
+            collective.is_held = False
+        self._held.clear()
+        device.run_copies()
 
     @property
     def options(self) -> Any:
@@ -120,8 +144,11 @@ class SimulatedGroup(dist.ProcessGroup):
         values = [on_cpu(tensor) for tensor in tensors]
         if all(tensor.device.type == "cpu" for tensor in tensors):
             return collective(self._gloo, values)  # type: ignore[no-any-return]
+        self.before_issue()
         self.issued += 1
-        flight = InFlight(extents(tensors), group=self)
+        flight = InFlight(extents(tensors), group=self, is_held=not self._released.is_set())
+        if flight.is_held:
+            self._held.append(flight)
         device.before(sys._getframe(1).f_code.co_name, tensors, group=self)
         device.in_flight.append(flight)
         self._queue.put((lambda: collective(self._gloo, values).wait(), flight))
@@ -131,6 +158,7 @@ class SimulatedGroup(dist.ProcessGroup):
         while (issued := self._queue.get()) is not None:
             run, flight = issued
             time.sleep(self.delay_seconds)
+            self._released.wait()
             run()
             flight.done.set()
 

@@ -20,6 +20,7 @@ _EXCHANGES = "tests/collectives/test_exchanges.py"
 _HEADER = "tests/agreement/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
 _LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
+_PAYLOADS = "tests/watchdog/test_payloads.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
 
 AGREEMENT = (
@@ -508,6 +509,42 @@ WATCHDOG = (
         "if self.failure is not None and (self._missing or not logs):",
         "if self.failure is not None:",
         "tests/watchdog/test_report.py",
+    ),
+    Mutant(
+        "a payload that was not issued is complete",
+        "return bool(self.words) and all(int(word)",
+        "return all(int(word)",
+        _PAYLOADS,
+    ),
+    Mutant(
+        "a payload is complete with the one before",
+        "int(word) >= self.serial for word",
+        "int(word) >= self.serial - 1 for word",
+        _PAYLOADS,
+    ),
+    Mutant(
+        "a payload waits from its issue, however far the host is ahead",
+        "max(oldest.begun_at, self._advanced_at)",
+        "oldest.begun_at",
+        _PAYLOADS,
+    ),
+    Mutant(
+        "the host waits for the word of a payload",
+        "device=place), non_blocking=True)",
+        "device=place))",
+        f"{_PAYLOADS} -k copies_one_number",
+    ),
+    Mutant(
+        "no rank is missing where a payload was not issued",
+        "behind = [rank for rank, reached in progress.items() if reached < farthest]",
+        "behind: list[int] = []",
+        _PAYLOADS,
+    ),
+    Mutant(
+        "the thread of the watchdog sleeps on after the first payload",
+        "        if is_first:\n            self._server.wake()",
+        "",
+        f"{_PAYLOADS} -k does_not_issue",
     ),
 )
 
