@@ -103,6 +103,7 @@ def _fails_in_its_hook(rank: int, folder: Path, odd: str) -> Told | tuple[bool, 
     return caught.value is own, again.text, gradient_values(model)
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 @pytest.mark.parametrize("odd", ODD)
 def test_an_exception_in_a_hook_names_its_rank_at_once_whatever_it_says(odd: str, tmp_path: Path) -> None:
     left, (is_own, again, gradients) = run_ranks(_fails_in_its_hook, 2, tmp_path, odd, survivors_exit=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
@@ -228,14 +229,17 @@ def _check(world_size: int, scenes: Sequence[Mapping[int, str]]) -> None:
     assert not wrong
 
 
+@pytest.mark.cpu("a device has no digests in turns")
 def test_a_fault_of_one_rank_is_an_error_without_a_change_of_any_gradient() -> None:
     _check(2, [{1: name} for name in _NAMES])
 
 
+@pytest.mark.cpu("a device has no digests in turns")
 def test_of_two_faults_on_two_ranks_the_first_of_the_fixed_order_is_raised() -> None:
     _check(2, [{1: first, 0: second} for first, second in _PAIRS])
 
 
+@pytest.mark.cpu("a device has no digests in turns")
 def test_of_two_faults_on_three_ranks_the_first_of_the_fixed_order_is_raised() -> None:
     # The later fault is on the rank before: the number of a rank decides nothing.
     _check(3, [{2: first, 1: second} for first, second in _PAIRS])

@@ -48,6 +48,7 @@ WRONG: dict[Callable[[Any], Any], str | None] = {
 }
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_a_result_of_no_use_is_the_same_error_on_all_ranks() -> None:
     # On rank 1 alone the others' collective would lack a partner, so both call none in the first round.
     seen = run_cases(_wrong_on_one, 2, {wrong.__name__: (wrong,) for wrong in WRONG})
@@ -103,6 +104,7 @@ def _raising(rank: int, guilty: tuple[int, ...], error: Exception) -> Any:
     return None
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_hook_that_raises_on_one_rank_is_told_to_the_others_at_once() -> None:
     own = KeyError("the hook's own")
     left, raised = run_ranks(partial(_raising, guilty=(1,), error=own), 2, survivors_exit=False)
@@ -121,6 +123,7 @@ def test_a_hook_that_raises_on_all_ranks_is_its_own_error_there() -> None:
         assert "the hook's own" in seen[1]
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 @pytest.mark.parametrize(
     "error, kind, words",
     [

@@ -43,6 +43,7 @@ def _reduced(rank: int, parts: tuple[Part, Part]) -> list[Any]:
     return [None if grad is None else grad.tolist() for grad in get_gradients(model)]
 
 
+@pytest.mark.unsimulated("its tensors cannot be copied with copy.deepcopy")
 def test_the_hooks_mean_is_scaled_to_those_that_took_part() -> None:
     found = run_cases(_reduced, 2, {name: (parts,) for name, (parts, _) in MEANS.items()})
 
@@ -95,6 +96,7 @@ def test_a_hook_sees_every_bucket_with_shapes_strides_and_parameters() -> None:
         ]
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 @on_ranks(2, [[True, True, [[2.0], [2.0], [0.0]], [1.5, 1.5]]] * 2)
 def test_sparse_gradients_do_not_go_through_the_hook(rank: int) -> list[Any]:
     model, shown = wrap_module([torch.zeros(3, 1), torch.zeros(2)]), []
@@ -156,6 +158,7 @@ def test_a_hook_may_be_registered_between_steps(rank: int) -> list[Any]:
     return [found, dtypes]
 
 
+@pytest.mark.unsimulated("its tensors cannot be copied with copy.deepcopy")
 @on_ranks(2, [[3.0, 1.0, 1.0]] * 2)
 def test_a_copy_has_no_hook(rank: int) -> list[Any]:
     model = wrap()

@@ -106,6 +106,7 @@ def test_power_sgd_of_several_matrices_is_that_of_torch_ddp_where_names_follow_b
         assert ours == theirs
 
 
+@pytest.mark.cpu("its numbers are those of the CPU")
 def test_power_sgd_trains_as_well_as_under_torch_ddp_where_names_do_not_follow_backward() -> None:
     for (ours, loss), (theirs, their_loss) in run_ranks(_several_matrices, 2, "a", "z"):
         assert ours != theirs
@@ -135,6 +136,7 @@ def _both(rank: int) -> dict[str, tuple[Any, Any]]:
     }
 
 
+@pytest.mark.cpu("its numbers are those of the CPU")
 def test_torchs_hooks_give_the_weights_that_they_give_in_torch_ddp() -> None:
     ranks = _both()
     for name in HOOKS:
@@ -227,6 +229,7 @@ def _resumed(rank: int) -> tuple[Any, Any]:
     return whole[-1], [bits_of(parameter.detach()) for parameter in model.parameters()]
 
 
+@pytest.mark.cpu("its numbers are those of the CPU")
 def test_a_stateful_hook_survives_a_checkpoint() -> None:
     for whole, resumed in run_ranks(_resumed, 2):
         assert whole == resumed

@@ -53,6 +53,7 @@ def _uneven(rank: int, counts: tuple[int, ...], divide: bool) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.unsimulated("torch DDP logs a warning there")
 def test_uneven_ranks_end_with_torch_ddps_weights() -> None:
     cases = [(counts, divide) for counts in ((2, 5), (4, 1), (3, 3)) for divide in (True, False)]
     for ranks in run_cases(_uneven, 2, {str(case): case for case in cases}).values():
@@ -306,6 +307,7 @@ def _noise(rank: int) -> Any:
     return None
 
 
+@pytest.mark.cpu("norms are not read on a device")
 def test_the_noise_scale_counts_those_that_took_part() -> None:
     # g = (3, 1): A = (9 + 1) / 2, the mean of the two is 2, N = 2: tr = (5 - 4) / (1 - 1 / 2), |G|^2 = 4 - 2 / 2.
     for found in _noise()[:2]:

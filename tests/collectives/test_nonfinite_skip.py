@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,6 +76,7 @@ def _skips(rank: int) -> dict[str, list[Any]]:
     return found
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_all_ranks_skip_the_step_of_a_rank_with_a_nan_whatever_the_way() -> None:
     for found in run_ranks(_skips, 2):
         for name, (steps, warned) in found.items():
@@ -99,6 +101,7 @@ def _skips_for_ever(rank: int) -> list[str]:
     return logged_warnings.take()
 
 
+@pytest.mark.unsimulated("it has no sparse tensors")
 def test_a_training_that_skips_for_ever_says_so_again() -> None:
     for first, later in run_ranks(_skips_for_ever, 2):
         assert "(1 until now)" in first

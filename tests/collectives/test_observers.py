@@ -210,6 +210,7 @@ def _followed(rank: int) -> list[set[tuple[str, int]]]:
     return [set(scope[name].scalars) for name in ("writer", "run") if name in scope]
 
 
+@pytest.mark.cpu("norms are not read on a device")
 def test_the_recipes_for_trackers_draw_every_rank_from_one() -> None:
     (drawn, logged), *others = run_ranks(_followed, 2)
     phases = {("seconds/" + phase, 10) for phase in ("plan", "pack", "digest", "agree", "payload", "alias")}
@@ -261,6 +262,7 @@ def _tabulated(rank: int) -> str:
     return said.getvalue()
 
 
+@pytest.mark.unsimulated("its operations resize their results")
 def test_the_recipe_for_the_profiler_prints_the_ranges() -> None:
     for table in _tabulated():
         assert "legacy_ddp::all_reduce()::agree" in table

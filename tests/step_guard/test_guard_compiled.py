@@ -62,6 +62,7 @@ def _train(rank: int, what: str, name: str, checks: str, forgotten: int) -> tupl
     return graphs, sum(counters["recompiles"].values()), refused
 
 
+@pytest.mark.cpu("it compiles for the CPU")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thorough_but(["AdamW"], _OPTIMIZERS))
 @pytest.mark.parametrize("what", [thorough("model"), thorough("optimizer"), "step", thorough("step with closure")])
@@ -73,6 +74,7 @@ def test_the_guard_adds_no_graph_and_compiles_nothing_again(what: str, name: str
     assert refused == -1
 
 
+@pytest.mark.cpu("it compiles for the CPU")
 @pytest.mark.parametrize("what", [thorough("model"), thorough("optimizer"), "step", thorough("step with closure")])
 def test_a_compiled_program_that_was_right_four_times_is_refused_the_fifth(what: str) -> None:
     ((_, _, refused),) = run_ranks(_train, 1, what, "AdamW", "info", 4, timeout_seconds=120, fresh=True)

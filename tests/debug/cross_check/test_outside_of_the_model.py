@@ -63,6 +63,7 @@ def _with_and_without(build: Callable[[], Built], rank: int) -> bool:
     return _train(build, rank, checked=True) == _train(build, rank, checked=False)
 
 
+@pytest.mark.unsimulated("its generator draws no dropout of a probability of its own")
 @pytest.mark.parametrize("build", [_with_a_head, _with_a_generator])
 def test_a_check_changes_no_second_model_and_no_generator_of_a_module(build: Callable[[], Built]) -> None:
     assert run_ranks(_check_build, 3, build.__name__) == [True] * 3
