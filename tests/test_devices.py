@@ -18,12 +18,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp.debug import Recorder, check_replicas, cross_check
-from tests.helpers.devices import count_waits, needs_a_device
+from tests.helpers.devices import count_waits
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
 
-pytestmark = needs_a_device
 STEPS, MICRO_BATCHES, ITEMS = 3, 4, 8
 
 

@@ -15,7 +15,7 @@ import torch
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import Bucket, Run, Slot, wire_dtype
 from legacy_ddp._buckets.segment import Segment, SegmentPolicy
-from legacy_ddp._buckets.views import SlotViews
+from legacy_ddp._buckets.slot_views import SlotViews
 from legacy_ddp._errors import GradientError
 from legacy_ddp._settings import Settings
 

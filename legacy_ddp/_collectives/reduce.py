@@ -178,7 +178,10 @@ class GroupTreeReducer(Reducer):
 
 
 def fill_missing(payload: Payload, buffer: FlatBuffer, share: slice, runs: Sequence[Run], flat: torch.Tensor) -> None:
-    """Fill the slots left out by packing: zeros for absent gradients, and sparse gradients converted to dense.
+    """Fill the slots left out by packing, so that all ranks bring the same slots.
+
+    An absent gradient becomes zeros inside ``runs``, the parts of the flat tensor that are sent. A sparse gradient
+    becomes dense where the ranks have agreed on a dense result.
 
     ``flat``: the flat tensor of ``buffer``, or a tensor like it. ``share``: the slots of ``buffer`` among all slots.
     """

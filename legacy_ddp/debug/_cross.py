@@ -19,7 +19,7 @@ from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import build_inventory, distinct, inventory_digest
 from legacy_ddp._check_settings import as_names
 from legacy_ddp._errors import ReplicaDivergenceError, argument_errors
-from legacy_ddp._replicas import state as hold
+from legacy_ddp._replicas import state as replica_state
 from legacy_ddp._replicas.compare import DETAILS, LocalState, compare_headers, divergence_error
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.call import Call, check_can_communicate
@@ -117,7 +117,7 @@ def cross_check(
             local = tuple(
                 synchronizer.settings.checks.local_buffers if options.local_buffers is None else options.local_buffers
             )
-            hold.check_local_buffers(module, local)
+            replica_state.check_local_buffers(module, local)
             statistics = held_statistics(run, module)
             held = {name: value for name, value in held_values(run, module).items() if name not in statistics}
             own = _own_tensors(target, local)
@@ -263,8 +263,8 @@ def _shared_state(target: Target, own: Mapping[str, torch.Tensor]) -> LocalState
     buffers = distinct(target.module.named_buffers(remove_duplicate=False))
     return LocalState(
         [
-            *hold.parameters(target.module, target.ignore),
-            *hold.buffer_items(item for item in buffers if item.name not in own),
+            *replica_state.parameters(target.module, target.ignore),
+            *replica_state.buffer_items(item for item in buffers if item.name not in own),
         ]
     )
 
@@ -286,15 +286,18 @@ def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_by
     return data
 
 
-def _describe(module: nn.Module, held: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
-    """The arguments and tensors to be equal on all ranks, as text."""
-    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
-    items = [hold.StateItem("", name, hold.comparable(value)) for name, value in tensors.items()]
+def _describe(module: nn.Module, run_values: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
+    """What the ranks compare before the runs, as text: arguments, parameters, buffers, and tensors found inside ``run``.
+
+    ``run_values``: what the user's ``run`` holds (closure, attributes), by name; only its tensors are compared.
+    """
+    tensors = {name: value for name, value in run_values.items() if isinstance(value, torch.Tensor)}
+    items = [replica_state.StateItem("", name, replica_state.comparable(value)) for name, value in tensors.items()]
     return {
         **{f"argument {name}": str(value) for name, value in arguments.items()},
         **build_inventory(distinct(module.named_parameters(remove_duplicate=False)), kind="parameter"),
         **build_inventory(distinct(module.named_buffers(remove_duplicate=False)), kind="buffer"),
-        **{f"tensor in {name}": text for name, text in hold.describe_items(items).items()},
+        **{f"tensor in {name}": text for name, text in replica_state.describe_items(items).items()},
     }
 
 

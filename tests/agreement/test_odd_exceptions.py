@@ -133,6 +133,7 @@ def _leave_with(error: Exception) -> NoReturn:
         dist.destroy_process_group()
 
 
+@pytest.mark.unsimulated("a process with it ends in another way")
 @pytest.mark.parametrize("odd", ODD)
 def test_an_exception_that_ends_a_rank_is_its_goodbye_whatever_it_says(odd: str, tmp_path: Path) -> None:
     left, _ = run_ranks(_fails_for_good, 2, tmp_path, odd, lost=(CULPRIT,))

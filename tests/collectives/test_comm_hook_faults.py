@@ -187,6 +187,7 @@ def _unusual_buffers(rank: int) -> list[Any]:
     return [*found, error_of(step, model, 3.0)]
 
 
+@pytest.mark.unsimulated("it has no memory that can be freed in place")
 def test_a_hook_may_free_its_buffer_and_may_not_set_it_to_nothing() -> None:
     ((first, second, said),) = _unusual_buffers()
     assert (first, second) == (1.0, 2.0)
@@ -231,6 +232,7 @@ def _killed_in_the_hook(rank: int) -> Any:
     return None
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_rank_that_dies_in_a_hooks_collective_is_named() -> None:
     seen = run_ranks(_killed_in_the_hook, 3, lost=(2,), survivors_exit=False)
     assert seen == [("PeerLostError", (2,), "hook", {"weight": None})] * 2 + [None]
@@ -268,6 +270,7 @@ def _nonsense_alone(rank: int) -> Any:
     return error_of(model.all_reduce)
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_rank_whose_hook_returns_nonsense_without_the_others_collective_is_named_with_the_result() -> None:
     for kind, text in run_ranks(_nonsense_alone, 3, lost=(0, 1, 2), survivors_exit=False):
         assert kind in ("SyncTimeoutError", "PeerLostError")

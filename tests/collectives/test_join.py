@@ -381,6 +381,7 @@ def _late(rank: int) -> Any:
     return None
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_rank_that_stays_away_ends_the_wait_with_the_timeout() -> None:
     seen, _ = run_ranks(_late, 2, lost=(1,), survivors_exit=False)
     assert seen == ((1,), "join", "LostPeerError")
@@ -398,6 +399,7 @@ def _asleep_in_its_second_step(rank: int) -> Any:
         return getattr(error, "ranks", None), " ".join(str(error).split())
 
 
+@pytest.mark.cpu("a collective of a device goes on until its own timeout")
 def test_a_rank_that_is_out_of_data_is_not_blamed_for_one_that_hangs() -> None:
     ranks, text = run_ranks(_asleep_in_its_second_step, 3, lost=(0, 1), survivors_exit=False)[2]
     assert ranks == (1,)

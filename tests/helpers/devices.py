@@ -11,22 +11,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 
-VARIABLE = "TEST_DEVICE"
 CPU, SIMULATED = "cpu", "sim"
 # Not empty: ``make test DEVICE=cuda`` runs the tests for devices alone, and on this kind.
-CHOSEN = os.environ.get(VARIABLE, "")
-
-# The simulated device needs interfaces of newer torches.
-needs_a_device = pytest.mark.skipif(
-    not CHOSEN and not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
+CHOSEN = os.environ.get("TEST_DEVICE", "")
+CAN_SIMULATE = hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
 
 
 def is_real() -> bool:
@@ -37,7 +30,7 @@ def is_real() -> bool:
 def missing(kind: str) -> str | None:
     """Why no tests can run on devices of this kind; None if they can."""
     if kind == SIMULATED:
-        return None
+        return None if CAN_SIMULATE else f"torch {torch.__version__} has no devices in Python"
     try:
         module = torch.get_device_module(kind)
     except RuntimeError as error:

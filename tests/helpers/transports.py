@@ -73,9 +73,8 @@ def _runs_on_device(module: str, folder: str, marks: set[str]) -> bool:
         return False
     if devices.is_real():
         return folder in _DEVICE_FOLDERS
-    return "unsimulated" not in marks and (
-        folder in _SIMULATED or module.rpartition(".")[0] in _SIMULATED_MODULES or module in _SIMULATED_MODULES
-    )
+    can_run = folder in _SIMULATED or module in _SIMULATED_MODULES or module.rpartition(".")[0] in _SIMULATED_MODULES
+    return devices.CAN_SIMULATE and can_run and "unsimulated" not in marks
 
 
 @pytest.fixture(autouse=True)

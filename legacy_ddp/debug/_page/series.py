@@ -141,7 +141,7 @@ class ParameterCells:
         that rank, nothing new is added.
         """
         for step, phase in _common_sections(a, b):
-            self.cells.add_values(self.grid.column(step), self._zeros(a, step, phase))
+            self.cells.add_values(self.grid.column(step), self._floor(a, step, phase))
         for step, left, right in _differing_sections(a, b, drawn):
             (values, norms), (other_values, other_norms) = self._by_parameter(left), self._by_parameter(right)
             differing = values != other_values
@@ -167,7 +167,7 @@ class ParameterCells:
         norms[indices] = section.values.norms  # numpy turns None into NaN
         return digests[:-1], norms[:-1]
 
-    def _zeros(self, trace: RankTrace, step: int, phase: str) -> Floats:
+    def _floor(self, trace: RankTrace, step: int, phase: str) -> Floats:
         """0 for every parameter with an entry in a section, else NaN. Reads the section only if names vary by step."""
         declared = trace.declared(phase)
         values = np.full(len(self.names) + 1, np.nan)
