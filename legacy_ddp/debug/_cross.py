@@ -287,7 +287,7 @@ def _pack(batch: Any, module: nn.Module, own: Mapping[str, torch.Tensor], max_by
 
 
 def _describe(module: nn.Module, run_values: Mapping[str, Any], arguments: Mapping[str, object]) -> dict[str, str]:
-    """What the ranks compare before the runs, as text: arguments, parameters, buffers, and tensors found inside ``run``.
+    """What the ranks compare before the runs, as text: arguments, parameters, buffers, and tensors inside ``run``.
 
     ``run_values``: what the user's ``run`` holds (closure, attributes), by name; only its tensors are compared.
     """
