@@ -1,7 +1,7 @@
 """A flat tensor with a view per slot: which gradients are views, and which slots are referenced from outside.
 
-The views are made once, and ``FlatBuffer.alias`` lends them to ``.grad`` again and again. Each view has a storage of its
-own over the memory of the flat tensor, so that its reference counts belong to a single slot. Object identity alone
+The views are made once, and ``FlatBuffer.alias`` lends them to ``.grad`` again and again. Each view has a storage of
+its own over the memory of the flat tensor, so that its reference counts belong to a single slot. Object identity alone
 proves nothing: ``.to()``, ``.data =`` and ``set_()`` put other memory under the object. So address, shape, strides and
 dtype are compared, too.
 """
