@@ -1,17 +1,17 @@
-"""Cost of a call on a CUDA device: copies, digests, waits of the host, launches, and a whole training step.
+"""Cost of a call on a device: copies, digests, waits of the host, launches, and a whole training step.
 
-    torchrun --standalone --nproc-per-node 1 benchmarks/bench_gpu.py [--json FILE]
-    torchrun --standalone --nproc-per-node 2 benchmarks/bench_gpu.py [--json FILE]
+    torchrun --standalone --nproc-per-node 1 benchmarks/bench_gpu.py [--device KIND] [--json FILE]
+    torchrun --standalone --nproc-per-node 2 benchmarks/bench_gpu.py [--device KIND] [--json FILE]
 
-The ranks use NCCL with one device per rank, otherwise gloo on the available devices. With one rank the explicit call
-does not communicate, while torch DDP calls NCCL for each of its buckets: the result is the work on the device.
-Without a device the script prints a message and ends with status 1. Measurements:
+The ranks use the backend that torch has for the device, and share devices if there are fewer than ranks. With one rank
+the explicit call does not communicate, while torch DDP communicates for each of its buckets: the result is the work on
+the device. Without a device the script prints a message and ends with status 1. Measurements:
 
 copies   packing loose gradients into the flat tensor, and copying the result out of the flat tensor
          (gradient_as_bucket_view=False), against one copy_ of the same bytes, which reads and writes each byte once,
          too; timed by events on the stream of the device, so host work counts while the device is idle. Aim: at least
          0.80 of the speed of copy_. The digest of all gradients is printed without an aim; it reads, and waits
-calls    one call in a profile, with gradients as views or to be packed: waits of the host, launches, kernels. With NCCL
+calls    on CUDA: one call in a profile, with gradients as views or to be packed: waits of the host, launches, kernels;
          also the error of torch.cuda.set_sync_debug_mode("error"), which checks torch's own calls only. Aim for
          checks="info": no wait
 step     a whole step, with a wait for the device at its end
@@ -26,6 +26,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from legacy_ddp._buckets.plan import Planner, parameter_columns
 from legacy_ddp._check_settings import ENVIRONMENT_VARIABLE
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._settings import Settings
+from legacy_ddp._torch import device as devices
 
 SHARE_AIM, AIMED_AT = 0.80, ("pack", "unpack")
 MODELS = ("transformer", "embedding")
@@ -50,10 +52,10 @@ MODELS = ("transformer", "embedding")
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print on rank 0, write JSON if asked."""
     arguments = parse_arguments(given)
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device: torch sees none, and nothing here can be measured without one")
-    with _process_group() as device:
-        results: dict[str, Any] = {"device": torch.cuda.get_device_name(device), "backend": dist.get_backend()}
+    if not torch.get_device_module(arguments.device).is_available():
+        sys.exit(f"no device {arguments.device!r}: torch sees none, and nothing here can be measured without one")
+    with _process_group(arguments.device) as device:
+        results: dict[str, Any] = {"device": devices.device_name(str(device)), "backend": dist.get_backend()}
         for model in arguments.models:
             results[model] = {
                 "copies": _answer_copies(model, device, arguments),
@@ -66,23 +68,26 @@ def main(given: Sequence[str] | None = None) -> None:
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
+    parser.add_argument("--device", default="cuda", help="kind of device that torch knows; default: cuda")
+    parser.add_argument("--without-ddp", action="store_true", help="leave out torch DDP, which not all devices can run")
     return parse(parser, given)
 
 
 @contextmanager
-def _process_group() -> Iterator[torch.device]:
+def _process_group(kind: str) -> Iterator[torch.device]:
     """Collective: this rank's device."""
     if "RANK" not in os.environ:
         sys.exit("start with: torchrun --standalone --nproc-per-node 1 benchmarks/bench_gpu.py")
     if os.environ.get(ENVIRONMENT_VARIABLE):
         sys.exit(f"{ENVIRONMENT_VARIABLE} is set, expected not to be: it overrides the levels that are compared")
-    count, local_rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank % count)
-    torch.cuda.set_device(device)
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > count:
+    module, local_rank = torch.get_device_module(kind), int(os.environ["LOCAL_RANK"])
+    device = torch.device(kind, local_rank % module.device_count())
+    if hasattr(module, "set_device"):
+        module.set_device(device)
+    if int(os.environ["LOCAL_WORLD_SIZE"]) > module.device_count():
         # NCCL refuses two ranks of one host on one device. With these names every rank is on a host of its own.
         os.environ.update(NCCL_HOSTID=f"rank-{local_rank}", NCCL_SOCKET_IFNAME="lo")
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group(f"cpu:gloo,{kind}:{dist.Backend.default_device_backend_map[kind]}")
     try:
         yield device
     finally:
@@ -90,7 +95,7 @@ def _process_group() -> Iterator[torch.device]:
 
 
 def _answer_copies(model: str, device: torch.device, arguments: argparse.Namespace) -> dict[str, Any]:
-    variants = measure_on_device(partial(copies, WORKLOADS[model].build().to(device)), arguments)
+    variants = measure_on_device(partial(copies, WORKLOADS[model].build().to(device)), arguments, device)
     with torch.device("meta"):
         size_bytes = sum(parameter.nbytes for parameter in WORKLOADS[model].build().parameters())
     summary = with_speeds(summarize(variants), size_bytes)
@@ -127,7 +132,9 @@ def _pack(buffer: FlatBuffer, gradients: Sequence[torch.Tensor]) -> None:
     buffer.pack(gradients)
 
 
-def measure_on_device(build: Callable[[], list[Variant]], arguments: argparse.Namespace) -> list[Variant]:
+def measure_on_device(
+    build: Callable[[], list[Variant]], arguments: argparse.Namespace, device: torch.device
+) -> list[Variant]:
     """Like :func:`_measure.measure`, with the clock of the device: from the first launch to the end of the last."""
     pooled: list[Variant] = []
     for _ in range(arguments.repeats):
@@ -135,7 +142,7 @@ def measure_on_device(build: Callable[[], list[Variant]], arguments: argparse.Na
         for round_number in range(-arguments.warm_up, arguments.rounds):
             shift = round_number % len(variants)
             for variant in variants[shift:] + variants[:shift]:
-                seconds = _device_seconds(variant.run)
+                seconds = _device_seconds(variant.run, device)
                 if round_number >= 0:
                     variant.seconds.append(seconds)
         for variant, earlier in zip(variants, pooled, strict=False):
@@ -144,9 +151,16 @@ def measure_on_device(build: Callable[[], list[Variant]], arguments: argparse.Na
     return pooled
 
 
-def _device_seconds(run: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def _device_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """By events on the device, where it has them."""
+    make_event = getattr(torch.get_device_module(device), "Event", None)
+    devices.synchronize(device)
+    if make_event is None:
+        started = perf_counter()
+        run()
+        devices.synchronize(device)
+        return perf_counter() - started
+    begin, end = (make_event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
     end.record()
@@ -171,6 +185,8 @@ def verdicts(summary: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
 
 
 def _answer_calls(workload: Workload, model: str, device: torch.device) -> dict[str, Any]:
+    if device.type != "cuda":
+        return {"verdict": "not measured: torch's profiler shows waits of the host on CUDA alone"}
     results: dict[str, Any] = {}
     batch = workload.batches(1)[0].to(device)
     for level in ("off", "info"):
@@ -197,9 +213,8 @@ def _calls_of(held: LegacyDistributedDataParallel, refill: Callable[[], object])
         "launches_per_call": launches(names),
         "kernels_per_call": kernels(events),
     }
-    if dist.get_backend() == "nccl":  # gloo copies to the host and waits for that: it would fail half-way
-        refill()
-        told["torch_complains_of"] = complaint(held.all_reduce)
+    refill()
+    told["torch_complains_of"] = complaint(held.all_reduce)
     return told
 
 
@@ -229,26 +244,29 @@ def _answer_step(
     results = {}
     for set_to_none in (True, False):
         title = f"zero_grad(set_to_none={set_to_none})"
-        results[title] = summarize(measure(partial(_steps, workload, device, set_to_none), arguments))
+        build = partial(_steps, workload, device, set_to_none, with_ddp=not arguments.without_ddp)
+        results[title] = summarize(measure(build, arguments))
         if dist.get_rank() == 0:
             print_table(f"{model}, step, {title}", results[title])
     return results
 
 
-def _steps(workload: Workload, device: torch.device, set_to_none: bool) -> list[Variant]:
+def _steps(workload: Workload, device: torch.device, set_to_none: bool, *, with_ddp: bool) -> list[Variant]:
     batches = [batch.to(device) for batch in workload.batches(1)]
     variants = []
-    for name, wrap in {**WRAPPERS, "local compute alone": lambda module: module}.items():
+    wrappers = {name: wrap for name, wrap in WRAPPERS.items() if with_ddp or not name.startswith("torch DDP")}
+    for name, wrap in {**wrappers, "local compute alone": lambda module: module}.items():
         model = wrap(workload.build().to(device))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
         run = partial(step, model, optimizer, workload.loss, batches, set_to_none=set_to_none)
-        variants.append(Variant(name, partial(_run_and_wait, run), torch.cuda.synchronize))
+        wait = partial(devices.synchronize, device)
+        variants.append(Variant(name, partial(_run_and_wait, run, wait), wait))
     return variants
 
 
-def _run_and_wait(run: Callable[[], object]) -> None:
+def _run_and_wait(run: Callable[[], object], wait: Callable[[], object]) -> None:
     run()
-    torch.cuda.synchronize()
+    wait()
 
 
 if __name__ == "__main__":
