@@ -110,7 +110,7 @@ RUNS = {
     "operations": Run("bench_operations.py", 1, "", _LITTLE),
     "torch_ddp_faults": Run("torch_ddp_faults.py", 0, "", "--only weights nan"),
     "gpu_nccl_1": Run("bench_gpu.py", 1, "", f"--models transformer {_LITTLE}", _no_device),
-    "gpu_gloo_2": Run("bench_gpu.py", 2, "", None, _no_device),
+    "gpu_nccl_2": Run("bench_gpu.py", 2, "", None, _no_device),
 }
 
 

@@ -27,7 +27,8 @@ def test_every_kept_result_is_one_of_theirs() -> None:
     assert kept
     for path in kept:
         assert path.stem in run_all.RUNS
-        assert json.loads(path.read_text())["environment"]["torch"].startswith("2.13.0")
+        pinned = "2.11.0" if path.stem.startswith("gpu") else "2.13.0"  # of the machine with a GPU
+        assert json.loads(path.read_text())["environment"]["torch"].startswith(pinned)
 
 
 def test_a_full_run_is_launched_on_its_ranks_and_writes_where_results_are_kept() -> None:

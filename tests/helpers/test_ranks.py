@@ -285,18 +285,18 @@ def test_a_process_that_a_job_changed_is_not_kept() -> None:
 
 def test_a_process_that_died_between_two_jobs_fails_the_next_job() -> None:
     pool = RankPool()
-    (process,) = pool.take(1, fresh=False)
+    (process,) = pool.take(1, "cpu", fresh=False)
     pool.give_back(process)
     os.kill(process.process.pid, signal.SIGSEGV)
     process.process.join()
 
     with pytest.raises(AssertionError, match="a rank died after 0 jobs: got exit code -11"):
-        pool.take(1, fresh=False)
+        pool.take(1, "cpu", fresh=False)
 
 
 def test_an_exit_code_other_than_0_fails_the_end_of_the_pool() -> None:
     pool = RankPool()
-    (process,) = pool.take(1, fresh=False)
+    (process,) = pool.take(1, "cpu", fresh=False)
     pool.give_back(process)
     os.kill(process.process.pid, signal.SIGABRT)
 
