@@ -74,7 +74,7 @@ def _runs_on_device(module: str, folder: str, marks: set[str]) -> bool:
     if devices.is_real():
         return folder in _DEVICE_FOLDERS
     can_run = folder in _SIMULATED or module in _SIMULATED_MODULES or module.rpartition(".")[0] in _SIMULATED_MODULES
-    return devices.CAN_SIMULATE and can_run and "unsimulated" not in marks
+    return devices.CAN_SIMULATE and can_run and not marks & {"unsimulated", "thorough"}
 
 
 @pytest.fixture(autouse=True)
