@@ -4,6 +4,7 @@ The wait of a collective orders the later operations of the device, and does not
 counts the collectives that were issued on it, in order, for all threads of the process.
 """
 
+import os
 import queue
 import sys
 import threading
@@ -134,6 +135,10 @@ class SimulatedGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         return self._gloo.barrier(opts or dist.BarrierOptions())
 
+    def all_gather_single(self, output: torch.Tensor, own: torch.Tensor, opts: Any = None) -> Work:
+        """What torch 2.15 calls for objects, on the CPU."""
+        return self.allgather([[*output.view(self.size(), -1)]], [own.view(-1)], opts)
+
     def send(self, tensors: Any, dst: int, tag: int) -> Work:
         return self._gloo.send([*tensors], dst, tag)
 
@@ -166,6 +171,7 @@ class SimulatedGroup(dist.ProcessGroup):
 def register() -> None:
     """Let torch make groups of this kind: ``init_process_group("cpu:gloo,sim:simccl")``."""
     install()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # torch 2.15 cannot attach its flight recorder to such a group
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, SimulatedGroup, devices=[NAME])
         COUNTING_BACKENDS.add(BACKEND)
