@@ -81,8 +81,10 @@ class SyncRecord:
     _headers: Sequence[bytes] = field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
-        """A line about the call, with its longest phase, the metrics, and a line for each of at most 16 ranks: ranks
-        with a gradient that is not finite, the straggler, then the first ranks."""
+        """A line about the call and its longest phase, the metrics, and a line for each of at most 16 ranks.
+
+        Ranks with a gradient that is not finite come first, then the straggler, then the lowest ranks.
+        """
         return "\n".join([_describe(self), *_metric_lines(self), *_rank_lines(self)])
 
     @cached_property

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
 from legacy_ddp.debug import Recorder, check_replicas, cross_check
-from tests.helpers.devices import count_waits
+from tests.helpers.devices import assert_no_races, count_waits
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import run_script
@@ -79,7 +79,9 @@ SETTINGS: list[tuple[dict[str, Any], int]] = [  # with the waits of the host in 
 
 
 def _trains_with_all_settings(rank: int) -> list[tuple[list[torch.Tensor], list[int | None]]]:
-    return [_train(rank, settings) for settings, _ in SETTINGS]
+    results = [_train(rank, settings) for settings, _ in SETTINGS]
+    assert_no_races()
+    return results
 
 
 def test_ranks_have_the_weights_of_one_process_with_every_setting() -> None:
@@ -102,6 +104,7 @@ def _reduces_convolutions(rank: int) -> list[tuple[list[float], tuple[int, ...]]
         model(torch.arange(8.0).view(1, 2, 2, 2) * (rank + 1)).sum().backward()
         model.all_reduce()
         found.append((layer.weight.grad.flatten().tolist(), layer.weight.grad.stride()))
+    assert_no_races()
     return found
 
 
@@ -248,11 +251,15 @@ def _uses_tools(rank: int, folder: str) -> dict[str, Any]:
 
     model = _new()
     optimizer = torch.optim.Adam(model.parameters())
+
+    def step() -> None:
+        _backward(model, rank)
+        model.all_reduce()
+        optimizer.step()
+
     with Recorder(model, folder, optimizer=optimizer):
-        for _ in range(2):
-            _backward(model, rank)
-            model.all_reduce()
-            optimizer.step()
+        step()
+        found["waits of a recorder"] = count_waits(step)
     found["function"] = all_reduce_gradients(model.module).synchronized
 
     model = _new()
@@ -260,6 +267,7 @@ def _uses_tools(rank: int, folder: str) -> dict[str, Any]:
         for _ in range(1 + rank):
             _backward(model, rank)
             model.all_reduce()
+    assert_no_races()
     return found
 
 
@@ -270,6 +278,7 @@ def test_tools_say_the_same_as_on_the_cpu(tmp_path: Path) -> None:
         assert "all ranks compute the same" in found["same"]  # with Dropout: the generator of the device travels
         assert "ranks 0-1 compute differently" in found["different"]
         assert "1.001" in found["different"]
+        assert found["waits of a recorder"] in (4, None)
         assert found["function"]
     assert first["statistics"] == second["statistics"]
     text = run_script("-m", "legacy_ddp", "diff", str(tmp_path)).stdout

@@ -1,26 +1,24 @@
-"""Training on the simulated device: the weights of one process on the joined batch, and the faults that it shows."""
+"""What only a simulated device shows: races, waits of the host by line, a device without doubles, negative controls."""
 
 import contextlib
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils import backend_registration
 
-from legacy_ddp import Checks, LegacyDistributedDataParallel, all_reduce_gradients
+from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
 from legacy_ddp.data import micro_batch_rng
-from legacy_ddp.debug import Recorder, check_replicas, cross_check
+from legacy_ddp.debug import check_replicas
 from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
-from tests.helpers.scripts import fork_ranks, run_script
+from tests.helpers.scripts import fork_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
 
@@ -69,29 +67,6 @@ def _train_in_one_process() -> list[torch.Tensor]:
             (model(batch).pow(2).sum() / (MICRO_BATCHES * ITEMS)).backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
-
-
-SETTINGS: list[tuple[dict[str, Any], int]] = [  # with the waits of the host in a step
-    ({}, 0),
-    ({"checks": "off"}, 0),
-    ({"buffer_size": 8}, 0),
-    ({"gradient_as_bucket_view": False}, 0),
-    ({"transport": "gloo"}, 0),
-    ({"reproducible": True}, 1),  # whether zero_grad() came between blocks
-    ({"checks": Checks(nonfinite="raise")}, 1),
-    ({"checks": Checks(nonfinite="skip")}, 1),
-]
-
-
-@pytest.mark.parametrize("settings, waits", SETTINGS, ids=lambda value: str(value)[:40])
-def test_ranks_on_a_device_have_the_weights_of_one_process(settings: dict[str, Any], waits: int) -> None:
-    expected = _train_in_one_process()
-
-    for weights, waited, races in run_ranks(partial(_train, settings=settings), 2, fresh=True):
-        for mine, one in zip(weights, expected, strict=True):
-            torch.testing.assert_close(mine, one)
-        assert races == []
-        assert sum(waited.values()) == waits * STEPS, waited
 
 
 def test_a_device_without_doubles_trains_alike() -> None:
@@ -145,30 +120,6 @@ def _uses_one_group(rank: int) -> tuple[float, list[str]]:
 
 def test_collectives_of_one_group_follow_each_other_without_a_wait() -> None:
     assert run_ranks(_uses_one_group, 2, fresh=True) == [(2.0, [])] * 2
-
-
-def _reduces_convolutions(_: int) -> list[tuple[list[float], tuple[int, ...]]]:
-    """Gradients of a convolution in channels_last with the sum of torch, and with a hook of torch DDP; the strides."""
-    group, found = new_group(), []
-    for hook in (None, allreduce_hook):
-        layer = nn.Conv2d(2, 1, 2, bias=False).to(memory_format=torch.channels_last)
-        model = LegacyDistributedDataParallel(layer.to("sim"), process_group=group)
-        if hook is not None:
-            model.register_comm_hook(group, hook)
-        image = torch.arange(8.0).view(1, 2, 2, 2) * (dist.get_rank() + 1)
-        model(image.to("sim")).sum().backward()
-        model.all_reduce()
-        found.append((layer.weight.grad.cpu().flatten().tolist(), layer.weight.grad.stride()))
-    assert device.races == []
-    return found
-
-
-def test_convolutions_and_hooks_of_torch_ddp_work_on_a_device() -> None:
-    mean = [1.5 * value for value in range(8)]  # the gradient of a sum over one position is the image
-
-    for (plain, strides), (hooked, _) in run_ranks(_reduces_convolutions, 2, fresh=True):
-        assert plain == hooked == mean
-        assert strides[1] == 1
 
 
 _MIXED = """
@@ -317,32 +268,6 @@ def test_without_the_check_gradients_are_added_to_the_other_collective() -> None
     assert first != [1.5]
 
 
-def _issues_other_operations(rank: int) -> list[float]:
-    """The gradients of three calls, among operations of a correct program."""
-    group = new_group()
-    model = LegacyDistributedDataParallel(nn.Linear(1, 1, bias=False).to("sim"), process_group=group)
-    own, found = torch.ones(1, device="sim"), []
-    for step in range(3):
-        model.zero_grad()
-        (model(torch.ones(1, 1, device="sim")) * (rank + 1)).sum().backward()
-        for _ in range(step):
-            dist.all_reduce(own, group=group)
-        dist.barrier(group)
-        dist.broadcast(own, src=0, group=group)
-        dist.all_gather_object([None, None], rank)
-        if rank == 0:
-            dist.send(torch.ones(1), dst=1)
-        else:
-            dist.recv(torch.ones(1), src=0)
-        model.all_reduce()
-        found.append(model.module.weight.grad.item())
-    return found
-
-
-def test_collectives_of_a_correct_program_are_no_error() -> None:
-    assert run_ranks(_issues_other_operations, 2, fresh=True) == [[1.5] * 3] * 2
-
-
 def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
     """By case: the waits of the host inside of the library in a call, by line, and a result of the call."""
     group, found = new_group(), {}
@@ -485,67 +410,3 @@ def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
     batch = torch.full((4, 3), rank + 1.0)
     batch[0, 0] = first
     model(batch.to("sim")).sum().backward()
-
-
-def _uses_tools(rank: int, folder: str) -> dict[str, Any]:
-    """What the tools and the other features say on the device."""
-    group, found = new_group(), {}
-    model = _new(group, checks="detail")
-    if rank == 1:
-        with torch.no_grad():
-            model.module[0].weight[0, 0] += 1
-    _backward(model, rank)
-    found["detail"] = str(attempt(model.all_reduce))
-
-    model = _new(group, checks=Checks(nonfinite="raise"))
-    _backward(model, rank, first=float("nan") if rank == 1 else 1.0)
-    found["nonfinite"] = str(attempt(model.all_reduce))
-
-    model = _new(group)
-    found["same"] = str(cross_check(model, lambda model, batch: model(batch).sum(), torch.ones(4, 3, device="sim")))
-    scale = 1.001 if rank == 1 else 1.0
-    report = cross_check(model, lambda model, batch: (model(batch) * scale).sum(), torch.ones(4, 3, device="sim"))
-    found["different"] = str(report)
-
-    model = _new(group, nn.BatchNorm1d(4), reduce_dtype=torch.float32)
-    _backward(model, rank)
-    model.all_reduce()
-    model.broadcast_buffers()
-    found["statistics"] = model.module[1].running_mean.cpu().tolist()
-
-    model = _new(group)
-    optimizer = torch.optim.Adam(model.parameters())
-    with Recorder(model, folder, optimizer=optimizer):
-        for _ in range(2):
-            device.host_waits.clear()
-            _backward(model, rank)
-            model.all_reduce()
-            optimizer.step()
-    found["waits of a recorder"] = sum(count for place, count in device.host_waits.items() if place)
-    found["function"] = all_reduce_gradients(model.module, process_group=group).synchronized
-
-    model = _new(group)
-    with model.join():
-        for _ in range(1 + rank):
-            _backward(model, rank)
-            model.all_reduce()
-    found["races"] = device.races
-    return found
-
-
-def test_checks_and_tools_name_the_same_faults_on_a_device(tmp_path: Path) -> None:
-    first, second = run_ranks(_uses_tools, 2, str(tmp_path), fresh=True)
-
-    for found in (first, second):
-        assert "replicas differ in 1 of 4 parameters" in found["detail"]
-        assert "parameter '0.weight', float32 (4, 3) on sim: rank 1 against rank 0" in found["detail"]
-        assert "rank 1: '0.weight': 4 NaN of 12" in found["nonfinite"]
-        assert "all ranks compute the same" in found["same"]  # with Dropout: the generator of the device travels
-        assert "ranks 0-1 compute differently" in found["different"]
-        assert "1.001" in found["different"]
-        assert found["waits of a recorder"] == 4
-        assert found["function"]
-        assert found["races"] == []
-    assert first["statistics"] == second["statistics"]
-    text = run_script("-m", "legacy_ddp", "diff", str(tmp_path)).stdout
-    assert text.startswith("same: 2 ranks hold the same, steps 0-2, 4 phases")

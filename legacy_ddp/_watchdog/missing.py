@@ -92,7 +92,7 @@ class Row:
         return self.sample is not None and self.sample.phase == OUT_OF_DATA and not self.has_ended
 
     def is_progressing(self, waited_seconds: float) -> bool:
-        """Whether the rank advanced between two polls, entered its phase during the wait, or is in a debugger."""
+        """Whether the rank moves on: it advanced between two polls, or entered its phase late, or is in a debugger."""
         entered = self.sample is not None and 2 * self.sample.age_seconds < waited_seconds
         return self.is_advancing or entered or self.is_in_debugger
 

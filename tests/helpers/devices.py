@@ -67,10 +67,18 @@ def choose(rank: int) -> None:
     module = torch.get_device_module(kind)
     if kind != SIMULATED:
         module.set_device(rank % module.device_count())
-        # The first backward of a process may tell the first, and sparse tensors the second, although all is well.
+        # Two warnings of torch about correct programs: of the first backward in a process, and of sparse tensors.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     module.manual_seed(0)
+
+
+def assert_no_races() -> None:
+    """On the simulated device: no operation has touched memory of a collective before its wait."""
+    if torch.get_default_device().type == SIMULATED:
+        from tests.helpers.simulated_device import device
+
+        assert device.races == []
 
 
 class _Generators(TorchFunctionMode):

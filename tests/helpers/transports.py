@@ -23,7 +23,7 @@ _FOLDERS = ("agreement", "collectives", "transport")
 _MODULES = ("tests.watchdog.test_lost_ranks",)
 _SOAK_FOLDERS = ("buckets", "replicas", "reproducible", "step_guard", "watchdog")
 _DEVICE_MODULE = "test_devices"
-# What a simulated device can do: it has no memory of its own, and no mode sees its operations.
+# What runs on the simulated device, too. It has no memory of its own, and modes of torch do not see its operations.
 _SIMULATED = (_DEVICE_MODULE, "agreement", "collectives", "replicas", "reproducible", "step_guard")
 _DEVICE_FOLDERS = (*_SIMULATED, "buckets", "debug")
 _SIMULATED_MODULES = ("tests.debug.cross_check", "tests.debug.test_recorder", "tests.debug.test_check_replicas")

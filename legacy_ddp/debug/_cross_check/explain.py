@@ -178,7 +178,7 @@ def _labels(verdict: Verdict) -> Labels:
 
 
 def _facts(verdict: Verdict, settings: Sequence[Difference]) -> Facts:
-    """The settings with a value on all ranks that compute alike, and another on the rank that differs."""
+    """The settings that differ between the two sides: one value on all ranks of a side, another on all of the other."""
     odd, reference = verdict.odd, verdict.reference
     if odd is None or reference is None or odd.rank == reference.rank:
         return {}

@@ -39,12 +39,12 @@ class ComparisonCoverage:
 
     @property
     def any_steps(self) -> list[int]:
-        """Steps compared on any rank, ascending."""
+        """Steps that were compared on at least one rank, in ascending order."""
         return sorted(self._steps)
 
     @property
     def steps(self) -> list[int]:
-        """Steps compared on every rank, ascending."""
+        """Steps that were compared on every rank, in ascending order."""
         return sorted(
             step
             for step, ranks in self._steps.items()

@@ -219,7 +219,7 @@ class RunOperations:
 
 
 def _with_tensors(found: OperationDifference, pair: Pair, step: int) -> OperationDifference:
-    """The difference, with what the trace tells about arguments of forward passes and about tensors of the step."""
+    """``found``, completed: is its input an argument of a forward pass, and do tensors of this step differ?"""
     differs = (phase for of_step, phase in pair.candidates if of_step == step)
     return replace(
         found,
