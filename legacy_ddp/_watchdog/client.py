@@ -286,11 +286,16 @@ def busy_seconds() -> float:
 def queued_seconds(process: Identity) -> float:
     """Seconds until now in which the threads of the process, together, were ready to run and waited for a processor.
 
-    0 if this process cannot see ``process``.
+    0 if this process cannot see ``process``, and after its end.
     """
     if not process.machine or process.machine != _machine():
         return 0.0
-    return sum(map(_queued_seconds, Path(f"/proc/{process.pid}/task").glob("*/schedstat")))
+    try:
+        with os.scandir(f"/proc/{process.pid}/task") as entries:
+            threads = [entry.path for entry in entries]
+    except OSError:  # the process has ended, perhaps a moment ago
+        return 0.0
+    return sum(_queued_seconds(Path(thread, "schedstat")) for thread in threads)
 
 
 def _queued_seconds(schedstat: Path) -> float:

@@ -34,6 +34,7 @@ from legacy_ddp._watchdog.client import (
     encode_message,
     own_hosts,
     own_identity,
+    queued_seconds,
     reachable,
     request,
     request_all,
@@ -555,3 +556,22 @@ def test_a_rank_whose_process_waits_for_a_processor_gets_more_time_to_answer(
 
     server.close("")
     assert outcome is (Outcome.ANSWERED if is_crowded else Outcome.SILENT)
+
+
+def test_a_process_that_ends_while_its_threads_are_listed_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that asked a dying rank raised FileNotFoundError in place of PeerLostError, about once in 150 losses."""
+    scandir, listed = os.scandir, []
+    with subprocess.Popen(["sleep", "60"]) as process:
+        ending = replace(own_identity(), pid=process.pid)
+
+        def end_and_list(path: str) -> Any:
+            process.kill()
+            process.wait()
+            listed.append(path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", end_and_list)
+        assert queued_seconds(ending) == 0.0
+        assert queued_seconds(ending) == 0.0  # and after the end
+
+    assert listed == [f"/proc/{process.pid}/task"] * 2
