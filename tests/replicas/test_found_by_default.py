@@ -16,7 +16,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough
 
-pytestmark = pytest.mark.cpu("replicas on a device have no digests in turns")
 
 STEP = 20  # of the fault: a whole rotation has passed before
 STEPS = STEP + PARTS + 4
