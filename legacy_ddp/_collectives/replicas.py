@@ -20,11 +20,11 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import PLACES, Flag, is_equal
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
-from legacy_ddp._collectives.late_rows import Part, Ring, Row
+from legacy_ddp._collectives.late_rows import Ring, Row
 from legacy_ddp._log import warn
 from legacy_ddp._replicas.compare import divergence_error
 from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
-from legacy_ddp._replicas.late_rotation import LateRotatingDigests, Reading, is_on_device
+from legacy_ddp._replicas.late_rotation import LateRotatingDigests, Reading, devices_of, find_failure
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
 from legacy_ddp._text import error_line
@@ -47,7 +47,7 @@ class _Digest:
     value: int = 0
 
 
-class _Ring(Ring[Reading | None]):
+class _Ring(Ring[Reading]):
     """The digests of calls on a process group.
 
     ``compared``: the newest row that was compared. ``has_next``: the headers of the present call have the digests of
@@ -60,13 +60,11 @@ class _Ring(Ring[Reading | None]):
         self.has_next = False
         self.digests: dict[int, _Digest] = {}
 
-    def take(self, row: Row[Reading | None]) -> None:
-        digest, reading = self.digests.get(row.number), row.subject
-        if digest is not None and reading is not None:
-            # In memory of their own: the integers of a part are not aligned for 64 bits.
-            sums = [number for part in row.parts for number in part.integers.clone().view(torch.int64).tolist()]
-            digest.generation = reading.generation
-            digest.value = reading.digest(sums) % _DIGESTS or 1
+    def take(self, row: Row[Reading]) -> None:
+        # In memory of their own: the integers of a part are not aligned for 64 bits.
+        sums = [number for part in row.parts for number in part.integers.clone().view(torch.int64).tolist()]
+        digest, reading = self.digests[row.number], row.subject
+        digest.generation, digest.value = reading.generation, reading.digest(sums) % _DIGESTS or 1
 
     def word(self, generation: int) -> int:
         """What the header of this rank carries: the digest of the next row, and the age of the newest complete row."""
@@ -95,19 +93,22 @@ class Replicas(Check):
         settings, planner, wrapper = subject.settings, subject.planner, subject.wrapper
         checks, policy = settings.checks, planner.counter.policy
         self.digests: ReplicaDigests | None = None
+        self._failure = ""  # of the trial of a device, until it is told
         if checks.compares_replicas and wrapper is not None:
             self.digests = (StepHistory if checks.every == 1 else PeriodicDigests)(wrapper, settings, policy)
         elif checks.rotates_digests and wrapper is not None:
             module: Any = wrapper.module
-            rotating = LateRotatingDigests if is_on_device(module) else RotatingDigests
-            self.digests = rotating(wrapper, settings, planner)
-        self.is_on = self.digests is not None
+            rotating = LateRotatingDigests if devices_of(module) else RotatingDigests
+            self._failure = find_failure(module)
+            self.digests = None if self._failure else rotating(wrapper, settings, planner)
+        self.is_on = self.digests is not None or self._failure != ""
         self._wrapper = subject.wrapper_reference
         self._rings: weakref.WeakKeyDictionary[Groups, _Ring] = weakref.WeakKeyDictionary()
-        self._is_unable = False  # a device lacks an operation
 
     def facts(self, step: LocalStep) -> None:
-        if isinstance(self.digests, LateRotatingDigests):
+        if self._failure:
+            self._close(step.call, self._failure)
+        elif isinstance(self.digests, LateRotatingDigests):
             self._begin_row(step, self.digests)
         elif self.digests is not None and (digest := self.digests.digest_of(step.call)) is not None:
             step.header.replica = digest
@@ -168,36 +169,31 @@ class Replicas(Check):
 
     def _begin_row(self, step: LocalStep, digests: LateRotatingDigests) -> None:
         """Let the devices begin the digest of this call. The host does not wait."""
-        ring = self._rings.get(step.call.groups)
+        call = step.call
+        ring = self._rings.get(call.groups)
         if ring is None:
-            ring = self._rings[step.call.groups] = _Ring()
+            ring = self._rings[call.groups] = _Ring()
         if ring.drop_failed():
             digests.generation += 1
         ring.look()
-        reading, parts = self._begin_parts(step.call, digests, ring)
-        ring.digests[ring.agreed + 1] = _Digest(step.call.number)
+        try:
+            reading, sums = digests.begin(call)
+            parts = [ring.begin_part(vector.view(torch.int32)) for vector in sums]
+        except (RuntimeError, TypeError) as error:  # no memory, for example
+            self._close(call, error_line(error))
+            return
+        ring.digests[ring.agreed + 1] = _Digest(call.number)
         ring.add(reading, parts)
         step.header.generators = ring.word(digests.generation)
 
-    def _begin_parts(
-        self, call: Call, digests: LateRotatingDigests, ring: _Ring
-    ) -> tuple[Reading | None, Sequence[Part]]:
-        if self._is_unable:
-            return None, ()
-        reason = digests.failure
-        try:
-            if not reason:
-                reading, sums = digests.begin(call)
-                return reading, [ring.begin_part(vector.view(torch.int32)) for vector in sums]
-        except (RuntimeError, TypeError) as error:  # no memory, for example
-            reason = error_line(error)
-        self._is_unable = True
+    def _close(self, call: Call, reason: str) -> None:
+        """Compare no replicas any more: without a digest of this rank no rank does."""
+        self.digests, self.is_on, self._failure = None, False, ""
         text = (
             f"{call}: replicas on this device cannot be digested ({reason}); not tried again, and not compared on any "
             'rank; see Checks("detail", every=N)'
         )
         warn(call.groups.rank, text)
-        return None, ()
 
     def _compare_row(self, call: Call, digests: LateRotatingDigests, agreement: Agreement) -> ReplicaReport | None:
         """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""

@@ -35,14 +35,10 @@ class Reading(NamedTuple):
 
 
 class LateRotatingDigests(RotatingDigests):
-    """As the base class, with the tensors on devices, and with digests that are complete some calls later.
-
-    ``failure``: why a device cannot take part, from the trial at construction; empty if all can.
-    """
+    """As the base class, with the tensors on devices, and with digests that are complete some calls later."""
 
     def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
         super().__init__(wrapper, settings, planner)
-        self.failure = next(filter(None, map(_try, _devices_of(self._module))), "")
         # Of the part that was read last.
         self._size_bytes = 0
         self._sums_of_parameters: list[torch.Tensor] = []
@@ -101,13 +97,14 @@ class LateRotatingDigests(RotatingDigests):
         return has_memory(tensor) or is_plain
 
 
-def is_on_device(module: nn.Module) -> bool:
-    """Whether a parameter or buffer is on another device than the CPU."""
-    return bool(_devices_of(module))
-
-
-def _devices_of(module: nn.Module) -> list[torch.device]:
+def devices_of(module: nn.Module) -> list[torch.device]:
+    """The devices of the parameters and buffers, but the CPU."""
     return devices.devices_of([*module.parameters(), *module.buffers()])
+
+
+def find_failure(module: nn.Module) -> str:
+    """Why a device of the module cannot digest, after a trial of each; empty if all can. The host waits."""
+    return next(filter(None, map(_try, devices_of(module))), "")
 
 
 def _try(device: torch.device) -> str:

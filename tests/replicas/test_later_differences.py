@@ -13,7 +13,6 @@ from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, names_in
 from tests.helpers.ranks import run_ranks
 
-
 Plan = Mapping[tuple[int, int], Callable[[Run], object]]  # what a rank does after a step, by step and rank
 Told = list[tuple[int, str]]  # the calls that warn, and their texts
 
