@@ -77,7 +77,7 @@ class Checks:
             after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
             for gradients normalised before the call.
         divergence: the reaction of level ``"info"`` if replicas hold different bits, found within 16 calls for every
-            parameter on CPU: ``"warn"`` once for a streak of calls, with the report of all ranks, on rank 0 and in the
+            parameter, on a device some calls later: ``"warn"`` once for a streak of calls, with the report of all ranks, on rank 0 and in the
             log of every rank, and again for other tensors or ranks, at most 5 times in a streak; ``"raise"`` a
             ReplicaDivergenceError on every rank; ``"ignore"``, for instance for weights that differ on purpose. Must be
             equal on all ranks. ``"detail"`` always raises, in the next call.

@@ -33,7 +33,10 @@ class Fault:
 
 
 _ALL = frozenset({"0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"})
-_OF_THE_STEP = "had no optimizer state before the last step(), unlike the others: perhaps resumed without"
+_OF_THE_STEP = (  # not on a device, which tells the difference after further steps
+    "had no optimizer state before the last step(), unlike the others: perhaps resumed without",
+    "optimizer state: `step` is 1 on rank",
+)
 _everywhere = partial(Fault, names=_ALL, at_once=True)
 FAULTS = {
     "weights initialised after wrapping": Fault(
@@ -55,8 +58,7 @@ FAULTS = {
         trainings.lose_optimizer_state,
         moment="reduced",
         words=(
-            _OF_THE_STEP,
-            "optimizer state: `step` is ",
+            *_OF_THE_STEP,
             "`exp_avg` differs in 6 of 6 parameters: rank",
         ),
     ),
