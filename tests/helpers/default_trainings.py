@@ -1,6 +1,5 @@
 """Trainings with default settings, and the warnings that they give on a rank."""
 
-import copy
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -108,10 +107,9 @@ def change_rate(run: Run) -> None:
 
 
 def load_optimizer(run: Run) -> None:
-    state = copy.deepcopy(run.optimizer.state_dict())
-    for of_parameter in state["state"].values():
-        of_parameter["exp_avg"].zero_()
-    run.optimizer.load_state_dict(state)
+    saved = run.optimizer.state_dict()
+    state = {key: {**kept, "exp_avg": torch.zeros_like(kept["exp_avg"])} for key, kept in saved["state"].items()}
+    run.optimizer.load_state_dict({**saved, "state": state})
 
 
 def lose_optimizer_state(run: Run) -> None:
