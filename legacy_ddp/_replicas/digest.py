@@ -103,7 +103,7 @@ def begin_digests(
 def begin_sums(pieces: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """A number for each 32 MiB of all ``pieces``: vectors of int64, one for each device. The host does not wait.
 
-    The pieces, of one dimension of uint8, are joined, and every word is a lane of its own: twelve operations for each
+    The pieces, of one dimension of uint8, are joined, and every word is a lane of its own: eleven operations for each
     32 MiB, where a digest has about twenty for each tensor, or 140 for a large tensor. Every operation is on integers,
     so that the numbers do not depend on the order in which a device adds.
     """

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._replicas import digest
@@ -204,3 +205,26 @@ def test_every_32_mib_have_a_sum_of_their_own(monkeypatch: pytest.MonkeyPatch) -
         *_sum(data[114:178]),
         *_sum(data[178:]),
     ]
+
+
+class _Operations(TorchDispatchMode):
+    """Counts the operations that launch a kernel on a device: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not operation.is_view
+        return operation(*args, **kwargs or {})
+
+
+def test_a_sum_of_a_hundred_tensors_takes_no_more_operations_than_of_one() -> None:
+    data = torch.arange(100, dtype=torch.uint8)
+    counts = []
+    for pieces in ([data], data.split(1)):
+        with _Operations() as operations:
+            begin_sums(pieces)
+        counts.append(operations.count)
+
+    assert counts == [11, 11]
