@@ -97,12 +97,14 @@ class LateRotatingDigests(RotatingDigests):
         return has_memory(tensor) or is_plain
 
 
-def devices_of(module: nn.Module) -> list[torch.device]:
+def devices_of(module: object) -> list[torch.device]:
     """The devices of the parameters and buffers, but the CPU."""
+    if not isinstance(module, nn.Module):  # the construction refuses it later, on all ranks
+        return []
     return devices.devices_of([*module.parameters(), *module.buffers()])
 
 
-def find_failure(module: nn.Module) -> str:
+def find_failure(module: object) -> str:
     """Why a device of the module cannot digest, after a trial of each; empty if all can. The host waits."""
     return next(filter(None, map(_try, devices_of(module))), "")
 
