@@ -221,10 +221,10 @@ COLLECTIVES = (
         _LATE_DIGESTS,
     ),
     Mutant(
-        "late digests of a rank without checks are compared",
-        "if found is None or not all(found[1]):",
-        "if found is None:",
-        _LATE_DIGESTS,
+        "the last words of a late digest are not mixed",
+        "_advance(state, [words, zero, zero])",
+        "_advance(state, [words])",
+        "tests/replicas/test_late_digests.py -k joined_bytes",
     ),
     Mutant(
         "a large finite gradient counts as infinite on a device",
