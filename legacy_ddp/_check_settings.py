@@ -77,10 +77,10 @@ class Checks:
             after a backward: ``"warn"`` once a run, on rank 0, but not at level ``"off"``; ``"allow"``, for instance
             for gradients normalised before the call.
         divergence: the reaction of level ``"info"`` if replicas hold different bits, found within 16 calls for every
-            parameter on CPU: ``"warn"`` once for a streak of calls, with the report of all ranks, on rank 0 and in the
-            log of every rank, and again for other tensors or ranks, at most 5 times in a streak; ``"raise"`` a
-            ReplicaDivergenceError on every rank; ``"ignore"``, for instance for weights that differ on purpose. Must be
-            equal on all ranks. ``"detail"`` always raises, in the next call.
+            parameter, on a device some calls later: ``"warn"`` once for a streak of calls, with the report of all
+            ranks, on rank 0 and in the log of every rank, and again for other tensors or ranks, at most 5 times in a
+            streak; ``"raise"`` a ReplicaDivergenceError on every rank; ``"ignore"``, for instance for weights that
+            differ on purpose. Must be equal on all ranks. ``"detail"`` always raises, in the next call.
         edited: the reaction if gradients were unscaled by a GradScaler or clipped, in place, between backward and the
             call: ``"warn"`` once, on rank 0 and in the log of every rank; ``"raise"`` an EditedGradientError on every
             rank, before gradients are exchanged; ``"allow"``, for instance for gradients normalised before the call.

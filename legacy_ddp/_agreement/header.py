@@ -67,7 +67,8 @@ class Header:
     ``waited_us``: microseconds of the wait for the headers of the last call. ``replica``: digest of the state that
     replicas share. ``gradients``: digest of the gradients in check_replicas(); in an all_reduce on a device what is
     known there about the gradients of earlier calls (``_collectives/late_nonfinite``). ``generators``: digest of the
-    random generators, which may differ.
+    random generators, which may differ; in an all_reduce on a device the digest of an earlier call
+    (``_collectives/replicas``).
     """
 
     # The facts that are equal on all ranks in most calls come first: their bytes are compared all at once.

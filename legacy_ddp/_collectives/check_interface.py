@@ -1,6 +1,7 @@
 """The interface of a check: the facts of a rank, and the errors and warnings that follow from the facts of all."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,6 +24,11 @@ class Subject:
     settings: Settings
     planner: Planner
     wrapper: nn.Module | None
+
+    @property
+    def wrapper_reference(self) -> Callable[[], nn.Module | None]:
+        """A weak reference to the wrapper, which refers to its checks."""
+        return (lambda: None) if self.wrapper is None else weakref.ref(self.wrapper)
 
 
 @dataclass(frozen=True, slots=True)

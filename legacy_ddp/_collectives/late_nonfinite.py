@@ -1,23 +1,18 @@
 """Non-finite gradients on a device, found without a wait of the host and told some calls later.
 
 ``Checks(nonfinite="warn")`` must not stop the host for a device. In every call the device finds out which gradients
-have NaN or infinity, and copies the answer, a row, to memory of the host. The row has its number at both ends: the host
-sees in memory alone, without a call into the driver, that a row is complete.
-
-Rows are complete at different times on the ranks. So the header of a call carries the number of the newest complete row
-of a rank, and a bit for each of its last rows: whether it has a non-finite gradient. All ranks judge the rows up to the
-lowest of these numbers, in the same call. Rows are numbered by the calls on which all ranks have agreed: the number of
-a call is used again after an agreed error, and the row of such a call is dropped.
+have NaN or infinity, and copies the answer to the host (``late_rows``). The header of a call carries the number of the
+newest complete row of a rank, and a bit for each of its last rows: whether it has a non-finite gradient. All ranks
+judge the rows up to the lowest of these numbers.
 
 Rows that no later call has judged are judged in check_replicas() and broadcast_parameters(), with a wait, or told by
 each rank as its process ends.
 """
 
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from itertools import chain, count
+from dataclasses import asdict, dataclass
+from itertools import chain
 
 import torch
 
@@ -26,6 +21,7 @@ from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.flat_buffer import DENSE
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
+from legacy_ddp._collectives.late_rows import Part, Ring, Row
 from legacy_ddp._collectives.nonfinite import (
     MAX_NAMES,
     NonFinite,
@@ -37,107 +33,55 @@ from legacy_ddp._collectives.nonfinite import (
 from legacy_ddp._log import warn
 from legacy_ddp._step_guard.step_counter import knows_scalers
 from legacy_ddp._text import error_line
-from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
 
-RING_SIZE = 8  # rows on the way; with more the host waits
 _WINDOW = 16  # bits in the header: more than rows can be on the way on one rank and judged on another
-_serials = count(1)  # of rows; the number at their ends
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The answer of a device for gradients of one dtype, in memory of the host: serial, a number for each name, serial.
+class _Searched:
+    """The gradients of a row: the name of their call, and the names of the gradients of each part.
 
-    The number is 1 for a non-finite gradient.
+    An integer of a part is 1 for a non-finite gradient.
     """
 
-    names: Sequence[str]
-    host: torch.Tensor
-    device: torch.device
-    serial: int
-
-    def is_complete(self) -> bool:
-        return int(self.host[0]) == self.serial == int(self.host[-1])
-
-    def bad_names(self) -> list[str]:
-        return [name for name, is_bad in zip(self.names, self.host[1:-1].tolist(), strict=True) if is_bad]
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The answers about a call. ``number``: of the call, among the calls on which all ranks have agreed."""
-
-    number: int
     call_name: str
-    parts: Sequence[_Part]
-
-    def details(self) -> NonFinite:
-        bad = [name for part in self.parts for name in part.bad_names()]
-        present = sum(len(part.names) for part in self.parts)
-        return NonFinite(dict.fromkeys(bad[:MAX_NAMES], ()), len(bad), present)
+    names: Sequence[Sequence[str]]
 
 
-@dataclass
-class _Ring:
-    """The rows of a wrapper on a process group.
+class _Ring(Ring[_Searched]):
+    """The answers about the gradients of calls on a process group.
 
-    ``agreed``: number of calls on which all ranks have agreed. ``judged``: the newest judged row. ``ready``: the newest
-    complete row of this rank. ``waiting``: rows that are not complete. ``bad``: the details of complete rows with a
-    non-finite gradient that are not judged. ``is_told``: a warning was given, and no later call was finite on all
-    ranks. All ranks have the same ``agreed``, ``judged`` and ``is_told``.
+    ``judged``: the newest judged row. ``bad``: the details of complete rows with a non-finite gradient that are not
+    judged. ``is_told``: a warning was given, and no later call was finite on all ranks. ``judged`` and ``is_told`` are
+    equal on all ranks.
     """
 
-    rank: int
-    agreed: int = 0
-    judged: int = 0
-    ready: int = 0
-    is_told: bool = False
-    waiting: deque[_Row] = field(default_factory=deque)
-    bad: dict[int, NonFinite] = field(default_factory=dict)
-    call_names: dict[int, str] = field(default_factory=dict)  # of the calls that are not judged
-    free: list[torch.Tensor] = field(default_factory=list)  # memory of the host
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.judged = 0
+        self.is_told = False
+        self.bad: dict[int, NonFinite] = {}
+        self.call_names: dict[int, str] = {}  # of the calls that are not judged
 
-    def add(self, row: _Row) -> None:
-        """Add the row of the present call, before the ranks agree on it."""
-        if len(self.waiting) >= RING_SIZE:
-            self.wait()
-        self.waiting.append(row)
-
-    def drop_failed(self) -> None:
-        """Drop the row of a call on which the ranks did not agree."""
-        while self.waiting and self.waiting[-1].number > self.agreed:
-            self._release(self.waiting.pop())
-
-    def look(self) -> None:
-        """Take the complete rows."""
-        while self.waiting and all(part.is_complete() for part in self.waiting[0].parts):
-            row = self.waiting.popleft()
-            self.ready = row.number
-            if row.number > self.judged and (details := row.details()).bad_grads:
-                self.bad[row.number] = details
-            self._release(row)
-
-    def wait(self) -> None:
-        """Wait until all rows are complete."""
-        for device in {part.device for row in self.waiting for part in row.parts}:
-            devices.synchronize(device)
-        self.look()
+    def take(self, row: Row[_Searched]) -> None:
+        bad = [
+            name
+            for names, part in zip(row.subject.names, row.parts, strict=True)
+            for name, is_bad in zip(names, part.integers.tolist(), strict=True)
+            if is_bad
+        ]
+        if bad and row.number > self.judged:
+            present = sum(map(len, row.subject.names))
+            self.bad[row.number] = NonFinite(dict.fromkeys(bad[:MAX_NAMES], ()), len(bad), present)
 
     @property
     def word(self) -> int:
         """What the header of this rank carries: ``ready``, and the bit of each of the last rows."""
         bits = sum(1 << self.ready - number for number in self.bad if self.ready - number < _WINDOW)
         return self.ready << _WINDOW | bits
-
-    def memory(self, numel: int, device: torch.device) -> torch.Tensor:
-        """Memory of the host for a part. A late copy of a dropped row ends before that of the next row begins."""
-        index = next((index for index, host in enumerate(self.free) if host.numel() == numel), None)
-        return devices.host_numbers(numel, device) if index is None else self.free.pop(index)
-
-    def _release(self, row: _Row) -> None:
-        self.free = [*self.free, *(part.host for part in row.parts)][-RING_SIZE * max(len(row.parts), 1) :]
 
 
 class LateNonFiniteGradients(Check):
@@ -159,8 +103,8 @@ class LateNonFiniteGradients(Check):
             weakref.finalize(call.groups, _tell_rest, ring)  # also as the process ends
         ring.drop_failed()
         ring.look()
-        parts = self._begin(step, ring) if header.takes_part and not self._is_unable else ()
-        ring.add(_Row(ring.agreed + 1, str(call), parts))
+        parts = self._begin(step, ring) if header.takes_part and not self._is_unable else {}
+        ring.add(_Searched(str(call), [*parts]), [*parts.values()])
         header.gradients = ring.word
 
     def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
@@ -186,7 +130,7 @@ class LateNonFiniteGradients(Check):
         words = call.gather(torch.tensor([ring.word], device="cpu")).flatten().tolist()
         return self._judge(call, ring, words)
 
-    def _begin(self, step: LocalStep, ring: _Ring) -> list[_Part]:
+    def _begin(self, step: LocalStep, ring: _Ring) -> dict[tuple[str, ...], Part]:
         """Let the devices find the non-finite gradients, and copy the answers to the host. The host does not wait."""
         try:
             return _begin_parts(step, ring)
@@ -197,7 +141,7 @@ class LateNonFiniteGradients(Check):
                 'not tried again; see Checks(nonfinite="raise")'
             )
             warn(step.call.groups.rank, text)
-            return []
+            return {}
 
     def _judge(self, call: Call, ring: _Ring, words: Sequence[int]) -> str | None:
         """Judge the rows that are complete on all ranks. ``words``: of all ranks; empty if a rank has no such check."""
@@ -249,21 +193,18 @@ def _gradients(step: LocalStep) -> Iterator[tuple[str, torch.Tensor]]:
             yield slot.name, view
 
 
-def _begin_parts(step: LocalStep, ring: _Ring) -> list[_Part]:
+def _begin_parts(step: LocalStep, ring: _Ring) -> dict[tuple[str, ...], Part]:
+    """A part for the gradients of each device and dtype, by their names."""
     alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, values in _gradients(step):
         if values.numel():
             real = torch.view_as_real(values) if values.is_complex() else values
             alike.setdefault((real.device, real.dtype), {})[name] = real
-    serial, parts = next(_serials) % (2**31 - 1) + 1, []
-    for (device, _), grads in alike.items():
+    parts = {}
+    for grads in alike.values():
         # The greatest magnitude: unlike a sum of squares, it is finite if and only if all elements are.
         greatest = torch.stack(internals.foreach_norm(list(grads.values()), float("inf")))
-        end = torch.full((1,), serial, dtype=torch.int32, device=device)
-        answer = torch.cat([end, torch.isfinite(greatest).logical_not().to(torch.int32), end])
-        host = ring.memory(answer.numel(), device)
-        host.copy_(answer, non_blocking=True)
-        parts.append(_Part(tuple(grads), host, device, serial))
+        parts[tuple(grads)] = ring.begin_part(torch.isfinite(greatest).logical_not().to(torch.int32))
     return parts
 
 

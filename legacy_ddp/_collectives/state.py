@@ -18,7 +18,8 @@ from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
 from legacy_ddp._check_settings import Checks, resolve_checks
 from legacy_ddp._collectives.check_interface import Subject, Warnings
-from legacy_ddp._collectives.check_list import Replicas, make_checks
+from legacy_ddp._collectives.check_list import make_checks
+from legacy_ddp._collectives.replicas import Replicas
 from legacy_ddp._collectives.transport_choice import Transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord

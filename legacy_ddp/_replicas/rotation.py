@@ -156,11 +156,14 @@ class _GroupMemory:
 class RotatingDigests(ReplicaDigests):
     """Digests a part of the parameters and shared buffers for every call, and compares everything after a difference.
 
-    Without a forward since the last call, the call takes the digest.
+    Without a forward since the last call, the call takes the digest. Tensors on other devices than the CPU are left
+    out; ``late_rotation`` has the subclass for them. ``generation``: rises as soon as earlier digests say nothing about
+    later calls.
     """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, planner: Planner) -> None:
         super().__init__(wrapper, settings, planner.counter.policy)
+        self.generation = 0
         self._planner = planner
         self._places: list[_Place] = []
         self._parameter_count = 0  # of the places; the others are of buffers
@@ -170,7 +173,10 @@ class RotatingDigests(ReplicaDigests):
         self._found: list[_Tensors] = []  # the tensors of the modules, when they were divided
         self._memories: weakref.WeakKeyDictionary[Groups, _GroupMemory] = weakref.WeakKeyDictionary()
 
-    def digest_of(self, call: Call) -> int:
+    def digest_of(self, call: Call) -> int | None:
+        return self._digest_for(call)
+
+    def _digest_for(self, call: Call) -> int:
         with call.phase("digest"):  # in every call, so that records have the same phases
             self.forget_failed_step()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
@@ -179,31 +185,40 @@ class RotatingDigests(ReplicaDigests):
             return self._digest(call.number)
 
     def note_agreement(self, call: Call) -> None:
-        memory = self._memories.get(call.groups)
+        self._note_agreement(call.groups, call.number)
+
+    def _note_agreement(self, groups: Groups, number: int) -> None:
+        memory = self._memories.get(groups)
         if memory is None:
-            memory = self._memories[call.groups] = _GroupMemory()
-        memory.agreed[call.number % len(self._parts)] = call.number
+            memory = self._memories[groups] = _GroupMemory()
+        memory.agreed[number % len(self._parts)] = number
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         """As in the base class; collective only after a difference that is not known yet, and with
         ``divergence="raise"`` after every difference."""
+        return self.compare_for(call, call.number, left_out, digests)
+
+    def compare_for(
+        self, call: Call, number: int, left_out: Collection[int], digests: Mapping[int, int]
+    ) -> ReplicaReport | None:
+        """As :meth:`compare`, for digests of the call ``number``, which ``call`` or an earlier call has taken."""
         memory, sides = self._memories.setdefault(call.groups, _GroupMemory()), equal_groups(digests)
         warns = self._settings.checks.divergence == "warn"
         if len(sides) <= 1:
-            self.note_agreement(call)
+            self._note_agreement(call.groups, number)
             return None
-        streak = memory.streak if memory.streak is not None and call.number <= memory.streak.end else None
+        streak = memory.streak if memory.streak is not None and number <= memory.streak.end else None
         # A pause is not prolonged: the digest that began it was of a moment that has passed, and a real difference may
         # follow.
-        is_known = call.number <= memory.pause_end or (streak and streak.is_known(call.number, sides))
+        is_known = number <= memory.pause_end or (streak and streak.is_known(number, sides))
         if warns and is_known:
             return None
         with call.phase("compare"):
             if self.buffers.learn(call, self._module, left_out):
+                self.generation += 1
                 return None  # any other difference of this part shows again in the next rotation
-        before = self._of_parameters
-        moved = ranks_where(call, self._read(call.number) is not None and self._of_parameters != before)
-        streak = streak or _Streak(call.number)
+        moved = ranks_where(call, self._have_parameters_moved(call.number))
+        streak = streak or _Streak(number)
         report = compare_items(
             call,
             self._items(with_groups=True),
@@ -214,23 +229,28 @@ class RotatingDigests(ReplicaDigests):
         )
         # Optimizers may differ by design (sharded state).
         if not any(item.kind in _KINDS for item in report.differences):
-            memory.pause_end = call.number + MAX_PARTS
+            memory.pause_end = number + MAX_PARTS
             return None
         memory.streak = streak
         differing = self._find_differing(call, left_out)
         found = [(item.name, item.sides) for item in report.differences if item.kind in _KINDS]
         if moved:  # the present parameters are not those of the digest: only the sides of this part are known
-            turn = call.number % differing.part_count
+            turn = number % differing.part_count
             differing = differing._replace(sides=[(turn, sides)])
             found = [(f"part {turn + 1} of {differing.part_count} of the parameters and buffers", str(sides))]
-        new = streak.look(call.number, sides, found, differing)
+        new = streak.look(number, sides, found, differing)
         if not new and warns:
             return None
-        report = with_evidence(call, report, max((differing.agreed[turn] for turn, _ in differing.sides), default=0))
+        last = max((differing.agreed[turn] for turn, _ in differing.sides), default=0)
+        report = with_evidence(call, report, last, number)
         return add_moved(_with_news(report, streak, new), moved, digests)
 
     def end_call(self, _: Call, /) -> None:
         self.optimizers.clear()
+
+    def restart(self) -> None:
+        super().restart()
+        self.generation += 1
 
     @property
     def _is_divided(self) -> bool:
@@ -256,26 +276,42 @@ class RotatingDigests(ReplicaDigests):
             tensor = owner.get(key)
             if tensor is None or tensor.nbytes != size_bytes:
                 return None
-            checksum = add_memory(checksum, tensor, start, stop)
+            checksum = self._add(checksum, index, tensor, start, stop)
             if index < self._parameter_count:
                 self._of_parameters = checksum
         return checksum
 
+    def _add(self, checksum: int, _: int, tensor: torch.Tensor, start: int, stop: int) -> int:
+        """``checksum`` continued with the bytes of a piece."""
+        return add_memory(checksum, tensor, start, stop)
+
+    def _have_parameters_moved(self, number: int) -> bool:
+        """Whether the parameters of the part for the present call have changed since their digest."""
+        before = self._of_parameters
+        return self._read(number) is not None and self._of_parameters != before
+
+    def _digest_all_parts(self) -> list[int]:
+        """The digest of each part, as it is now."""
+        return [self._read(turn) or 0 for turn in range(len(self._parts))]
+
+    def _can_read(self, tensor: torch.Tensor) -> bool:
+        return has_memory(tensor)
+
     def _find_parts(self) -> None:
-        """Find the tensors of the replica, and divide them. Tensors on other devices than the CPU are left out."""
+        """Find the tensors of the replica, and divide them."""
         module, ignore = self._module, self._settings.ignore
         parameters = distinct(module.named_parameters(remove_duplicate=False), ignore)
         self.ids = frozenset(id(item.tensor) for item in parameters)
         owners, statistics = _owners(module), internals.statistics_names(module)
         # Also buffers found to be statistics, which are not read: without them the parts would be others.
         buffers = sorted(self.buffers.saved(module), key=lambda item: item.name in statistics)
-        found = [item for item in (*parameters, *buffers) if has_memory(item.tensor)]
+        found = [item for item in (*parameters, *buffers) if self._can_read(item.tensor)]
         self._places = [
             # A module may show tensors under names of its own choice, or tensors of no module.
             _Place(item.name, *owners.get(id(item.tensor), ({item.name: item.tensor}, item.name)), item.tensor.nbytes)
             for item in found
         ]
-        self._parameter_count = sum(has_memory(item.tensor) for item in parameters)
+        self._parameter_count = sum(self._can_read(item.tensor) for item in parameters)
         self._layout = self._planner.layout
         # Tensors of no module cannot be looked for.
         self._found = _tensors_of(module) if all(id(item.tensor) in owners for item in parameters) else []
@@ -286,15 +322,16 @@ class RotatingDigests(ReplicaDigests):
             if place.name in statistics and place.size_bytes:
                 self._parts[index % len(self._parts)].append(Piece(index, 0, place.size_bytes))
         if self._parts != before:
+            self.generation += 1
             for memory in self._memories.values():
                 memory.agreed.clear()
 
     def _find_differing(self, call: Call, left_out: Collection[int]) -> _Differing:
         """Collective: the parts that differ now."""
         agreed_in = self._memories[call.groups].agreed
-        turns = range(len(self._parts))
+        digests = self._digest_all_parts()
+        turns = range(len(digests))
         rest = [*[0] * (MAX_PARTS - len(turns)), len(turns)]
-        digests = [self._read(turn) or 0 for turn in turns]
         agreed = [agreed_in.get(turn, 0) for turn in turns]
         rows = call.gather(torch.tensor([digests + rest, agreed + rest], dtype=torch.int64, device="cpu"))
         ranks = [rank for rank in range(len(rows)) if rank not in left_out]
@@ -306,11 +343,14 @@ class RotatingDigests(ReplicaDigests):
         return _Differing(differing, agreed_in_all, part_count)
 
 
-def with_evidence(call: Call, report: ReplicaReport, last: int) -> ReplicaReport:
-    """``report`` with the calls between which the difference came about, and its possible causes."""
-    since = f"between {f'call {last}' if last else 'the start'} and this call"
-    verdict = replace(report.verdict, since=since)
-    if call.number == 1:
+def with_evidence(call: Call, report: ReplicaReport, last: int, number: int) -> ReplicaReport:
+    """``report`` with the calls between which the difference came about, and its possible causes.
+
+    ``last``: the last call without the difference, 0 without one. ``number``: the call whose digests differ.
+    """
+    found = "this call" if number == call.number else f"call {number}, as the device has told by this call"
+    verdict = replace(report.verdict, since=f"between {f'call {last}' if last else 'the start'} and {found}")
+    if number == 1:
         verdict = replace(verdict, phase="start", since=AT_START.since, cause=AT_START.cause)
     elif verdict.phase == "unknown":
         verdict = replace(verdict, cause=_CAUSE)
@@ -390,7 +430,7 @@ class PeriodicDigests(ReplicaDigests):
         # Optimizers may differ by design (sharded state); a digest may belong to a moment that has passed.
         if not any(item.kind in _KINDS for item in report.differences):
             return None
-        return add_moved(with_evidence(call, report, last), moved, digests)
+        return add_moved(with_evidence(call, report, last, call.number), moved, digests)
 
     def end_call(self, call: Call, /) -> None:
         self._taken, self._next_call = None, call.number + 1

@@ -222,6 +222,11 @@ def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     kwargs.pop("pin_memory", None)
     if any(argument.name == "generator" for argument in operation._schema.arguments):
         kwargs["generator"] = kwargs.get("generator") or device.generator
+    # torch gives a number in place of a tensor that was made of a number.
+    args = [
+        torch.tensor(value, device="cpu") if isinstance(value, int | float) and str(place.type) == "Tensor" else value
+        for value, place in zip(args, operation._schema.arguments, strict=False)
+    ]
     results = operation(*args, **kwargs)
 
     def back(value: Any) -> Any:

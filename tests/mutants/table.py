@@ -20,6 +20,7 @@ _EXCHANGES = "tests/collectives/test_exchanges.py"
 _HEADER = "tests/agreement/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
 _LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
+_LATE_DIGESTS = "tests/replicas/test_late_digests.py -k later_by_all"
 _PAYLOADS = "tests/watchdog/test_payloads.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
 
@@ -206,6 +207,24 @@ COLLECTIVES = (
         "while self.waiting and self.waiting[-1].number > self.agreed:",
         "while False:",
         _LATE,
+    ),
+    Mutant(
+        "late digests are compared before all ranks have them",
+        "newest = self.agreed - max(word & _OLDEST for word in words)",
+        "newest = self.agreed - min(word & _OLDEST for word in words)",
+        _LATE_DIGESTS,
+    ),
+    Mutant(
+        "a late digest from before a broadcast is compared",
+        "if digest is not None and digest.generation == generation else 0",
+        "if digest is not None else 0",
+        _LATE_DIGESTS,
+    ),
+    Mutant(
+        "the last words of a late digest are not mixed",
+        "_advance(state, [words, zero, zero])",
+        "_advance(state, [words])",
+        "tests/replicas/test_late_digests.py -k joined_bytes",
     ),
     Mutant(
         "a large finite gradient counts as infinite on a device",

@@ -16,8 +16,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.tiers import thorough
 
-pytestmark = pytest.mark.cpu("replicas on a device have no digests in turns")
-
 STEP = 20  # of the fault: a whole rotation has passed before
 STEPS = STEP + PARTS + 4
 
@@ -35,6 +33,10 @@ class Fault:
 
 
 _ALL = frozenset({"0.weight", "0.bias", "2.weight", "2.bias", "3.weight", "3.bias"})
+_OF_THE_STEP = (  # not on a device, which tells the difference after further steps
+    "had no optimizer state before the last step(), unlike the others: perhaps resumed without",
+    "optimizer state: `step` is 1 on rank",
+)
 _everywhere = partial(Fault, names=_ALL, at_once=True)
 FAULTS = {
     "weights initialised after wrapping": Fault(
@@ -42,7 +44,7 @@ FAULTS = {
         frozenset({"3.weight"}),
         moment="wrapped",
         step=0,
-        words=("since: between the start and this call",),
+        words=("since: between the start and ",),
     ),
     "noise on a weight": Fault(trainings.add_noise, frozenset({"3.weight"}), words=("1 of 65536 elements differs",)),
     "gradients clipped": _everywhere(trainings.clip, moment="reduced"),
@@ -56,8 +58,7 @@ FAULTS = {
         trainings.lose_optimizer_state,
         moment="reduced",
         words=(
-            "had no optimizer state before the last step(), unlike the others: perhaps resumed without",
-            "optimizer state: `step` is 1 on rank",
+            *_OF_THE_STEP,
             "`exp_avg` differs in 6 of 6 parameters: rank",
         ),
     ),
@@ -88,13 +89,15 @@ def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int
 
     assert of_ranks == [first] * world_size
     assert first.count == 1
-    assert STEP < first.call <= STEP + PARTS or (fault.step == 0 and first.call <= PARTS), first
+    last, late = trainings.told_within(), trainings.told_within() - PARTS
+    assert STEP < first.call <= STEP + last or (fault.step == 0 and first.call <= last), first
     assert f"all_reduce() call {first.call}: replicas differ" in first.text
     assert f"rank {who} against rank" in first.unwrapped or world_size == 2
     assert trainings.names_in(first.text) == fault.names
-    assert all(word in first.unwrapped for word in fault.words), first.text
-    assert not fault.at_once or first.call == STEP + 1
-    assert not fault.at_once or f"since: between call {STEP} and this call" in first.unwrapped
+    assert all(word in first.unwrapped for word in fault.words if not late or word not in _OF_THE_STEP), first.text
+    assert not fault.at_once or STEP + 1 <= first.call <= STEP + 1 + late
+    found = "this call" if not late else f"call {STEP + 1}, as the device has told by this call"
+    assert not fault.at_once or f"since: between call {STEP} and {found}" in first.unwrapped
     assert all(len(line) <= 80 for line in first.text.splitlines()), first.text
 
 
@@ -113,7 +116,7 @@ def test_the_evidence_of_a_single_tensor_is_a_rotation_wide() -> None:
     since = int(first.unwrapped.partition("between call ")[2].split()[0])
 
     assert since <= STEP
-    assert first.call - since <= PARTS
+    assert first.call - since <= trainings.told_within()
 
 
 # Reactions

@@ -14,8 +14,6 @@ from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import names_in
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.cpu("replicas on a device have no digests in turns")
-
 STEPS = 22
 FAULT = 6  # the step after which a rank writes; a digest of the buffers is in every call of so small a model
 

@@ -13,8 +13,6 @@ from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, names_in
 from tests.helpers.ranks import run_ranks
 
-pytestmark = pytest.mark.cpu("replicas on a device have no digests in turns")
-
 Plan = Mapping[tuple[int, int], Callable[[Run], object]]  # what a rank does after a step, by step and rank
 Told = list[tuple[int, str]]  # the calls that warn, and their texts
 
@@ -97,7 +95,7 @@ def test_a_later_difference_is_told_although_an_earlier_one_goes_on(name: str) -
     first, second = _told()[0][name]
 
     assert "new since" not in first[1]
-    assert step < second[0] <= step + PARTS
+    assert step < second[0] <= step + trainings.told_within()
     assert names_in(second[1].partition("note:")[0]) == names
     assert words in " ".join(second[1].split())
 
@@ -157,7 +155,7 @@ def test_a_report_during_a_perturbation_names_the_rank_of_the_digest_and_shows_n
     unwrapped = " ".join(text.split())
 
     assert others == [told] * 2
-    assert 2 < call <= 2 + PARTS
+    assert 2 < call <= 2 + trainings.told_within()
     assert "who: rank 1 against ranks 0, 2" in unwrapped
     assert "the parameters have changed on ranks 0-2 since the forward in which they were found to differ" in unwrapped
     assert "elements differ" not in unwrapped.partition("buffer")[0]

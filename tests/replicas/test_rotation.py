@@ -15,8 +15,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks
 from tests.helpers.torch_versions import uses_torch_jit
 
-pytestmark = pytest.mark.cpu("replicas on a device have no digests in turns")
-
 # Modules
 
 

@@ -1,0 +1,208 @@
+"""Replicas that differ between ranks: an error, or a warning, before any gradient moves.
+
+On a device the digests in turns are told some calls later, because the host does not wait (``late_rows``). The header
+of a call carries the newest complete row of a rank, and the digest of one row, the same on all ranks: the next row that
+was complete on all ranks in the call before. So every row is compared once, in order, two calls after its own at the
+earliest.
+
+A rank has no digest of a row, and no rank compares it, if its replica was divided into other parts since, if buffers
+were found to be statistics, after a broadcast of parameters, or after a call that failed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._agreement.agree import Agreement
+from legacy_ddp._agreement.header import PLACES, Flag, is_equal
+from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
+from legacy_ddp._collectives.late_rows import Ring, Row
+from legacy_ddp._log import warn
+from legacy_ddp._replicas.compare import divergence_error
+from legacy_ddp._replicas.history import ReplicaDigests, StepHistory
+from legacy_ddp._replicas.late_rotation import LateRotatingDigests, Reading, devices_of, find_failure
+from legacy_ddp._replicas.report import ReplicaReport
+from legacy_ddp._replicas.rotation import PeriodicDigests, RotatingDigests
+from legacy_ddp._text import error_line
+from legacy_ddp._transport.call import Call
+from legacy_ddp._transport.private_groups import Groups
+
+_WARNED_ONCE = '(warned once; checks="detail" finds the step; see Checks(divergence=...))'
+# A word in the header: a digest of 55 bits, and the age of a row.
+_DIGESTS = 2**55
+_AGE_BITS = 8
+_OLDEST = 255
+
+
+@dataclass
+class _Digest:
+    """The digest of a row, and the call that took it. ``value``: 0 without a digest."""
+
+    number: int
+    generation: int = 0
+    value: int = 0
+
+
+class _Ring(Ring[Reading]):
+    """The digests of calls on a process group.
+
+    ``compared``: the newest row that was compared. ``has_next``: the headers of the present call have the digests of
+    the next row. Both are equal on all ranks. ``digests``: of the rows that were not compared, by number.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compared = 0
+        self.has_next = False
+        self.digests: dict[int, _Digest] = {}
+
+    def take(self, row: Row[Reading]) -> None:
+        # In memory of their own: the integers of a part are not aligned for 64 bits.
+        sums = [number for part in row.parts for number in part.integers.clone().view(torch.int64).tolist()]
+        digest, reading = self.digests[row.number], row.subject
+        digest.generation, digest.value = reading.generation, reading.digest(sums) % _DIGESTS or 1
+
+    def word(self, generation: int) -> int:
+        """What the header of this rank carries: the digest of the next row, and the age of the newest complete row."""
+        digest = self.digests[self.compared + 1] if self.has_next else None
+        value = digest.value if digest is not None and digest.generation == generation else 0
+        age: int = min(self.agreed - self.ready, _OLDEST)
+        return value << _AGE_BITS | age
+
+    def go_on(self, words: Sequence[int]) -> tuple[_Digest, Sequence[int]] | None:
+        """Note that the ranks agree on a call, whose headers have ``words``. The row that they compare, if any, and
+        the digest of each rank."""
+        newest = self.agreed - max(word & _OLDEST for word in words)
+        self.agreed += 1
+        found = None
+        if self.has_next:
+            self.compared += 1
+            found = self.digests.pop(self.compared), [word >> _AGE_BITS for word in words]
+        self.has_next = self.compared < newest
+        return found
+
+
+class Replicas(Check):
+    """Compares the replicas of all ranks. ``digests``: of this rank; None if nothing is compared."""
+
+    def __init__(self, subject: Subject) -> None:
+        settings, planner, wrapper = subject.settings, subject.planner, subject.wrapper
+        checks, policy = settings.checks, planner.counter.policy
+        self.digests: ReplicaDigests | None = None
+        self._failure = ""  # of the trial of a device, until it is told
+        if checks.compares_replicas and wrapper is not None:
+            self.digests = (StepHistory if checks.every == 1 else PeriodicDigests)(wrapper, settings, policy)
+        elif checks.rotates_digests and wrapper is not None:
+            module: Any = wrapper.module
+            rotating = LateRotatingDigests if devices_of(module) else RotatingDigests
+            self._failure = find_failure(module)
+            self.digests = None if self._failure else rotating(wrapper, settings, planner)
+        self.is_on = self.digests is not None or self._failure != ""
+        self._wrapper = subject.wrapper_reference
+        self._rings: weakref.WeakKeyDictionary[Groups, _Ring] = weakref.WeakKeyDictionary()
+
+    def facts(self, step: LocalStep) -> None:
+        if self._failure:
+            self._close(step.call, self._failure)
+        elif isinstance(self.digests, LateRotatingDigests):
+            self._begin_row(step, self.digests)
+        elif self.digests is not None and (digest := self.digests.digest_of(step.call)) is not None:
+            step.header.replica = digest
+            step.header.flags |= Flag.SIGNED
+
+    def compare(self, step: LocalStep, agreement: Agreement) -> str | None:
+        """Collective only if the digests differ.
+
+        Raises:
+            ReplicaDivergenceError: replicas differ, with ``"detail"`` or ``divergence="raise"``.
+        """
+        call, digests = step.call, self.digests
+        if digests is None:
+            return None
+        # Also of a forward that is not seen: of the module inside, or of a compiled wrapper.
+        digests.buffers.has_run |= step.header.micro_batches > 0
+        if isinstance(digests, LateRotatingDigests):
+            report = self._compare_row(call, digests, agreement)
+        else:
+            report = self._compare_digests(call, digests, agreement)
+        if report is None:
+            return None
+        error = divergence_error(call, report)
+        if call.checks.compares_replicas or call.checks.divergence == "raise":
+            raise error
+        return f"{error}\n  {_WARNED_ONCE}"
+
+    def end(self, step: LocalStep) -> None:
+        if self.digests is not None:
+            self.digests.end_call(step.call)
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        # A traced forward would record the operations of the digest.
+        if self.digests is not None and torch.is_grad_enabled() and not internals.is_tracing():
+            self.digests.begin_forward(is_training=is_training)
+
+    def restart(self) -> None:
+        if self.digests is not None:
+            self.digests.restart()
+
+    def restart_buffers(self) -> None:
+        wrapper: Any = self._wrapper()
+        if self.digests is not None and wrapper is not None:
+            with torch.no_grad():
+                self.digests.buffers.mark(wrapper.module)
+
+    def _compare_digests(self, call: Call, digests: ReplicaDigests, agreement: Agreement) -> ReplicaReport | None:
+        """Compare the digests of this call."""
+        # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
+        if not agreement.common_flags & Flag.SIGNED:
+            return None
+        if is_equal(agreement.packed, PLACES["replica"]):
+            digests.note_agreement(call)
+            return None
+        left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps
+        compared = {rank: digest for rank, digest in enumerate(agreement.column("replica")) if rank not in left}
+        return digests.compare(call, left, compared)
+
+    def _begin_row(self, step: LocalStep, digests: LateRotatingDigests) -> None:
+        """Let the devices begin the digest of this call. The host does not wait."""
+        call = step.call
+        ring = self._rings.get(call.groups)
+        if ring is None:
+            ring = self._rings[call.groups] = _Ring()
+        if ring.drop_failed():
+            digests.generation += 1
+        ring.look()
+        try:
+            reading, sums = digests.begin(call)
+            parts = [ring.begin_part(vector.view(torch.int32)) for vector in sums]
+        except (RuntimeError, TypeError) as error:  # no memory, for example
+            self._close(call, error_line(error))
+            return
+        ring.digests[ring.agreed + 1] = _Digest(call.number)
+        ring.add(reading, parts)
+        step.header.generators = ring.word(digests.generation)
+
+    def _close(self, call: Call, reason: str) -> None:
+        """Compare no replicas any more: without a digest of this rank no rank does."""
+        self.digests, self.is_on, self._failure = None, False, ""
+        text = (
+            f"{call}: replicas on this device cannot be digested ({reason}); not tried again, and not compared on any "
+            'rank; see Checks("detail", every=N)'
+        )
+        warn(call.groups.rank, text)
+
+    def _compare_row(self, call: Call, digests: LateRotatingDigests, agreement: Agreement) -> ReplicaReport | None:
+        """Compare the digests of an earlier call, if its row is the next, and every rank has a digest."""
+        found = self._rings[call.groups].go_on(agreement.column("generators"))
+        if found is None or not all(found[1]):
+            return None
+        left = agreement.ranks_with(Flag.JOINED)
+        compared = {rank: digest for rank, digest in enumerate(found[1]) if rank not in left}
+        report = digests.compare_for(call, found[0].number, left, compared)
+        if report is not None and call.checks.divergence == "raise":
+            digests.generation += 1  # the rows on the way have the same difference
+        return report
