@@ -37,6 +37,18 @@ AGREEMENT = (
         _PRECEDENCE,
     ),
     Mutant(
+        "every distinct value is sent by rank 0",
+        "self._send_from(ranks[0], text)",
+        "self._send_from(0, text)",
+        "tests/agreement/test_many_ranks.py -k in_order",
+    ),
+    Mutant(
+        "a row of several ranks counts for the first of them",
+        "holders.setdefault(value, []).extend(ranks)",
+        "holders.setdefault(value, []).extend(ranks[:1])",
+        "tests/test_message_parts.py -k with_their_ranks",
+    ),
+    Mutant(
         "different errors on all ranks are local errors",
         "if len(failed) == len(rows) and len(set(texts)) == 1:",
         "if len(failed) == len(rows):",
