@@ -15,6 +15,7 @@ import torch.distributed as dist
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._log import show_elsewhere
 from legacy_ddp._text import first_line
 from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import SegmentIds, decode_host_rows, encode_host_row
@@ -243,6 +244,9 @@ class Gatherer:
         text = f"{report.text}\n\n({watchdog.file.where('also in')})"
         error = kind(text, ranks=report.missing, call=self.number, phase=self.phase_name)
         error.report = report.text
+        if (reporter := watchdog.reporter_of(report)) != self.groups.rank:
+            place = f"the report is in the output of rank {self.groups.global_ranks[reporter]}"
+            show_elsewhere(error, " ".join(report.head.split()), f"{place}, {watchdog.file.where('also in')}")
         return error
 
 

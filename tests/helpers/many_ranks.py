@@ -63,7 +63,7 @@ def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tu
         groups = SimpleNamespace(
             rank=kinds.index(kind),
             size=len(kinds),
-            first=0,
+            global_ranks=range(len(kinds)),
             control=control,
             star=None,
             watchdog=None,

@@ -505,6 +505,36 @@ WATCHDOG = (
         "tests/watchdog/test_server.py -k without_the_token",
     ),
     Mutant(
+        "every rank shows the report on a loss",
+        "if (reporter := watchdog.reporter_of(report)) != self.groups.rank:",
+        "if (reporter := watchdog.reporter_of(report)) < 0:",
+        "tests/test_traceback.py -k survivor_of_a_host",
+    ),
+    Mutant(
+        "a rank points to the reporter of any host",
+        "for peer in reporters if peer.identity.host == self._view.own.identity.host",
+        "for peer in reporters",
+        "tests/watchdog/test_report.py -k reporter_of_its_own_host",
+    ),
+    Mutant(
+        "a dead rank is a reporter beside a living one",
+        "row.rank not in in_wait, row.is_gone, row.rank in behind",
+        "row.rank not in in_wait, row.rank in behind",
+        "tests/watchdog/test_report.py -k one_waiting_rank_of_each_host",
+    ),
+    Mutant(
+        "ranks with different stacks are one state",
+        "process_text(row), row.outcome, row.note, sample)",
+        "process_text(row), row.outcome, row.note)",
+        "tests/watchdog/test_report.py -k line_of_json",
+    ),
+    Mutant(
+        "the JSON of a report has every stack",
+        "keeps_stack=place < _MAX_KEPT_STACKS",
+        "keeps_stack=True",
+        "tests/watchdog/test_report.py -k long_stack_each_fits",
+    ),
+    Mutant(
         "a process that ended after its answer is alive",
         "if states.get(rank) == DEAD:",
         "if False:",
