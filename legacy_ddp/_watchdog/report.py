@@ -17,6 +17,7 @@ from legacy_ddp._watchdog.report_file import ReportFile
 MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
+_MAX_RANK_COLUMNS = 10  # of a table; longer lists of ranks move their line to the right
 # In the JSON of a report, which travels in one message: 2,000 ranks with as many stacks must not exceed MAX_BYTES.
 _MAX_KEPT_STACKS = 64
 # Phases of a call in which user code runs.
@@ -270,20 +271,21 @@ def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     for row in sorted(rows, key=lambda row: (row.rank not in behind, row.rank)):
         shared = (row.rank in behind, activity_text(row), process_text(row))
         groups.setdefault(row.rank if row.rank in alone else shared, []).append(row)
-    lines = [f"{'rank':>5}  {'doing':38}{'for':>8}  process on host:pid"]
-    for group in groups.values():
-        lines += _wrap(_table_line(group), indent=9)
+    names = [name_ranks(row.rank for row in group).partition(" ")[2] for group in groups.values()]
+    width = max(len(name) for name in ("     ", *names) if len(name) <= _MAX_RANK_COLUMNS)
+    lines = [f"{'rank':>{width}}  {'doing':38}{'for':>8}  process on host:pid"]
+    for name, group in zip(names, groups.values(), strict=True):
+        lines += _wrap(f"{name:>{width}}  {_describe(group)}", indent=width + 4)
     return lines
 
 
-def _table_line(group: Sequence[Row]) -> str:
-    """The line of ranks of equal activity and process: hosts instead of processes, if these are several."""
+def _describe(group: Sequence[Row]) -> str:
+    """What ranks of equal activity and process do, and where: the hosts, and of a single rank the process, too."""
     first, *others = group
-    ranks = name_ranks(row.rank for row in group).partition(" ")[2]
     ages = sorted(row.sample.age_seconds for row in group if row.sample)
     age = "-".join(dict.fromkeys(f"{seconds:.1f}" for seconds in (*ages[:1], *ages[-1:])))
     where = _first_parts(list(dict.fromkeys(row.host for row in group))) if others else f"{first.host}:{first.pid}"
-    return f"{ranks:>5}  {activity_text(first):37} {(age and f'{age} s') or '?':>8}  {process_text(first)} on {where}"
+    return f"{activity_text(first):37} {(age and f'{age} s') or '?':>8}  {process_text(first)} on {where}"
 
 
 def _reporters(rows: Sequence[Row], waiting: Iterable[Row], missing: Collection[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -380,17 +381,26 @@ def test_the_report_on_a_thousand_ranks_has_the_length_of_a_page() -> None:
 
 
 def test_ranks_in_the_same_state_share_a_line_with_their_hosts_and_the_shortest_and_longest_time() -> None:
-    waiting = [_on(f"node-{rank // 2}", _waits(rank, seconds=10 + rank / 10)) for rank in range(12) if rank != 5]
-    rows = sorted([*waiting, _works(5)], key=lambda row: row.rank)
+    waiting = [_on(f"node-{rank // 2}", _waits(rank, seconds=10 + rank / 10)) for rank in range(13) if rank != 3]
+    rows = sorted([*waiting, _works(3)], key=lambda row: row.rank)
     rows[8] = replace(rows[8], is_busy=True)
+    rows[9] = replace(_waits(9, phase="pack"), in_call=True)
 
-    table = compose(rows).text.split("\n\n")[1]
+    tables = [compose(some).text.split("\n\n")[1] for some in (rows[:8], rows)]
 
-    assert table == textwrap.dedent(
+    assert tables[0] == textwrap.dedent(
+        """\
+            rank  doing                                      for  process on host:pid
+               3  user code after all_reduce() call 4     12.3 s  running on node-a:4713
+        0-2, 4-7  all_reduce() call 5: agree            10.0-10.7 s  running on node-0,
+                    node-1, node-2, node-3"""
+    )
+    assert tables[1] == textwrap.dedent(
         """\
          rank  doing                                      for  process on host:pid
-            5  user code after all_reduce() call 4     12.3 s  running on node-a:4715
-        0-4, 6-7, 9-11  all_reduce() call 5: agree            10.0-11.1 s  running on
+            3  user code after all_reduce() call 4     12.3 s  running on node-a:4713
+            9  all_reduce() call 5: pack               10.2 s  running on node-a:4719
+        0-2, 4-7, 10-12  all_reduce() call 5: agree            10.0-11.2 s  running on
                  node-0, node-1, node-2, node-3, ... 2 more
             8  all_reduce() call 5: agree              10.8 s  running, busy on
                  node-4:4718"""
@@ -404,7 +414,7 @@ def test_many_missing_ranks_have_a_line_each_until_the_page_is_full() -> None:
 
     assert [int(line.split()[0]) for line in table[1 : 1 + MAX_ROWS]] == [*range(1, 1 + MAX_ROWS)]
     assert table[1 + MAX_ROWS].startswith(f"{1 + MAX_ROWS}-999  user code after all_reduce() call 4")
-    assert table[2 + MAX_ROWS].startswith("    0  all_reduce() call 5: agree")
+    assert table[2 + MAX_ROWS].startswith("     0  all_reduce() call 5: agree")
     assert len(table) == 3 + MAX_ROWS
 
 
@@ -481,7 +491,7 @@ def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_column
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
     assert {row.rank for row in rows if row.process == "dead" and row.note != "left"} <= {*report.missing}
     assert all(rows[rank].progress < farthest for rank in report.missing)
-    listed = {int(line[:5]) for line in report.text.splitlines() if line[:5].strip().isdigit()}
+    listed = {int(rank) for rank in re.findall(r"(?m)^ *(\d+)  ", report.text)}
     assert set(report.missing[:MAX_ROWS]) <= listed
 
 
