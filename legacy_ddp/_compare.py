@@ -67,9 +67,21 @@ def compare_rows(rows: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
     """
     if rows and rows.count(rows[0]) == len(rows):  # as in a call without a mismatch: no more time for it
         return Finding(())
-    names = dict.fromkeys(name for row in rows for name in row)
-    holders = ((name, group_ranks([row.get(name, MISSING) for row in rows], ranks)) for name in names)
-    return Finding(tuple(Difference(name, groups) for name, groups in holders if len(groups) > 1))
+    of_ranks = range(len(rows)) if ranks is None else ranks
+    return compare_groups([(row, (rank,)) for row, rank in zip(rows, of_ranks, strict=True)])
+
+
+def compare_groups(groups: Sequence[tuple[Mapping[str, str], Sequence[int]]]) -> Finding:
+    """Compare rows item by item, as :func:`compare_rows`. ``groups``: each row with the ranks that have the row.
+
+    Items are compared once for each row, whatever the number of its ranks.
+    """
+    differences = []
+    for name in dict.fromkeys(name for row, _ in groups for name in row):
+        values = [row.get(name, MISSING) for row, _ in groups]
+        if values.count(values[0]) < len(values):
+            differences.append(Difference(name, _merge(zip(values, (ranks for _, ranks in groups), strict=True))))
+    return Finding(tuple(differences))
 
 
 def group_ranks(
@@ -79,11 +91,17 @@ def group_ranks(
 
     ``values[i]``: of rank i, or of ``ranks[i]`` if given.
     """
+    of_ranks = range(len(values)) if ranks is None else ranks
+    return _merge((value, (rank,)) for value, rank in zip(values, of_ranks, strict=True))
+
+
+def _merge(groups: Iterable[tuple[_Value, Sequence[int]]]) -> tuple[tuple[_Value, tuple[int, ...]], ...]:
+    """Each value with the ranks of all its groups, in the order of :func:`group_ranks`."""
     holders: dict[_Value, list[int]] = {}
-    for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
-        holders.setdefault(value, []).append(rank)
-    by_count = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
-    return tuple((value, tuple(group)) for value, group in by_count)
+    for value, ranks in groups:
+        holders.setdefault(value, []).extend(ranks)
+    sorted_holders = [(value, tuple(sorted(ranks))) for value, ranks in holders.items()]
+    return tuple(sorted(sorted_holders, key=lambda item: (-len(item[1]), item[1])))
 
 
 def outside_majority(groups: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -34,8 +34,9 @@ _MAX_COLUMNS = 200  # compiled code may have any name
 _MAX_LINES = 16  # recursion may have thousands
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
 _STYLES = ("short", "full")
-# Of an error that every rank of the group raises: the rank that shows the traceback, empty on this rank.
-_ELSEWHERE = "_legacy_ddp_shown_by"
+# Of an error that other ranks raise, too: the text to show in place of the traceback, and where the traceback is. None
+# on the rank that shows the traceback.
+_ELSEWHERE = "_legacy_ddp_shown_elsewhere"
 
 LOGGER = logging.getLogger("legacy_ddp")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
@@ -169,12 +170,18 @@ def shorten_display(error: BaseException, *, is_agreed: bool = False, rank: int 
     job, shows the traceback. ``rank``: of this process in the group.
     """
     if is_agreed:
-        vars(error)[_ELSEWHERE] = f"rank {first}" if rank else ""
+        place = f"raised on all ranks; text and traceback are in the output of rank {first}"
+        vars(error)[_ELSEWHERE] = (first_line(error).removesuffix(":"), place) if rank else None
     hook = sys.excepthook
     while (inner := internals.inner_excepthook(hook)) is not None:
         hook = inner
     if hook is sys.__excepthook__:
         sys.excepthook = ShortDisplay(sys.excepthook)
+
+
+def show_elsewhere(error: BaseException, text: str, place: str) -> None:
+    """Another rank shows ``error``. Display this one as a line with ``text``, and ``place`` of the rest."""
+    vars(error)[_ELSEWHERE] = (text, place)
 
 
 class ShortDisplay:
@@ -187,21 +194,20 @@ class ShortDisplay:
         """Show ``error``, as ``sys.excepthook`` does."""
         if os.environ.get(TRACEBACK_VARIABLE) not in (None, "", "short"):
             self._previous(kind, error, trace)
-        elif (place := vars(error).get(_ELSEWHERE)) and _next(error) is None:
-            line = _line(error, place)
+        elif (elsewhere := vars(error).get(_ELSEWHERE)) and _next(error) is None:
+            line = _line(error, *elsewhere)
             self._previous(type(line), line, None)
         else:
             with _shortened(error):
                 self._previous(kind, error, error.__traceback__)
 
 
-def _line(error: BaseException, place: str) -> BaseException:
-    """An exception displayed as type and first line of ``error``, this rank's line of the script, and ``place``."""
+def _line(error: BaseException, text: str, place: str) -> BaseException:
+    """An exception displayed as the type of ``error``, ``text``, this rank's line of the script, and ``place``."""
     kind = type(error)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     stand_in: type[BaseException] = type(kind.__name__, (Exception,), names)
-    text = f"{first_line(error).removesuffix(':')}{_script_line(error)}"
-    return stand_in(f"{text} (raised on all ranks; text and traceback are in the output of {place})")
+    return stand_in(f"{text}{_script_line(error)} ({place})")
 
 
 def _script_line(error: BaseException) -> str:

@@ -1,11 +1,13 @@
 """Parts of messages: rows that differ between ranks, names of ranks, and texts of exceptions."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp import LayoutError
-from legacy_ddp._compare import MAX_LINES, compare_rows, name_ranks
+from legacy_ddp._compare import MAX_LINES, compare_groups, compare_rows, name_ranks
 from legacy_ddp._text import MAX_LINE, MAX_TEXT, error_line, error_text, first_line
 
 
@@ -44,6 +46,16 @@ def test_every_difference_adds_its_ranks() -> None:
     rows = [{"a": "1", "b": "1"}, {"a": "2", "b": "1"}, {"a": "1", "b": "1"}, {"a": "1", "b": "2"}]
 
     assert compare_rows(rows).ranks == (1, 3)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abc"), st.sampled_from("xyz")), min_size=1, max_size=8), st.data())
+def test_rows_with_their_ranks_are_compared_as_a_row_for_each_rank(distinct: list[dict[str, str]], data: Any) -> None:
+    rows = data.draw(st.lists(st.sampled_from(distinct), min_size=1, max_size=30))
+    groups = [(row, [rank for rank, other in enumerate(rows) if other is row]) for row in distinct]
+
+    by_lowest_rank = sorted((group for group in groups if group[1]), key=lambda group: group[1])
+
+    assert compare_groups(by_lowest_rank) == compare_rows(rows)
 
 
 def test_a_long_list_is_capped() -> None:

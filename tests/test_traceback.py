@@ -172,20 +172,63 @@ def test_a_hook_of_the_script_gets_every_error_whole(tmp_path: Path) -> None:
     assert _run(tmp_path, "disagree(model)", start=hook.rstrip() + _START) == ["own hook DesyncError True\n"] * 3
 
 
-def test_a_lost_rank_is_no_agreed_error_and_every_survivor_shows_a_traceback(tmp_path: Path) -> None:
+def test_one_survivor_of_a_host_shows_the_report_on_a_lost_rank_and_the_others_three_lines_at_most(
+    tmp_path: Path,
+) -> None:
     script = """
         if rank == 0:
             os.kill(os.getpid(), 9)
         backward(model)
         model.all_reduce()
     """
-    killed, *survivors = _run(tmp_path, script)
+    killed, first, *others = _run(tmp_path, script, ranks=4)
 
     assert killed == ""
-    for errors in survivors:
-        assert _tracebacks(errors) == 1
-        assert len(_LIBRARY_LINE.findall(errors)) == 1
-        assert "legacy_ddp.PeerLostError: " in errors
+    assert _tracebacks(first) == 1
+    assert len(_LIBRARY_LINE.findall(first)) == 1
+    assert "legacy_ddp.PeerLostError: all_reduce() call 1, phase agree: " in first
+    assert "stack of rank" in first
+    for errors in others:
+        assert len(errors.splitlines()) <= 3, errors
+        assert _LOSS_POINTER.search(errors), errors
+
+
+_LOSS_POINTER = re.compile(
+    r"legacy_ddp\.PeerLostError: all_reduce\(\) call 1, .*; missing rank 0 \(.*, at train\.py:\d+ in <module> "
+    r"\(the report is in the output of rank 1, also in \S+\.txt\)$"
+)
+
+
+def test_one_rank_of_a_host_shows_the_report_on_a_hang_and_the_others_a_line_also_in_a_sub_group(
+    tmp_path: Path,
+) -> None:
+    script = """
+        import atexit, pathlib, threading
+        group = dist.new_group([1, 2, 3, 4])
+        if rank == 0:
+            raise SystemExit(1)
+        model = LegacyDistributedDataParallel(torch.nn.Linear(3, 2), process_group=group, timeout_seconds=3.0)
+        backward(model)
+        atexit.register(pathlib.Path(f"ended-{rank}").touch)
+        def load():
+            while len([*pathlib.Path().glob("ended-*")]) < 3:
+                threading.Event().wait(0.05)
+            raise SystemExit(1)
+        if rank == 4:
+            load()
+        model.all_reduce()
+    """
+    _, first, second, third, silent = _run(tmp_path, script, ranks=5)
+
+    assert (_tracebacks(first), silent) == (1, "")
+    assert "stack of rank 3, innermost last:" in first
+    for errors in (second, third):
+        (line,) = errors.splitlines()
+        assert line.startswith("legacy_ddp.SyncTimeoutError: all_reduce() call 1, phase agree: no answer within 3 s; ")
+        assert "missing rank 3 (user code after" in line
+        assert re.search(r" in <module> \(the report is in the output of rank 1, also in \S+\.txt\)$", line)
+        (path,) = re.findall(r"also in (\S+\.txt)", line)
+        assert Path(path).read_text().count("stack of rank 3, innermost last:") == 1
 
 
 def test_a_step_without_the_call_shows_the_lines_of_the_script_alone_on_every_rank(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from enum import IntEnum
 from functools import cached_property, partial, reduce
 from itertools import zip_longest
 from operator import and_, itemgetter, or_
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ from legacy_ddp._agreement.header import (
     is_equal,
 )
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
-from legacy_ddp._compare import Finding, compare_rows, name_ranks
+from legacy_ddp._compare import Finding, compare_groups, compare_rows, name_ranks
 from legacy_ddp._errors import (
     AgreedError,
     DesyncError,
@@ -270,8 +271,8 @@ def _find_other_layout(
 ) -> AgreedError | None:
     if len({row.layout for row in rows}) == 1:
         return None
-    details = call.gather_objects({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
-    finding = compare_rows(_with_ignored([(of_rank["inventory"], of_rank["ignored"]) for of_rank in details]))
+    details = call.gather_distinct({"inventory": dict(inventory), "ignored": sorted(call.ignored)})
+    finding = compare_groups(_with_ignored(details))
     text = f"ranks hold different parameters, buffers or settings:\n{finding}\n{advice}"
     error = agreed_error(LayoutError, rows, text, finding.ranks)
     names = [item.name for item in finding.differences]
@@ -280,16 +281,18 @@ def _find_other_layout(
     return error
 
 
-def _with_ignored(ranks: Sequence[tuple[Mapping[str, str], Sequence[str]]]) -> list[dict[str, str]]:
-    """The inventory of each rank, with the names in its ``ignore`` that another rank does not ignore.
+def _with_ignored(
+    details: Sequence[tuple[Mapping[str, Any], tuple[int, ...]]],
+) -> list[tuple[dict[str, str], tuple[int, ...]]]:
+    """The inventories with their ranks, each with the names in its ``ignore`` that another rank does not ignore.
 
     A name that no other rank compares is no difference: a tensor of this rank alone is ignored for this reason.
     """
-    compared = {name for inventory, _ in ranks for name in inventory}
+    compared = {name for held, _ in details for name in held["inventory"]}
     rows = []
-    for inventory, ignored in ranks:
-        names = [f"{kind} {name!r}" for kind in ("parameter", "buffer") for name in ignored]
-        rows.append({**{name: IGNORED for name in names if name in compared}, **inventory})
+    for held, ranks in details:
+        names = [f"{kind} {name!r}" for kind in ("parameter", "buffer") for name in held["ignored"]]
+        rows.append(({**{name: IGNORED for name in names if name in compared}, **held["inventory"]}, ranks))
     return rows
 
 

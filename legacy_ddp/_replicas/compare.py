@@ -9,7 +9,7 @@ import torch
 
 from legacy_ddp._agreement.header import Header
 from legacy_ddp._buckets.layout import fingerprint
-from legacy_ddp._compare import compare_rows, group_ranks, name_ranks
+from legacy_ddp._compare import compare_groups, group_ranks, name_ranks
 from legacy_ddp._errors import ReplicaDivergenceError
 from legacy_ddp._replicas.attribution import (
     STATE_CHANGED,
@@ -35,6 +35,7 @@ LARGE_BYTES = 2**28  # 4 GiB for a report that was asked for
 LARGE_BYTES_BY_DEFAULT = 2**24  # 272 MiB for a warning beside a training
 DETAILS = 3  # tensors that are compared by element by default
 Rows = dict[str, dict[str, str]]  # by kind, the name and the description of each item
+Groups = list[tuple[Rows, tuple[int, ...]]]  # with the ranks that hold them
 
 
 def divergence_error(call: Call, report: ReplicaReport) -> ReplicaDivergenceError:
@@ -107,9 +108,9 @@ def compare_items(
     lowest rank of the largest group of equal ranks.
     """
     with call.phase("compare"):
-        rows, compared, entry_counts = _exchange_rows(call, items)
-        ranks = [rank for rank in range(len(rows)) if rank not in left_out]
-        differences = sorted(_find_differences(rows, ranks), key=lambda item: (item.name, item.sides) in told)
+        groups, compared, entry_counts = _exchange_rows(call, items)
+        ranks = [rank for rank in range(call.groups.size) if rank not in left_out]
+        differences = sorted(_find_differences(groups, left_out), key=lambda item: (item.name, item.sides) in told)
         # The digests of steps include the ranks that are left out.
         verdict = _attribute(call, differences, compared, None if left_out else snapshot)
         verdict = add_reading_of_buffers(verdict, [item for item in differences if item.kind == "buffers"])
@@ -164,8 +165,8 @@ def _count_kinds(items: Iterable[StateItem]) -> dict[str, int]:
     return {kind: counts[kind] for kind in KINDS}
 
 
-def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], dict[str, int], dict[Kind, int]]:
-    """Collective: the descriptions of each rank, at least where they differ; the number of items of each kind; and
+def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[Groups, dict[str, int], dict[Kind, int]]:
+    """Collective: the descriptions of the ranks, at least where they differ; the number of items of each kind; and
     the holders of each kind of optimizer entry, on any rank.
 
     Ranks with equal names exchange 8 bytes for each item first, and then only the descriptions that differ.
@@ -173,11 +174,11 @@ def _exchange_rows(call: Call, items: Sequence[StateItem]) -> tuple[list[Rows], 
     descriptions = describe_items(items)
     names = _gather_fingerprints(call, [list(descriptions)])
     if bool((names != names[0]).any()):
-        rows = _gather_rows(call, items, descriptions)
-        if not all(of_rank["optimizer"] for of_rank in rows):  # the optimizer is unknown before the first step
-            rows = [{**of_rank, "optimizer": {}} for of_rank in rows]
-        found = {kind: {name for of_rank in rows for name in of_rank[kind]} for kind in KINDS}
-        return rows, {kind: len(of_kind) for kind, of_kind in found.items()}, count_holders(found["optimizer"])
+        groups = _gather_rows(call, items, descriptions)
+        if not all(rows["optimizer"] for rows, _ in groups):  # the optimizer is unknown before the first step
+            groups = [({**rows, "optimizer": {}}, ranks) for rows, ranks in groups]
+        found = {kind: {name for rows, _ in groups for name in rows[kind]} for kind in KINDS}
+        return groups, {kind: len(of_kind) for kind, of_kind in found.items()}, count_holders(found["optimizer"])
     fingerprints = _gather_fingerprints(call, descriptions.values())
     differs = (fingerprints != fingerprints[0]).any(dim=0).tolist()
     differing = [item for item, is_differing in zip(items, differs, strict=True) if is_differing]
@@ -190,18 +191,19 @@ def _gather_fingerprints(call: Call, values: Iterable[object]) -> torch.Tensor:
     return call.gather(torch.tensor([fingerprint(json.dumps(value).encode()) for value in values], device="cpu"))
 
 
-def _gather_rows(call: Call, items: Sequence[StateItem], descriptions: Mapping[str, str]) -> list[Rows]:
-    """Collective: by rank and kind, the name and description of each item."""
+def _gather_rows(call: Call, items: Sequence[StateItem], descriptions: Mapping[str, str]) -> Groups:
+    """Collective: by kind, the name and description of each item of the ranks."""
     own = {kind: {item.name: descriptions[item.name] for item in items if item.kind == kind} for kind in KINDS}
-    return call.gather_objects(own)
+    return call.gather_distinct(own)
 
 
-def _find_differences(rows: Sequence[Rows], ranks: Sequence[int]) -> list[ReplicaDifference]:
+def _find_differences(groups: Groups, left_out: Collection[int]) -> list[ReplicaDifference]:
     """Differences by kind. Settings come first: a learning rate explains more than a thousand weights."""
+    compared = [(rows, [rank for rank in ranks if rank not in left_out]) for rows, ranks in groups]
     found = [
         ReplicaDifference(item.name, item.holders, kind)
         for kind in KINDS
-        for item in compare_rows([rows[rank][kind] for rank in ranks], ranks).differences
+        for item in compare_groups([(rows[kind], ranks) for rows, ranks in compared if ranks]).differences
     ]
     return sorted(found, key=lambda item: not item.is_setting)
 

@@ -123,7 +123,7 @@ class Call(Gatherer):
             self.groups.close_star()  # after the notice: the other ranks ask for the reason at once
         if error is not None:
             is_agreed = isinstance(error, AgreedError) or self._failed_alike
-            shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.first)
+            shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.global_ranks[0])
             self._end_in_order(error, is_agreed=is_agreed)
 
     def _end_in_order(self, error: BaseException, *, is_agreed: bool) -> None:

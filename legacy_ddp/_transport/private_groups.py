@@ -198,7 +198,7 @@ class Groups:
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.rank = parent.rank()
         self.size = parent.size()
-        self.first = dist.get_global_rank(parent, 0)  # rank 0 of the group, counted in the whole job
+        self.global_ranks = dist.get_process_group_ranks(parent)  # the ranks of the group, counted in the whole job
         self.wrapper_count = 0  # wrappers with a successful call on this group
         self.busy = threading.Lock()
         self.caller = ("", 0)  # the operation that holds the lock, and the ident of its thread

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
+from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._log import show_elsewhere
 from legacy_ddp._text import first_line
 from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import SegmentIds, decode_host_rows, encode_host_row
@@ -170,11 +172,34 @@ class Gatherer:
         self.over_star(Star.barrier)
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Collective: the JSON value of every rank, in rank order; tuples arrive as lists."""
+        """Collective: the JSON value of every rank, in rank order, as :meth:`gather_distinct`."""
+        by_rank = {rank: item for item, ranks in self.gather_distinct(value) for rank in ranks}
+        return [by_rank[rank] for rank in range(self.groups.size)]
+
+    def gather_distinct(self, value: Any) -> list[tuple[Any, tuple[int, ...]]]:
+        """Collective: each distinct JSON value of the ranks with its ranks, by lowest rank; tuples arrive as lists.
+
+        The ranks gather fingerprints of 64 bits, and the lowest rank of each value sends the value. So a rank receives
+        16 bytes of every rank, and receives and decodes each distinct value once.
+        """
         data = json.dumps(value).encode("ascii")  # escapes for all else, also for lone surrogates
-        lengths = self.gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu")).flatten().tolist()
-        rows = self.gather_bytes(data.ljust(max(lengths)))
-        return [json.loads(row) for row in rows]
+        own = (fingerprint(data), len(data))
+        holders: dict[tuple[int, int], list[int]] = {}
+        for rank, (digest, size) in enumerate(self.gather(torch.tensor(own, device="cpu")).tolist()):
+            holders.setdefault((digest, size), []).append(rank)
+        texts = [bytearray(data) if key == own else bytearray(key[1]) for key in holders]
+        if self.groups.size > 1:
+            works = [self._send_from(ranks[0], text) for ranks, text in zip(holders.values(), texts, strict=True)]
+            for work in works:  # all are under way: many values take hardly more time than one
+                self.wait(self.groups.control, work)
+        return [(json.loads(text), tuple(ranks)) for text, ranks in zip(texts, holders.values(), strict=True)]
+
+    def _send_from(self, source: int, data: bytearray) -> Any:
+        """Start to send ``data`` of the rank ``source`` to all ranks, in place."""
+        options = self.options("Broadcast")
+        options.rootRank, options.rootTensor = source, 0
+        row = torch.frombuffer(data, dtype=torch.uint8)
+        return self.start(self.groups.control, lambda group: group.broadcast([row], options))
 
     def first_problem(self, *problems: str) -> str:
         """Collective: the first problem of any rank with the number of the rank; empty if no rank has one.
@@ -219,6 +244,9 @@ class Gatherer:
         text = f"{report.text}\n\n({watchdog.file.where('also in')})"
         error = kind(text, ranks=report.missing, call=self.number, phase=self.phase_name)
         error.report = report.text
+        if (reporter := watchdog.reporter_of(report)) != self.groups.rank:
+            place = f"the report is in the output of rank {self.groups.global_ranks[reporter]}"
+            show_elsewhere(error, " ".join(report.head.split()), f"{place}, {watchdog.file.where('also in')}")
         return error
 
 

@@ -1,6 +1,7 @@
 """The report on a waiting or failed call: its text of 80 columns, and when it goes to the log or to the file."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,9 @@ from legacy_ddp._watchdog.report_file import ReportFile
 MAX_ROWS = 24
 MAX_STACKS = 8
 MAX_PARTS = 4
+_MAX_RANK_COLUMNS = 10  # of a table; longer lists of ranks move their line to the right
+# In the JSON of a report, which travels in one message: 2,000 ranks with as many stacks must not exceed MAX_BYTES.
+_MAX_KEPT_STACKS = 64
 # Phases of a call in which user code runs.
 _USER_CODE = {HOOK: "its communication hook", RUN: "its run() of a cross-check"}
 _REPORTS = "reports of this rank:"
@@ -33,8 +37,9 @@ class Report:
 
     ``head``: the first lines of ``text``, unwrapped. ``summary``: the missing ranks and their activity; equal in two
     reports if nothing has changed. ``is_progressing``: all missing ranks make progress. ``is_busy``: all missing ranks
-    make progress or compute, perhaps in a loop. ``reporters``: a waiting rank per machine, to log the report there.
-    ``is_late``: nothing broke, the time limit was reached.
+    make progress or compute, perhaps in a loop. ``reporters``: a rank of each host, to show the report there, if
+    possible a waiting rank. ``is_late``: nothing broke, the time limit was reached. ``states``: the ranks by equal
+    state, with what was heard of them, ready for JSON.
     """
 
     head: str
@@ -45,6 +50,19 @@ class Report:
     is_busy: bool
     reporters: tuple[int, ...]
     is_late: bool = False
+    states: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def filed(self) -> str:
+        """The text for the report file: the text for a reader, and everything in a line of JSON."""
+        everything = {
+            "head": self.head,
+            "missing": self.missing,
+            "is_late": self.is_late,
+            "reporters": self.reporters,
+            "states": self.states,
+        }
+        return f"{self.text}\n\n{json.dumps(everything)}"
 
 
 def decode_report(data: Mapping[str, Any]) -> Report:
@@ -73,8 +91,9 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
         missing=missing,
         is_progressing=bool(missing) and all(progressing),
         is_busy=bool(missing) and all(on or rows[rank].is_busy for rank, on in zip(missing, progressing, strict=True)),
-        reporters=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
+        reporters=_reporters(rows, waiting, missing),
         is_late=failure.is_late,
+        states=_states(rows, missing),
     )
 
 
@@ -115,12 +134,13 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
         missing=missing,
         is_progressing=False,
         is_busy=False,
-        reporters=tuple({row.host: row.rank for row in reversed(waiting)}.values()),
+        reporters=_reporters(rows, waiting, missing),
+        states=_states(rows, missing),
     )
 
 
 def format_loss(row: Row, reason: str, missing: str = "") -> str:
-    """A short text on a loss, and the position of the rank in ``row``: a launcher may end this process next.
+    """A line on a loss, and the position of the rank in ``row``: a launcher may end this process next.
 
     ``missing``: the ranks that may be lost, if ``reason`` does not name the ranks.
     """
@@ -128,7 +148,7 @@ def format_loss(row: Row, reason: str, missing: str = "") -> str:
     if row.sample and row.sample.stack:
         position += f", at {row.sample.line or row.sample.stack[-1]}"
     parts = [reason, missing, position] if missing else [reason, position]
-    return "\n".join(_wrap("; ".join(parts), width=120))
+    return encodable(" ".join("; ".join(parts).split()))
 
 
 def process_text(row: Row) -> str:
@@ -235,26 +255,73 @@ def _location(sample: Sample | None) -> str:
 
 def _hosts(rows: Sequence[Row], ranks: Sequence[int]) -> str:
     hosts = list(dict.fromkeys(rows[rank].host for rank in ranks if rows[rank].pid))
-    if not hosts:
-        return ""
-    more = f", ... {len(hosts) - MAX_PARTS} more" if len(hosts) > MAX_PARTS else ""
-    return f", on host{'s' if len(hosts) > 1 else ''} {', '.join(hosts[:MAX_PARTS])}{more}"
+    return f", on host{'s' if len(hosts) > 1 else ''} {_first_parts(hosts)}" if hosts else ""
+
+
+def _first_parts(parts: Sequence[str]) -> str:
+    """The first ``MAX_PARTS`` parts, and the number of the others."""
+    more = [f"... {len(parts) - MAX_PARTS} more"] if len(parts) > MAX_PARTS else []
+    return ", ".join([*parts[:MAX_PARTS], *more])
 
 
 def _table(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
-    """Missing ranks first; above ``MAX_ROWS`` the ranks with equal activity share a line."""
-    ordered = sorted(rows, key=lambda row: (row.rank not in missing, row.rank))
-    lines = [f"{'rank':>5}  {'doing':38}{'for':>8}  process on host:pid"]
-    for row in ordered[:MAX_ROWS]:
-        age = f"{row.sample.age_seconds:.1f} s" if row.sample else "?"
-        process = f"{process_text(row)} on {row.host}:{row.pid}"
-        lines += _wrap(f"{row.rank:5}  {activity_text(row):38}{age:>8}  {process}", indent=9)
-    rest: dict[str, list[int]] = {}
-    for row in ordered[MAX_ROWS:]:
-        rest.setdefault(activity_text(row), []).append(row.rank)
-    for activity, ranks in rest.items():
-        lines += _wrap(f"... {name_ranks(ranks)}: {activity}")
+    """A line for each of the first missing ranks, then a line for all ranks of equal activity and process."""
+    alone, behind = {*missing[:MAX_ROWS]}, {*missing}
+    groups: dict[object, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: (row.rank not in behind, row.rank)):
+        shared = (row.rank in behind, activity_text(row), process_text(row))
+        groups.setdefault(row.rank if row.rank in alone else shared, []).append(row)
+    names = [name_ranks(row.rank for row in group).partition(" ")[2] for group in groups.values()]
+    width = max(len(name) for name in ("     ", *names) if len(name) <= _MAX_RANK_COLUMNS)
+    lines = [f"{'rank':>{width}}  {'doing':38}{'for':>8}  process on host:pid"]
+    for name, group in zip(names, groups.values(), strict=True):
+        lines += _wrap(f"{name:>{width}}  {_describe(group)}", indent=width + 4)
     return lines
+
+
+def _describe(group: Sequence[Row]) -> str:
+    """What ranks of equal activity and process do, and where: the hosts, and of a single rank the process, too."""
+    first, *others = group
+    ages = sorted(row.sample.age_seconds for row in group if row.sample)
+    age = "-".join(dict.fromkeys(f"{seconds:.1f}" for seconds in (*ages[:1], *ages[-1:])))
+    where = _first_parts(list(dict.fromkeys(row.host for row in group))) if others else f"{first.host}:{first.pid}"
+    return f"{activity_text(first):37} {(age and f'{age} s') or '?':>8}  {process_text(first)} on {where}"
+
+
+def _reporters(rows: Sequence[Row], waiting: Iterable[Row], missing: Collection[int]) -> tuple[int, ...]:
+    """A rank of each host: the lowest waiting rank, else the lowest rank that may wait later."""
+    in_wait, behind = {row.rank for row in waiting}, {*missing}
+    ordered = sorted(rows, key=lambda row: (row.rank not in in_wait, row.is_gone, row.rank in behind, row.rank))
+    return tuple(sorted({row.host: row.rank for row in reversed(ordered)}.values()))
+
+
+def _states(rows: Sequence[Row], missing: Collection[int]) -> list[dict[str, Any]]:
+    """The ranks by equal state, the missing ranks and the rarest states first; lists are in the order of ``ranks``."""
+    behind = {*missing}
+    groups: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        sample = row.sample and (row.sample.stack, row.sample.line, row.sample.phase)
+        key = (row.rank in behind, row.serial, activity_text(row), process_text(row), row.outcome, row.note, sample)
+        groups.setdefault(key, []).append(row)
+    ordered = sorted(groups.values(), key=lambda group: (group[0].rank not in behind, len(group)))
+    return [_state(group, keeps_stack=place < _MAX_KEPT_STACKS) for place, group in enumerate(ordered)]
+
+
+def _state(group: Sequence[Row], *, keeps_stack: bool) -> dict[str, Any]:
+    first = group[0]
+    return {
+        "ranks": [row.rank for row in group],
+        "activity": encodable(activity_text(first)),
+        "process": process_text(first),
+        "answer": str(first.outcome),
+        "note": encodable(first.note),
+        "calls": first.serial,
+        "line": encodable(first.sample.line) if first.sample else "",
+        "stack": [encodable(frame) for frame in first.sample.stack] if first.sample and keeps_stack else None,
+        "seconds": [row.sample and round(row.sample.age_seconds, 3) for row in group],
+        "hosts": [encodable(row.host) for row in group],
+        "pids": [row.pid for row in group],
+    }
 
 
 def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
@@ -273,9 +340,9 @@ def _stacks(rows: Sequence[Row], missing: Sequence[int]) -> list[str]:
     return lines
 
 
-def _wrap(text: str, indent: int = 2, width: int = WIDTH) -> list[str]:
+def _wrap(text: str, indent: int = 2) -> list[str]:
     """Lines that keep paths whole, so that a path can be copied."""
-    return wrap(" ".join(text.splitlines()), deeper=" " * indent, columns=width, break_words=False)
+    return wrap(" ".join(text.splitlines()), deeper=" " * indent, columns=WIDTH, break_words=False)
 
 
 class WarningPolicy:
@@ -323,7 +390,7 @@ class WarningPolicy:
 
     def tell_in_full(self, report: Report) -> bool:
         """Log a report in full and write the file; return whether this rank is the one that logs."""
-        self._file.append(report.text)
+        self._file.append(report.filed)
         return self._log(f"{report.text}\n({self._file.where(_REPORTS)})", report)
 
     def tell_completion(self, call: str) -> None:
@@ -337,12 +404,12 @@ class WarningPolicy:
 
     def notify_loss(self, text: str) -> None:
         """Log a loss at once: a launcher may end this process before any exception is raised."""
-        self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
+        self._logger.warning("%s (%s)", text, self._file.where(_REPORTS))
 
-    def save(self, text: str) -> None:
+    def save(self, report: Report, introduction: str = "") -> None:
         """Write a report to the file; to the log if the file cannot be written."""
-        if not self._file.append(text):
-            self._logger.warning("%s\n(%s)", text, self._file.where(_REPORTS))
+        if not self._file.append(introduction + report.filed):
+            self._logger.warning("%s%s\n(%s)", introduction, report.text, self._file.where(_REPORTS))
 
     def _log(self, text: str, report: Report) -> bool:
         """Log, on a single rank of each machine; return whether this rank is the one."""

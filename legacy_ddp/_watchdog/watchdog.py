@@ -131,6 +131,13 @@ class Watchdog:
             self._exchange.fetch(self._status.serial, self._record.failure)
         )
 
+    def reporter_of(self, report: Report) -> int:
+        """The rank of this host that shows ``report`` in full; this rank, if the report knows none."""
+        reporters = self._view.others(report.reporters)
+        if self.rank in report.reporters:
+            return self.rank
+        return next((peer.rank for peer in reporters if peer.identity.host == self._view.own.identity.host), self.rank)
+
     def notify_failure(self, error: BaseException) -> None:
         """Notify the other ranks, at once, of an error that made this rank leave a call; this process may live on."""
         reason = f"{name_ranks([self.rank])} left {self._status.call} with {error_line(error_behind(error))}"
@@ -235,7 +242,7 @@ class FailureRecord:
             rows = self._view.local_rows(failure)
             report = compose(rows, failure, was_polled=False)
             self._missing = report.missing
-        self._policy.save(f"from this rank alone, before any other rank was asked:\n{report.text}")
+        self._policy.save(report, "from this rank alone, before any other rank was asked:\n")
         if logs:
             missing = "" if failure.ranks else report.summary
             self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing))
@@ -244,7 +251,7 @@ class FailureRecord:
         """Save ``report`` as the final report, unless there is a final report; return the final report."""
         with self._lock:
             if self.final_report is None:
-                self._policy.save(report.text)
+                self._policy.save(report)
                 self.final_report = report
             return self.final_report
 

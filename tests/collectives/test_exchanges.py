@@ -156,12 +156,15 @@ def _train_joined(model: LegacyDistributedDataParallel, steps: int) -> None:
 
 
 # On two ranks of one host: with the memory of the host, and with gloo where that differs. "2 row" are two in a row.
-# The constructor compares the layout, broadcasts parameters, and then buffers.
+# The constructor compares the layout, broadcasts parameters, and then buffers. Texts of the ranks are an allgather of
+# fingerprints, and a broadcast for each distinct text.
 _EXPECTED = {
-    "first construction": ("7 allgather, row, broadcast, row",),
+    "first construction": (
+        "2 allgather, 2 broadcast, allgather, broadcast, allgather, broadcast, row, broadcast, row",
+    ),
     "construction": ("2 row, broadcast, row",),
     "construction with buffers": ("2 row, broadcast, row, broadcast",),
-    "first call": ("row, memory, 2 allgather, barrier", "row, allreduce"),
+    "first call": ("row, memory, allgather, broadcast, barrier", "row, allreduce"),
     "second call": ("row, barrier", "row, allreduce"),
     "warm call, off": ("row, barrier", "row, allreduce"),
     "warm call, info": ("row, barrier", "row, allreduce"),
@@ -178,19 +181,23 @@ _EXPECTED = {
     "broadcast_buffers without buffers": ("row",),
     "check_replicas": ("row",),
     "16 calls with a known statistic": (", ".join(["row, barrier"] * 16), ", ".join(["row, allreduce"] * 16)),
-    "the first NaN on one rank": ("row, 2 allgather, barrier", "row, 2 allgather, allreduce"),
+    "the first NaN on one rank": ("row, allgather, 2 broadcast, barrier", "row, allgather, 2 broadcast, allreduce"),
     "the second NaN in a row": ("row, barrier", "row, allreduce"),
     "NaN on one rank, ignore": ("row, barrier", "row, allreduce"),
-    "NaN on one rank, raise": ("row, 2 allgather",),
-    "failed rank": ("row, 2 allgather",),
-    "other call": ("row, 2 allgather",),
+    "NaN on one rank, raise": ("row, allgather, 2 broadcast",),
+    "failed rank": ("row, allgather, 2 broadcast",),
+    "other call": ("row, allgather, broadcast",),
     "mixed": ("row",),
-    "metrics of other names": ("row, 2 allgather",),
+    "metrics of other names": ("row, allgather, 2 broadcast",),
     "the call after them": ("row, barrier", "row, allreduce"),
-    "layout": ("row, 2 allgather",),
-    "diverged replicas, detail": ("row, 9 allgather, broadcast, 2 allgather",),
-    "diverged replicas, info": ("row, 7 allgather, broadcast, 3 allgather",),
-    "check_replicas of diverged replicas": ("row, 4 allgather, broadcast, 2 allgather",),
+    "layout": ("row, allgather, 2 broadcast",),
+    "diverged replicas, detail": (
+        "row, allgather, broadcast, 4 allgather, 2 broadcast, allgather, 3 broadcast, allgather, 2 broadcast",
+    ),
+    "diverged replicas, info": (
+        "row, allgather, broadcast, 4 allgather, 3 broadcast, allgather, 2 broadcast, allgather",
+    ),
+    "check_replicas of diverged replicas": ("row, 3 allgather, 3 broadcast, allgather, 2 broadcast",),
     # Rank 0 makes one call, rank 1 two; the last rank then broadcasts parameters, and looks for buffers.
     "join": (
         "row, barrier, row, allreduce, 2 barrier, row, broadcast, row",

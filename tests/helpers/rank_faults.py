@@ -4,6 +4,7 @@ A scene is a short training on every rank; in the call after ``Scene.calls`` goo
 """
 
 import ctypes
+import json
 import os
 import re
 import select
@@ -143,13 +144,21 @@ def play(scene: Scene, world_size: int, **options: Any) -> dict[int, Seen]:
 
 
 def entries(path: Path) -> list[str]:
-    """What was written at a time each; fails where one was not written to its end."""
+    """The texts that were written at a time each, without their JSON; fails where one was not written to its end."""
     text = path.read_text()
     assert text.endswith("\n\n")
     parts = _ENTRY.split(text)
     assert parts[0] == ""
     assert all(part.endswith("\n\n") for part in parts[1:])
-    return [part.removesuffix("\n\n") for part in parts[1:]]
+    return [_without_json(part.removesuffix("\n\n")) for part in parts[1:]]
+
+
+def _without_json(entry: str) -> str:
+    text, _, line = entry.rpartition("\n\n")
+    if not line.startswith("{"):
+        return entry
+    assert json.loads(line)["states"]
+    return text
 
 
 def _play(rank: int, scene: Scene) -> Seen | None:

@@ -38,6 +38,18 @@ AGREEMENT = (
         _PRECEDENCE,
     ),
     Mutant(
+        "every distinct value is sent by rank 0",
+        "self._send_from(ranks[0], text)",
+        "self._send_from(0, text)",
+        "tests/agreement/test_many_ranks.py -k in_order",
+    ),
+    Mutant(
+        "a row of several ranks counts for the first of them",
+        "holders.setdefault(value, []).extend(ranks)",
+        "holders.setdefault(value, []).extend(ranks[:1])",
+        "tests/test_message_parts.py -k with_their_ranks",
+    ),
+    Mutant(
         "different errors on all ranks are local errors",
         "if len(failed) == len(rows) and len(set(texts)) == 1:",
         "if len(failed) == len(rows):",
@@ -510,6 +522,36 @@ WATCHDOG = (
         "return hmac.compare_digest(token, self.endpoint.token.encode())",
         "return True",
         "tests/watchdog/test_server.py -k without_the_token",
+    ),
+    Mutant(
+        "every rank shows the report on a loss",
+        "if (reporter := watchdog.reporter_of(report)) != self.groups.rank:",
+        "if (reporter := watchdog.reporter_of(report)) < 0:",
+        "tests/test_traceback.py -k survivor_of_a_host",
+    ),
+    Mutant(
+        "a rank points to the reporter of any host",
+        "for peer in reporters if peer.identity.host == self._view.own.identity.host",
+        "for peer in reporters",
+        "tests/watchdog/test_report.py -k reporter_of_its_own_host",
+    ),
+    Mutant(
+        "a dead rank is a reporter beside a living one",
+        "row.rank not in in_wait, row.is_gone, row.rank in behind",
+        "row.rank not in in_wait, row.rank in behind",
+        "tests/watchdog/test_report.py -k one_waiting_rank_of_each_host",
+    ),
+    Mutant(
+        "ranks with different stacks are one state",
+        "process_text(row), row.outcome, row.note, sample)",
+        "process_text(row), row.outcome, row.note)",
+        "tests/watchdog/test_report.py -k line_of_json",
+    ),
+    Mutant(
+        "the JSON of a report has every stack",
+        "keeps_stack=place < _MAX_KEPT_STACKS",
+        "keeps_stack=True",
+        "tests/watchdog/test_report.py -k long_stack_each_fits",
     ),
     Mutant(
         "a process that ended after its answer is alive",

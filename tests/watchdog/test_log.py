@@ -102,13 +102,11 @@ def _is_notified_of_a_loss(rank: int, folder: str, where: str) -> list[str]:
     ],
 )
 def test_a_loss_is_logged_at_once_with_the_position_of_this_rank(where: str, place: str, tmp_path: Path) -> None:
-    (line,) = run_ranks(_is_notified_of_a_loss, 2, str(tmp_path), where, lost=(1,))[0]
+    *_, line = run_ranks(_is_notified_of_a_loss, 2, str(tmp_path), where, lost=(1,))[0]  # the last one names the rank
 
-    text, _, pointer = line.rpartition("\n")
-    words = " ".join(text.split())
+    words, _, pointer = line.rpartition(" (reports of this rank: ")
     assert words.startswith("rank 1 ended unexpectedly; ") or "; missing rank 1 (" in words  # gloo was faster
     assert place in words
     assert words.endswith("in _is_notified_of_a_loss" if where == "user code" else "in step")
-    assert len(text.splitlines()) <= 2
-    assert all(len(part) <= 120 for part in text.splitlines())
-    assert pointer.startswith(f"(reports of this rank: {tmp_path}")
+    assert "\n" not in line
+    assert pointer.startswith(str(tmp_path))

@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def lose(tmp_path: Path, request: pytest.FixtureRequest, record_property: Callab
 
 
 def _check(rank: int, seen: Seen, victims: tuple[int, ...]) -> None:
-    named = [line for line in seen.report.splitlines() if line.startswith(tuple(f"{v:5}  " for v in victims))]
+    named = [rank for rank in re.findall(r"(?m)^ *(\d+)  ", seen.report) if int(rank) in victims]
     assert seen.ranks == victims
     assert len(named) == len(victims)
     assert seen.text.startswith(seen.report)

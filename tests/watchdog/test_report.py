@@ -1,12 +1,13 @@
-"""Evaluation of the rows of all ranks, the text of the report, and which line of the log comes when."""
+"""Evaluation of the rows of all ranks, the text of the report, and the polls behind it."""
 
-import logging
+import json
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legacy_ddp._watchdog.activity import Sample
-from legacy_ddp._watchdog.client import ANSWER_SECONDS, DEAD, RUNNING, Endpoint, Failure, Outcome, own_identity
+from legacy_ddp._watchdog.client import (
+    ANSWER_SECONDS,
+    DEAD,
+    MAX_BYTES,
+    RUNNING,
+    Endpoint,
+    Failure,
+    Outcome,
+    decode_endpoint,
+    own_identity,
+)
 from legacy_ddp._watchdog.missing import LEFT_AFTER_LOSS, LEFT_NORMALLY, Row, missing_ranks
 from legacy_ddp._watchdog.poll import GroupView, RankStatus, build_rows, own_status, poll_ranks
-from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, WarningPolicy, compose, format_loss, process_text
+from legacy_ddp._watchdog.report import MAX_ROWS, MAX_STACKS, Report, compose, format_loss, process_text
 from legacy_ddp._watchdog.server import BackgroundTasks, StatusServer
-from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange
+from legacy_ddp._watchdog.watchdog import FailureRecord, ReportExchange, Watchdog
 
 # Evaluation of the rows of all ranks, and the text of the report
 
@@ -59,8 +70,7 @@ def test_a_rank_in_user_code_is_named_with_its_line_and_its_stack_comes_first() 
 
          rank  doing                                      for  process on host:pid
             1  user code after all_reduce() call 4     12.3 s  running on node-a:4711
-            0  all_reduce() call 5: agree              10.2 s  running on node-a:4710
-            2  all_reduce() call 5: agree              10.2 s  running on node-a:4712
+         0, 2  all_reduce() call 5: agree              10.2 s  running on node-a
 
         stack of rank 1, innermost last:
           train.py:88 in f
@@ -283,8 +293,8 @@ def test_the_text_of_a_loss_has_the_position_of_the_rank_and_the_user_s_line() -
     said = format_loss(
         _waits(0), "connection lost after 0.04 s (Connection closed by peer)", "missing rank 1 (dead, on host a)"
     )
-    assert "peer); missing rank 1 (dead, on host a); rank 0 is in" in " ".join(said.split())
-    assert [len(line) <= 120 for line in said.splitlines()] == [True, True]
+    assert "peer); missing rank 1 (dead, on host a); rank 0 is in" in said
+    assert "\n" not in said
 
 
 def test_without_a_poll_only_ranks_known_to_be_lost_are_named() -> None:
@@ -318,10 +328,38 @@ def test_a_rank_in_one_long_operation_is_progressing_if_it_began_while_the_other
     assert not compose([_waits(0, seconds=60.0), behind(50.0)]).is_progressing
 
 
-def test_one_waiting_rank_of_each_host_is_a_reporter() -> None:
-    elsewhere = replace(_waits(2), host="node-c")
+def _on(host: str, row: Row) -> Row:
+    return replace(row, host=host)
 
-    assert sorted(compose([_works(0), _waits(1), elsewhere, replace(_waits(3), host="node-c")]).reporters) == [1, 2]
+
+def test_one_waiting_rank_of_each_host_is_a_reporter_where_a_rank_waits() -> None:
+    rows = [_works(0), _waits(1), _on("node-c", _waits(2)), _on("node-c", _waits(3))]
+    assert sorted(compose(rows).reporters) == [1, 2]
+
+    # On node-d a rank is through the call; on node-e one rank is dead and one works; on node-f nobody is left.
+    rows += [_on("node-d", row) for row in (_works(4), _works(5, serial=5))]
+    rows += [_on("node-e", row) for row in (_is_lost(6, Outcome.ENDED), _works(7))]
+    rows += [_on("node-f", row) for row in (_is_lost(8, Outcome.ENDED), _is_lost(9, Outcome.UNREACHABLE))]
+    assert sorted(compose(rows).reporters) == [1, 2, 5, 7, 8]
+
+
+@pytest.mark.parametrize(
+    "rank, reporters, expected",
+    [(0, (0, 2), 0), (1, (0, 2), 0), (3, (0, 2), 2), (3, (0, 3), 3), (3, (0,), 3), (3, (), 3)],
+)
+def test_a_rank_points_to_the_reporter_of_its_own_host(
+    rank: int, reporters: tuple[int, ...], expected: int, tmp_path: Path
+) -> None:
+    hosts = ["node-a", "node-a", "node-b", "node-b"]
+    peers = [Endpoint(other, replace(own_identity(), host=host), [], "").encode() for other, host in enumerate(hosts)]
+    watchdog = Watchdog(rank, 4, warn_after_seconds=60.0, report_dir=tmp_path)
+    own = decode_endpoint(rank, peers[rank])
+    assert own is not None
+    watchdog._view.own = own
+    watchdog.start(peers)
+
+    assert watchdog.reporter_of(replace(compose([_waits(0)]), reporters=reporters)) == expected
+    watchdog.close()
 
 
 def test_a_call_on_another_group_is_named() -> None:
@@ -338,7 +376,82 @@ def test_the_report_on_a_thousand_ranks_has_the_length_of_a_page() -> None:
     assert report.missing == tuple(range(7, 1000, 100))
     assert len(report.text.splitlines()) < MAX_ROWS + 5 * MAX_STACKS + 40
     assert "... other stacks of ranks" in report.text
-    assert "... ranks 15-106, 108-206" in report.text
+    assert "\n0-6, 8-106, 108-206, 208-306, 308-406" in report.text
+
+
+def test_ranks_in_the_same_state_share_a_line_with_their_hosts_and_the_shortest_and_longest_time() -> None:
+    waiting = [_on(f"node-{rank // 2}", _waits(rank, seconds=10 + rank / 10)) for rank in range(13) if rank != 3]
+    rows = sorted([*waiting, _works(3)], key=lambda row: row.rank)
+    rows[8] = replace(rows[8], is_busy=True)
+    rows[9] = replace(_waits(9, phase="pack"), in_call=True)
+
+    tables = [compose(some).text.split("\n\n")[1] for some in (rows[:8], rows)]
+
+    assert tables[0] == textwrap.dedent(
+        """\
+            rank  doing                                      for  process on host:pid
+               3  user code after all_reduce() call 4     12.3 s  running on node-a:4713
+        0-2, 4-7  all_reduce() call 5: agree            10.0-10.7 s  running on node-0,
+                    node-1, node-2, node-3"""
+    )
+    assert tables[1] == textwrap.dedent(
+        """\
+         rank  doing                                      for  process on host:pid
+            3  user code after all_reduce() call 4     12.3 s  running on node-a:4713
+            9  all_reduce() call 5: pack               10.2 s  running on node-a:4719
+        0-2, 4-7, 10-12  all_reduce() call 5: agree            10.0-11.2 s  running on
+                 node-0, node-1, node-2, node-3, ... 2 more
+            8  all_reduce() call 5: agree              10.8 s  running, busy on
+                 node-4:4718"""
+    )
+
+
+def test_many_missing_ranks_have_a_line_each_until_the_page_is_full() -> None:
+    rows = [_waits(0), *(_works(rank) for rank in range(1, 1000))]
+
+    table = compose(rows).text.split("\n\n")[1].splitlines()
+
+    assert [int(line.split()[0]) for line in table[1 : 1 + MAX_ROWS]] == [*range(1, 1 + MAX_ROWS)]
+    assert table[1 + MAX_ROWS].startswith(f"{1 + MAX_ROWS}-999  user code after all_reduce() call 4")
+    assert table[2 + MAX_ROWS].startswith("     0  all_reduce() call 5: agree")
+    assert len(table) == 3 + MAX_ROWS
+
+
+def test_the_filed_report_has_a_line_of_json_with_every_rank_by_state() -> None:
+    rows = [_waits(0), _works(1), replace(_waits(2, seconds=9.75), host="node-\udcff"), _is_lost(3, Outcome.ENDED)]
+    rows.append(replace(_waits(4), sample=Sample("all_reduce() call 5", "agree", 10.2, 7, ("train.py:40 in g",))))
+    report = compose(rows, Failure("rank 3 ended", ranks=(3,)))
+
+    text, _, line = report.filed.rpartition("\n\n")
+
+    assert text == report.text
+    assert "\n" not in line
+    found = json.loads(line)
+    states = found.pop("states")
+    assert found == {"head": report.head, "missing": [3], "is_late": False, "reporters": [0, 2, 3]}
+    assert [state["ranks"] for state in states] == [[3], [1], [4], [0, 2]]
+    assert (states[0]["activity"], states[0]["process"], states[0]["stack"]) == ("its process has ended", "dead", None)
+    assert (states[1]["calls"], states[1]["stack"], states[1]["pids"]) == (4, ["train.py:88 in f"], [4711])
+    assert states[3] == {
+        "ranks": [0, 2],
+        "activity": "all_reduce() call 5: agree",
+        "process": "running",
+        "answer": "answers",
+        "note": "",
+        "calls": 5,
+        "line": "",
+        "stack": list(WAITING_STACK),
+        "seconds": [10.2, 9.75],
+        "hosts": ["node-a", "node-\\udcff"],
+        "pids": [4710, 4712],
+    }
+
+
+def test_the_message_with_the_report_on_a_thousand_ranks_with_a_long_stack_each_fits() -> None:
+    stacks = [tuple(f"{'x' * 180}.py:{rank} in {frame}" for frame in range(12)) for rank in range(1, 1000)]
+    rows = [_waits(0), *(_works(rank, stack=stack) for rank, stack in enumerate(stacks, 1))]
+
+    assert len(json.dumps(asdict(compose(rows)))) < MAX_BYTES // 2
 
 
 _SAMPLES = st.builds(
@@ -377,7 +490,7 @@ def test_whatever_the_ranks_say_the_text_names_all_that_are_missing_in_80_column
     farthest = max([(0, 0), *(row.progress for row in rows if row.in_call)])
     assert {row.rank for row in rows if row.process == "dead" and row.note != "left"} <= {*report.missing}
     assert all(rows[rank].progress < farthest for rank in report.missing)
-    listed = {int(line[:5]) for line in report.text.splitlines() if line[:5].strip().isdigit()}
+    listed = {int(rank) for rank in re.findall(r"(?m)^ *(\d+)  ", report.text)}
     assert set(report.missing[:MAX_ROWS]) <= listed
 
 
@@ -449,9 +562,10 @@ def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(liste
     view, background = GroupView(peers[2], peers), BackgroundTasks(2)
     record = FailureRecord(view, cast(Any, _Saved()))
     exchange = ReportExchange(view, record, background, warn_after_seconds=60.0)
-    listeners[0].on_answer = lambda: record.finalize(BAD)
+    arrived = compose([_waits(0)])
+    listeners[0].on_answer = lambda: record.finalize(arrived)
 
-    assert exchange.fetch(5, Failure("connection lost")) is BAD
+    assert exchange.fetch(5, Failure("connection lost")) is arrived
     assert [one.count for one in listeners] == [1, 0, 0]
     background.close()
 
@@ -469,7 +583,10 @@ class _Saved:
     def __init__(self) -> None:
         self.saved: list[str] = []
         self.logged: list[str] = []
-        self.save, self.notify_loss = self.saved.append, self.logged.append
+        self.notify_loss = self.logged.append
+
+    def save(self, report: Report, introduction: str = "") -> None:
+        self.saved.append(introduction + report.text)
 
 
 def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
@@ -483,110 +600,3 @@ def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners
     assert record.failure == Failure("connection lost")  # the first one ends the call
     assert len(policy.saved) == len(policy.logged) == 2  # the third adds nothing
     assert "missing rank 1" in policy.saved[1]
-
-
-# Warnings about a long wait: the lines in the log and the reports in the file
-
-BAD = Report(
-    head="a call: ranks have waited; missing rank 1",
-    text="the head\nand the table",
-    summary="missing rank 1",
-    missing=(1,),
-    is_progressing=False,
-    is_busy=False,
-    reporters=(0,),
-)
-FULL = f"{BAD.text}\n(reports of this rank: {Path('/reports/of-rank-0')})"
-
-
-@dataclass
-class _File:
-    """The part of a ReportFile that the policy uses."""
-
-    texts: list[str] = field(default_factory=list)
-    path: Path = Path("/reports/of-rank-0")
-
-    def append(self, text: str) -> bool:
-        self.texts.append(text)
-        return True
-
-    def where(self, prefix: str) -> str:
-        return f"{prefix} {self.path}"
-
-
-class _Logged:
-    """A policy, its file, and the log records since the last look."""
-
-    def __init__(self, log: pytest.LogCaptureFixture) -> None:
-        self._log = log
-        self.file: Any = _File()
-        self.policy = WarningPolicy(0, self.file, warn_after_seconds=4.0)
-        self.policy.begin(warns=True)
-
-    def warn(self, report: Report) -> list[str]:
-        self.policy.warn(report)
-        return self.logged()
-
-    def logged(self) -> list[str]:
-        said = [record.getMessage() for record in self._log.records]
-        self._log.clear()
-        return said
-
-
-@pytest.fixture
-def rank_0(caplog: pytest.LogCaptureFixture) -> Iterator[_Logged]:
-    with caplog.at_level(logging.WARNING, "legacy_ddp"):
-        yield _Logged(caplog)
-
-
-def test_a_check_is_due_after_the_limit_then_at_twice_the_time_and_not_during_a_check(rank_0: _Logged) -> None:
-    policy = rank_0.policy
-    assert [policy.is_due(seconds) for seconds in (3.9, 4.0, 9.0)] == [False, True, False]
-    policy.end_check()
-    assert [policy.is_due(seconds) for seconds in (7.9, 8.0)] == [False, True]
-    policy.end_check()
-
-    policy.begin(warns=True)
-    assert policy.is_due(4.0)
-    policy.end_check()
-    policy.begin(warns=False)
-    assert not policy.is_due(1e9)
-
-
-def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_logged(rank_0: _Logged) -> None:
-    assert rank_0.warn(BAD) == [FULL]
-    assert rank_0.warn(BAD) == [f"{BAD.head}, as reported"]
-    assert rank_0.file.texts == [BAD.text]
-    assert rank_0.warn(replace(BAD, summary="missing ranks 1-2")) == [FULL]
-    rank_0.policy.end("a call")
-    assert rank_0.logged() == ["a call: all ranks have arrived, and the call has succeeded"]
-
-    rank_0.policy.begin(warns=True)
-    assert rank_0.warn(BAD) == [FULL]
-    assert rank_0.file.texts == [BAD.text] * 3
-
-
-def test_a_computing_rank_is_one_line_once_at_each_place_and_again_in_the_next_call(rank_0: _Logged) -> None:
-    busy = replace(BAD, is_busy=True)
-    one_line = [f"{BAD.head}, alive and busy"]
-    assert rank_0.warn(busy) == one_line
-    assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
-    assert rank_0.file.texts == []
-    assert rank_0.warn(replace(busy, summary="elsewhere")) == [FULL]
-
-    rank_0.policy.begin(warns=True)
-    assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
-
-
-def test_a_progressing_rank_is_one_line_each_time_and_the_success_is_not_logged(rank_0: _Logged) -> None:
-    moving = replace(BAD, is_progressing=True)
-    for _ in range(3):
-        assert rank_0.warn(moving) == [f"{BAD.head}, alive"]
-    rank_0.policy.end("a call")
-    assert rank_0.logged() == []
-    assert rank_0.file.texts == []
-
-
-def test_a_rank_that_is_no_reporter_writes_the_file_without_logging(rank_0: _Logged) -> None:
-    assert rank_0.warn(replace(BAD, reporters=(2,))) == []
-    assert rank_0.file.texts == [BAD.text]

@@ -1,0 +1,116 @@
+"""Warnings about a long wait: which line comes in the log when, and the reports in the file."""
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from legacy_ddp._watchdog.report import Report, WarningPolicy
+
+BAD = Report(
+    head="a call: ranks have waited; missing rank 1",
+    text="the head\nand the table",
+    summary="missing rank 1",
+    missing=(1,),
+    is_progressing=False,
+    is_busy=False,
+    reporters=(0,),
+)
+FULL = f"{BAD.text}\n(reports of this rank: {Path('/reports/of-rank-0')})"
+
+
+@dataclass
+class _File:
+    """The part of a ReportFile that the policy uses."""
+
+    texts: list[str] = field(default_factory=list)
+    path: Path = Path("/reports/of-rank-0")
+
+    def append(self, text: str) -> bool:
+        self.texts.append(text)
+        return True
+
+    def where(self, prefix: str) -> str:
+        return f"{prefix} {self.path}"
+
+
+class _Logged:
+    """A policy, its file, and the log records since the last look."""
+
+    def __init__(self, log: pytest.LogCaptureFixture) -> None:
+        self._log = log
+        self.file: Any = _File()
+        self.policy = WarningPolicy(0, self.file, warn_after_seconds=4.0)
+        self.policy.begin(warns=True)
+
+    def warn(self, report: Report) -> list[str]:
+        self.policy.warn(report)
+        return self.logged()
+
+    def logged(self) -> list[str]:
+        said = [record.getMessage() for record in self._log.records]
+        self._log.clear()
+        return said
+
+
+@pytest.fixture
+def rank_0(caplog: pytest.LogCaptureFixture) -> Iterator[_Logged]:
+    with caplog.at_level(logging.WARNING, "legacy_ddp"):
+        yield _Logged(caplog)
+
+
+def test_a_check_is_due_after_the_limit_then_at_twice_the_time_and_not_during_a_check(rank_0: _Logged) -> None:
+    policy = rank_0.policy
+    assert [policy.is_due(seconds) for seconds in (3.9, 4.0, 9.0)] == [False, True, False]
+    policy.end_check()
+    assert [policy.is_due(seconds) for seconds in (7.9, 8.0)] == [False, True]
+    policy.end_check()
+
+    policy.begin(warns=True)
+    assert policy.is_due(4.0)
+    policy.end_check()
+    policy.begin(warns=False)
+    assert not policy.is_due(1e9)
+
+
+def test_a_report_is_logged_in_full_and_filed_once_a_call_and_the_success_is_logged(rank_0: _Logged) -> None:
+    assert rank_0.warn(BAD) == [FULL]
+    assert rank_0.warn(BAD) == [f"{BAD.head}, as reported"]
+    assert rank_0.file.texts == [BAD.filed]
+    assert rank_0.warn(replace(BAD, summary="missing ranks 1-2")) == [FULL]
+    rank_0.policy.end("a call")
+    assert rank_0.logged() == ["a call: all ranks have arrived, and the call has succeeded"]
+
+    rank_0.policy.begin(warns=True)
+    assert rank_0.warn(BAD) == [FULL]
+    assert rank_0.file.texts == [BAD.filed] * 3
+
+
+def test_a_computing_rank_is_one_line_once_at_each_place_and_again_in_the_next_call(rank_0: _Logged) -> None:
+    busy = replace(BAD, is_busy=True)
+    one_line = [f"{BAD.head}, alive and busy"]
+    assert rank_0.warn(busy) == one_line
+    assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
+    assert rank_0.file.texts == []
+    assert rank_0.warn(replace(busy, summary="elsewhere")) == [FULL]
+
+    rank_0.policy.begin(warns=True)
+    assert rank_0.warn(replace(busy, summary="elsewhere")) == one_line
+
+
+def test_a_progressing_rank_is_one_line_each_time_and_the_success_is_not_logged(rank_0: _Logged) -> None:
+    moving = replace(BAD, is_progressing=True)
+    for _ in range(3):
+        assert rank_0.warn(moving) == [f"{BAD.head}, alive"]
+    rank_0.policy.end("a call")
+    assert rank_0.logged() == []
+    assert rank_0.file.texts == []
+
+
+def test_a_rank_that_is_no_reporter_writes_the_file_without_logging(rank_0: _Logged) -> None:
+    report = replace(BAD, reporters=(2,))
+    assert rank_0.warn(report) == []
+    assert rank_0.file.texts == [report.filed]
