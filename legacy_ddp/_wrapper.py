@@ -14,12 +14,13 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, parameter_columns
-from legacy_ddp._check_settings import Checks, Level, resolve_checks
+from legacy_ddp._check_settings import Checks, Level
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters, construct
 from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.pack import Arguments, Metrics
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
+from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
 from legacy_ddp._log import log_construction
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
@@ -29,7 +30,6 @@ from legacy_ddp._settings import (
     names_to_ignore,
     refuse_attribute,
     refuse_unknown,
-    resolve_transport,
 )
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.private_groups import GroupHandle
@@ -75,7 +75,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             ``"host"``: an error without shared memory. The environment variable ``LEGACY_DDP_TRANSPORT``, read here,
             overrides it. See docs/transport.md.
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
-            read here, overrides the level.
+            read here, overrides the level and the fields that it names. See docs/reference.md.
         timeout_seconds: limit of every wait for other ranks; None: the timeout of the group.
 
     Raises:
@@ -128,7 +128,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
                 ignore=names_to_ignore(module, ignore),
                 transport=resolve_transport(transport),
                 checks=resolve_checks(checks),
-                timeout_seconds=timeout_seconds,
+                timeout_seconds=resolve_timeout(timeout_seconds),
             )
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()

@@ -20,6 +20,7 @@ LAYERS = (
     "_step_guard",
     "_check_settings",
     "_settings",
+    "_environment",
     "_buckets",
     "_watchdog",
     "_transport",
