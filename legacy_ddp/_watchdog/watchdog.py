@@ -245,7 +245,7 @@ class FailureRecord:
         self._policy.save(report, "from this rank alone, before any other rank was asked:\n")
         if logs:
             missing = "" if failure.ranks else report.summary
-            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing))
+            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing), report)
 
     def finalize(self, report: Report) -> Report:
         """Save ``report`` as the final report, unless there is a final report; return the final report."""

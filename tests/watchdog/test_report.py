@@ -428,7 +428,8 @@ def test_the_filed_report_has_a_line_of_json_with_every_rank_by_state() -> None:
     assert "\n" not in line
     found = json.loads(line)
     states = found.pop("states")
-    assert found == {"head": report.head, "missing": [3], "is_late": False, "reporters": [0, 2, 3]}
+    place = {"call": "all_reduce() call 5", "phase": "agree", "seconds": 10.2}
+    assert found == {"head": report.head, "missing": [3], "is_late": False, "reporters": [0, 2, 3], **place}
     assert [state["ranks"] for state in states] == [[3], [1], [4], [0, 2]]
     assert (states[0]["activity"], states[0]["process"], states[0]["stack"]) == ("its process has ended", "dead", None)
     assert (states[1]["calls"], states[1]["stack"], states[1]["pids"]) == (4, ["train.py:88 in f"], [4711])
@@ -583,10 +584,12 @@ class _Saved:
     def __init__(self) -> None:
         self.saved: list[str] = []
         self.logged: list[str] = []
-        self.notify_loss = self.logged.append
 
     def save(self, report: Report, introduction: str = "") -> None:
         self.saved.append(introduction + report.text)
+
+    def notify_loss(self, text: str, report: Report) -> None:
+        self.logged.append(f"{report.missing}: {text}")
 
 
 def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:
