@@ -51,7 +51,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def start_process_group() -> torch.device:
-    """Collective: join the ranks of torchrun, or make a group of one rank without torchrun. Returns the device."""
+    """Collective: join the ranks of torchrun; without torchrun, make a group of one rank."""
     if torch.cuda.is_available():
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
@@ -100,33 +100,35 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     """Collective: all epochs that the checkpoint does not have yet."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     train_set, held_out = make_data(600, seed=1), make_data(200, seed=2)
-    sampler: DistributedSampler[Any] = DistributedSampler(train_set, world_size, rank, shuffle=True, seed=args.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(train_set, seed=args.seed)
     loader = DataLoader(train_set, args.batch_size, sampler=sampler)
     training = build(args, device)
     for epoch in range(load_checkpoint(args.checkpoint, training), args.epochs):
-        sampler.set_epoch(epoch)  # another order in each epoch, the same on all ranks
-        torch.manual_seed(args.seed + 1 + epoch * world_size + rank)  # other dropout on each rank, and in each epoch
+        sampler.set_epoch(epoch)  # a different order in each epoch
+        # Different dropout in each epoch and on each rank.
+        torch.manual_seed(args.seed + 1 + epoch * world_size + rank)
         loss = train_epoch(training, progress_bar(loader, f"epoch {epoch + 1}"), args)
         training.scheduler.step()
         plain, averaged = evaluate(training, held_out)
         if rank == 0:
-            print(f"epoch {epoch + 1}: loss {loss:.2f}, accuracy {plain:.2f}, EMA {averaged:.2f}", flush=True)
+            text = f"loss {loss:.2f}, accuracy {plain:.2f}, EMA {averaged:.2f}"
+            print(f"epoch {epoch + 1}: {text}", flush=True)
             save_checkpoint(args.checkpoint, training, epoch)
 
 
-def train_epoch(training: Training, batches: Iterable[Batch], args: argparse.Namespace) -> float:
+def train_epoch(training: Training, loader: Iterable[Batch], args: argparse.Namespace) -> float:
     """Collective: the mean loss of the epoch over all images of all ranks."""
     training.model.train()
     loss, images = 0.0, 0
-    batches = iter(batches)
+    batches = iter(loader)
     while micro_batches := list(islice(batches, args.update_freq)):
-        loss_of_step, images_of_step = train_step(training, micro_batches, amp=args.amp)
+        loss_of_step, images_of_step = train_step(training, micro_batches, args.amp)
         loss, images = loss + loss_of_step, images + images_of_step
     return loss / images
 
 
-def train_step(training: Training, micro_batches: list[Batch], *, amp: bool) -> tuple[float, int]:
-    """Collective: one step. Returns the sum of the loss and the number of images, both over all ranks."""
+def train_step(training: Training, micro_batches: list[Batch], amp: bool) -> tuple[float, int]:
+    """Collective: one step. Returns the sum of the loss and the number of images, of all ranks."""
     device, loss_sum, sample_size = training.device, torch.zeros((), device=training.device), 0
     for images, labels in micro_batches:
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
@@ -141,45 +143,48 @@ def train_step(training: Training, micro_batches: list[Batch], *, amp: bool) -> 
     training.scaler.step(training.optimizer)
     training.scaler.update()
     training.optimizer.zero_grad()
-    training.ema.update_parameters(training.module)  # equal weights on all ranks, so equal averages
+    training.ema.update_parameters(training.module)  # equal on all ranks, as the weights are
     return record.metrics["loss"], record.divisor
 
 
 def evaluate(training: Training, held_out: TensorDataset) -> tuple[float, float]:
-    """Collective: the accuracy of the model, and of the averaged weights. Each rank takes a part of the images."""
-    training.model.broadcast_buffers()  # BatchNorm: all ranks evaluate and save with the statistics of rank 0
-    for averaged, current in zip(training.ema.module.buffers(), training.module.buffers(), strict=True):
+    """Collective: the accuracy of the model, and of the averaged weights."""
+    training.model.broadcast_buffers()  # all ranks take the BatchNorm statistics of rank 0
+    pairs = zip(training.ema.module.buffers(), training.module.buffers(), strict=True)
+    for averaged, current in pairs:
         averaged.copy_(current)
     part = Subset(held_out, range(dist.get_rank(), len(held_out), dist.get_world_size()))
-    correct = {
+    counts = {
         "plain": count_correct(training.model.eval(), part, training.device),
         "averaged": count_correct(training.ema.eval(), part, training.device),
+        "images": len(part),
     }
-    record = training.model.all_reduce(skip=True, metrics={**correct, "images": len(part)})  # no gradients, only sums
-    return record.metrics["plain"] / record.metrics["images"], record.metrics["averaged"] / record.metrics["images"]
+    sums = training.model.all_reduce(skip=True, metrics=counts).metrics  # no gradients
+    return sums["plain"] / sums["images"], sums["averaged"] / sums["images"]
 
 
 @torch.inference_mode()
-def count_correct(model: nn.Module, images_and_labels: Dataset[Any], device: torch.device) -> int:
-    """The number of images that the model classifies correctly, on this rank alone."""
+def count_correct(model: nn.Module, part: Dataset[Any], device: torch.device) -> int:
+    """The number of images of this rank's part that the model classifies correctly."""
     count = 0
-    for images, labels in DataLoader(images_and_labels, batch_size=64):
+    for images, labels in DataLoader(part, batch_size=64):
         count += int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
     return count
 
 
 def save_checkpoint(path: Path | None, training: Training, epoch: int) -> None:
-    """On rank 0: all ranks hold the same state. A kill leaves the old file or the new file, never a part."""
+    """On rank 0. A kill at any moment leaves the old file or the new file, never a part."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".new")
-    torch.save({"epoch": epoch, **{name: part.state_dict() for name, part in saved_parts(training)}}, unfinished)
+    states = {name: part.state_dict() for name, part in saved_parts(training)}
+    torch.save({"epoch": epoch, **states}, unfinished)
     unfinished.replace(path)
 
 
 def load_checkpoint(path: Path | None, training: Training) -> int:
-    """Collective: the next epoch, 0 without a file. Rank 0 reads for all ranks, so only its host needs the file."""
+    """Collective: the next epoch; 0 without a file. Only the host of rank 0 needs the file."""
     received: list[Any] = [None]
     if dist.get_rank() == 0 and path is not None and path.exists():
         received = [torch.load(path, map_location="cpu", weights_only=True)]
@@ -197,14 +202,15 @@ def saved_parts(training: Training) -> Iterator[tuple[str, Any]]:
 
 
 def progress_bar(batches: Iterable[Batch], label: str) -> Iterable[Batch]:
-    """On rank 0 and a terminal, the batches with a bar of tqdm if it is installed; else only the batches."""
+    """The batches; on rank 0 with a bar, if tqdm is installed and stderr is a terminal."""
     if dist.get_rank() != 0:
         return batches
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
         return batches
-    return tqdm(batches, desc=label, leave=False, disable=None)  # None: only a terminal gets a bar
+    # disable=None: only a terminal gets a bar.
+    return tqdm(batches, desc=label, leave=False, disable=None)
 
 
 def make_module(dropout: float) -> nn.Module:
