@@ -32,6 +32,7 @@ def test_the_scripts_of_a_page_print_what_the_page_shows(page: Path, tmp_path: P
     assert len(scripts) == text.count("```python")
     for name, script in scripts.items():
         (tmp_path / name).write_text(script)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     for command, shown in commands:
         run = _run(command, tmp_path)
