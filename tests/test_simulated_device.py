@@ -15,7 +15,6 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
 from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import check_replicas
-from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_ranks
@@ -266,75 +265,6 @@ def test_without_the_check_gradients_are_added_to_the_other_collective() -> None
     (_, first, _, _), _ = run_ranks(partial(_mixes_collectives, is_checked=False), 2, fresh=True)
 
     assert first != [1.5]
-
-
-def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
-    """By case: the waits of the host inside of the library in a call, by line, and a result of the call."""
-    group, found = new_group(), {}
-
-    def call(model: LegacyDistributedDataParallel, name: str, **arguments: Any) -> Any:
-        device.host_waits.clear()
-        record = model.all_reduce(**arguments)
-        found[name] = {place: count for place, count in device.host_waits.items() if place}, record
-        return record
-
-    on_device = {"sample_size": torch.tensor(3, device="sim"), "metrics": {"loss": torch.tensor(1.5, device="sim")}}
-    for policy in ("warn", "raise", "skip"):
-        model = _new(group, checks=Checks(nonfinite=policy))
-        _backward(model, rank)
-        call(model, f"device values, {policy}", **on_device)
-    model.zero_grad()
-    _backward(model, rank, first=float("nan") if rank == 1 else 1.0)
-    call(model, "a report of skip")
-    model.zero_grad()
-    _backward(model, rank)
-    call(model, "a part of no items", sample_size=torch.tensor(4 * rank, device="sim"))
-    bias_grad = model.module[2].bias.grad.cpu().tolist()
-    model.zero_grad(set_to_none=False)
-    call(model, "cleared in place")
-    call(model, "cleared in place, with items", sample_size=4)
-    if rank == 0:
-        model.module[0].weight.grad = torch.ones(4, 3, device="sim", requires_grad=True)
-    call(model, "no items, and a gradient that cannot be used", sample_size=torch.tensor(4 * rank, device="sim"))
-    told = [text.splitlines()[0] for text in logged_warnings.take()]
-    model = _new(group, checks="detail")
-    optimizer = torch.optim.SGD(model.parameters())
-    phases = []
-    for action in (lambda: _backward(model, rank), model.all_reduce, optimizer.step):
-        device.host_waits.clear()
-        action()
-        phases.append(sum(device.host_waits.values()))
-    return {
-        name: (waits, [record.sample_size, record.skipped, record.skipped_ranks, dict(record.metrics)])
-        for name, (waits, record) in found.items()
-    } | {"told": ({}, told), "detail": ({}, phases), "bias": ({}, bias_grad)}
-
-
-def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
-    """Checks(nonfinite="raise"), metrics and a sample_size on the device waited three times, and a report 14 times."""
-    values = [6, False, (), {"loss": 3.0}]
-    expected = {  # waits of rank 0, of rank 1; the result
-        "device values, warn": (1, 1, values),
-        "device values, raise": (1, 1, values),
-        "device values, skip": (1, 1, values),
-        "a report of skip": (1, 3, [None, True, (0, 1), {}]),
-        "a part of no items": (1, 1, [4, False, (0,), {}]),
-        "cleared in place": (2, 2, [None, False, (), {}]),
-        "cleared in place, with items": (2, 2, [8, False, (), {}]),
-        "no items, and a gradient that cannot be used": (1, 2, [4, False, (0,), {}]),
-    }
-
-    found = run_ranks(_counts_waits, 2, fresh=True)
-
-    for rank, of_rank in enumerate(found):
-        assert of_rank.pop("detail")[1] == [1, 1, 2]  # forward and backward, call, step
-        assert of_rank.pop("bias")[1] == [1.0, 1.0]  # the mean over the 4 items of rank 1, for the sum as the loss
-        assert of_rank.pop("told")[1] == [
-            "all_reduce() call 2: non-finite gradients, found before they were exchanged:"
-        ]
-        for name, (waits, result) in of_rank.items():
-            assert (sum(waits.values()), result) == (expected[name][rank], expected[name][2]), (name, rank, waits)
-    assert [*found[0]] == [*expected]
 
 
 def _forward_and_backward(model: nn.Module, rank: int, number: int) -> None:

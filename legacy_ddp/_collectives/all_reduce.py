@@ -44,7 +44,12 @@ def all_reduce(
         synchronizer.observers.called.notify()
     mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     # torch.no_grad() would do the same as set_grad_enabled(False) in twice the time.
-    with mode, torch.set_grad_enabled(False), synchronizer.call(Operation.ALL_REDUCE, group) as call:
+    with (
+        mode,
+        torch.set_grad_enabled(False),
+        planner.counter.failing_calls_noted(),
+        synchronizer.call(Operation.ALL_REDUCE, group) as call,
+    ):
         if notice is not None:
             call.await_notice(notice)
         with announcing_failures(call):

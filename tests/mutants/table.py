@@ -252,9 +252,9 @@ COLLECTIVES = (
     ),
     Mutant(
         "metrics on a device are read on their own",
-        "        later = reader or devices.ScalarReader()\n",
-        "        later, reader = devices.ScalarReader(), None\n",
-        "tests/test_simulated_device.py -k one_wait_in_all",
+        "        later = reader or devices.Reader()\n",
+        "        later, reader = devices.Reader(), None\n",
+        "tests/test_host_waits.py -k one_wait_in_all",
     ),
     Mutant(
         "a step on a device counts whatever its gradients are",
