@@ -132,7 +132,7 @@ def test_the_defaults_have_an_effect_at_every_level(level: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"world_size": 1, "buffer_size": 1},
+        {"buffer_size": 1},
         {"timeout_seconds": 0.5},
         {"timeout_seconds": 86400},
         {"ignore": dict.fromkeys(["weight"]).keys()},

@@ -61,6 +61,13 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert documented == {f"{name}.{item}" for name in MODULES for item in importlib.import_module(name).__all__}
 
 
+def test_no_signature_of_the_reference_shows_arguments_that_are_refused(site: Path) -> None:
+    signatures = re.findall(r"<dt class=\"sig .*?</dt>", (site / "api" / "wrapper.html").read_text("utf-8"), re.DOTALL)
+
+    assert any("timeout_seconds" in signature for signature in signatures)
+    assert not any("unknown" in signature for signature in signatures)
+
+
 def test_pages_named_in_docstrings_are_links(site: Path) -> None:
     sources = [path.read_text(encoding="utf-8") for path in sorted((site / "api").glob("*.html"))]
 
