@@ -52,7 +52,7 @@ def parse_args() -> argparse.Namespace:
 
 def start_process_group() -> torch.device:
     """Collective: join the ranks of torchrun; without torchrun, make a group of one rank."""
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         backend, device = "nccl", torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     else:
