@@ -8,8 +8,7 @@ several losses each use a part of the model, and with ``create_graph=True``.
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from operator import contains, is_
@@ -343,14 +342,9 @@ class BackwardCounter:
         """Do not count earlier writes as a step."""
         self._versions[:] = [parameter._version for parameter in parameters]
 
-    @contextmanager
-    def failing_calls_noted(self) -> Iterator[None]:
-        """A call. If it fails, writes to the parameters up to the next backward are no step: the ranks repair them."""
-        try:
-            yield
-        except BaseException:
-            self._versions[:] = [_ANY_VERSION] * len(self._versions)
-            raise
+    def note_failed_call(self) -> None:
+        """A call has failed: writes to the parameters up to the next backward are no step, the ranks repair them."""
+        self._versions[:] = [_ANY_VERSION] * len(self._versions)
 
     def note_gradients_removed(self, *, keep_counts: bool) -> None:
         """All gradients were removed: with ``keep_counts`` new gradients add to the counts, else they count from 1."""

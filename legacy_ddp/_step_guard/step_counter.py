@@ -166,11 +166,7 @@ class StepCounter(StepObserver):
                     large.append(grad)
                 elif has_nonzero(grad):
                     return True
-        if any(
-            has_nonzero(piece)
-            for grad in large
-            for piece in grad.split(max(1, len(grad) * _QUICK_NUMEL // grad.numel()))
-        ):
+        if any(has_nonzero(piece) for grad in large for piece in grad.chunk(-(-grad.numel() // _QUICK_NUMEL))):
             return True
         self._reader.add(away, self._count_if_any)
         return False

@@ -468,8 +468,8 @@ REPLICAS = (
     ),
     Mutant(
         "buffers are not digested again",
-        "self._digest_buffers()\n        self._is",
-        "self.digests.buffers\n        self._is",
+        "buffers = self._digest_later(self._buffers())\n        self._reader.read()",
+        "buffers = Later(self.digests.buffers)\n        self._reader.read()",
         "tests/replicas/test_replica_faults.py",
     ),
     Mutant(
