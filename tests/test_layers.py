@@ -36,6 +36,7 @@ LAYERS = (
     "debug/_cross_check",
     "debug/_diff",
     "debug/_page",
+    "debug/_port",
     "debug",
     "__main__",
     "data",
