@@ -340,3 +340,40 @@ def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
     batch = torch.full((4, 3), rank + 1.0)
     batch[0, 0] = first
     model(batch.to("sim")).sum().backward()
+
+
+def _fails_in_a_hook(rank: int, moment: str) -> tuple[str, bool]:
+    """The error of a call in which the hook of rank 1 fails, before or after its collective, and whether gradients are
+    left. No collective of rank 0 runs meanwhile."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False).to("sim"), process_group=group)
+
+    def hook(_: Any, bucket: Any) -> Any:
+        if rank == 1 and moment == "before":
+            raise ValueError("no table")
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        if rank == 1:
+            raise ValueError("no table")
+        return work.get_future().then(lambda done: done.value()[0] / 2)
+
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 2, device="sim")).sum().backward()
+    if rank == 0:
+        group.hold()
+    error = attempt(model.all_reduce)
+    if rank == 1 and moment == "before":
+        dist.all_reduce(torch.zeros(2, device="sim"), group=group)  # the partner of the collective of rank 0
+    group.release()
+    dist.barrier()  # a process that ends would close the connections of the collective
+    return f"{type(error).__name__}: {error}", model.module.weight.grad is not None
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all_while_their_collectives_run(moment: str) -> None:
+    """The host of the others does not wait for the device, but for the result of every hook, with the watchdog."""
+    (first, *of_first), (second, *of_second) = run_ranks(partial(_fails_in_a_hook, moment=moment), 2, fresh=True)
+
+    assert first.startswith("PeerLostError: all_reduce() call 1")
+    assert "ValueError: no table" in first
+    assert second.startswith("ValueError: no table")
+    assert of_first == of_second == [False]
