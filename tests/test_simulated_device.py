@@ -105,6 +105,21 @@ def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> N
         assert any(race.startswith("allreduce") for race in races)
 
 
+def _drops_a_collective(_: int) -> list[str]:
+    group = new_group()
+    group.waits = False
+    for _ in range(20):  # new tensors get the memory of tensors that are gone
+        dist.all_reduce(torch.ones(1000, device="sim"), group=group, async_op=True)
+        dist.barrier()
+        torch.zeros(1000, device="sim").add_(1)
+    return device.races
+
+
+def test_memory_of_a_collective_that_nobody_holds_is_no_race() -> None:
+    """torch DDP issues such a collective in each forward pass inside of join(), and never waits for it."""
+    assert run_ranks(_drops_a_collective, 2, fresh=True) == [[], []]
+
+
 def _uses_one_group(rank: int) -> tuple[float, list[str]]:
     group = new_group()
     tensor = torch.full((1,), rank + 1.0, device="sim")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
@@ -38,17 +39,19 @@ _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.
 class InFlight:
     """A collective: the memory that it uses, its group, and whether the stream waits for its end.
 
+    ``memory``: storages, with the addresses that are used. A storage that nobody holds is left out: no operation can
+    touch its memory, which the collective keeps until its end, as NCCL does. Later tensors may have the same addresses.
     ``is_held``: the host does not run it before :meth:`SimulatedGroup.release`.
     """
 
-    memory: list[tuple[int, int]]
+    memory: list[tuple[StorageWeakRef, int, int]]
     group: object
     is_held: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     is_awaited: bool = False
 
     def uses(self, start: int, stop: int) -> bool:
-        return any(start < end and begin < stop for begin, end in self.memory)
+        return any(start < end and begin < stop and not storage.expired() for storage, begin, end in self.memory)
 
 
 class SimulatedDevice:
@@ -292,9 +295,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size() * bool(tensor.numel())
 
 
-def extents(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+def extents(tensors: list[torch.Tensor]) -> list[tuple[StorageWeakRef, int, int]]:
     """The memory of ``tensors``, as :class:`InFlight` has it."""
-    return [_extent(tensor) for tensor in tensors]
+    return [(StorageWeakRef(tensor.untyped_storage()), *_extent(tensor)) for tensor in tensors]
 
 
 def _place() -> str:
