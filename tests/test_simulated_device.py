@@ -357,6 +357,22 @@ def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
     model(batch.to("sim")).sum().backward()
 
 
+def _frees_gradients(rank: int) -> list[bool]:
+    """Whether each gradient was recorded before the call has replaced it."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
+    model(torch.ones(1, 3, device="sim")).sum().backward()
+    gradients = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+    device.recorded.clear()
+    model.all_reduce()
+    return [address in device.recorded for address in gradients]
+
+
+def test_memory_of_gradients_is_held_for_the_stream_of_the_call() -> None:
+    """Backward may have run on another stream, which would give the memory to other tensors before it was read."""
+    assert run_ranks(_frees_gradients, 2, fresh=True) == [[True] * 4] * 2
+
+
 def _fails_in_a_hook(rank: int, moment: str) -> tuple[str, bool]:
     """The error of a call in which the hook of rank 1 fails, before or after its collective, and whether gradients are
     left. No collective of rank 0 runs meanwhile."""
