@@ -105,6 +105,21 @@ def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> N
         assert any(race.startswith("allreduce") for race in races)
 
 
+def _drops_a_collective(_: int) -> list[str]:
+    group = new_group()
+    group.waits = False
+    for _ in range(20):  # new tensors get the memory of tensors that are gone
+        dist.all_reduce(torch.ones(1000, device="sim"), group=group, async_op=True)
+        dist.barrier()
+        torch.zeros(1000, device="sim").add_(1)
+    return device.races
+
+
+def test_memory_of_a_collective_that_nobody_holds_is_no_race() -> None:
+    """torch DDP issues such a collective in each forward pass inside of join(), and never waits for it."""
+    assert run_ranks(_drops_a_collective, 2, fresh=True) == [[], []]
+
+
 def _uses_one_group(rank: int) -> tuple[float, list[str]]:
     group = new_group()
     tensor = torch.full((1,), rank + 1.0, device="sim")
@@ -340,3 +355,56 @@ def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
     batch = torch.full((4, 3), rank + 1.0)
     batch[0, 0] = first
     model(batch.to("sim")).sum().backward()
+
+
+def _frees_gradients(rank: int) -> list[bool]:
+    """Whether each gradient was recorded before the call has replaced it."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
+    model(torch.ones(1, 3, device="sim")).sum().backward()
+    gradients = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+    device.recorded.clear()
+    model.all_reduce()
+    return [address in device.recorded for address in gradients]
+
+
+def test_memory_of_gradients_is_held_for_the_stream_of_the_call() -> None:
+    """Backward may have run on another stream, which would give the memory to other tensors before it was read."""
+    assert run_ranks(_frees_gradients, 2, fresh=True) == [[True] * 4] * 2
+
+
+def _fails_in_a_hook(rank: int, moment: str) -> tuple[str, bool]:
+    """The error of a call in which the hook of rank 1 fails, before or after its collective, and whether gradients are
+    left. No collective of rank 0 runs meanwhile."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False).to("sim"), process_group=group)
+
+    def hook(_: Any, bucket: Any) -> Any:
+        if rank == 1 and moment == "before":
+            raise ValueError("no table")
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        if rank == 1:
+            raise ValueError("no table")
+        return work.get_future().then(lambda done: done.value()[0] / 2)
+
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 2, device="sim")).sum().backward()
+    if rank == 0:
+        group.hold()
+    error = attempt(model.all_reduce)
+    if rank == 1 and moment == "before":
+        dist.all_reduce(torch.zeros(2, device="sim"), group=group)  # the partner of the collective of rank 0
+    group.release()
+    dist.barrier()  # a process that ends would close the connections of the collective
+    return f"{type(error).__name__}: {error}", model.module.weight.grad is not None
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all_while_their_collectives_run(moment: str) -> None:
+    """The host of the others does not wait for the device, but for the result of every hook, with the watchdog."""
+    (first, *of_first), (second, *of_second) = run_ranks(partial(_fails_in_a_hook, moment=moment), 2, fresh=True)
+
+    assert first.startswith("PeerLostError: all_reduce() call 1")
+    assert "ValueError: no table" in first
+    assert second.startswith("ValueError: no table")
+    assert of_first == of_second == [False]

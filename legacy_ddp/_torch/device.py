@@ -66,6 +66,25 @@ def current_stream(device: torch.device) -> Any:
     return None if ask is None else ask(device)
 
 
+def hold_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Tensors are read by operations that were issued on the current stream: as they are freed, their memory is not
+    given to another tensor before these have run. They may have been made on another stream, which knows nothing of it.
+    """
+    for tensor in tensors:
+        if _records_streams(tensor.device):
+            tensor.record_stream(current_stream(tensor.device))
+
+
+@cache
+def _records_streams(device: torch.device) -> bool:
+    """Whether the device has streams, and an allocator that asks them. False on the CPU."""
+    try:
+        torch.empty(1, device=device).record_stream(current_stream(device))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
+
+
 def host_tensor_for(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """Integers on the CPU, in pinned memory where a copy to ``device`` then needs no wait."""
     return torch.tensor(values, device="cpu", pin_memory=device.type in _PINS_MEMORY)
