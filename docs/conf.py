@@ -22,6 +22,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "repository_links",
+    "dark_images",
     "page_links",
     "public_names",
     "search_texts",

@@ -1,7 +1,7 @@
 // Pages on a narrow screen: long names may break at their parts, and a row of a table of sentences is a block.
 const NAMES = ":is(h1, h2, h3, h4, td, th, p code, li code, p a, li a, p strong, dt)"
-// Behind "_", ".", "/", "=" and "(", and before the capital letter that begins a part of a name.
-const PART = /(?<=\w[_./=(])(?=[\w"'])|(?<=[a-z])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])/
+// Behind "_", ".", "/", "=" and "(" of a name, and before the capital letter that begins a part of it.
+const PART = /(?<=[A-Za-z_][_./=(])(?=[\w"'])|(?<=[a-z])(?=[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])/
 // With more characters in a cell beside the first, a column would have a word or two on a line.
 const [COLUMNS, LONG_CELL] = [3, 50]
 
