@@ -26,6 +26,7 @@ SHOWN = """
 const article = document.querySelector("article") || document.querySelector("main")
 const around = [article]
 while (around.at(-1).parentElement) around.push(around.at(-1).parentElement)
+around.push(...document.querySelectorAll(".bd-sidebar-secondary"))
 return {
   text: article.innerText,
   height: article.getBoundingClientRect().height,
