@@ -81,7 +81,7 @@ help: ## list what can be run
 demo: $(CORE) ## train a language model on RANKS ranks; UPDATE_FREQ, STEPS
 	$(call needs,torch)
 	$(TORCHRUN) examples/train_lm.py --update-freq $(UPDATE_FREQ) $(if $(STEPS),--steps $(STEPS))
-	@echo "next: make hunt flips one bit of one weight on one of 3 ranks, and finds it; make alone lists all commands."
+	@echo "next: make hunt flips one bit of one weight on one of 3 ranks, and finds it; make without a target lists all commands."
 	@echo "The loop to copy is in README.md, Quickstart; docs/index.md leads to the tutorial."
 
 digits: $(READY) ## train on the handwritten digits of scikit-learn
