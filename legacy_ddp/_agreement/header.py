@@ -153,7 +153,6 @@ class Headers:
 
     def __init__(self, alike: bytes, others: bytes) -> None:
         self._alike, self._others = alike, others
-        self._words = memoryview(others).cast("q")
         self._size = len(alike) // _ALIKE
         self.is_alike = alike == alike[:_ALIKE] * self._size
 
@@ -172,7 +171,7 @@ class Headers:
     def column(self, name: str) -> list[int]:
         """The fact ``name``, behind the flags, of every rank."""
         if name in _PLACES:
-            return self._words[_PLACES[name]].tolist()
+            return memoryview(self._others).cast("q")[_PLACES[name]].tolist()
         start, size = _STARTS[name], 4 if name in _SHORT else 8
         parts = (self._alike[place : place + size] for place in range(start, len(self._alike), _ALIKE))
         return [int.from_bytes(part, "little", signed=name not in _SHORT) for part in parts]
