@@ -156,11 +156,12 @@ def _train_joined(model: LegacyDistributedDataParallel, steps: int) -> None:
 
 
 # On two ranks of one host: with the memory of the host, and with gloo where that differs. "2 row" are two in a row.
-# The constructor compares the layout, broadcasts parameters, and then buffers. Texts of the ranks are an allgather of
-# fingerprints, and a broadcast for each distinct text.
+# The first constructor connects the rings of the two private groups. Every constructor compares the layout, broadcasts
+# parameters, and then buffers. Texts of the ranks are an allgather of fingerprints, and a broadcast for each distinct
+# text.
 _EXPECTED = {
     "first construction": (
-        "2 allgather, 2 broadcast, allgather, broadcast, allgather, broadcast, row, broadcast, row",
+        "2 allreduce, 2 allgather, 2 broadcast, allgather, broadcast, allgather, broadcast, row, broadcast, row",
     ),
     "construction": ("2 row, broadcast, row",),
     "construction with buffers": ("2 row, broadcast, row, broadcast",),
