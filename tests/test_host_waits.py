@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch import device as devices
@@ -19,24 +18,11 @@ from tests.helpers import logged_warnings
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
+from tests.helpers.small_models import backward_on_device, wrap_on_device
+from tests.helpers.torch_versions import needs_simulation
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
+pytestmark = needs_simulation
 STEPS = 3
-
-
-def _new(group: Any, layer: nn.Module | None = None, **settings: Any) -> LegacyDistributedDataParallel:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))
-    return LegacyDistributedDataParallel(module.to("sim"), process_group=group, **settings)
-
-
-def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
-    batch = torch.full((4, 3), rank + 1.0)
-    batch[0, 0] = first
-    model(batch.to("sim")).sum().backward()
 
 
 def _waits() -> Counter[str]:
@@ -58,14 +44,14 @@ def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
 
     on_device = {"sample_size": torch.tensor(3, device="sim"), "metrics": {"loss": torch.tensor(1.5, device="sim")}}
     for policy in ("warn", "raise", "skip"):
-        model = _new(group, checks=Checks(nonfinite=policy))
-        _backward(model, rank)
+        model = wrap_on_device(group, checks=Checks(nonfinite=policy))
+        backward_on_device(model, rank)
         call(model, f"device values, {policy}", **on_device)
     model.zero_grad()
-    _backward(model, rank, first=float("nan") if rank == 1 else 1.0)
+    backward_on_device(model, rank, first=float("nan") if rank == 1 else 1.0)
     call(model, "a report of skip")
     model.zero_grad()
-    _backward(model, rank)
+    backward_on_device(model, rank)
     call(model, "a part of no items", sample_size=torch.tensor(4 * rank, device="sim"))
     bias_grad = model.module[2].bias.grad.cpu().tolist()
     model.zero_grad(set_to_none=False)
@@ -111,9 +97,9 @@ def _trains_with_tools(rank: int, folder: str) -> dict[str, list[list[int]]]:
     """By tool and optimizer: the waits in forward and backward, call, and step, of every step of the optimizer."""
     group, found = new_group(), {}
     for kind in (torch.optim.SGD, torch.optim.Adam):
-        model = _new(group, nn.BatchNorm1d(4), checks="detail")
+        model = wrap_on_device(group, nn.BatchNorm1d(4), checks="detail")
         found[f"detail, {kind.__name__}"] = _count_by_phase(model, kind(model.parameters()), rank)
-        model = _new(group, nn.BatchNorm1d(4))
+        model = wrap_on_device(group, nn.BatchNorm1d(4))
         optimizer = kind(model.parameters())
         with Recorder(model, f"{folder}/{kind.__name__}", optimizer=optimizer):
             found[f"recorder, {kind.__name__}"] = _count_by_phase(model, optimizer, rank)
@@ -123,7 +109,7 @@ def _trains_with_tools(rank: int, folder: str) -> dict[str, list[list[int]]]:
 def _count_by_phase(
     model: LegacyDistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int
 ) -> list[list[int]]:
-    phases: tuple[Callable[[], Any], ...] = (lambda: _backward(model, rank), model.all_reduce, optimizer.step)
+    phases: tuple[Callable[[], Any], ...] = (lambda: backward_on_device(model, rank), model.all_reduce, optimizer.step)
     found = []
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
@@ -20,11 +19,10 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
+from tests.helpers.small_models import wrap_on_device
+from tests.helpers.torch_versions import needs_simulation
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
+pytestmark = needs_simulation
 STEPS, MICRO_BATCHES, ITEMS = 3, 4, 8
 Result = tuple[list[torch.Tensor], dict[str, int], list[str]]
 
@@ -292,7 +290,7 @@ def _makes_other_steps(rank: int) -> dict[str, tuple[list[str], set[str]]]:
     """Errors of calls after equal numbers of steps, and at last after a step of rank 0 alone; waits of the host."""
     group, found = new_group(), {}
     for as_view in (True, False):
-        model = _new(group, gradient_as_bucket_view=as_view)
+        model = wrap_on_device(group, gradient_as_bucket_view=as_view)
         optimizer = torch.optim.Adam(model.parameters())
         errors = []
         device.host_waits.clear()
@@ -323,7 +321,7 @@ def _clips_before_calls(rank: int) -> dict[str, tuple[list[str], list[int]]]:
     """Errors and waits of calls with gradients that rank 1 has clipped, by ``Checks(edited=)``."""
     group, found = new_group(), {}
     for name, checks in (("warn", Checks()), ("raise", Checks(edited="raise"))):
-        model, errors, waits = _new(group, nn.Identity(), checks=checks), [], []
+        model, errors, waits = wrap_on_device(group, nn.Identity(), checks=checks), [], []
         for number in range(6):
             _forward_and_backward(model, rank, number)
             if rank == 1:
@@ -343,18 +341,6 @@ def test_edited_raise_finds_a_clip_on_a_device() -> None:
         assert errors[:4] == [""] * 4
         assert "clipped by norm" in errors[4]
         assert waits[:4] == [3 * rank] * 4
-
-
-def _new(group: Any, layer: nn.Module | None = None, **settings: Any) -> LegacyDistributedDataParallel:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), layer or nn.Dropout(0.5), nn.Linear(4, 2))
-    return LegacyDistributedDataParallel(module.to("sim"), process_group=group, **settings)
-
-
-def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
-    batch = torch.full((4, 3), rank + 1.0)
-    batch[0, 0] = first
-    model(batch.to("sim")).sum().backward()
 
 
 def _frees_gradients(rank: int) -> list[bool]:

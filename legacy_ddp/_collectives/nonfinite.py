@@ -198,8 +198,11 @@ def _next_steps(
 
 
 def may_overflow(scale: float | None) -> bool:
-    """Whether a GradScaler may have caused the infinity. A scale of at most 1 causes no overflow; an infinite scale
-    makes every gradient non-finite, and no skipped step helps."""
+    """Whether the scale of a GradScaler may have caused the infinity.
+
+    A scale of at most 1 causes no overflow. An infinite scale makes every gradient non-finite, and the scaler cannot
+    mend that by skipping steps.
+    """
     return scale is not None and 1 < scale < math.inf
 
 

@@ -64,7 +64,7 @@ class SteppedOptimizers:
 
     @property
     def alive(self) -> list[torch.optim.Optimizer]:
-        """The optimizers, in the order of their first steps."""
+        """The optimizers that made a step since the last call and still exist, in the order of their first steps."""
         return [optimizer for reference in self._stepped if (optimizer := reference()) is not None]
 
     def settings_of(self, optimizer: torch.optim.Optimizer) -> Iterator[state.Fact]:
@@ -165,11 +165,10 @@ class _Step(NamedTuple):
 
 
 class ReplicaDigests(StepObserver, ABC):
-    """The digests of a wrapper, which its calls compare over the ranks: of everything in every call or in every Nth
-    call, or of a part in turn.
+    """The digests of the replica of a wrapper, which its calls compare over the ranks.
 
-    ``buffers``: chooses the buffers to compare. ``optimizers``: with a step since the last call. Subclasses choose the
-    calls and the tensors.
+    A subclass chooses the calls and the tensors: everything in every call, everything in every Nth call, or one part
+    per call in turn. ``buffers``: chooses the buffers to compare. ``optimizers``: with a step since the last call.
     """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:

@@ -380,7 +380,8 @@ def _call_all(functions: Iterable[Callable[[], None]]) -> None:
 
 
 def refuse_inherited(parent: dist.ProcessGroup, operation: object) -> None:
-    """Refuse a call in a forked child: it has the sockets of the group, but not the threads, and would wait for ever.
+    """Refuse a call in a forked child: the child has the sockets of the group but not its threads, and would wait for
+    ever.
 
     Raises:
         LegacyDDPError: ``parent`` has several ranks, and was started before the fork of this process.

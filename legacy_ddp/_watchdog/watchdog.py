@@ -284,7 +284,7 @@ def _report_seconds(size: int) -> float:
 
 @dataclass
 class _SharedReport:
-    """A report for all ranks; ``report`` is None until composed."""
+    """A report that this rank composes for all ranks. ``report``: None until it is composed."""
 
     report: Report | None = None
     composed_at: float = float("inf")

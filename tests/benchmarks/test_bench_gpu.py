@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.devices import CAN_SIMULATE
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks
+from tests.helpers.torch_versions import needs_simulation
 
 SCRIPT = ROOT / "benchmarks" / "bench_gpu.py"
 
@@ -132,7 +132,7 @@ bench_gpu.main([*sys.argv[1:], "--device", "sim", "--without-ddp"])
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(not CAN_SIMULATE, reason="this torch has no devices in Python")
+@needs_simulation
 def test_on_the_simulated_device_all_questions_but_those_to_the_profiler_are_answered(tmp_path: Path) -> None:
     path = tmp_path / "gpu.json"
     short = ("--models", "transformer", "--repeats", "1", "--rounds", "2", "--warm-up", "1", "--json", str(path))

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp.debug import check_replicas
@@ -16,11 +14,9 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
+from tests.helpers.torch_versions import needs_simulation
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
+pytestmark = needs_simulation
 NAN, INF = float("nan"), float("inf")
 DTYPES = {"a": torch.float32, "b": torch.float32, "bf": torch.bfloat16, "wide": torch.float64, "z": torch.complex64}
 

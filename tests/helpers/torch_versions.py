@@ -6,9 +6,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers.devices import CAN_SIMULATE
+
 HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
 
 needs_grad_dtype = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="Tensor.grad_dtype is new in torch 2.10")
+
+needs_simulation = pytest.mark.skipif(not CAN_SIMULATE, reason="this torch has no devices in Python")
 
 # torch.jit is deprecated: in other words and classes of warnings in each version of torch and of Python.
 uses_torch_jit = pytest.mark.filterwarnings("ignore:.*torch.jit")

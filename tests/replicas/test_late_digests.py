@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel
@@ -19,13 +18,11 @@ from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import new_group
+from tests.helpers.torch_versions import needs_simulation
 
 pytestmark = [
     pytest.mark.cpu("the ranks take the simulated device themselves"),
-    pytest.mark.skipif(
-        not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-        reason="this torch has no devices in Python",
-    ),
+    needs_simulation,
 ]
 
 

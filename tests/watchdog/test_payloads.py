@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.utils import backend_registration
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, LostPeerError
 from legacy_ddp._watchdog.activity import Sample
@@ -25,12 +24,9 @@ from legacy_ddp._watchdog.report import compose_payload
 from tests.helpers.ranks import run_ranks
 from tests.helpers.simulated_device import device
 from tests.helpers.simulated_group import SimulatedGroup, new_group
+from tests.helpers.torch_versions import needs_simulation
 
 pytestmark = pytest.mark.cpu("ranks use the simulated device in any case")
-simulated = pytest.mark.skipif(
-    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
 WARN_SECONDS = 1.0  # a rank issues its payload in less
 PLACES = [torch.device("cpu")]
 
@@ -91,7 +87,7 @@ def _stands_before_its_payload(rank: int, folder: str) -> tuple[list[str], float
     return log.texts, model.module.weight.grad.item()
 
 
-@simulated
+@needs_simulation
 def test_a_payload_that_a_rank_does_not_issue_is_reported_between_calls_with_this_rank(tmp_path: Path) -> None:
     (first, gradient), (second, _) = run_ranks(_stands_before_its_payload, 2, str(tmp_path), fresh=True)
 
@@ -124,7 +120,7 @@ def _dies_after_its_call(rank: int, folder: str) -> tuple[str, str, tuple[int, .
     return report, "no error", ()
 
 
-@simulated
+@needs_simulation
 def test_a_payload_of_a_rank_that_died_is_reported_and_comes_first_in_the_error_of_the_next_call(
     tmp_path: Path,
 ) -> None:
@@ -152,7 +148,7 @@ def _counts_copies(_: int) -> list[tuple[int, int]]:
     return found
 
 
-@simulated
+@needs_simulation
 def test_a_call_copies_one_number_for_the_watch_without_a_wait_and_none_without_checks() -> None:
     assert run_ranks(_counts_copies, 2, fresh=True) == [[(0, 0), (1, 0)]] * 2
 

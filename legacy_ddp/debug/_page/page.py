@@ -199,12 +199,11 @@ def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
 
 
 def _consequences(found: OperationFinding) -> str:
-    """A sentence about rows behind the first difference, if there are any with other inputs."""
-    behind = [*dropwhile(lambda row: not row.is_first, found.rows)]
-    has_others = any(row.result == "inputs differ" and not row.is_first for row in behind)
-    return (
-        " After the first difference, operations with other inputs follow from a difference before them." * has_others
-    )
+    """A sentence about the operations after the first difference that got other inputs; empty without such ones."""
+    rest = [*dropwhile(lambda row: not row.is_first, found.rows)]
+    if not any(row.result == "inputs differ" and not row.is_first for row in rest):
+        return ""
+    return " After the first difference, operations with other inputs follow from a difference before them."
 
 
 def _cells(row: OperationRow) -> tuple[str, ...]:

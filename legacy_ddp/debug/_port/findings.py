@@ -280,7 +280,10 @@ def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:
 
 
 def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
-    """Where statistics of BatchNorm matter, unless the script has switched their broadcast off."""
+    """The calls of ``eval()`` on a wrapper: BatchNorm then uses statistics, which differ between ranks.
+
+    None if the script passes ``broadcast_buffers=False`` to every wrapper: torch DDP leaves them different, too.
+    """
     words = [word for call in wrappers.made for word in call.keywords if word.arg == "broadcast_buffers"]
     if wrappers.made and sum(ast.unparse(word.value) == "False" for word in words) == len(wrappers.made):
         return
