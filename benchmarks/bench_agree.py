@@ -227,10 +227,10 @@ def _exchanges(group: dist.ProcessGroup) -> list[Variant]:
         with synchronizer.call(Operation.ALL_REDUCE, group) as opened, opened.phase("agree"):
             body(opened)
 
-    call(lambda opened: opened.gather_bytes(row))  # connects the private groups
+    call(lambda opened: opened.exchange_headers(*row))  # connects the ranks
     return [
         Variant("barrier", partial(dist.barrier, group)),
-        Variant("all_gather", partial(call, lambda opened: opened.gather_bytes(row))),
+        Variant("all_gather", partial(call, lambda opened: opened.exchange_headers(*row))),
         Variant("agree()", partial(call, lambda opened: agree(opened, Header(), {}))),
     ]
 
@@ -240,8 +240,8 @@ class _Imagined(Call):
 
     size = 1
 
-    def gather_bytes(self, row: bytes) -> list[bytes]:
-        return [row] * self.size
+    def exchange_headers(self, *header: bytes) -> list[bytes]:
+        return [part * self.size for part in header]
 
 
 def reading_seconds(size: int) -> float:

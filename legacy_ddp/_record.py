@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from legacy_ddp._agreement.header import Header, decode_header
+from legacy_ddp._agreement.header import Header, Headers
 from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import argument_errors
 from legacy_ddp._statistics import NoiseScale, comparable_norm, equal_ranks, estimate_noise, find_straggler
@@ -78,7 +78,7 @@ class SyncRecord:
     seconds: Mapping[str, float] = field(default_factory=dict)
     rank: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
-    _headers: Sequence[bytes] = field(default=(), repr=False, compare=False)
+    _headers: Headers | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         """A line about the call and its longest phase, the metrics, and a line for each of at most 16 ranks.
@@ -90,7 +90,7 @@ class SyncRecord:
     @cached_property
     def rows(self) -> tuple[RankRow, ...]:
         """A row per rank of the group, in rank order; decoded at the first access."""
-        return tuple(_row(rank, decode_header(header)) for rank, header in enumerate(self._headers))
+        return tuple(_row(rank, header) for rank, header in enumerate(self._headers.rows if self._headers else ()))
 
     def as_dict(self) -> dict[str, object]:
         """The public fields and ``rows``, by name, as numbers, texts, lists and dicts: ``json.dumps()`` takes them.

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from itertools import zip_longest
 from operator import and_, itemgetter, or_
 from typing import Any
@@ -17,16 +17,11 @@ from typing import Any
 import torch
 
 from legacy_ddp._agreement.header import (
-    ALIKE,
-    PLACES,
     Flag,
     Header,
+    Headers,
     Participation,
-    column,
-    decode_header,
     encode_header,
-    flags_of,
-    is_equal,
 )
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE
 from legacy_ddp._compare import Finding, compare_groups, compare_rows, name_ranks
@@ -70,7 +65,7 @@ Mismatch = Callable[[Sequence[Header]], AgreedError | None]
 class Agreement:
     """Matching headers of all ranks.
 
-    ``packed``: the bytes of each header. ``own``: the header of this rank. ``some_flags``, ``common_flags``: the flags
+    ``headers``: of all ranks. ``own``: the header of this rank. ``some_flags``, ``common_flags``: the flags
     that any rank has, and that all ranks have. ``is_uniform``: all ranks do the same work, without a failure or a tree,
     and there is nothing else to compare. ``has_same_mask``: all ranks have gradients of the same kinds in the same
     slots. ``participants``: the ranks with counting gradients. ``skipped_ranks``: all other ranks. ``sample_size``: the
@@ -79,23 +74,22 @@ class Agreement:
     Headers are decoded only if their bytes differ where most calls have equal bytes, or if somebody reads them.
     """
 
-    def __init__(self, packed: Sequence[bytes], own: Header) -> None:
-        self.packed = packed
+    def __init__(self, headers: Headers, own: Header) -> None:
+        self.headers = headers
         self.own = own
-        are_alike = is_equal(packed, ALIKE)
-        self.has_same_mask = is_equal(packed, PLACES["mask"])
-        self.is_uniform = are_alike and not own.leaves and not own.flags & Flag.FAILED
+        self.has_same_mask = headers.is_equal("mask")
+        self.is_uniform = headers.is_alike and not own.leaves and not own.flags & Flag.FAILED
         self.some_flags = self.common_flags = own.flags
-        self.participants: Sequence[int] = range(len(packed))
+        self.participants: Sequence[int] = range(len(headers))
         self.skipped_ranks: tuple[int, ...] = ()
         self.sample_size: int | None = None
-        self.divisor = len(packed)
-        if not are_alike or own.participation != Participation.PLAIN:
+        self.divisor = len(headers)
+        if not headers.is_alike or own.participation != Participation.PLAIN:
             self._count()
 
     def _count(self) -> None:
         """Count the ranks that take part, and their items."""
-        flags = flags_of(self.packed)
+        flags = self.headers.flags
         self.some_flags, self.common_flags = reduce(or_, flags), reduce(and_, flags)
         self.participants = tuple(rank for rank, row in enumerate(self.rows) if row.takes_part)
         self.skipped_ranks = tuple(rank for rank, row in enumerate(self.rows) if not row.takes_part)
@@ -108,20 +102,20 @@ class Agreement:
 
     def leave_out_all(self) -> None:
         """Reduce nothing: the gradients of no rank count."""
-        self.participants, self.skipped_ranks, self.divisor = (), tuple(range(len(self.packed))), 0
+        self.participants, self.skipped_ranks, self.divisor = (), tuple(range(len(self.headers))), 0
 
-    @cached_property
+    @property
     def rows(self) -> Sequence[Header]:
         """The headers of all ranks, decoded."""
-        return [decode_header(row) for row in self.packed]
+        return self.headers.rows
 
     def ranks_with(self, flag: int) -> list[int]:
         """The ranks with the flag."""
-        return [rank for rank, flags in enumerate(flags_of(self.packed)) if flags & flag]
+        return [rank for rank, flags in enumerate(self.headers.flags) if flags & flag]
 
     def column(self, name: str) -> list[int]:
         """The fact ``name`` of every rank."""
-        return column(self.packed, name)
+        return self.headers.column(name)
 
 
 def agree(
@@ -152,7 +146,7 @@ def agree(
         header.issued = issued
         header.flags |= Flag.ISSUED_KNOWN
     with call.phase("agree"):
-        agreement = Agreement(call.exchange_headers(encode_header(header)), header)
+        agreement = Agreement(Headers(*call.exchange_headers(*encode_header(header))), header)
         if not agreement.is_uniform:
             rows, of_metrics = agreement.rows, partial(_find_other_metrics, call, metrics)
             problem = (
@@ -187,8 +181,8 @@ def announcing_failures(call: Call) -> Iterator[None]:
             error.call, error.phase = call.number, call.phase_name
         header = Header(wrapper_id=call.wrapper_id, operation=call.operation, call=call.number, flags=Flag.FAILED)
         with call.phase("agree"):
-            rows = [decode_header(row) for row in call.exchange_headers(encode_header(header))]
-            problem = _find_failure(call, rows, error_text(error))
+            headers = Headers(*call.exchange_headers(*encode_header(header)))
+            problem = _find_failure(call, headers.rows, error_text(error))
         if problem is None:
             call.mark_finished()
             raise

@@ -4,7 +4,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
-from itertools import accumulate, pairwise
+from functools import cached_property
+from itertools import accumulate
 from operator import attrgetter
 
 from legacy_ddp._transport.rows import Operation
@@ -122,27 +123,73 @@ class Header:
 
 
 _ROW = struct.Struct("<BBBxI5q2I9q")
-HEADER_BYTES = _ROW.size  # fixed for ever: gloo aborts the process when ranks exchange rows of different size
+HEADER_BYTES = _ROW.size  # fixed for ever: ranks cannot read rows of another size
 _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
 _SHORT = ("micro_batches", "leaves")  # 4 bytes each, all other facts behind the flags 8
-_ENDS = tuple(accumulate((4 if name in _SHORT else 8 for name in _NAMES[4:]), initial=8))
-# The bytes of each fact behind the flags, in the row of a rank.
-PLACES = {name: slice(*ends) for name, ends in zip(_NAMES[4:], pairwise(_ENDS), strict=True)}
-ALIKE = slice(0, PLACES["sample_size"].start)  # all facts but sizes, norms, times and digests: equal in most calls
-_SHORT_WORD = struct.Struct("<I")
-_WORD = struct.Struct("<q")
+_SIZES = [4 if name in _SHORT else 8 for name in _NAMES[4:]]
+_STARTS = dict(zip(_NAMES[4:], accumulate(_SIZES[:-1], initial=8), strict=True))
+# The bytes of all facts but sizes, norms, times and digests: equal in most calls.
+_ALIKE = _STARTS["sample_size"]
+_OTHERS = HEADER_BYTES - _ALIKE
+# The words of each other fact, of all ranks.
+_PLACES = {name: slice((start - _ALIKE) // 8, None, _OTHERS // 8) for name, start in _STARTS.items() if start >= _ALIKE}
 _DOUBLE = struct.Struct("<d")
+_WORD = struct.Struct("<q")
 
 
-def encode_header(header: Header) -> bytes:
-    """The row of a rank: HEADER_BYTES bytes."""
-    return _ROW.pack(*_values(header))
+def encode_header(header: Header) -> tuple[bytes, bytes]:
+    """The row of a rank, HEADER_BYTES in two parts: the facts that are equal in most calls, and the others."""
+    row = _ROW.pack(*_values(header))
+    return row[:_ALIKE], row[_ALIKE:]
 
 
-def decode_header(row: bytes) -> Header:
-    """Inverse of :func:`encode_header`."""
-    return Header(*_ROW.unpack(row))
+class Headers:
+    """The headers of all ranks: the two parts of :func:`encode_header`, each of all ranks in rank order.
+
+    Parts are compared, and facts read, without a Python object for each rank. ``is_alike``: whether the first parts
+    are equal on all ranks.
+    """
+
+    def __init__(self, alike: bytes, others: bytes) -> None:
+        self._alike, self._others = alike, others
+        self._words = memoryview(others).cast("q")
+        self._size = len(alike) // _ALIKE
+        self.is_alike = alike == alike[:_ALIKE] * self._size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __reduce__(self) -> tuple[type["Headers"], tuple[bytes, bytes]]:
+        """A record with its headers may be copied and pickled."""
+        return Headers, (self._alike, self._others)
+
+    @cached_property
+    def rows(self) -> Sequence[Header]:
+        """The headers of all ranks, decoded."""
+        parts = (
+            self._alike[_ALIKE * rank : _ALIKE * (rank + 1)] + self._others[_OTHERS * rank : _OTHERS * (rank + 1)]
+            for rank in range(self._size)
+        )
+        return [Header(*_ROW.unpack(part)) for part in parts]
+
+    def column(self, name: str) -> list[int]:
+        """The fact ``name``, behind the flags, of every rank."""
+        if name in _PLACES:
+            return self._words[_PLACES[name]].tolist()
+        start, size = _STARTS[name], 4 if name in _SHORT else 8
+        parts = (self._alike[place : place + size] for place in range(start, len(self._alike), _ALIKE))
+        return [int.from_bytes(part, "little", signed=name not in _SHORT) for part in parts]
+
+    def is_equal(self, name: str) -> bool:
+        """Whether the fact ``name`` is equal on all ranks."""
+        values = self.column(name)
+        return values.count(values[0]) == len(values)
+
+    @property
+    def flags(self) -> list[int]:
+        """The flags of every rank."""
+        return memoryview(self._alike).cast("I")[1 :: _ALIKE // 4].tolist()
 
 
 def encode_double(number: float) -> int:
@@ -153,24 +200,3 @@ def encode_double(number: float) -> int:
 def decode_double(bits: int) -> float:
     """Inverse of :func:`encode_double`."""
     return float(_DOUBLE.unpack(_WORD.pack(bits))[0])
-
-
-def is_equal(rows: Sequence[bytes], place: slice) -> bool:
-    """Whether the facts at ``place`` (:data:`PLACES`, :data:`ALIKE`) are equal on all ranks."""
-    first = rows[0][place]
-    for row in rows:  # noqa: SIM110 - a generator would cost more than the comparison
-        if row[place] != first:
-            return False
-    return True
-
-
-def column(rows: Sequence[bytes], name: str) -> list[int]:
-    """The fact ``name``, behind the flags, of every rank."""
-    start = PLACES[name].start
-    number = _SHORT_WORD if name in _SHORT else _WORD
-    return [number.unpack_from(row, start)[0] for row in rows]
-
-
-def flags_of(rows: Sequence[bytes]) -> list[int]:
-    """The flags of every rank."""
-    return [_SHORT_WORD.unpack_from(row, 4)[0] for row in rows]

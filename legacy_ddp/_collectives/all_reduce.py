@@ -132,7 +132,7 @@ def _record(
         rank=call.groups.rank,
         transport=transport,
         metrics=metrics,
-        _headers=agreement.packed,
+        _headers=agreement.headers,
     )
     if LOGGER.isEnabledFor(logging.DEBUG):
         log_call(record.rank, str(call), record.payload_bytes, record.seconds)

@@ -18,7 +18,7 @@ import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
-from legacy_ddp._agreement.header import PLACES, Flag, is_equal
+from legacy_ddp._agreement.header import Flag
 from legacy_ddp._collectives.check_interface import Check, LocalStep, Subject
 from legacy_ddp._collectives.late_rows import Ring, Row
 from legacy_ddp._log import warn
@@ -160,7 +160,7 @@ class Replicas(Check):
         # Checks may be off on some ranks, also on a rank that left, or nothing is due in this call.
         if not agreement.common_flags & Flag.SIGNED:
             return None
-        if is_equal(agreement.packed, PLACES["replica"]):
+        if agreement.headers.is_equal("replica"):
             digests.note_agreement(call)
             return None
         left = agreement.ranks_with(Flag.JOINED)  # these ranks make no more steps

@@ -25,7 +25,7 @@ from legacy_ddp._text import error_line
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.peer_memory import PeerMemory
 from legacy_ddp._transport.private_groups import Groups
-from legacy_ddp._transport.rows import MAX_BUCKETS, SegmentIds
+from legacy_ddp._transport.rows import MAX_BUCKETS, SegmentIds, decode_segments
 
 HOST, GLOO = "host", "gloo"
 
@@ -142,11 +142,14 @@ class Transport:
         segments = [plan.buffers[index].segment for index in shared]
         return segments + [packed.segments[index] for index in shared] if packed.segments else segments
 
-    def _share(self, call: Call, plan: Plan, packed: Packed, segments: Sequence[SegmentIds]) -> PeerMemory | None:
-        """Collective: the memory with the ``segments`` of all ranks, None if gloo is the choice from now on."""
+    def _share(self, call: Call, plan: Plan, packed: Packed, segments: bytes) -> PeerMemory | None:
+        """Collective: the memory with the ``segments`` of all ranks, None if gloo is the choice from now on.
+
+        ``segments``: as exchanged.
+        """
         memory, was_on_host = self._memory or PeerMemory(self._groups.size), self._choice == HOST
         own = partial(self._own_segments, plan, packed)
-        reason = self._problem_of(call, plan.layout, segments) or memory.settle(call, segments, own)
+        reason = self._problem_of(call, plan.layout, decode_segments(segments)) or memory.settle(call, segments, own)
         if not reason:
             if not was_on_host:
                 self._choose(HOST, memory=memory)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from legacy_ddp._buckets.segment import Segment, map_segment, no_memory_text
-from legacy_ddp._transport.rows import SegmentIds
+from legacy_ddp._transport.rows import SegmentIds, decode_segments
 from legacy_ddp._transport.wait import Gatherer
 
 _MAX_KEPT_VIEWS = 4
@@ -25,6 +25,7 @@ class PeerMemory:
 
     def __init__(self, size: int) -> None:
         self.segments: Sequence[SegmentIds] = ()
+        self._encoded = b""  # the segments, as exchanged
         self._is_settled = False  # the table would stay as it is in a further call with these segments
         self._mapped: list[dict[int, torch.Tensor | None]] = [{} for _ in range(size)]
         self.views: dict[Hashable, Any] = {}  # made of the segments by the caller, who knows their meaning
@@ -41,27 +42,28 @@ class PeerMemory:
             raise KeyError(f"segment {serial} of rank {rank} is not mapped")
         return memory
 
-    def is_settled(self, segments: Sequence[SegmentIds]) -> bool:
-        """Whether these segments of all ranks are mapped, and no other segment is left to forget."""
-        return self._is_settled and segments == self.segments
+    def is_settled(self, encoded: bytes) -> bool:
+        """Whether these segments of all ranks are mapped, and no other segment is left to forget.
 
-    def settle(
-        self, call: Gatherer, segments: Sequence[SegmentIds], own: Callable[[], Sequence[Segment | None]]
-    ) -> str:
-        """Forget and map what a call with these ``segments`` needs. Collective if any of them is not mapped.
+        ``encoded``: the segments of all ranks, as exchanged.
+        """
+        return self._is_settled and encoded == self._encoded
+
+    def settle(self, call: Gatherer, encoded: bytes, own: Callable[[], Sequence[Segment | None]]) -> str:
+        """Forget and map what a call with the segments ``encoded`` needs. Collective if any of them is not mapped.
 
         ``own``: gives the segments of this rank, by position.
 
         Returns:
             As :meth:`map_new`.
         """
-        self._is_settled = False
+        self._is_settled, segments = False, decode_segments(encoded)
         self.forget_unused(segments)
         unknown = self.unknown(segments)
         is_known = not any(unknown)
         if not is_known and (problem := self.map_new(call, segments, unknown, own())):
             return problem
-        self.segments, self._is_settled = segments, is_known
+        self.segments, self._encoded, self._is_settled = segments, encoded, is_known
         return ""
 
     def forget_unused(self, segments: Sequence[SegmentIds]) -> None:

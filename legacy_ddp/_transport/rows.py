@@ -1,9 +1,7 @@
-"""What a rank sends before a call on a host: the operation, its segments of memory, and its header. Pure."""
+"""What a rank sends before a call beside its header: the operation, and its segments of memory. Pure."""
 
 import struct
-from collections.abc import Sequence
 from enum import IntEnum
-from functools import lru_cache
 from typing import NamedTuple
 
 MAX_BUCKETS = 6  # one per supported dtype
@@ -46,24 +44,12 @@ class SegmentIds(NamedTuple):
     has_spare: bool = False
 
 
-def encode_host_row(segments: SegmentIds, header: bytes) -> bytes:
-    """56 bytes for the segments, then the header."""
+def encode_segments(segments: SegmentIds) -> bytes:
+    """56 bytes."""
     padded = segments.serials + (0,) * (MAX_SEGMENTS - len(segments.serials))
-    return _SEGMENTS.pack(segments.has_spare, *padded) + header
+    return _SEGMENTS.pack(segments.has_spare, *padded)
 
 
-def decode_host_rows(rows: Sequence[bytes]) -> tuple[list[SegmentIds], list[bytes]]:
-    """Inverse of :func:`encode_host_row` for the rows of all ranks. Every rank gets ``MAX_SEGMENTS`` serial numbers."""
-    size = _SEGMENTS.size
-    segments: list[SegmentIds] = []
-    headers: list[bytes] = []
-    for row in rows:
-        segments.append(_decode_segments(row[:size]))
-        headers.append(row[size:])
-    return segments, headers
-
-
-@lru_cache(maxsize=1024)  # the segments of a rank are the same in most calls
-def _decode_segments(row: bytes) -> SegmentIds:
-    has_spare, *serials = _SEGMENTS.unpack(row)
-    return SegmentIds(tuple(serials), has_spare)
+def decode_segments(column: bytes) -> list[SegmentIds]:
+    """Inverse of :func:`encode_segments`, for the bytes of all ranks. Every rank gets ``MAX_SEGMENTS`` serials."""
+    return [SegmentIds(tuple(serials), has_spare) for has_spare, *serials in _SEGMENTS.iter_unpack(column)]

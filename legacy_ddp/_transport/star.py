@@ -1,8 +1,10 @@
 """Messages between the ranks of one host, over Unix sockets. The lowest rank is the hub, connected to every other rank.
 
-Sequenced packets keep the borders of messages. Every wait ends after :data:`SLICE_SECONDS`, so that signal handlers run
-and a caller can give up; also where signals come more often: select.poll() keeps its deadline, a receive with
-SO_RCVTIMEO would begin again. The first byte of a message is its kind.
+A message is a series of pieces of 64 KiB at most: a socket takes no packet that is larger than its buffer. A piece
+begins with its kind and its number of bytes. A notice is a piece without content, and its number is a rank: a rank can
+send it between two pieces of a message. Every wait ends after :data:`SLICE_SECONDS`, so that signal handlers run and a
+caller can give up; also where signals come more often: select.poll() keeps its deadline, a receive with SO_RCVTIMEO
+would begin again.
 
 The hub listens in a directory of mode 0700: processes of other users can neither connect nor fill the queue of
 connections. An abstract name would be in /proc/net/unix for every user of the host, and any of them could fill the
@@ -16,16 +18,18 @@ import select
 import socket
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NoReturn
 
 SLICE_SECONDS = 0.1
+PIECE_BYTES = 2**16  # the smallest limit of a packet that was seen is 208 KiB
 
 _ROW, _BARRIER, _MEMORY, _LOST, _LATE = b"R", b"B", b"M", b"L", b"T"
-_NONE = b"-"  # no message has this kind
-_LARGEST_NOTICE = 64  # bytes of all messages but rows
+_NOTICES = (_LOST, _LATE)
+_HEAD = struct.Struct("<cI")  # of a piece: its kind, and its number of bytes; of a notice: the rank that it is about
 
 OnSlice = Callable[[], None]
 _FILE = "hub"
@@ -76,28 +80,36 @@ class Star:
         self.ranks = tuple(ranks)
         self._hub = self.ranks[0]
         self._connections = dict(connections)
-        self._polls: dict[int, select.poll] = {}  # for the messages of each rank
+        self._poll = select.poll()  # of all connections
+        self._polls: dict[int, select.poll] = {}  # of each connection
+        self._by_descriptor: dict[int, int] = {}
         for other, connection in self._connections.items():
             connection.setblocking(False)
+            self._by_descriptor[connection.fileno()] = other
             self._polls[other] = select.poll()
-            self._polls[other].register(connection, select.POLLIN)
+            for poll in (self._poll, self._polls[other]):
+                poll.register(connection, select.POLLIN)
 
-    def exchange(self, row: bytes, on_slice: OnSlice) -> list[bytes]:
-        """The row of every rank of the host, of equal lengths, in rank order.
+    def exchange(self, columns: Sequence[bytes], on_slice: OnSlice) -> list[bytes]:
+        """Each column of all ranks: the bytes of every rank, one behind the other, in rank order.
+
+        ``columns``: of this rank, as many and as long on every rank. Bytes that are equal on all ranks in most calls
+        belong in one column: the columns of all ranks can be compared all at once.
 
         Raises:
             StarLostError: a connection broke. StarTimeoutError: a rank gave up its wait.
             Exception: raised by ``on_slice``.
         """
+        row = b"".join(columns)
         if self.rank != self._hub:
-            self._send(self._hub, _ROW + row, on_slice)
-            data = self._await_message(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
-            return [data[start : start + len(row)] for start in range(0, len(data), len(row))]
-        rows = [row]
-        for rank in self._connections:
-            rows.append(self._await_message(rank, _ROW, len(row), on_slice))
-        self._send_to_all(_ROW + b"".join(rows), on_slice)
-        return rows
+            self._send(self._hub, _ROW, row, on_slice)
+            rows = self._receive(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
+            return _cut(rows, [len(self.ranks) * len(column) for column in columns])
+        found = self._receive_from_all(_ROW, len(row), on_slice)
+        cuts = [_cut(found[rank], map(len, columns)) for rank in self._connections]
+        joined = [b"".join(parts) for parts in zip(columns, *cuts, strict=True)]
+        self._send_to_all(_ROW, b"".join(joined), on_slice)
+        return joined
 
     def barrier(self, on_slice: OnSlice) -> None:
         """Return when every rank has arrived.
@@ -106,12 +118,11 @@ class Star:
             StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
         if self.rank != self._hub:
-            self._send(self._hub, _BARRIER, on_slice)
-            self._await_message(self._hub, _BARRIER, 0, on_slice)
+            self._send(self._hub, _BARRIER, b"", on_slice)
+            self._receive(self._hub, _BARRIER, 0, on_slice)
             return
-        for rank in self._connections:
-            self._await_message(rank, _BARRIER, 0, on_slice)
-        self._send_to_all(_BARRIER, on_slice)
+        self._receive_from_all(_BARRIER, 0, on_slice)
+        self._send_to_all(_BARRIER, b"", on_slice)
 
     def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> Descriptors:
         """Duplicates of the open descriptors of the other ranks. The caller closes them.
@@ -142,7 +153,7 @@ class Star:
 
         Without this message the others would take the closed connection for a lost rank.
         """
-        self._tell(_LATE, self.rank)
+        self._tell(_LATE, self.rank, self.rank)
 
     def close(self) -> None:
         """Close all connections: the other ranks notice at once."""
@@ -152,29 +163,40 @@ class Star:
     def _forward(self, source: int, descriptors: Sequence[int], found: Descriptors, on_slice: OnSlice) -> None:
         for rank in self._connections:
             if rank != source:
-                problem = self._send(rank, _MEMORY, on_slice, descriptors)
+                problem = self._send_piece(rank, _HEAD.pack(_MEMORY, 0), on_slice, descriptors)
                 found.problem = found.problem or problem
 
-    def _send_to_all(self, message: bytes, on_slice: OnSlice) -> None:
+    def _send_to_all(self, kind: bytes, content: bytes, on_slice: OnSlice) -> None:
         for rank in self._connections:
-            self._send(rank, message, on_slice)
+            self._send(rank, kind, content, on_slice)
 
-    def _send(self, rank: int, message: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()) -> OSError | None:
-        """Send a message with descriptors. If the kernel refuses them, send it without, and return the reason."""
+    def _send(self, rank: int, kind: bytes, content: bytes, on_slice: OnSlice) -> None:
+        """Send a message, in pieces."""
+        if len(content) <= PIECE_BYTES:
+            self._send_piece(rank, _HEAD.pack(kind, len(content)) + content, on_slice)
+            return
+        for start in range(0, len(content), PIECE_BYTES):
+            piece = content[start : start + PIECE_BYTES]
+            self._send_piece(rank, _HEAD.pack(kind, len(piece)) + piece, on_slice)
+
+    def _send_piece(
+        self, rank: int, piece: bytes, on_slice: OnSlice, descriptors: Sequence[int] = ()
+    ) -> OSError | None:
+        """Send a piece with descriptors. If the kernel refuses them, send it without, and return the reason."""
         connection = self._connections[rank]
         carried = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
         problem = None
         while True:
             try:
                 if carried:
-                    connection.sendmsg([message], carried, socket.MSG_NOSIGNAL)
+                    connection.sendmsg([piece], carried, socket.MSG_NOSIGNAL)
                 else:
-                    connection.send(message, socket.MSG_NOSIGNAL)
+                    connection.send(piece, socket.MSG_NOSIGNAL)
             except BlockingIOError:  # many messages wait there
                 if not _is_ready(connection, select.POLLOUT):
                     self._after_slice(on_slice)
-            except ConnectionError:  # closed at the other end, perhaps with a last message about a lost rank
-                self._content(rank, _waiting_message(connection), _NONE, 0)
+            except ConnectionError:  # closed at the other end, perhaps with a last notice about a lost rank
+                self._follow(rank, _waiting_head(connection))
             except OSError as error:
                 if not carried:
                     raise
@@ -182,19 +204,47 @@ class Star:
             else:
                 return problem
 
-    def _await_message(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
+    def _receive_from_all(self, kind: bytes, size: int, on_slice: OnSlice) -> dict[int, bytes]:
+        """The next message of every connection, of this kind and size; read in the order of their arrival."""
+        found: dict[int, bytes] = {}
+        early = []
+        while len(found) < len(self._connections):
+            ready = self._poll.poll(1000 * SLICE_SECONDS)
+            if not ready:
+                on_slice()
+            for descriptor, _ in ready:
+                rank = self._by_descriptor[descriptor]
+                if rank not in found:
+                    found[rank] = self._read_piece(rank, kind, min(size, PIECE_BYTES))
+                    if size > PIECE_BYTES:
+                        found[rank] += self._receive(rank, kind, size - PIECE_BYTES, on_slice)
+                    continue
+                self._look_at(rank)
+                self._poll.unregister(descriptor)  # it is ahead, or has ended behind its message: not now
+                early.append(descriptor)
+        for descriptor in early:
+            self._poll.register(descriptor, select.POLLIN)
+        return found
+
+    def _receive(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
         """The content of the next message of ``rank``, of this kind and size."""
-        connection = self._connections[rank]
-        poll = self._polls[rank]
+        pieces = []
         while True:
-            if not poll.poll(1000 * SLICE_SECONDS):
+            while not self._polls[rank].poll(1000 * SLICE_SECONDS):
                 self._after_slice(on_slice)
-                continue
-            try:
-                message = connection.recv(max(size, _LARGEST_NOTICE) + 1)
-            except OSError:  # closed with a message of this rank unread; a last message may wait behind the error
-                message = _waiting_message(connection)
-            return self._content(rank, message, kind, size)
+            pieces.append(self._read_piece(rank, kind, min(size, PIECE_BYTES)))
+            size -= len(pieces[-1])
+            if size == 0:
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def _read_piece(self, rank: int, kind: bytes, size: int) -> bytes:
+        """The content of a piece of this kind and size, from a connection that is ready."""
+        connection = self._connections[rank]
+        try:
+            piece = connection.recv(_HEAD.size + size + 1)
+        except OSError:  # closed with a message of this rank unread; a last notice may wait behind the error
+            piece = _waiting_head(connection)
+        return self._content(rank, piece, kind, size)
 
     def _receive_descriptors(self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice) -> None:
         """Add the next ``count`` descriptors, sent by ``source`` and forwarded by ``rank``, to ``found``."""
@@ -203,46 +253,57 @@ class Star:
             self._after_slice(on_slice)
         problem = None
         try:
-            message, found.descriptors[source] = _receive_with_descriptors(connection, count)
+            piece, found.descriptors[source] = _receive_with_descriptors(connection, count)
             if len(found.descriptors[source]) < count:
                 problem = _limit_of(connection)
-        except OSError as error:  # the message is still there
-            message, found.descriptors[source] = _waiting_message(connection), []
+        except OSError as error:  # the piece is still there
+            piece, found.descriptors[source] = _waiting_head(connection), []
             problem = error
         found.problem = found.problem or problem
-        self._content(rank, message, _MEMORY, 0)
+        self._content(rank, piece, _MEMORY, 0)
 
-    def _content(self, rank: int, message: bytes, kind: bytes, size: int) -> bytes:
-        if message[:1] == _LOST:
-            raise StarLostError(int(message[1:]))
-        if message[:1] == _LATE:
-            self._tell(_LATE, rank)
+    def _content(self, rank: int, piece: bytes, kind: bytes, size: int) -> bytes:
+        """The content of a piece of this kind and size."""
+        if piece[:1] != kind or len(piece) != _HEAD.size + size:
+            self._follow(rank, piece)
+        return piece[_HEAD.size :]
+
+    def _follow(self, rank: int, piece: bytes) -> NoReturn:
+        """Pass on the notice that came from ``rank``. All else is the loss of ``rank``: the end of its connection, or a
+        piece that is not expected here."""
+        kind, about = _HEAD.unpack_from(piece) if len(piece) >= _HEAD.size else (b"", 0)
+        if kind == _LATE:
+            self._tell(_LATE, about, rank)
             raise StarTimeoutError
-        if message[:1] != kind or len(message) != size + 1:  # end of file, or a rank at another place
-            self._lose(rank)
-        return message[1:]
-
-    def _after_slice(self, on_slice: OnSlice) -> None:
-        """The hub waits for one rank at a time: look for other ranks that have closed their connection."""
-        poll = select.poll()
-        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLRDHUP)
-        for descriptor, _ in poll.poll(0):
-            if not _waiting_message(self._connections[ranks[descriptor]], socket.MSG_PEEK):
-                self._lose(ranks[descriptor])
-        on_slice()
-
-    def _lose(self, lost: int) -> NoReturn:
-        """Tell the other ranks, and raise: without the message they would blame the hub."""
-        self._tell(_LOST + str(lost).encode("ascii"), lost)
+        lost = about if kind == _LOST else rank
+        # Without the notice the other ranks would blame this rank, which closes its connections next.
+        self._tell(_LOST, lost, rank)
         raise StarLostError(lost)
 
-    def _tell(self, notice: bytes, excluded: int) -> None:
+    def _after_slice(self, on_slice: OnSlice) -> None:
+        """A rank waits for one piece at a time: look at the other connections."""
+        for descriptor, _ in self._poll.poll(0):
+            self._look_at(self._by_descriptor[descriptor])
+        on_slice()
+
+    def _look_at(self, rank: int) -> None:
+        """Follow a notice of ``rank``, or the end of its connection. A message waits until its turn."""
+        head = _waiting_head(self._connections[rank], socket.MSG_PEEK)
+        if not head or head[:1] in _NOTICES:
+            self._follow(rank, head)
+
+    def _tell(self, kind: bytes, about: int, source: int) -> None:
+        """Send a notice to all connections but that of ``source``."""
+        notice = _HEAD.pack(kind, about)
         for rank, connection in self._connections.items():
-            if rank != excluded:
+            if rank != source:
                 with suppress(OSError):
                     connection.send(notice, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+
+
+def _cut(data: bytes, sizes: Iterable[int]) -> list[bytes]:
+    """``data`` cut into parts of these sizes."""
+    return [data[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def _is_ready(connection: socket.socket, event: int) -> bool:
@@ -255,12 +316,12 @@ def _is_ready(connection: socket.socket, event: int) -> bool:
 def _receive_with_descriptors(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
     """As ``socket.recv_fds``, which leaves descriptors open in processes that another thread starts meanwhile."""
     room = socket.CMSG_SPACE(count * array.array("i").itemsize)
-    message, ancillary, _, _ = connection.recvmsg(_LARGEST_NOTICE, room, socket.MSG_CMSG_CLOEXEC)
+    piece, ancillary, _, _ = connection.recvmsg(_HEAD.size, room, socket.MSG_CMSG_CLOEXEC)
     descriptors = array.array("i")
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
-    return message, list(descriptors)
+    return piece, list(descriptors)
 
 
 def _limit_of(connection: socket.socket) -> OSError | None:
@@ -272,14 +333,14 @@ def _limit_of(connection: socket.socket) -> OSError | None:
     return None
 
 
-def _waiting_message(connection: socket.socket, flags: int = 0) -> bytes:
-    """The beginning of a message that was sent before the connection was closed, empty without one."""
+def _waiting_head(connection: socket.socket, flags: int = 0) -> bytes:
+    """The head of a piece that was sent before the connection was closed, empty without one."""
     for _ in range(2):
         try:
-            return connection.recv(_LARGEST_NOTICE, flags | socket.MSG_DONTWAIT)
+            return connection.recv(_HEAD.size, flags | socket.MSG_DONTWAIT)
         except BlockingIOError:
             break
-        except OSError:  # the kernel reports an error once; the last message can be read after it
+        except OSError:  # the kernel reports an error once; the last piece can be read after it
             continue
     return b""
 

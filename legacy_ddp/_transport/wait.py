@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cached_property
@@ -18,7 +18,7 @@ from legacy_ddp._errors import LostPeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._log import show_elsewhere
 from legacy_ddp._text import first_line
 from legacy_ddp._transport.private_groups import Groups
-from legacy_ddp._transport.rows import SegmentIds, decode_host_rows, encode_host_row
+from legacy_ddp._transport.rows import SegmentIds, encode_segments
 from legacy_ddp._transport.star import OnSlice, Star, StarLostError, StarTimeoutError
 from legacy_ddp._watchdog import Failure
 
@@ -32,12 +32,12 @@ class Gatherer:
     """The communication of a call: starts operations and waits for them; exchanges headers, host tensors and JSON
     values.
 
-    ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, None before the headers and
-    without stars.
+    ``segments``: of this rank, to be sent with its header. ``peer_segments``: of all ranks, encoded; None before the
+    headers and without stars.
     """
 
     segments = SegmentIds()
-    peer_segments: list[SegmentIds] | None = None
+    peer_segments: bytes | None = None
 
     def __init__(self, groups: Groups, timeout_seconds: float | None) -> None:
         self.groups = groups
@@ -142,30 +142,27 @@ class Gatherer:
         self.run(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
         return rows
 
-    def gather_bytes(self, row: bytes) -> list[bytes]:
-        """Collective: the bytes of every rank, at least one, and as many on every rank."""
-        if self.groups.size == 1:
-            return [row]
-        rows = bytearray(self.groups.size * len(row))
-        gathered = self.gather(torch.frombuffer(bytearray(row), dtype=torch.uint8))
-        torch.frombuffer(rows, dtype=torch.uint8).view(gathered.shape).copy_(gathered)
-        return [bytes(rows[start : start + len(row)]) for start in range(0, len(rows), len(row))]
-
-    def exchange_headers(self, header: bytes) -> list[bytes]:
-        """Collective: the header of every rank; over the star if all ranks are on one host.
+    def exchange_headers(self, *header: bytes) -> list[bytes]:
+        """Collective: each part of the header, of all ranks in rank order; over the star if all ranks are on one host.
 
         With stars, :attr:`peer_segments` are the segments of every rank afterwards, of other hosts, too: what is mapped
         on a host is known to all.
         """
         if self.groups.star is None:
-            return self.gather_bytes(header)
-        row = encode_host_row(self.segments, header)
+            return self._gather_columns(header)
+        columns = (encode_segments(self.segments), *header)
         if self.groups.between is None:
-            rows = self.over_star(lambda star, on_slice: star.exchange(row, on_slice))
+            self.peer_segments, *headers = self.over_star(lambda star, on_slice: star.exchange(columns, on_slice))
         else:
-            rows = self.gather_bytes(row)
-        self.peer_segments, headers = decode_host_rows(rows)
+            self.peer_segments, *headers = self._gather_columns(columns)
         return headers
+
+    def _gather_columns(self, columns: Sequence[bytes]) -> list[bytes]:
+        """Collective: as :meth:`Star.exchange`, over gloo."""
+        if self.groups.size == 1:
+            return list(columns)
+        rows = self.gather(torch.frombuffer(bytearray(b"".join(columns)), dtype=torch.uint8))
+        return [_bytes_of(part) for part in torch.split(rows, [len(column) for column in columns], dim=1)]
 
     def barrier(self) -> None:
         """Collective on the host, only with a star: return when every rank of the host has arrived."""
@@ -248,6 +245,13 @@ class Gatherer:
             place = f"the report is in the output of rank {self.groups.global_ranks[reporter]}"
             show_elsewhere(error, " ".join(report.head.split()), f"{place}, {watchdog.file.where('also in')}")
         return error
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    """The elements of a host tensor of bytes, which is not empty."""
+    data = bytearray(tensor.numel())
+    torch.frombuffer(data, dtype=torch.uint8).view(tensor.shape).copy_(tensor)
+    return bytes(data)
 
 
 def _gloo_reason(error: RuntimeError) -> str:

@@ -28,7 +28,6 @@ NO_MEASUREMENT = {
     "docs/design.md": [
         "a network with a hop of 50 µs",
         "Waits are cut into 100 ms slices",
-        "**Sequenced packets and waits of 100 ms.**",
         "takes log2(W) / 2 times the time of a ring (reasoned)",
         "which takes up to 17 times their memory",
         "stands at another line 0.3 s later",

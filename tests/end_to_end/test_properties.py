@@ -6,7 +6,7 @@ Also: what holds for any layout, any rows to compare and any header.
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._agreement.header import Header, column, decode_header, encode_double, encode_header, flags_of
+from legacy_ddp._agreement.header import Header, Headers, encode_double, encode_header
 from legacy_ddp._buckets import plan
 from legacy_ddp._buckets.layout import Bucket, cut_runs, distinct, plan_layout
 from legacy_ddp._compare import MISSING, compare_rows, name_ranks
@@ -410,16 +410,20 @@ def test_headers_survive_the_wire(rows: list[tuple[int, ...]]) -> None:
 
     encoded = [encode_header(header) for header in headers]
 
-    assert {len(row) for row in encoded} == {128}
-    assert [decode_header(row) for row in encoded] == headers
-    assert flags_of(encoded) == [header.flags for header in headers]
-    for name in ("wrapper_id", "metric_names", "replica", "generators"):
-        assert column(encoded, name) == [getattr(header, name) for header in headers]
+    assert {len(alike + others) for alike, others in encoded} == {128}
+    found = Headers(*(b"".join(parts) for parts in zip(*encoded, strict=True)))
+    assert (len(found), found.rows, found.flags) == (len(rows), headers, [header.flags for header in headers])
+    for field in fields(Header)[4:]:
+        values = [getattr(header, field.name) for header in headers]
+        assert found.column(field.name) == values
+        assert found.is_equal(field.name) == (len(set(values)) == 1)
+    last_alike = [field.name for field in fields(Header)].index("issued") + 1
+    assert found.is_alike == (len({row[:last_alike] for row in rows}) == 1)
 
 
 @given(st.floats())
 def test_norm_survives_the_wire(norm: float) -> None:
-    header = decode_header(encode_header(Header(flags=8, norm_bits=encode_double(norm))))
+    (header,) = Headers(*encode_header(Header(flags=8, norm_bits=encode_double(norm)))).rows
 
     assert str(header.local_norm) == str(norm)
     assert replace(header, flags=0).local_norm is None

@@ -93,8 +93,8 @@ AGREEMENT = (
     ),
     Mutant(
         "numbers of steps are not part of equal work",
-        'ALIKE = slice(0, PLACES["sample_size"].start)',
-        'ALIKE = slice(0, PLACES["steps"].start)',
+        '_ALIKE = _STARTS["sample_size"]',
+        '_ALIKE = _STARTS["steps"]',
         _PRECEDENCE,
     ),
     Mutant(
@@ -118,7 +118,7 @@ AGREEMENT = (
     Mutant(
         "a plain mean counts ranks that skip",
         "self.divisor = len(self.participants) + counted if",
-        "self.divisor = len(self.packed) if",
+        "self.divisor = len(self.headers) if",
         f"{_HEADER} -k test_skip_goes",
     ),
     Mutant(
@@ -357,19 +357,19 @@ COLLECTIVES = (
 TRANSPORT = (
     Mutant(
         "a message of another size is a row",
-        "if message[:1] != kind or len(message) != size + 1:",
-        "if message[:1] != kind:",
+        "if piece[:1] != kind or len(piece) != _HEAD.size + size:",
+        "if piece[:1] != kind:",
         "tests/transport/test_star.py -k another_length",
     ),
     Mutant(
         "the sender of a notice is the lost rank",
-        "raise StarLostError(int(message[1:]))",
-        "raise StarLostError(rank)",
+        "lost = about if kind == _LOST else rank",
+        "lost = rank",
         "tests/transport/test_star.py -k connection_closed",
     ),
     Mutant(
         "the hub keeps the end of patience to itself",
-        "self._tell(_LATE, rank)",
+        "self._tell(_LATE, about, rank)",
         "pass",
         "tests/transport/test_star.py -k gives_up",
     ),
@@ -405,9 +405,9 @@ TRANSPORT = (
     ),
     Mutant(
         "no rank has a spare segment",
-        "return SegmentIds(tuple(serials), has_spare)",
-        "return SegmentIds(tuple(serials), False)",
-        "tests/transport/test_star.py -k a_row_arrives",
+        "return [SegmentIds(tuple(serials), has_spare)",
+        "return [SegmentIds(tuple(serials), False)",
+        "tests/transport/test_star.py -k segments_arrive",
     ),
     Mutant(
         "old segments stay mapped",

@@ -101,8 +101,8 @@ def _interrupted(rank: int, function: str, reproducible: bool = False) -> tuple[
 @pytest.mark.parametrize(
     "function, reproducible",
     [
-        *product(["decode_host_rows", "settle", "_kept_works", "_divide", "barrier"], [False]),
-        *product(["decode_host_rows", "_kept_works", "add_in_tree_order"], [True]),
+        *product(["is_settled", "settle", "_kept_works", "_divide", "barrier"], [False]),
+        *product(["is_settled", "_kept_works", "add_in_tree_order"], [True]),
     ],
 )
 def test_an_interrupt_anywhere_after_the_header_drops_every_gradient_on_all(

@@ -150,7 +150,7 @@ def _interrupted(rank: int, function: str, reproducible: bool) -> tuple[str, boo
 @pytest.mark.parametrize(
     "function, reproducible",
     [
-        *product(["decode_host_rows", "_kept_works", "_start", "_poll", "_divide"], [False]),
+        *product(["is_settled", "_kept_works", "_start", "_poll", "_divide"], [False]),
         *product(["_kept_works", "add_on_host", "reduce_own_shard", "give_out"], [True]),
     ],
 )

@@ -20,13 +20,12 @@ from hypothesis import strategies as st
 from legacy_ddp._buckets.segment import Segment
 from legacy_ddp._transport.host_meeting import MAX_RANKS, find_hosts, own_card, why_gloo
 from legacy_ddp._transport.peer_memory import PeerMemory
-from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_host_rows, encode_host_row
+from legacy_ddp._transport.rows import MAX_SEGMENTS, SegmentIds, decode_segments, encode_segments
 from legacy_ddp._transport.star import Descriptors, Star, StarListener, StarLostError, StarTimeoutError, connect
 
 # The star of a host in one process: connections, rows, barriers, descriptors, and what is told of a lost rank
 
 T = TypeVar("T")
-HEADERS = st.binary(min_size=128, max_size=128)
 SERIALS = st.lists(st.integers(0, 2**32 - 1), max_size=MAX_SEGMENTS)
 
 
@@ -81,9 +80,33 @@ def test_every_rank_gets_the_rows_of_all_in_their_order_again_and_again(size: in
     """The ranks of one of several hosts need not begin with 0, nor follow each other."""
     with _stars(size, first=first, step=step) as stars:
         for call in range(3):
-            expected = [f"{call} {star.rank:2}".encode() for star in stars]
-            seen = _on_all(stars, lambda star, call=call: star.exchange(f"{call} {star.rank:2}".encode(), _ignore))
-            assert seen == [expected] * size
+            columns = {star.rank: (f"{call}".encode(), f"rank {star.rank:2}".encode()) for star in stars}
+            seen = _on_all(stars, lambda star, columns=columns: star.exchange(columns[star.rank], _ignore))
+            assert seen == [[b"".join(column) for column in zip(*columns.values(), strict=True)]] * size
+
+
+def test_rows_of_1200_ranks_arrive_in_pieces() -> None:
+    """A message to 832 ranks was too long for a socket: "Message too long"."""
+    size, columns = 1200, [b"%04d" % rank for rank in range(1200)]
+    with _room_for_descriptors(2 * size + 100), _stars(size) as (hub, *leaves), ThreadPoolExecutor(3) as threads:
+        for leaf in leaves[1:-1]:
+            leaf._send(0, b"R", columns[leaf.rank] * 64, _ignore)
+        stars = (hub, leaves[0], leaves[-1])
+        read = [threads.submit(star.exchange, [columns[star.rank] * 64], _ignore) for star in stars]
+        for leaf in leaves[1:-1]:
+            leaf._receive(0, b"R", size * 256, _until(time.monotonic() + 60.0))
+        expected = [b"".join(64 * column for column in columns)]
+        assert [each.result(60.0) == expected for each in read] == [True] * 3
+
+
+@contextmanager
+def _room_for_descriptors(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("first", [0, 4])
@@ -100,7 +123,7 @@ def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operati
         if operation == "barrier":
             star.barrier(_ignore)
         else:
-            star.exchange(b"row", _ignore)
+            star.exchange([b"row"], _ignore)
 
     with _stars(3, first=first) as stars:
         told = _on_all(stars, act)
@@ -200,25 +223,22 @@ def test_a_directory_of_another_file_system_is_named_with_the_way_out() -> None:
         connect("/none", "", 1, [0, 1])
 
 
-@given(st.lists(st.tuples(SERIALS, st.booleans(), HEADERS), min_size=1, max_size=4))
-def test_a_row_arrives_as_it_was(rows: list[tuple[list[int], bool, bytes]]) -> None:
-    told = [(SegmentIds(tuple(serials), spare), header) for serials, spare, header in rows]
-    encoded = [encode_host_row(*each) for each in told]
+@given(st.lists(st.tuples(SERIALS, st.booleans()), min_size=1, max_size=4))
+def test_segments_arrive_as_they_were(rows: list[tuple[list[int], bool]]) -> None:
+    encoded = [encode_segments(SegmentIds(tuple(serials), spare)) for serials, spare in rows]
 
-    assert {len(row) for row in encoded} == {184}
-    segments, headers = decode_host_rows(encoded)
-    assert headers == [header for _, _, header in rows]
-    for found, (serials, spare, _) in zip(segments, rows, strict=True):
+    assert {len(row) for row in encoded} == {56}
+    for found, (serials, spare) in zip(decode_segments(b"".join(encoded)), rows, strict=True):
         assert found == (tuple(serials) + (0,) * (MAX_SEGMENTS - len(serials)), spare)
 
 
 def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unread_messages() -> None:
     """Between two slices the rank that only had not read was blamed."""
     with _stars(3) as (hub, first, second):
-        first._send(0, b"Rrow", _ignore)
+        first._send(0, b"R", b"row", _ignore)
         second.close()
         with pytest.raises(StarLostError, match="rank 2"):
-            hub._await_message(2, b"R", 3, _ignore)
+            hub._receive(2, b"R", 3, _ignore)
         hub.close()
         with pytest.raises(StarLostError, match="rank 2"):
             _read_after_a_slice(first)
@@ -227,14 +247,14 @@ def test_a_last_message_is_read_behind_the_error_of_a_connection_closed_with_unr
 @pytest.mark.parametrize("row", [b"", b"ro", b"rows"])
 def test_a_row_of_another_length_is_no_row_and_its_rank_is_lost(row: bytes) -> None:
     with _stars(2) as (hub, leaf):
-        leaf._send(0, b"R" + row, _ignore)
+        leaf._send(0, b"R", row, _ignore)
         with pytest.raises(StarLostError, match="rank 1"):
-            hub.exchange(b"row", _ignore)
+            hub.exchange([b"row"], _ignore)
 
 
 def _read_after_a_slice(star: Star) -> None:
     star._after_slice(_ignore)
-    star.exchange(b"row", _ignore)
+    star.exchange([b"row"], _ignore)
 
 
 def test_a_full_queue_of_the_listener_is_an_error_and_not_a_wait() -> None:
@@ -288,7 +308,7 @@ def test_a_send_to_a_rank_that_does_not_read_can_be_given_up() -> None:
 
     def send_many(star: Star) -> None:
         for _ in range(100_000):  # a connection holds a few hundred messages
-            star._send(1, b"B", give_up)
+            star._send(1, b"B", b"", give_up)
 
     with _stars(2) as (hub, _), pytest.raises(TimeoutError):
         send_many(hub)
@@ -326,11 +346,11 @@ def test_descriptors_that_the_kernel_refuses_are_missing_and_the_message_arrives
         counts = [int(rank == source) for rank in range(2)]
         own = {source: [file.fileno()], 1 - source: []}
         seen = _on_all(stars, lambda star: star.share_descriptors(own[star.rank], counts, _ignore))
-        rows = _on_all(stars, lambda star: star.exchange(b"%d" % star.rank, _ignore))
+        rows = _on_all(stars, lambda star: star.exchange([b"%d" % star.rank], _ignore))
     assert [each.descriptors for each in seen] == [{} if rank == source else {source: []} for rank in range(2)]
     assert [rank for rank, each in enumerate(seen) if each.problem is not None] == [where]
     assert seen[where].problem.errno == number
-    assert rows == [[b"0", b"1"]] * 2
+    assert rows == [[b"01"]] * 2
 
 
 def test_at_the_limit_of_open_files_the_receiver_knows_the_reason() -> None:
@@ -403,8 +423,8 @@ def _alone() -> Any:
     )
 
 
-def _settle(memory: PeerMemory, segment: Segment) -> list[SegmentIds]:
-    ids = [SegmentIds((segment.serial,))]
+def _settle(memory: PeerMemory, segment: Segment) -> bytes:
+    ids = encode_segments(SegmentIds((segment.serial,)))
     assert memory.settle(_alone(), ids, lambda: [segment]) == ""
     return ids
 
