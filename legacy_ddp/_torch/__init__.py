@@ -27,9 +27,9 @@ from legacy_ddp._torch.dispatch import (
 )
 from legacy_ddp._torch.process_groups import (
     PrefixStore,
-    ProcessGroupGloo,
     Store,
     backend_name,
+    connect_gloo,
     counting_device,
     group_store,
     group_timeout,
@@ -87,7 +87,6 @@ __all__ = [
     "JoinConfig",
     "LowestMode",
     "PrefixStore",
-    "ProcessGroupGloo",
     "Store",
     "TensorGuards",
     "WeakIdKeyDictionary",
@@ -101,6 +100,7 @@ __all__ = [
     "begin_range",
     "caller_of_operation",
     "calling_scaler",
+    "connect_gloo",
     "counting_device",
     "current_node",
     "disable_dynamo",

@@ -79,6 +79,8 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch._C._nn", "flatten_dense_tensors"),
     *_names("torch._C._distributed_c10d", "PrefixStore", "ProcessGroupGloo", "Store"),
     *_names("torch._C._distributed_c10d.Backend.Options", "_timeout"),
+    *_names("torch._C._distributed_c10d.ProcessGroupGloo", "_Options", "create_default_device", "create_device"),
+    *_names("torch._C._distributed_c10d.ProcessGroupGloo._Options", "_devices", "_threads"),
     *_names("torch._C._dynamo.eval_frame", "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"),
     *_names("torch._C._dynamo.guards", "TensorGuards"),
     *_names("torch.Tensor", "_backward_hooks", "_post_accumulate_grad_hooks", "_use_count", "_version"),

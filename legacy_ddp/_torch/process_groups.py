@@ -1,6 +1,7 @@
 """Process groups: stores, timeouts, backends and options of operations."""
 
 import ctypes
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
@@ -13,11 +14,33 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["PrefixStore", "ProcessGroupGloo", "Store"]  # names without an explicit export in torch
+__all__ = ["PrefixStore", "Store"]  # names without an explicit export in torch
 
 # The sequence number of these backends counts collectives only. The number of gloo counts sends and lists of objects,
 # too, of which the ranks of a correct program may have different numbers.
 COUNTING_BACKENDS = {"nccl", "xccl"}
+
+
+def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """Collective: a gloo group of ranks that are connected in a ring. Other pairs connect at their first exchange.
+
+    The constructor of ProcessGroupGloo alone would connect every rank to every other rank. The ring carries all_reduce
+    and all_gather; it is connected here, because a thread of gloo aborts a process that later has no descriptor for a
+    connection. Interfaces are chosen as by torch.
+
+    Raises:
+        RuntimeError: a rank did not connect in time, or the store is gone.
+    """
+    names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    gloo: Any = ProcessGroupGloo  # the stubs of torch lack these names
+    options = gloo._Options()
+    options._timeout = timeout
+    options._devices = [gloo.create_device(interface=name, lazy_init=True) for name in names]
+    options._devices = options._devices or [gloo.create_default_device(lazy_init=True)]
+    options._threads = 2 * len(options._devices)  # as torch
+    group = gloo(store, rank, size, options)
+    group.allreduce([torch.zeros(1, device="cpu")]).wait()
+    return group
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
