@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
-from legacy_ddp._transport import host_meeting
+from legacy_ddp._transport import first_meeting
 from tests.helpers.paths import ROOT
 
 # How does a test get a host of its own: network, host name and processes that nobody else sees?
@@ -327,9 +327,9 @@ def _port(index: int) -> str:
 @contextmanager
 def on_host(name: str) -> Iterator[None]:
     """Without namespaces: the card of this rank tells of a host ``name``, in the first call on a group in the block."""
-    own_card = host_meeting.own_card
-    host_meeting.own_card = lambda: {**own_card(), "boot": name}
+    own_card = first_meeting.own_card
+    first_meeting.own_card = lambda: {**own_card(), "boot": name}
     try:
         yield
     finally:
-        host_meeting.own_card = own_card
+        first_meeting.own_card = own_card

@@ -39,8 +39,8 @@ AGREEMENT = (
     ),
     Mutant(
         "every distinct value is sent by rank 0",
-        "self._send_from(ranks[0], text)",
-        "self._send_from(0, text)",
+        "self._collect(data, [(ranks[0], size)",
+        "self._collect(data, [(0, size)",
         "tests/agreement/test_many_ranks.py -k in_order",
     ),
     Mutant(
@@ -357,7 +357,7 @@ COLLECTIVES = (
 TRANSPORT = (
     Mutant(
         "a message of another size is a row",
-        "if piece[:1] != kind or len(piece) != _HEAD.size + size:",
+        "if not _is_begun(piece, kind, size) or len(piece) != _HEAD.size + size:",
         "if piece[:1] != kind:",
         "tests/transport/test_star.py -k another_length",
     ),
@@ -417,8 +417,8 @@ TRANSPORT = (
     ),
     Mutant(
         "the ranks that arrived are missing",
-        "if not store.check([key])]",
-        "if store.check([key])]",
+        'if not of_generation.check([f"arrived/{other}"])',
+        'if of_generation.check([f"arrived/{other}"])',
         "tests/transport/test_lost_groups.py -k never_constructs",
     ),
     Mutant(
