@@ -1,7 +1,7 @@
 # What can be run here? `make` lists it.
 #
-# The first target that needs packages sets up .venv, once: about a minute, and it downloads torch. To use a Python
-# that already has torch instead, with no .venv and nothing installed:   make test PYTHON=/path/to/python
+# The first target sets up .venv with torch and NumPy, once; tests, checks and docs add their packages, once. To use a
+# Python that already has torch instead, with no .venv and nothing installed:   make test PYTHON=/path/to/python
 
 PYTHON ?=
 RANKS ?= 2
@@ -30,7 +30,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 VENV := .venv
 PY := $(or $(strip $(PYTHON)),$(VENV)/bin/python)
-# Written last, so an interrupted set-up starts over; not needed with PYTHON=.
+# Written last, so an interrupted set-up starts over; not needed with PYTHON=. CORE: torch and NumPy. READY: everything.
+CORE := $(if $(strip $(PYTHON)),,$(VENV)/.core)
 READY := $(if $(strip $(PYTHON)),,$(VENV)/.ready)
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
 LAUNCH := $(PY) -m torch.distributed.run --standalone --nproc-per-node
@@ -77,27 +78,29 @@ help: ## list what can be run
 	@echo "PYTHON=/path/to/python   use this Python and its torch, not a .venv"
 	@echo "RANKS=$(RANKS)   UPDATE_FREQ=$(UPDATE_FREQ)   STEPS=...   WORKERS=$(WORKERS)   ARGS='-k name' for pytest"
 
-demo: $(READY) ## train a language model on RANKS ranks; UPDATE_FREQ, STEPS
+demo: $(CORE) ## train a language model on RANKS ranks; UPDATE_FREQ, STEPS
 	$(call needs,torch)
 	$(TORCHRUN) examples/train_lm.py --update-freq $(UPDATE_FREQ) $(if $(STEPS),--steps $(STEPS))
+	@echo "next: make hunt flips one bit of one weight on one of 3 ranks, and finds it; make without a target lists all commands."
+	@echo "The loop to copy is in README.md, Quickstart; docs/index.md leads to the tutorial."
 
 digits: $(READY) ## train on the handwritten digits of scikit-learn
 	$(call needs,torch sklearn)
 	$(TORCHRUN) examples/train_digits.py
 
-hunt: $(READY) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
+hunt: $(CORE) ## flip one bit of one weight on one of 3 ranks, find it; HUNTS
 	$(call needs,torch)
 	$(LAUNCH) 3 examples/hunt.py $(if $(HUNTS),--times $(HUNTS))
 
-culprit: $(READY) ## let a matrix product go wrong on one of 3 ranks, find it; CULPRITS
+culprit: $(CORE) ## let a matrix product go wrong on one of 3 ranks, find it; CULPRITS
 	$(call needs,torch)
 	$(LAUNCH) 3 examples/culprit.py $(if $(CULPRITS),--times $(CULPRITS))
 
-replay: $(READY) ## one training on 1, 2, 4 and 8 ranks, to the same bits; STEPS
+replay: $(CORE) ## one training on 1, 2, 4 and 8 ranks, to the same bits; STEPS
 	$(call needs,torch)
 	$(PY) examples/replay.py $(if $(STEPS),--steps $(STEPS))
 
-restart: $(READY) ## kill ranks of the main job, compare its weights; KILLS
+restart: $(CORE) ## kill ranks of the main job, compare its weights; KILLS
 	$(call needs,torch)
 	$(PY) examples/restart.py --ranks $(RANKS) $(if $(KILLS),--kills $(KILLS))
 
@@ -146,11 +149,11 @@ lint: $(READY) ## check style (ruff) and types (mypy)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy legacy_ddp
 
-bench: $(READY) ## run the benchmarks briefly, a few minutes; BENCH="name name"
+bench: $(CORE) ## run the benchmarks briefly, a few minutes; BENCH="name name"
 	$(call needs,torch)
 	$(PY) benchmarks/run_all.py $(if $(BENCH),--only $(BENCH))
 
-bench-full: $(READY) ## measure in full, over an hour; writes benchmarks/results/
+bench-full: $(CORE) ## measure in full, over an hour; writes benchmarks/results/
 	$(call needs,torch)
 	$(PY) benchmarks/run_all.py --full $(if $(BENCH),--only $(BENCH))
 
@@ -166,11 +169,17 @@ clean: ## remove .venv and everything else that was made here
 	.venv-$*/bin/python -m pip --disable-pip-version-check install --quiet -c $< torch numpy hypothesis pytest pytest-xdist
 	@touch $@
 
-# setuptools comes first and without build isolation, so that its version is pinned too.
-$(VENV)/.ready: setup.cfg setup.py constraints.txt
-	@echo "setting up $(VENV) (once; downloads torch)"
+# torch.distributed needs NumPy to send objects. setuptools comes first and without build isolation, so that its
+# version is pinned too.
+$(VENV)/.core: setup.cfg setup.py constraints.txt
+	@echo "setting up $(VENV) with torch (once; downloads torch)"
 	@python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "python3 is too old: expected 3.11 or newer")'
 	python3 -m venv --clear $(VENV)
 	$(PIP) install -c constraints.txt setuptools
+	$(PIP) install -c constraints.txt --no-build-isolation --use-pep517 -e . numpy
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.core
+	@echo "adding the packages of tests, checks and docs to $(VENV) (once)"
 	$(PIP) install -c constraints.txt --no-build-isolation --use-pep517 -e '.[demo,test,lint,docs]'
 	@touch $@

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from _checkout import commit
 
 from legacy_ddp import SyncRecord
-from legacy_ddp._check_settings import ENVIRONMENT_VARIABLE
+from legacy_ddp._environment import CHECKS_VARIABLE
 
 Summary = dict[str, dict[str, Any]]
 
@@ -71,8 +71,8 @@ def process_group() -> Iterator[None]:
     """Collective: gloo, one thread per rank."""
     if "RANK" not in os.environ:
         sys.exit(f"start with: torchrun --standalone --nproc-per-node 2 benchmarks/{Path(sys.argv[0]).name}")
-    if os.environ.get(ENVIRONMENT_VARIABLE):
-        sys.exit(f"{ENVIRONMENT_VARIABLE} is set, expected not to be: it overrides the levels that are compared")
+    if os.environ.get(CHECKS_VARIABLE):
+        sys.exit(f"{CHECKS_VARIABLE} is set, expected not to be: it overrides the levels that are compared")
     dist.init_process_group("gloo")
     try:
         torch.set_num_threads(1)

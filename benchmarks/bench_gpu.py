@@ -40,7 +40,7 @@ from torch import nn
 from legacy_ddp import LegacyDistributedDataParallel
 from legacy_ddp._buckets.flat_buffer import DENSE, FlatBuffer
 from legacy_ddp._buckets.plan import Planner, parameter_columns
-from legacy_ddp._check_settings import ENVIRONMENT_VARIABLE
+from legacy_ddp._environment import CHECKS_VARIABLE
 from legacy_ddp._replicas.digest import digest_all
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
@@ -78,8 +78,8 @@ def _process_group(kind: str) -> Iterator[torch.device]:
     """Collective: this rank's device."""
     if "RANK" not in os.environ:
         sys.exit("start with: torchrun --standalone --nproc-per-node 1 benchmarks/bench_gpu.py")
-    if os.environ.get(ENVIRONMENT_VARIABLE):
-        sys.exit(f"{ENVIRONMENT_VARIABLE} is set, expected not to be: it overrides the levels that are compared")
+    if os.environ.get(CHECKS_VARIABLE):
+        sys.exit(f"{CHECKS_VARIABLE} is set, expected not to be: it overrides the levels that are compared")
     module, local_rank = torch.get_device_module(kind), int(os.environ["LOCAL_RANK"])
     device = torch.device(kind, local_rank % module.device_count())
     if hasattr(module, "set_device"):

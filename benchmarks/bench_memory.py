@@ -70,7 +70,7 @@ from _workloads import WORKLOADS, WRAPPERS, Workload, mean_square
 from torch import nn
 
 from legacy_ddp import LegacyDistributedDataParallel
-from legacy_ddp._check_settings import ENVIRONMENT_VARIABLE
+from legacy_ddp._environment import CHECKS_VARIABLE
 
 AIM, AGREE_WITHIN = 1.05, 0.15
 AIMED_AT = "ours, set_to_none=False"
@@ -162,8 +162,8 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"too few --steps: got {arguments.steps}, expected 3 or more; buffers are made in the first ones")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device: got --device cuda, and torch sees none")
-    if os.environ.get(ENVIRONMENT_VARIABLE):
-        parser.error(f"{ENVIRONMENT_VARIABLE} is set, expected not to be: it overrides the level that is measured")
+    if os.environ.get(CHECKS_VARIABLE):
+        parser.error(f"{CHECKS_VARIABLE} is set, expected not to be: it overrides the level that is measured")
     return arguments
 
 

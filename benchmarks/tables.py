@@ -1,12 +1,14 @@
 """Tables and figures quoted in the documentation, made from benchmarks/results/, so that no figure drifts.
 
     python benchmarks/tables.py            # print all tables and figures
-    python benchmarks/tables.py --write    # write them between their markers in the pages
+    python benchmarks/tables.py --write    # write them between their markers in the pages, and draw the charts
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, a figure inside a sentence between
 `<!-- figure: NAME -->` and `<!-- end -->`, on one line that begins with something else: Markdown ends a paragraph at a
 line that begins with a comment. To add one, add it to TABLES in _quoted.py or to FIGURES in _quoted_figures.py and put
 the markers into a page. After a new measurement: write, and check the prose around the figures.
+
+A table in CHARTS has a chart of its ratios in docs/static/charts/, one file for light and one for dark pages.
 """
 
 import argparse
@@ -16,14 +18,28 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from _charts import KINDS, MODES, Bar, Group, draw
 from _quoted import TABLES
 from _quoted_figures import FIGURES
+from _results import Timed
 from _table import Column, Place, Table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+CHARTS_FOLDER = ROOT / "docs" / "static" / "charts"
+# Headings: that of a table is too long.
+CHARTS: Mapping[str, str] = MappingProxyType(
+    {
+        "step": "A step of a transformer, 2 ranks: torch DDP is 1",
+        "call": "A call of a transformer: a bare all_reduce is 1",
+        "hosts of two": "A step over two hosts, 1 Gbit/s: torch DDP is 1",
+        "others": "A step of other models, 2 ranks: torch DDP is 1",
+        "crowded": "A step of 4 ranks on 2 cores: torch DDP is 1",
+    }
+)
 PAGES = (ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 MARKED = re.compile(r"(<!-- table: (?P<name>.*?) -->\n)(?P<table>.*?)(<!-- end -->)", re.DOTALL)
 FIGURE = re.compile(r"(?P<begin>^[ \t]*)?(<!-- figure: (?P<name>.*?) -->)(?P<figure>.*?)(<!-- end -->)", re.MULTILINE)
@@ -40,8 +56,8 @@ def main(given: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(given)
     try:
         if arguments.write:
-            changed = write(PAGES)
-            print("\n".join(f"changed {page.relative_to(ROOT)}" for page in changed) or "no page changed")
+            changed = [*write(PAGES), *write_charts()]
+            print("\n".join(f"changed {path.relative_to(ROOT)}" for path in changed) or "nothing changed")
         else:
             print("\n".join(f"{name}\n\n{render(table)}" for name, table in TABLES.items()))
             print("\n".join(f"{name}: {render_figure(figure)}" for name, figure in FIGURES.items()))
@@ -122,6 +138,63 @@ def write(pages: Sequence[Path], tables: Mapping[str, Table] = TABLES) -> list[P
     for page in changed:
         page.write_text(after[page], encoding="utf-8")
     return changed
+
+
+def chart_files() -> dict[Path, str]:
+    """The charts of the tables in CHARTS, by file.
+
+    Raises:
+        TableError: a file or a number is missing.
+    """
+    return {
+        CHARTS_FOLDER / f"{name.replace(' ', '-')}-{mode}.svg": draw(heading, chart_groups(TABLES[name]), colours)
+        for name, heading in CHARTS.items()
+        for mode, colours in MODES.items()
+    }
+
+
+def write_charts() -> list[Path]:
+    """Write all charts; returns the changed files."""
+    CHARTS_FOLDER.mkdir(exist_ok=True)
+    files = chart_files()
+    changed = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in changed:
+        path.write_text(files[path], encoding="utf-8")
+    return changed
+
+
+def chart_groups(table: Table, folder: Path = RESULTS) -> list[Group]:
+    """The bars of a chart: a group for each row of the table, a bar for each column of ratios.
+
+    Raises:
+        TableError: a file or a number is missing.
+    """
+    columns = [column for column in table.columns if column.places[0][-1] == "median_ratio"]
+    groups = []
+    for label, blanks in table.rows.items():
+        paths = [folder / (column.file or table.file).format_map(blanks) for column in columns]
+        bars = [
+            Bar(column.title, _cell(column, blanks, path), _timed(column, blanks, path))
+            for column, path in zip(columns, paths, strict=True)
+        ]
+        groups.append(Group(label.replace("`", ""), _kind(blanks), bars))
+    return groups
+
+
+def _kind(blanks: Mapping[str, str]) -> str:
+    variant = next(iter(blanks.values()))
+    return KINDS[0 if variant.startswith("ours") else 1 if variant.startswith("torch DDP") else 2]
+
+
+def _timed(column: Column, blanks: Mapping[str, str], path: Path) -> list[Timed]:
+    """The rows of the results behind a cell, with their quartiles."""
+    found = []
+    for place in column.places:
+        row = ("results", *(part.format_map(blanks) for part in place[:-1]))
+        numbers = [("median_ms",), ("median_ratio",), ("ratio_quartiles", "0"), ("ratio_quartiles", "1"), ("n",)]
+        median, ratio, low, high, n = (_number(_read(path), (*row, *number), path) for number in numbers)
+        found.append(Timed(median, ratio, (low, high), int(n)))
+    return found
 
 
 @cache

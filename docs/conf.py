@@ -22,8 +22,10 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "repository_links",
+    "dark_images",
     "page_links",
     "public_names",
+    "search_texts",
 ]
 exclude_patterns = ["extensions"]
 
@@ -68,8 +70,12 @@ html_theme_options = {
     "footer_start": ["copyright"],
     "footer_end": [],
 }
+# The navigation of a section would be empty there.
+html_sidebars = {"index": [], "overview": [], "source/**": []}
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_js_files = ["narrow.js"]
+html_show_search_summary = False  # search_texts has summaries that need no server
 html_use_index = False
 html_domain_indices = False
 html_copy_source = False

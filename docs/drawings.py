@@ -145,6 +145,31 @@ def hosts() -> str:
     return _svg(680, 420, "Two hosts of two ranks", parts)
 
 
+def questions() -> str:
+    """Questions from top to bottom, and the tool that answers each."""
+    parts = [_text(160, 28, "your question", bold=True), _text(490, 28, "the tool", bold=True)]
+    for number, (question, tool) in enumerate(_TOOLS):
+        top = 42 + 66 * number
+        parts.append(_box(20, top, 280, 46, BLUE, question))
+        parts += [_arrow(300, top + 23, 356, top + 23), _text(325, top + 17, "yes")]
+        parts.append(_box(360, top, 270, 46, GREEN, tool))
+        if number + 1 < len(_TOOLS):
+            parts += [_arrow(160, top + 46, 160, top + 63), _text(180, top + 60, "no")]
+    return _svg(650, 42 + 66 * len(_TOOLS), "Which tool for which question", parts)
+
+
+_TOOLS: Sequence[tuple[list[str], list[str]]] = (
+    (["Does a message name an error", "or a warning?"], ["legacy-ddp explain NAME"]),
+    (["Does the job make no progress?"], ["the report in the log,", "after 60 s by itself"]),
+    (["Is the loss NaN or infinite?"], ['Checks(nonfinite="raise")']),
+    (["Do ranks hold different weights?"], ["check_replicas(model, optimizer),", 'then checks="detail"']),
+    (["Do two runs differ that should", "compute the same?"], ["Recorder in both runs, then", "legacy-ddp diff A B"]),
+    (["Is the loss wrong, although all", "ranks agree?"], ["cross_check(model, run, batch)"]),
+    (["Does the loss change with the", "number of ranks?"], ["reproducible=True,", "then legacy-ddp diff"]),
+    (["Is a step slow?"], ["print(record),", "record.straggler"]),
+)
+
+
 def _svg(width: int, height: int, title: str, parts: Sequence[str]) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
@@ -190,6 +215,7 @@ DRAWINGS: dict[str, Callable[[], str]] = {
     "concepts/agreement.svg": agreement,
     "concepts/sums.svg": sums,
     "concepts/hosts.svg": hosts,
+    "guides/questions.svg": questions,
 }
 
 

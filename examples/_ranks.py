@@ -9,10 +9,6 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-
-# Its functions take the default group as a default argument, at import. Imported later (every optimizer does), they
-# would keep the group and its threads alive after destroy_process_group(), and a process in a few aborts at exit.
-import torch.distributed.nn
 from torch import nn
 
 from legacy_ddp.debug import check_replicas

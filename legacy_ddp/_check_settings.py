@@ -1,14 +1,13 @@
-"""The checks of every call: :class:`Checks`, and the level of the environment."""
+"""The checks of every call: :class:`Checks`."""
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
-from typing import Any, Literal, Protocol, cast, get_args, get_origin, get_type_hints, runtime_checkable
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
 from legacy_ddp._errors import argument_errors
 
-ENVIRONMENT_VARIABLE = "LEGACY_DDP_CHECKS"
 LONGEST_SECONDS = 1e9  # seconds; far beyond it timedelta and the transport overflow
 # The values of a setting, in one place: for type checkers, and for the check of the arguments.
 Level = Literal["off", "info", "detail"]
@@ -42,6 +41,8 @@ class Checks:
     or ``edited`` and ``nonfinite="skip"`` at level ``"off"``, ``every`` above 1 at another level than ``"detail"``,
     ``divergence="ignore"`` at level ``"detail"``. A level from the environment is no error beside any setting, and
     ``"off"`` from there keeps ``nonfinite="skip"``, which changes the weights of a training.
+
+    ``LEGACY_DDP_CHECKS=detail,warn_after_seconds=10`` in the environment overrides a level and fields.
 
     Args:
         level: ``"off"``: the header alone, which every level has. ``"info"``: also, on CPU, a row of values per rank
@@ -203,27 +204,21 @@ def _allowed_values() -> dict[str, tuple[str, ...]]:
     return {name: get_args(hint) for name, hint in hints if get_origin(hint) is Literal}
 
 
-def resolve_checks(checks: Level | Checks) -> Checks:
-    """The checks of the caller, with the level of the environment if ``LEGACY_DDP_CHECKS`` is set.
+def as_checks(checks: Level | Checks) -> Checks:
+    """The checks that the caller of a public function asks for.
 
     Raises:
         TypeError: neither a level nor a :class:`Checks`.
-        ValueError: an unknown level, here or in the environment; a setting without effect at the level of the caller.
+        ValueError: an unknown level; a setting without effect at its level.
     """
     if not isinstance(checks, str | Checks):
         raise TypeError(f"checks is of the wrong type: got {type(checks).__name__}, expected a level (str) or Checks")
     asked = Checks(level=checks) if isinstance(checks, str) else checks
-    _refuse_without_effect(asked)
-    level = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not level:
-        return asked
-    try:
-        return replace(asked, level=cast(Level, level))  # the constructor checks the value
-    except ValueError as error:
-        raise ValueError(f"environment variable {ENVIRONMENT_VARIABLE}: {error}") from error
+    refuse_without_effect(asked)
+    return asked
 
 
-def _refuse_without_effect(checks: Checks) -> None:
+def refuse_without_effect(checks: Checks) -> None:
     """Refuse a setting that asks for a reaction which the level cannot have.
 
     Here and not in the constructor, because the level of the environment may leave any setting without effect.

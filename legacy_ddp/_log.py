@@ -1,4 +1,4 @@
-"""Warnings and log records, each with the attribute ``rank``, and the display of an error at the end of a process.
+"""Warnings and log records, each with its facts as attributes, and the display of an error at the end of a process.
 
 If all ranks raise the same error, one rank of the job shows the traceback, with a single line of the library in it. A
 failed call puts a hook of its own in front of ``sys.excepthook``. The hook changes only the display: the exception
@@ -7,14 +7,17 @@ another display (a hook of the script, IPython).
 """
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import cache
 from itertools import groupby, islice, takewhile
 from types import FrameType, TracebackType
 from typing import Any
@@ -34,6 +37,11 @@ _MAX_COLUMNS = 200  # compiled code may have any name
 _MAX_LINES = 16  # recursion may have thousands
 TRACEBACK_VARIABLE = "LEGACY_DDP_TRACEBACK"
 _STYLES = ("short", "full")
+LOG_VARIABLE = "LEGACY_DDP_LOG"
+_FORMS = ("text", "json")
+_LEVELS = ("debug", "info", "warning")
+# The attributes of every record of the library; those that a record does not need are None. docs/logging.md has them.
+_FIELDS = ("rank", "event", "call", "phase", "seconds", "bytes", "ranks", "report")
 # Of an error that other ranks raise, too: the text to show in place of the traceback, and where the traceback is. None
 # on the rank that shows the traceback.
 _ELSEWHERE = "_legacy_ddp_shown_elsewhere"
@@ -42,10 +50,31 @@ LOGGER = logging.getLogger("legacy_ddp")
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def logger_of(rank: int) -> "logging.LoggerAdapter[logging.Logger]":
-    """The logger of one rank, counted inside its group."""
-    LOGGER.addHandler(_DEFAULT)  # at the first use, because an import configures nothing; once
-    return logging.LoggerAdapter(LOGGER, {"rank": rank})
+def logger_of(rank: int) -> "_RankLogger":
+    """The logger of one rank, counted inside its group. ``extra=``: further attributes of a record, of ``_FIELDS``."""
+    _configure()  # at the first use, because an import configures nothing
+    return _RankLogger(LOGGER, {"rank": rank})
+
+
+class _RankLogger(logging.LoggerAdapter[logging.Logger]):
+    def process(self, msg: object, kwargs: MutableMapping[str, Any]) -> tuple[object, MutableMapping[str, Any]]:
+        """As of every adapter, with all attributes in every record."""
+        return msg, {**kwargs, "extra": {**dict.fromkeys(_FIELDS), **(self.extra or {}), **kwargs.get("extra", {})}}
+
+
+@cache
+def _configure() -> None:
+    """Add the default handler; set form and level as ``LEGACY_DDP_LOG`` asks. The level of a script counts more."""
+    items = _log_items()
+    _DEFAULT.setFormatter(_JsonFormatter() if "json" in items else _text_formatter())
+    LOGGER.addHandler(_DEFAULT)
+    for level in _LEVELS:
+        if level in items and LOGGER.level == logging.NOTSET:
+            LOGGER.setLevel(level.upper())
+
+
+def _log_items() -> list[str]:
+    return [item.strip() for item in os.environ.get(LOG_VARIABLE, "").split(",") if item.strip()]
 
 
 def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
@@ -53,34 +82,41 @@ def warn(rank: int, text: str, *, is_everywhere: bool = False) -> None:
 
     The log record has level WARNING. An error on a single rank would end a call, or a step, while the other ranks go
     on. ``is_everywhere``: every rank has this text. Rank 0 shows it, and every rank with a configured log logs it.
+    ``LEGACY_DDP_LOG=json`` logs every warning.
     """
-    is_logged = is_everywhere and is_configured()
+    is_logged = (is_everywhere and is_configured()) or "json" in _log_items()
     if is_logged:
-        logger_of(rank).warning("%s", text)
+        _log_warning(rank, text)
     if is_everywhere and rank != 0:
         return
     try:
         warnings.warn(text, stacklevel=script_level())
     except UserWarning:
         if not is_logged:
-            logger_of(rank).warning("%s", text)
+            _log_warning(rank, text)
+
+
+def _log_warning(rank: int, text: str) -> None:
+    logger_of(rank).warning("%s", text, extra={"event": "warning"})
 
 
 def log_construction(rank: int, describe: Callable[[], str]) -> None:
     """Log a new wrapper, level INFO."""
-    if LOGGER.isEnabledFor(logging.INFO):
-        logger_of(rank).info("new wrapper: %s", describe().replace("\n", "; "))
+    logger = logger_of(rank)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("new wrapper: %s", describe().replace("\n", "; "), extra={"event": "construction"})
 
 
 def log_transport(rank: int, transport: str) -> None:
     """Log the choice of a transport, level INFO."""
-    logger_of(rank).info("transport: %s", transport)
+    logger_of(rank).info("transport: %s", transport, extra={"event": "transport"})
 
 
 def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, float]) -> None:
     """Log a completed call. The caller has tested for level DEBUG."""
     phases = ", ".join(f"{phase} {1000 * value:.2f} ms" for phase, value in seconds.items())
-    logger_of(rank).debug("%s: %s; %s", call, format_bytes(payload_bytes), phases)
+    facts = {"event": "call", "call": call, "seconds": dict(seconds), "bytes": payload_bytes}
+    logger_of(rank).debug("%s: %s; %s", call, format_bytes(payload_bytes), phases, extra=facts)
 
 
 def is_configured() -> bool:
@@ -99,11 +135,6 @@ class _DefaultHandler(logging.Handler):
     Every text is a single write, so that reports of several ranks do not mix.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        form = "%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s"
-        self.setFormatter(logging.Formatter(form, defaults={"rank": "?"}))
-
     def emit(self, record: logging.LogRecord) -> None:
         """Write the line, or the lines of a report."""
         if is_configured():  # a handler of the script writes the record
@@ -116,6 +147,26 @@ class _DefaultHandler(logging.Handler):
 
 
 _DEFAULT = _DefaultHandler()
+
+
+def _text_formatter() -> logging.Formatter:
+    return logging.Formatter("%(asctime)s %(levelname)s %(name)s rank %(rank)s: %(message)s", defaults={"rank": "?"})
+
+
+class _JsonFormatter(logging.Formatter):
+    """A line of JSON for each record: time (UTC), level, logger, the attributes that are not None, message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        facts = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            **{name: getattr(record, name, None) for name in _FIELDS},
+            "message": record.getMessage(),
+            "exception": self.formatException(record.exc_info) if record.exc_info else None,
+        }
+        return json.dumps({name: value for name, value in facts.items() if value is not None}, default=str)
 
 
 def script_level() -> int:
@@ -152,12 +203,17 @@ def _is_inner(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(INNER)
 
 
-def check_traceback_variable() -> None:
-    """Refuse an unknown value of ``LEGACY_DDP_TRACEBACK``.
+def check_variables() -> None:
+    """Refuse an unknown value of ``LEGACY_DDP_LOG`` or ``LEGACY_DDP_TRACEBACK``.
 
     Raises:
         ValueError: with the value.
     """
+    if unknown := [item for item in _log_items() if item not in (*_FORMS, *_LEVELS)]:
+        raise ValueError(
+            f"environment variable {LOG_VARIABLE}: got {unknown[0]!r}, expected some of {(*_FORMS, *_LEVELS)}, "
+            "separated by commas"
+        )
     style = os.environ.get(TRACEBACK_VARIABLE)
     if style and style not in _STYLES:
         raise ValueError(f"environment variable {TRACEBACK_VARIABLE}: got {style!r}, expected one of {_STYLES}")

@@ -1,7 +1,6 @@
 """Arguments of the constructor, checked once; and what to do in place of an argument or attribute without effect."""
 
 import inspect
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -13,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from legacy_ddp._check_settings import LONGEST_SECONDS, Checks, as_names, is_duration
 from legacy_ddp._errors import argument_errors
 
-TRANSPORT_VARIABLE = "LEGACY_DDP_TRANSPORT"
 Transport = Literal["auto", "gloo", "host"]
-_TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
+TRANSPORTS: tuple[Transport, ...] = get_args(Transport)
 _REDUCE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _DEFAULT_CHECKS = Checks()
 _TORCH_DDP_IGNORE = "_ddp_params_and_buffers_to_ignore"
@@ -33,18 +31,6 @@ SETTINGS = (
     "checks",
     "timeout_seconds",
 )
-
-
-def resolve_transport(transport: Transport) -> Transport:
-    """The transport to use: of the environment if ``LEGACY_DDP_TRANSPORT`` is set, else of the caller.
-
-    Raises:
-        ValueError: unknown, here or in the environment.
-    """
-    chosen = os.environ.get(TRANSPORT_VARIABLE)
-    if chosen and chosen not in _TRANSPORTS:
-        raise ValueError(f"environment variable {TRANSPORT_VARIABLE}: got {chosen!r}, expected one of {_TRANSPORTS}")
-    return chosen or transport
 
 
 @dataclass(frozen=True)
@@ -94,8 +80,8 @@ class Settings:
             raise ValueError(
                 f"buffer_size is not usable: got {size!r}, expected a number of elements, an int of at least 1"
             )
-        if self.transport not in _TRANSPORTS:
-            raise ValueError(f"transport is unknown: got {self.transport!r}, expected one of {_TRANSPORTS}")
+        if self.transport not in TRANSPORTS:
+            raise ValueError(f"transport is unknown: got {self.transport!r}, expected one of {TRANSPORTS}")
         for name in ("gradient_as_bucket_view", "reproducible"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is not usable: got {getattr(self, name)!r}, expected True or False")

@@ -1,5 +1,6 @@
 """The wrapper: constructor, public methods, and the text of ``print(model)``."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -14,13 +15,14 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp._buckets.layout import Layout
 from legacy_ddp._buckets.plan import Plan, parameter_columns
-from legacy_ddp._check_settings import Checks, Level, resolve_checks
+from legacy_ddp._check_settings import Checks, Level
 from legacy_ddp._collectives.all_reduce import all_reduce
 from legacy_ddp._collectives.broadcast import broadcast_buffers, broadcast_parameters, construct
 from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.pack import Arguments, Metrics
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
-from legacy_ddp._log import log_construction
+from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
+from legacy_ddp._log import log_construction, script_level
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
     CommHook,
@@ -29,7 +31,6 @@ from legacy_ddp._settings import (
     names_to_ignore,
     refuse_attribute,
     refuse_unknown,
-    resolve_transport,
 )
 from legacy_ddp._text import format_bytes
 from legacy_ddp._transport.private_groups import GroupHandle
@@ -43,6 +44,11 @@ if TYPE_CHECKING:  # Python's own TypeVar has a default from 3.13 on; without a 
 else:
     ModuleT_co = TypeVar("ModuleT_co", bound=nn.Module, covariant=True)
 
+_WORLD_SIZE = (
+    "world_size is deprecated: it is only compared with the size of the process group; leave it out, and pass "
+    "process_group= and buffer_size= by keyword"
+)
+
 
 class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
     """Data parallelism with one explicit synchronisation: any number of ``backward()``, then :meth:`all_reduce`.
@@ -53,7 +59,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         module: the module to train, later ``.module``: state-dict keys begin with ``module.``, as under torch DDP. For
             type checkers the wrapper is generic in its class: ``LegacyDistributedDataParallel[torch.nn.Linear]`` has a
             ``.module`` of that class, and the bare name one of class ``torch.nn.Module``.
-        world_size: only compared with the size of the group.
+        world_size: deprecated, with a DeprecationWarning: it is only compared with the size of the group. Leave it out,
+            and pass the other arguments by keyword. It is here because the class of fairseq had it in this place.
         process_group: a ProcessGroup, a DeviceMesh of one dimension, or None for the default group. Ranks are counted
             inside the group. Assignable between steps.
         buffer_size: maximum number of elements per collective. Changes no result, except the rounding of a sum over
@@ -75,7 +82,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
             ``"host"``: an error without shared memory. The environment variable ``LEGACY_DDP_TRANSPORT``, read here,
             overrides it. See docs/transport.md.
         checks: ``"off"``, ``"info"``, ``"detail"`` or :class:`Checks`. The environment variable ``LEGACY_DDP_CHECKS``,
-            read here, overrides the level.
+            read here, overrides the level and the fields that it names. See docs/reference.md.
         timeout_seconds: limit of every wait for other ranks; None: the timeout of the group.
 
     Raises:
@@ -128,7 +135,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
                 ignore=names_to_ignore(module, ignore),
                 transport=resolve_transport(transport),
                 checks=resolve_checks(checks),
-                timeout_seconds=timeout_seconds,
+                timeout_seconds=resolve_timeout(timeout_seconds),
             )
         except (TypeError, ValueError) as error:
             problem, self._settings = error, Settings()
@@ -144,6 +151,8 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
                 self.broadcast_parameters()
                 self.broadcast_buffers()
             self._synchronizer.note_new_buffers()
+        if world_size is not None:  # last, so that a warning that is an error reaches all ranks alike
+            warnings.warn(_WORLD_SIZE, DeprecationWarning, stacklevel=script_level())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Never communicates, so evaluating on one rank is safe."""

@@ -1,8 +1,10 @@
 """The log as a script sees it: lines by default, and the handlers of the script in their place."""
 
+import json
 import re
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +33,10 @@ BY_LEVEL, BY_HANDLER = (
 )
 
 
-def _errors(folder: Path, code: str, ranks: int = 1) -> list[str]:
+def _errors(folder: Path, code: str, ranks: int = 1, **environment: str) -> list[str]:
     """What scripts with this code write to stderr, on each rank."""
     (folder / "script.py").write_text(_START + textwrap.dedent(code))
-    places = [{"RANK": str(rank)} for rank in range(ranks)]
+    places = [{"RANK": str(rank), **environment} for rank in range(ranks)]
     runs = fork_scripts([("script.py",)] * ranks, places, cwd=folder)
     assert [run.returncode for run in runs] == [0] * ranks, [run.stderr for run in runs]
     return [run.stderr for run in runs]
@@ -119,3 +121,101 @@ def test_the_default_lines_change_no_other_logger(tmp_path: Path) -> None:
         logger_of(0).warning("nobody reads this")
     """
     assert _errors(tmp_path, code) == [""]
+
+
+_CALLS = """
+    store = "file://" + os.path.abspath("store")
+    dist.init_process_group("gloo", init_method=store, rank=int(os.environ["RANK"]), world_size=2)
+    model = LegacyDistributedDataParallel(torch.nn.Linear(3, 1))
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        if dist.get_rank() == 1:
+            model.module.weight.grad[0, 0] = float("nan")
+        model.all_reduce()
+        model.zero_grad()
+    dist.destroy_process_group()
+"""
+
+
+def _lines(errors: str) -> list[dict[str, Any]]:
+    """The lines of JSON, without the texts of Python's warnings."""
+    return [json.loads(line) for line in errors.splitlines() if line.startswith("{")]
+
+
+def test_json_has_the_facts_of_calls_and_warnings_on_every_rank(tmp_path: Path) -> None:
+    for rank, errors in enumerate(_errors(tmp_path, _CALLS, ranks=2, LEGACY_DDP_LOG="json, debug")):
+        lines = _lines(errors)
+        assert {(line["logger"], line["rank"]) for line in lines} == {("legacy_ddp", rank)}
+        events = [(line["event"], line["level"]) for line in lines]
+        call = ("call", "DEBUG")
+        assert sorted(events) == sorted(
+            [("construction", "INFO"), ("transport", "INFO"), ("warning", "WARNING"), call, call]
+        )
+        first, second = (line for line in lines if line["event"] == "call")
+        assert (first["call"], second["call"]) == ("all_reduce() call 1", "all_reduce() call 2")
+        assert first["bytes"] == 4 * (3 + 1)
+        assert {"plan", "pack", "agree", "payload", "alias"} <= set(first["seconds"])
+        (warning,) = (line for line in lines if line["event"] == "warning")
+        assert "rank 1" in str(warning["message"])
+        assert errors.count("UserWarning: ") == (1 if rank == 0 else 0)  # as without JSON
+
+
+def test_every_record_has_every_attribute_for_a_handler_of_the_script(tmp_path: Path) -> None:
+    code = """
+        form = "%(event)s %(rank)s %(call)s %(phase)s %(seconds)s %(bytes)s %(ranks)s %(report)s"
+        logging.basicConfig(format=form)
+        logger_of(1).warning("text")
+        logger_of(2).warning("text", extra={"event": "waiting", "ranks": [3], "seconds": 1.5})
+    """
+    assert _errors(tmp_path, code, LEGACY_DDP_LOG="json") == [
+        "None 1 None None None None None None\nwaiting 2 None None 1.5 None [3] None\n"
+    ]
+
+
+@pytest.mark.parametrize(
+    "variable, level, shown",
+    [("", None, ""), ("info", None, "INFO"), ("text,debug", None, "INFO DEBUG"), ("debug", "ERROR", "")],
+)
+def test_the_variable_sets_the_level_unless_the_script_does(
+    variable: str, level: str | None, shown: str, tmp_path: Path
+) -> None:
+    code = f"""
+        if {level!r}:
+            logging.getLogger("legacy_ddp").setLevel({level!r})
+        logger_of(0).info("one")
+        logger_of(0).debug("two")
+    """
+    (errors,) = _errors(tmp_path, code, LEGACY_DDP_LOG=variable)
+
+    assert re.findall(rf"(?m)^{_TIME} (\w+) legacy_ddp rank 0", errors) == shown.split()
+
+
+def test_json_of_an_exception_is_one_line(tmp_path: Path) -> None:
+    code = """
+        try:
+            raise RuntimeError("first line\\nsecond line")
+        except RuntimeError:
+            logger_of(0).exception("failed")
+        logging.getLogger("legacy_ddp").warning("of other code")
+    """
+    (errors,) = _errors(tmp_path, code, LEGACY_DDP_LOG="json")
+
+    first, second = map(json.loads, errors.splitlines())
+    assert (first["level"], first["message"]) == ("ERROR", "failed")
+    assert first["exception"].endswith("RuntimeError: first line\nsecond line")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", first.pop("time"))
+    assert second == {"time": second["time"], "level": "WARNING", "logger": "legacy_ddp", "message": "of other code"}
+
+
+def test_an_unknown_form_of_the_log_is_an_error_of_the_wrapper(tmp_path: Path) -> None:
+    code = """
+        try:
+            wrap()
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            dist.destroy_process_group()
+    """
+    for errors in _errors(tmp_path, code, ranks=2, LEGACY_DDP_LOG="json,loud"):
+        assert errors.startswith(
+            "environment variable LEGACY_DDP_LOG: got 'loud', expected some of ('text', 'json', 'debug'"
+        )

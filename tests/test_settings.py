@@ -13,7 +13,6 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncRecord
-from legacy_ddp._check_settings import resolve_checks
 from legacy_ddp.debug import check_replicas
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import run_ranks
@@ -126,42 +125,14 @@ def test_a_setting_without_effect_at_its_level_is_refused(checks: Checks, text: 
 
 
 @pytest.mark.parametrize("level", ["off", "info", "detail"])
-@pytest.mark.parametrize("checks", [Checks("detail", every=5), Checks(nonfinite="raise"), Checks(divergence="ignore")])
-def test_the_level_of_the_environment_may_leave_any_setting_without_effect(
-    level: str, checks: Checks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LEGACY_DDP_CHECKS", level)
-
-    _wrap(checks=checks)
-
-
-@pytest.mark.parametrize("level", ["off", "info", "detail"])
 def test_the_defaults_have_an_effect_at_every_level(level: str) -> None:
-    resolve_checks(Checks(level))
-
-
-def test_an_unknown_level_in_the_environment_is_blamed_on_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LEGACY_DDP_CHECKS", "verbose")
-
-    text = "environment variable LEGACY_DDP_CHECKS: " + _LEVEL.format("'verbose'")
-    with pytest.raises(ValueError, match="^" + re.escape(text)):
-        _wrap()
-
-
-def test_the_environment_overrides_the_level_and_keeps_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LEGACY_DDP_CHECKS", "off")
-
-    model = _wrap(checks=Checks(uneven="raise", unsynchronized_step="allow"))
-
-    assert (
-        model.extra_repr().splitlines()[-1] == "checks=Checks(level='off', uneven='raise', unsynchronized_step='allow')"
-    )
+    _wrap(checks=Checks(level))
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"world_size": 1, "buffer_size": 1},
+        {"buffer_size": 1},
         {"timeout_seconds": 0.5},
         {"timeout_seconds": 86400},
         {"ignore": dict.fromkeys(["weight"]).keys()},
@@ -281,7 +252,6 @@ def test_the_types_of_arguments_are_the_values_that_they_take() -> None:
 _TYPED = """
 from torch import nn
 from legacy_ddp import Checks, LegacyDistributedDataParallel
-from legacy_ddp._check_settings import resolve_checks
 from legacy_ddp.debug import check_replicas
 
 module = nn.Linear(2, 1)

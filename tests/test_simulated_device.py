@@ -15,7 +15,6 @@ from legacy_ddp import Checks, LegacyDistributedDataParallel
 from legacy_ddp._torch.process_groups import COUNTING_BACKENDS
 from legacy_ddp.data import micro_batch_rng
 from legacy_ddp.debug import check_replicas
-from tests.helpers import logged_warnings
 from tests.helpers.outcomes import attempt
 from tests.helpers.ranks import run_ranks
 from tests.helpers.scripts import fork_ranks
@@ -104,6 +103,21 @@ def test_a_collective_follows_an_awaited_collective_of_another_group() -> None:
 def test_a_collective_on_memory_of_a_group_that_was_not_awaited_is_a_race() -> None:
     for _, races in run_ranks(partial(_uses_two_groups, waits=False), 2, fresh=True):
         assert any(race.startswith("allreduce") for race in races)
+
+
+def _drops_a_collective(_: int) -> list[str]:
+    group = new_group()
+    group.waits = False
+    for _ in range(20):  # new tensors get the memory of tensors that are gone
+        dist.all_reduce(torch.ones(1000, device="sim"), group=group, async_op=True)
+        dist.barrier()
+        torch.zeros(1000, device="sim").add_(1)
+    return device.races
+
+
+def test_memory_of_a_collective_that_nobody_holds_is_no_race() -> None:
+    """torch DDP issues such a collective in each forward pass inside of join(), and never waits for it."""
+    assert run_ranks(_drops_a_collective, 2, fresh=True) == [[], []]
 
 
 def _uses_one_group(rank: int) -> tuple[float, list[str]]:
@@ -268,75 +282,6 @@ def test_without_the_check_gradients_are_added_to_the_other_collective() -> None
     assert first != [1.5]
 
 
-def _counts_waits(rank: int) -> dict[str, tuple[dict[str, int], Any]]:
-    """By case: the waits of the host inside of the library in a call, by line, and a result of the call."""
-    group, found = new_group(), {}
-
-    def call(model: LegacyDistributedDataParallel, name: str, **arguments: Any) -> Any:
-        device.host_waits.clear()
-        record = model.all_reduce(**arguments)
-        found[name] = {place: count for place, count in device.host_waits.items() if place}, record
-        return record
-
-    on_device = {"sample_size": torch.tensor(3, device="sim"), "metrics": {"loss": torch.tensor(1.5, device="sim")}}
-    for policy in ("warn", "raise", "skip"):
-        model = _new(group, checks=Checks(nonfinite=policy))
-        _backward(model, rank)
-        call(model, f"device values, {policy}", **on_device)
-    model.zero_grad()
-    _backward(model, rank, first=float("nan") if rank == 1 else 1.0)
-    call(model, "a report of skip")
-    model.zero_grad()
-    _backward(model, rank)
-    call(model, "a part of no items", sample_size=torch.tensor(4 * rank, device="sim"))
-    bias_grad = model.module[2].bias.grad.cpu().tolist()
-    model.zero_grad(set_to_none=False)
-    call(model, "cleared in place")
-    call(model, "cleared in place, with items", sample_size=4)
-    if rank == 0:
-        model.module[0].weight.grad = torch.ones(4, 3, device="sim", requires_grad=True)
-    call(model, "no items, and a gradient that cannot be used", sample_size=torch.tensor(4 * rank, device="sim"))
-    told = [text.splitlines()[0] for text in logged_warnings.take()]
-    model = _new(group, checks="detail")
-    optimizer = torch.optim.SGD(model.parameters())
-    phases = []
-    for action in (lambda: _backward(model, rank), model.all_reduce, optimizer.step):
-        device.host_waits.clear()
-        action()
-        phases.append(sum(device.host_waits.values()))
-    return {
-        name: (waits, [record.sample_size, record.skipped, record.skipped_ranks, dict(record.metrics)])
-        for name, (waits, record) in found.items()
-    } | {"told": ({}, told), "detail": ({}, phases), "bias": ({}, bias_grad)}
-
-
-def test_numbers_on_a_device_cost_one_wait_in_all_and_a_report_three() -> None:
-    """Checks(nonfinite="raise"), metrics and a sample_size on the device waited three times, and a report 14 times."""
-    values = [6, False, (), {"loss": 3.0}]
-    expected = {  # waits of rank 0, of rank 1; the result
-        "device values, warn": (1, 1, values),
-        "device values, raise": (1, 1, values),
-        "device values, skip": (1, 1, values),
-        "a report of skip": (1, 3, [None, True, (0, 1), {}]),
-        "a part of no items": (1, 1, [4, False, (0,), {}]),
-        "cleared in place": (2, 2, [None, False, (), {}]),
-        "cleared in place, with items": (2, 2, [8, False, (), {}]),
-        "no items, and a gradient that cannot be used": (1, 2, [4, False, (0,), {}]),
-    }
-
-    found = run_ranks(_counts_waits, 2, fresh=True)
-
-    for rank, of_rank in enumerate(found):
-        assert of_rank.pop("detail")[1] == [1, 1, 2]  # forward and backward, call, step
-        assert of_rank.pop("bias")[1] == [1.0, 1.0]  # the mean over the 4 items of rank 1, for the sum as the loss
-        assert of_rank.pop("told")[1] == [
-            "all_reduce() call 2: non-finite gradients, found before they were exchanged:"
-        ]
-        for name, (waits, result) in of_rank.items():
-            assert (sum(waits.values()), result) == (expected[name][rank], expected[name][2]), (name, rank, waits)
-    assert [*found[0]] == [*expected]
-
-
 def _forward_and_backward(model: nn.Module, rank: int, number: int) -> None:
     model.zero_grad()
     batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(2 * number + rank))
@@ -410,3 +355,56 @@ def _backward(model: nn.Module, rank: int, *, first: float = 1.0) -> None:
     batch = torch.full((4, 3), rank + 1.0)
     batch[0, 0] = first
     model(batch.to("sim")).sum().backward()
+
+
+def _frees_gradients(rank: int) -> list[bool]:
+    """Whether each gradient was recorded before the call has replaced it."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
+    model(torch.ones(1, 3, device="sim")).sum().backward()
+    gradients = [parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()]
+    device.recorded.clear()
+    model.all_reduce()
+    return [address in device.recorded for address in gradients]
+
+
+def test_memory_of_gradients_is_held_for_the_stream_of_the_call() -> None:
+    """Backward may have run on another stream, which would give the memory to other tensors before it was read."""
+    assert run_ranks(_frees_gradients, 2, fresh=True) == [[True] * 4] * 2
+
+
+def _fails_in_a_hook(rank: int, moment: str) -> tuple[str, bool]:
+    """The error of a call in which the hook of rank 1 fails, before or after its collective, and whether gradients are
+    left. No collective of rank 0 runs meanwhile."""
+    group = new_group()
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1, bias=False).to("sim"), process_group=group)
+
+    def hook(_: Any, bucket: Any) -> Any:
+        if rank == 1 and moment == "before":
+            raise ValueError("no table")
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+        if rank == 1:
+            raise ValueError("no table")
+        return work.get_future().then(lambda done: done.value()[0] / 2)
+
+    model.register_comm_hook(None, hook)
+    model(torch.ones(1, 2, device="sim")).sum().backward()
+    if rank == 0:
+        group.hold()
+    error = attempt(model.all_reduce)
+    if rank == 1 and moment == "before":
+        dist.all_reduce(torch.zeros(2, device="sim"), group=group)  # the partner of the collective of rank 0
+    group.release()
+    dist.barrier()  # a process that ends would close the connections of the collective
+    return f"{type(error).__name__}: {error}", model.module.weight.grad is not None
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_hook_that_fails_on_one_rank_is_an_error_on_all_while_their_collectives_run(moment: str) -> None:
+    """The host of the others does not wait for the device, but for the result of every hook, with the watchdog."""
+    (first, *of_first), (second, *of_second) = run_ranks(partial(_fails_in_a_hook, moment=moment), 2, fresh=True)
+
+    assert first.startswith("PeerLostError: all_reduce() call 1")
+    assert "ValueError: no table" in first
+    assert second.startswith("ValueError: no table")
+    assert of_first == of_second == [False]

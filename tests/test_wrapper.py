@@ -77,7 +77,7 @@ def test_a_wrapper_inside_the_module_is_refused() -> None:
 
 
 def _expect_world_size(rank: int, *expected: int) -> tuple[Said, float | None]:
-    return error_of(wrap, world_size=expected[rank]), step(wrap(world_size=2), rank)
+    return error_of(wrap, world_size=expected[rank]), step(wrap(), rank)
 
 
 def test_a_world_size_that_does_not_match_is_a_value_error_on_all_ranks_or_named_as_one_rank_s_mistake() -> None:
@@ -90,6 +90,16 @@ def test_a_world_size_that_does_not_match_is_a_value_error_on_all_ranks_or_named
         assert "construction call 1: rank 1 failed before the exchange" in said[1]
         assert f"rank 1: ValueError: {own}" in said[1]
         assert mean == 0.5
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("arguments, named", [((1,), {}), ((), {"world_size": 1})], ids=["second", "keyword"])
+def test_a_world_size_is_told_to_be_deprecated(arguments: Any, named: Any) -> None:
+    text = "^world_size is deprecated: it is only compared with the size of the process group; leave it out, and pass "
+    with pytest.warns(DeprecationWarning, match=text) as told:
+        LegacyDistributedDataParallel(nn.Linear(1, 1), *arguments, **named)
+
+    assert [warning.filename for warning in told] == [__file__]
 
 
 def _ignore(rank: int, how: str) -> tuple[dict[str, float | None], bool, int]:

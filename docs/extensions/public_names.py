@@ -1,9 +1,9 @@
-"""Public names for signatures: types are linked by the path that users import, and records show their public fields."""
+"""Public names for signatures: the path that users import, public fields of records, and no refused arguments."""
 
 import dataclasses
 import importlib
 import inspect
-from typing import Any
+from typing import Any, Never
 
 from sphinx.application import Sphinx
 
@@ -31,7 +31,16 @@ def make_public(_: Sphinx) -> None:
                 public.__signature__ = public_signature(public)
 
 
+def hide_refused(_: Sphinx, function: Any, __: bool) -> None:
+    """Take ``**unknown: Never`` out of the signature: it is there to refuse arguments with a text of its own."""
+    signature = inspect.signature(function)
+    taken = [parameter for parameter in signature.parameters.values() if parameter.annotation is not Never]
+    if len(taken) < len(signature.parameters):
+        function.__signature__ = signature.replace(parameters=taken)
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the change for the beginning of a build."""
     app.connect("builder-inited", make_public)
+    app.connect("autodoc-before-process-signature", hide_refused)
     return {"parallel_read_safe": True, "version": "1"}

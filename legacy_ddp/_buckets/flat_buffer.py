@@ -18,6 +18,7 @@ from legacy_ddp._buckets.segment import Segment, SegmentPolicy
 from legacy_ddp._buckets.slot_views import SlotViews
 from legacy_ddp._errors import GradientError
 from legacy_ddp._settings import Settings
+from legacy_ddp._torch import device as devices
 
 ABSENT, DENSE, SPARSE = 0, 1, 2  # kinds of gradient; SPARSE + sparse_dim for a sparse gradient
 
@@ -281,6 +282,8 @@ class FlatBuffer:
                 loose.append(grad)
         if loose:
             internals.foreach_copy(slots, loose)
+            if self.bucket.device.type != "cpu":  # backward may have run on another stream
+                devices.hold_for_current_stream(loose)
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,36 +44,40 @@ def all_reduce(
         synchronizer.observers.called.notify()
     mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     # torch.no_grad() would do the same as set_grad_enabled(False) in twice the time.
-    with mode, torch.set_grad_enabled(False), synchronizer.call(Operation.ALL_REDUCE, group) as call:
-        if notice is not None:
-            call.await_notice(notice)
-        with announcing_failures(call):
-            transport = synchronizer.transport(group)
-            transport.before_pack()
-            with call.phase("plan"):
-                plan = planner.plan(parameters())
-            packed = pack(call, planner.counter, leaves, plan, arguments)
-            step = LocalStep(call, plan, packed, planner.counter, packed.header)
-            _add_facts(synchronizer, step, flags)
-            call.segments = transport.announce(plan, packed)
-        with discarding_after(call, plan, leaves):
-            agreement = agree(
-                call,
-                packed.header,
-                plan.layout.inventory,
-                mismatches=synchronizer.checks.mismatches,
-                metrics=tuple(packed.metrics),
-                on_device=not plan.layout.is_on_cpu,
-            )
-            transport.require_host(call)
-            _compare(synchronizer, step, agreement)
-            has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
-            metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
-            route = transport.settle(call, plan, packed)
-            reduced = route.reduce(call, plan, packed, agreement)
-            with call.phase("alias"):
-                plan.alias(reduced.kinds, reduced.sparse)
-        _end(synchronizer, step)
+    try:
+        with mode, torch.set_grad_enabled(False), synchronizer.call(Operation.ALL_REDUCE, group) as call:
+            if notice is not None:
+                call.await_notice(notice)
+            with announcing_failures(call):
+                transport = synchronizer.transport(group)
+                transport.before_pack()
+                with call.phase("plan"):
+                    plan = planner.plan(parameters())
+                packed = pack(call, planner.counter, leaves, plan, arguments)
+                step = LocalStep(call, plan, packed, planner.counter, packed.header)
+                _add_facts(synchronizer, step, flags)
+                call.segments = transport.announce(plan, packed)
+            with discarding_after(call, plan, leaves):
+                agreement = agree(
+                    call,
+                    packed.header,
+                    plan.layout.inventory,
+                    mismatches=synchronizer.checks.mismatches,
+                    metrics=tuple(packed.metrics),
+                    on_device=not plan.layout.is_on_cpu,
+                )
+                transport.require_host(call)
+                _compare(synchronizer, step, agreement)
+                has_metrics = packed.metrics or not agreement.is_uniform  # or another rank may have them
+                metrics = sum_metrics(call, agreement, packed.metrics) if has_metrics else {}
+                route = transport.settle(call, plan, packed)
+                reduced = route.reduce(call, plan, packed, agreement)
+                with call.phase("alias"):
+                    plan.alias(reduced.kinds, reduced.sparse)
+            _end(synchronizer, step)
+    except BaseException:
+        planner.counter.note_failed_call()
+        raise
     return _record(synchronizer, step, agreement, reduced, metrics, route.transport)
 
 

@@ -14,7 +14,7 @@ from legacy_ddp._buckets.layout import build_inventory, check_dense, distinct, i
 from legacy_ddp._buckets.plan import Plan, parameter_columns
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._collectives.transport_choice import Transport
-from legacy_ddp._log import check_traceback_variable
+from legacy_ddp._log import check_variables
 from legacy_ddp._replicas.state import check_local_buffers
 from legacy_ddp._settings import Settings, check_ignored
 from legacy_ddp._torch import device as devices
@@ -48,7 +48,7 @@ def construct(
     with announcing_failures(call):
         if problem is not None:
             raise problem
-        check_traceback_variable()
+        check_variables()
         if isinstance(world_size, bool) or not isinstance(world_size, int | None):
             raise TypeError(
                 f"world_size is of the wrong type: got {type(world_size).__name__}, expected an int or None; "

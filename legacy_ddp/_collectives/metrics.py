@@ -16,7 +16,7 @@ from legacy_ddp._torch import device as devices
 from legacy_ddp._transport.call import Call
 
 
-def read_metrics(metrics: object, reader: devices.ScalarReader | None = None) -> dict[str, float]:
+def read_metrics(metrics: object, reader: devices.Reader | None = None) -> dict[str, float]:
     """The value of every metric, sorted by name. ``reader``: as for :func:`read_numbers`.
 
     Raises:
@@ -40,7 +40,7 @@ def read_numbers(
     values: Mapping[str, object],
     expected: str = "a real number or a tensor with one element",
     *,
-    reader: devices.ScalarReader | None = None,
+    reader: devices.Reader | None = None,
 ) -> dict[str, float]:
     """Every value as a double. Tensors on another device than the CPU are read together, with one wait.
 
@@ -59,9 +59,9 @@ def read_numbers(
     found = {name: _number(f"{owner}[{name!r}]", value, expected) for name, value in values.items() if name not in away}
     numbers = {name: found.get(name, math.nan) for name in values}
     if away:
-        later = reader or devices.ScalarReader()
+        later = reader or devices.Reader()
         for name, value in away.items():
-            later.add(value, partial(_take, numbers, name))
+            later.add_scalar(value, partial(_take, numbers, name))
         if reader is None:
             later.read()
     return numbers

@@ -76,7 +76,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
     """
     with call.phase("pack"):
         check_can_communicate(call)
-        reader = None if plan.layout.is_on_cpu else devices.ScalarReader()
+        reader = None if plan.layout.is_on_cpu else devices.Reader()
         metrics = {} if arguments.metrics is None else read_metrics(arguments.metrics, reader)
         header = _header_of(arguments.sample_size, arguments.skip, reader)
         header.metric_names = fingerprint_names(metrics) if metrics else 0
@@ -111,7 +111,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
 
 
 def _collect(
-    plan: Plan, leaves: Leaves | None, header: Header, reader: devices.ScalarReader | None
+    plan: Plan, leaves: Leaves | None, header: Header, reader: devices.Reader | None
 ) -> Sequence[torch.Tensor | None]:
     """Copy the gradients of a rank that takes part; those of an unread sample_size, too, which may turn out to be 0."""
     if leaves is not None:
@@ -133,7 +133,7 @@ def _collect(
 
 
 def _read_together(
-    call: Call, plan: Plan, grads: Sequence[torch.Tensor | None], header: Header, reader: devices.ScalarReader
+    call: Call, plan: Plan, grads: Sequence[torch.Tensor | None], header: Header, reader: devices.Reader
 ) -> None:
     """Read metrics, sample_size and norm of the gradients with one wait of the host, if there is any of them.
 
@@ -145,7 +145,7 @@ def _read_together(
     pieces = pieces_of(plan, Packed(kinds, flats, {}, header)) if has_norm else []
     norms: list[float] = []
     for piece in pieces:
-        reader.add(_norm(piece, wide=False), norms.append)
+        reader.add_scalar(_norm(piece, wide=False), norms.append)
     reader.read()
     if has_norm and header.takes_part:
         _add_norm(header, *_finished_norm(pieces, norms))
@@ -172,7 +172,7 @@ def allocate_for_gloo(call: Call, leaves: Leaves | None, plan: Plan, packed: Pac
         leaves.sums.reserve(packed.flats)
 
 
-def _header_of(sample_size: SupportsIndex | None, skip: bool, reader: devices.ScalarReader | None) -> Header:
+def _header_of(sample_size: SupportsIndex | None, skip: bool, reader: devices.Reader | None) -> Header:
     if not isinstance(skip, bool):
         raise TypeError(f"skip is of the wrong type: got {skip!r}, expected True or False")
     if skip:
@@ -181,7 +181,7 @@ def _header_of(sample_size: SupportsIndex | None, skip: bool, reader: devices.Sc
         return Header(participation=Participation.PLAIN)
     if reader is not None and _is_integer_on_device(sample_size):
         header = Header(participation=Participation.SAMPLES, sample_size=1)  # until it is read: the rank takes part
-        reader.add(sample_size, partial(_set_sample_size, header))
+        reader.add_scalar(sample_size, partial(_set_sample_size, header))
         return header
     return Header(participation=Participation.SAMPLES, sample_size=_number_of_items(sample_size))
 

@@ -16,16 +16,17 @@ from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement
 from legacy_ddp._agreement.header import Flag
 from legacy_ddp._buckets.plan import Columns, Plan, Planner
-from legacy_ddp._check_settings import Checks, resolve_checks
+from legacy_ddp._check_settings import Checks
 from legacy_ddp._collectives.check_interface import Subject, Warnings
 from legacy_ddp._collectives.check_list import make_checks
 from legacy_ddp._collectives.replicas import Replicas
 from legacy_ddp._collectives.transport_choice import Transport
+from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
 from legacy_ddp._errors import LegacyDDPError, argument_errors
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas.history import ReplicaDigests
 from legacy_ddp._reproducible.micro_batches import Leaves
-from legacy_ddp._settings import Settings, resolve_transport
+from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import PassiveHook, StepPolicy, watch_uses
 from legacy_ddp._step_guard.guard import guard_steps
 from legacy_ddp._transport.call import Call, GroupState
@@ -228,7 +229,9 @@ _of_modules: MutableMapping[nn.Module, Synchronizer] = internals.WeakIdKeyDictio
 
 
 def _new(module_class: str = "") -> Synchronizer:
-    settings = Settings(transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED))
+    settings = Settings(
+        transport=resolve_transport("auto"), checks=resolve_checks(_UNGUARDED), timeout_seconds=resolve_timeout(None)
+    )
     return Synchronizer(settings, module_class=module_class)
 
 

@@ -25,13 +25,18 @@ import ctypes
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, pairwise
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
 from legacy_ddp._errors import argument_errors
-from legacy_ddp._torch import device as devices
+from legacy_ddp._torch.device import host_tensor_for, read_vectors
+
+T = TypeVar("T")
+# Vectors that may be on devices, and a function from the numbers in them to a result.
+Begun: TypeAlias = tuple[list[torch.Tensor], Callable[[Sequence[Sequence[int]]], T]]
 
 MULTIPLIER = 6364136223846793005
 GAMMA = 0x9E3779B97F4A7C15 - 2**64
@@ -68,15 +73,13 @@ def digest(tensor: torch.Tensor) -> int:
 
 
 def digest_each(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The digest of each tensor. The host waits once per device, and for each sparse tensor to coalesce."""
+    """The digest of each tensor. The host waits once, and for each sparse tensor to coalesce."""
     vectors, finish = begin_digests(tensors)
-    return finish([vector.tolist() for vector in vectors])
+    return finish(read_vectors(vectors))
 
 
 @torch.no_grad()
-def begin_digests(
-    tensors: Iterable[torch.Tensor],
-) -> tuple[list[torch.Tensor], Callable[[Sequence[Sequence[int]]], list[int]]]:
+def begin_digests(tensors: Iterable[torch.Tensor]) -> Begun[list[int]]:
     """A vector per device, and a function from the numbers in the vectors to the digest of each tensor.
 
     So a caller reads the vectors together with other numbers.
@@ -124,11 +127,12 @@ def digest_all(tensors: Sequence[torch.Tensor | None]) -> int:
 
     Small tensors are joined first, which makes the digest cheap enough for every step.
     """
-    return digest_lists([tensors])[0]
+    vectors, finish = begin_lists([tensors])
+    return finish(read_vectors(vectors))[0]
 
 
-def digest_lists(lists: Sequence[Sequence[torch.Tensor | None]]) -> list[int]:
-    """:func:`digest_all` of each list. The host waits once per device, whatever the number of lists."""
+def begin_lists(lists: Sequence[Sequence[torch.Tensor | None]]) -> Begun[list[int]]:
+    """Vectors, and a function from the numbers in the vectors to :func:`digest_all` of each list."""
     grouped = [_group(tensors) for tensors in lists]
     ends: list[int] = []  # of each list, among the joined tensors of all lists
 
@@ -140,26 +144,36 @@ def digest_lists(lists: Sequence[Sequence[torch.Tensor | None]]) -> list[int]:
                 yield joined
             ends.append(number)
 
-    digests = digest_each(join_all())
-    return [
-        fingerprint(repr((sizes, digests[start:end])).encode())
-        for (sizes, _), (start, end) in zip(grouped, pairwise([0, *ends]), strict=True)
-    ]
+    vectors, finish_digests = begin_digests(join_all())
+
+    def finish(numbers: Sequence[Sequence[int]]) -> list[int]:
+        digests = finish_digests(numbers)
+        return [
+            fingerprint(repr((sizes, digests[start:end])).encode())
+            for (sizes, _), (start, end) in zip(grouped, pairwise([0, *ends]), strict=True)
+        ]
+
+    return vectors, finish
 
 
 @torch.no_grad()
-def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """A number that changes with the tensors; comparable only inside this process.
+def begin_checksum(tensors: Sequence[torch.Tensor]) -> Begun[int]:
+    """Vectors, and a function from the numbers in the vectors to a number that changes with the tensors.
 
-    The sum of the bytes as 64-bit words: several times cheaper than :func:`digest_all`. A change of a single element
-    always changes the sum. Changes that cancel do not, for example two swapped values.
+    The number is comparable only inside this process: the sum of the bytes as 64-bit words, several times cheaper than
+    :func:`digest_all`. A change of a single element always changes the sum. Changes that cancel do not, for example two
+    swapped values.
     """
     sizes, groups = _group(tensors)
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for group in groups:
         for joined in _join(group):
             sums.setdefault(joined.device, []).append(_sum_of_words(as_bytes(joined)))
-    return hash((tuple(sizes), sum(int(torch.stack(found).sum()) for found in sums.values())))
+
+    def finish(numbers: Sequence[Sequence[int]]) -> int:
+        return hash((tuple(sizes), sum(number[0] for number in numbers)))
+
+    return [torch.stack(found).sum().view(1) for found in sums.values()], finish
 
 
 def is_digestible(tensor: torch.Tensor) -> bool:
@@ -312,7 +326,7 @@ def _sums_of_states(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     _advance(state, [_padded(tensors), zero, zero])
     # Cumulative sums and their differences wrap around: the results are exact mod 2**64.
     cumulative = torch.cat([zero, state]).cumsum(0)
-    ends = devices.host_tensor_for([0, *accumulate(lanes)], device)
+    ends = host_tensor_for([0, *accumulate(lanes)], device)
     return cumulative[ends.to(device, non_blocking=True)].diff()
 
 

@@ -4,6 +4,7 @@ phase since its last call."""
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -16,12 +17,13 @@ from legacy_ddp._buckets.layout import distinct, fingerprint
 from legacy_ddp._replicas import state
 from legacy_ddp._replicas.attribution import StepDigests
 from legacy_ddp._replicas.compare import add_moved, compare_items
-from legacy_ddp._replicas.digest import checksum, digest_all, digest_lists
+from legacy_ddp._replicas.digest import Begun, begin_checksum, begin_lists, digest_all
 from legacy_ddp._replicas.report import ReplicaReport
 from legacy_ddp._replicas.state import SharedBuffers, comparable, describe_membership, gather_digests, parameter_groups
 from legacy_ddp._settings import Settings
 from legacy_ddp._step_guard.backward_counter import StepPolicy
 from legacy_ddp._step_guard.step_counter import StepObserver
+from legacy_ddp._torch.device import Reader
 from legacy_ddp._transport.call import Call
 
 
@@ -71,18 +73,48 @@ class SteppedOptimizers:
         yield state.EARLIER_STATE, "some" if self._had_state.get(optimizer) else state.NONE
 
 
-class StateHistory:
-    """Compares the state after a step with the state before the next step. Local."""
+@dataclass
+class Later:
+    """A number that is there once a reader has read it, and 0 until then."""
 
-    def __init__(self) -> None:
-        self._after_step: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
+    value: int = 0
+
+
+def begin(reader: Reader, begun: Begun[int]) -> Later:
+    """Let ``reader`` read what was begun."""
+    (vectors, finish), later = begun, Later()
+
+    def take(numbers: Sequence[Sequence[int]]) -> None:
+        later.value = finish(numbers)
+
+    reader.add(vectors, take)
+    return later
+
+
+class StateHistory:
+    """Compares the state after a step with the state before the next step. Local.
+
+    ``reader``: the comparisons of a step are made once it has read their numbers.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._after_step: WeakKeyDictionary[torch.optim.Optimizer, Later] = WeakKeyDictionary()
         self._was_changed = self._is_recurring = False
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._was_changed |= self._has_changed(optimizer)
+        after = self._after_step.get(optimizer)
+        if after is None:
+            return
+        now = self._begin(optimizer)
+
+        def compare(_: object) -> None:
+            self._was_changed |= now.value != after.value
+
+        self._reader.add((), compare)
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._after_step[optimizer] = _checksum_of(optimizer)
+        self._after_step[optimizer] = self._begin(optimizer)
 
     def end_call(self) -> None:
         """Separate the steps after a successful call from the steps before it."""
@@ -97,24 +129,39 @@ class StateHistory:
         """Whether state changed outside of a step: before a step since the last call, and since the last step."""
         if self._is_recurring:
             return False, False
-        return self._was_changed, any(self._has_changed(optimizer) for optimizer in list(self._after_step))
+        pairs = [(after, self._begin(optimizer)) for optimizer, after in list(self._after_step.items())]
+        self._reader.read()
+        return self._was_changed, any(after.value != now.value for after, now in pairs)
 
-    def _has_changed(self, optimizer: torch.optim.Optimizer) -> bool:
-        return optimizer in self._after_step and self._after_step[optimizer] != _checksum_of(optimizer)
+    def _begin(self, optimizer: torch.optim.Optimizer) -> Later:
+        """The checksum of the state."""
+        values = [value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values()]
+        # A subclass may not have bytes of its own and is not checked.
+        plain = [value for value in values if type(value) is torch.Tensor and comparable(value) is value]
+        return begin(self._reader, begin_checksum(plain))
 
 
-def _checksum_of(optimizer: torch.optim.Optimizer) -> int:
-    values = [value for state in optimizer.state.values() if isinstance(state, Mapping) for value in state.values()]
-    # A subclass may not have bytes of its own and is not checked.
-    return checksum([value for value in values if type(value) is torch.Tensor and comparable(value) is value])
+_UNKNOWN = Later()
 
 
 class _AtStep(NamedTuple):
     """Digests at the start of a step: parameters and gradients of its optimizer, and all parameters; 0 for unknown."""
 
-    parameters: int = 0
-    gradients: int = 0
-    all_parameters: int = 0
+    parameters: Later = _UNKNOWN
+    gradients: Later = _UNKNOWN
+    all_parameters: Later = _UNKNOWN
+
+
+class _Step(NamedTuple):
+    """The digests of a step. ``found``: as it began. ``after``: of its parameters. ``expected``: of all parameters, as
+    it should have found them; None if that is not known. ``is_first``: since the call. ``is_new``: since the call, no
+    step had these parameters: the next step with them begins with the result of this step."""
+
+    found: _AtStep
+    after: Later
+    expected: Later | None
+    is_first: bool
+    is_new: bool
 
 
 class ReplicaDigests(StepObserver, ABC):
@@ -132,7 +179,7 @@ class ReplicaDigests(StepObserver, ABC):
         self._wrapper = weakref.ref(wrapper)
         self._settings = settings
         self._next_call = 1
-        self._taken: tuple[int, int] | None = None  # the number of the coming call, and the digest for it
+        self._taken: tuple[int, Any] | None = None  # the number of the coming call, and what _digest() has for it
 
     def begin_forward(self, *, is_training: bool) -> None:
         """A forward of the wrapper with gradients begins. Takes the digest for the next call in the first training
@@ -181,8 +228,8 @@ class ReplicaDigests(StepObserver, ABC):
         return True
 
     @abstractmethod
-    def _digest(self, number: int) -> int:
-        """The digest for call ``number``."""
+    def _digest(self, number: int) -> object:
+        """The digest for call ``number``, or what becomes the digest in the call."""
 
     @property
     def _module(self) -> nn.Module:
@@ -202,23 +249,28 @@ class ReplicaDigests(StepObserver, ABC):
 
 
 class StepHistory(ReplicaDigests):
-    """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters."""
+    """Takes the digests of a wrapper: in its calls, and around every step of an optimizer that holds its parameters.
+
+    On devices the host waits once, in the call: all digests since the last call are read, and compared, there.
+    """
 
     def __init__(self, wrapper: nn.Module, settings: Settings, policy: StepPolicy) -> None:
         super().__init__(wrapper, settings, policy)
         self.digests = StepDigests()
+        self._reader = Reader()
+        self._gradients_at_call = _UNKNOWN
         self._signature: list[tuple[str, int]] = []
         self._parameters: list[torch.Tensor] = []
         # Several optimizers have stepped between two calls. Then there is no evidence against this rank: it would need
         # all parameters at each step, and a hundred optimizers would cost a hundred times as much. The digests that
         # ranks share do not depend on this, because a single rank may have made a new optimizer.
         self._has_several = False
-        self._parameters_after_step = 0  # all of them; unknown with several optimizers
+        self._parameters_after_step = _UNKNOWN  # all of them; unknown with several optimizers
         self._masks: set[bytes] = set()  # the parameters of each step that is in the digests
         # Changes before and after the steps that recur, as of a rank that clamps its weights after every step.
         self._recurring = (False, False)
         self._was_changed_at_step = self._is_changed = False  # before a step since the last call; now
-        self._state_history = StateHistory()
+        self._state_history = StateHistory(self._reader)
         self._at_step = _AtStep()  # of the open step
 
     def digest_of(self, call: Call) -> int:
@@ -236,17 +288,21 @@ class StepHistory(ReplicaDigests):
         self._find_parameters()
         self._update(None)
 
-    def _update(self, parameters: int | None) -> int:
-        self.digests.parameters = digest_all(self._parameters) if parameters is None else parameters
-        self.digests.buffers = self._digest_buffers()
-        self._is_changed = self._has_changed(self.digests.parameters)
-        return self.digests.digest
+    def _update(self, taken: Later | None) -> int:
+        parameters = taken or self._digest_later(self._parameters)
+        buffers = self._digest_later(self._buffers())
+        self._reader.read()
+        digests, expected = self.digests, self._expected_parameters()
+        digests.parameters, digests.buffers = parameters.value, buffers.value
+        digests.gradients_at_call = self._gradients_at_call.value
+        self._is_changed = expected is not None and parameters.value != expected.value
+        return digests.digest
 
     def compare(self, call: Call, left_out: Collection[int], digests: Mapping[int, int]) -> ReplicaReport | None:
         if len(set(digests.values())) <= 1:
             return None
         if self.buffers.learn(call, self._module, left_out):
-            self.digests.buffers = self._digest_buffers()
+            self.digests.buffers = digest_all(self._buffers())
             digests = gather_digests(call, self.digests.digest, left_out)
             if len(set(digests.values())) <= 1:
                 return None
@@ -258,17 +314,19 @@ class StepHistory(ReplicaDigests):
 
     def end_call(self, call: Call, /) -> None:
         """Begin new digests with the gradients of a successful call."""
-        with call.phase("digest"):
-            gradients = digest_all([parameter.grad for parameter in self._parameters if parameter.requires_grad])
         self._recurring = self._was_changed_at_step, self._is_changed
         self._was_changed_at_step = False
-        self._begin(StepDigests(parameters_at_call=self.digests.parameters, gradients_at_call=gradients))
+        self._begin(StepDigests(parameters_at_call=self.digests.parameters))
+        with call.phase("digest"):
+            gradients = [parameter.grad for parameter in self._parameters if parameter.requires_grad]
+            self._gradients_at_call = self._digest_later(gradients)
         self.optimizers.clear()
         self._state_history.end_call()
 
     def restart(self) -> None:
         """Discard all digests, after a broadcast of parameters or a report of the difference."""
         super().restart()
+        self._reader.clear()
         self._begin(StepDigests())
         self._was_changed_at_step = self._is_changed = False
         self._state_history.restart()
@@ -294,39 +352,52 @@ class StepHistory(ReplicaDigests):
             return
         held = self._parameters_of(optimizer)
         # Includes the gradient of a frozen parameter: a call does not reduce the gradient, but a step uses it.
-        own, gradients = digest_lists([held, [parameter.grad for parameter in held]])
-        is_first = not self.digests.steps
-        self._at_step = _AtStep(own, gradients, self._digest_all(held, own) if is_first or not self._has_several else 0)
+        gradients = self._digest_later([parameter.grad for parameter in held])
+        own, is_first = self._digest_later(held), not self.digests.steps
+        all_parameters = self._digest_all_later(held, own) if is_first or not self._has_several else _UNKNOWN
+        self._at_step = _AtStep(own, gradients, all_parameters)
 
     @torch.no_grad()
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the digests before and after the step. A step that raised changed nothing and is not recorded."""
-        digests, at_step, mask = self.digests, self._at_step, self._mask_of(optimizer)
-        self._was_changed_at_step |= at_step.all_parameters != 0 and self._has_changed(at_step.all_parameters)
-        if not digests.steps:  # also what no optimizer holds
-            digests.parameters_at_step = at_step.all_parameters
-        if mask not in self._masks:  # the next step with these parameters begins with the result of this step
-            self._masks.add(mask)
-            digests.parameters_at_step = _add(digests.parameters_at_step, at_step.parameters)
-        held = self._parameters_of(optimizer)
-        own = digest_all(held)
-        self._parameters_after_step = 0 if self._has_several else self._digest_all(held, own)
+        digests, mask, held = self.digests, self._mask_of(optimizer), self._parameters_of(optimizer)
+        after, expected = self._digest_later(held), self._expected_parameters()
+        step = _Step(self._at_step, after, expected, is_first=not digests.steps, is_new=mask not in self._masks)
+        self._reader.add((), lambda _: self._note_step(digests, step))
+        self._masks.add(mask)
+        self._parameters_after_step = _UNKNOWN if self._has_several else self._digest_all_later(held, after)
         self._state_history.end_step(optimizer)
         super().end_step(optimizer)
         digests.membership = _add(digests.membership, fingerprint(mask))
-        digests.gradients_at_step = _add(digests.gradients_at_step, at_step.gradients)
-        digests.parameters_after_step = _add(digests.parameters_after_step, own)
         digests.steps += 1
+
+    def _note_step(self, digests: StepDigests, step: _Step) -> None:
+        """Add a step, whose digests were read, to ``digests``."""
+        found = step.found
+        all_parameters = found.all_parameters.value
+        if all_parameters and step.expected is not None:
+            self._was_changed_at_step |= all_parameters != step.expected.value
+        if step.is_first:  # also what no optimizer holds
+            digests.parameters_at_step = all_parameters
+        if step.is_new:
+            digests.parameters_at_step = _add(digests.parameters_at_step, found.parameters.value)
+        digests.gradients_at_step = _add(digests.gradients_at_step, found.gradients.value)
+        digests.parameters_after_step = _add(digests.parameters_after_step, step.after.value)
 
     def count_other_step(self) -> None:
         """Count a step of an optimizer without these parameters: of another model, or of replaced parameters."""
         self.digests.other_steps += 1
 
     @torch.no_grad()
-    def _digest(self, _: int) -> int:
+    def _digest(self, _: int) -> Later:
         """Of the parameters. A write between the forward and the step() is found at the step()."""
         self._find_parameters()
-        return digest_all(self._parameters)
+        return self._digest_later(self._parameters)
+
+    def _digest_later(self, tensors: Sequence[torch.Tensor | None]) -> Later:
+        """:func:`digest_all` of the present tensors."""
+        vectors, finish = begin_lists([tensors])
+        return begin(self._reader, (vectors, lambda numbers: finish(numbers)[0]))
 
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """The parameters of the wrapper that the optimizer holds, sorted by name."""
@@ -337,19 +408,21 @@ class StepHistory(ReplicaDigests):
         ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return bytes(id(parameter) in ids for parameter in self._parameters)
 
-    def _digest_all(self, held: Sequence[torch.Tensor], digest_of_held: int) -> int:
+    def _digest_all_later(self, held: Sequence[torch.Tensor], digest_of_held: Later) -> Later:
         """The digest of all parameters, of which an optimizer holds ``held``, mostly all."""
-        return digest_of_held if len(held) == len(self._parameters) else digest_all(self._parameters)
+        return digest_of_held if len(held) == len(self._parameters) else self._digest_later(self._parameters)
 
     def _begin(self, digests: StepDigests) -> None:
         self.digests = digests
+        self._gradients_at_call = _UNKNOWN
         self._masks.clear()
 
-    def _has_changed(self, digest: int) -> bool:
-        """Whether parameters with this digest differ from the result of the last step, or of the last call."""
+    def _expected_parameters(self) -> Later | None:
+        """The digest of the parameters as the last step, or the last call, has left them; None if it is not known."""
         digests = self.digests
-        expected = self._parameters_after_step if digests.steps else digests.parameters_at_call
-        return digests.parameters_at_call != 0 and not self._has_several and digest != expected
+        if not digests.parameters_at_call or self._has_several:
+            return None
+        return self._parameters_after_step if digests.steps else Later(digests.parameters_at_call)
 
     def _find_parameters(self) -> bool:
         """Sort the parameters by name, as every rank does, if they have changed; return whether they have."""
@@ -362,9 +435,9 @@ class StepHistory(ReplicaDigests):
         self.ids = frozenset(map(id, self._parameters))
         return True
 
-    def _digest_buffers(self) -> int:
-        tensors = [item.value for item in self.buffers.items(self._module)]
-        return digest_all([tensor for tensor in tensors if isinstance(tensor, torch.Tensor)])
+    def _buffers(self) -> list[torch.Tensor]:
+        values = [item.value for item in self.buffers.items(self._module)]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def _add(total: int, digest: int) -> int:

@@ -181,7 +181,8 @@ class RotatingDigests(ReplicaDigests):
             self.forget_failed_step()
             taken, self._taken, self._next_call = self._taken, None, call.number + 1
             if taken is not None and taken[0] == call.number and self._is_divided:
-                return taken[1]
+                digest: int = taken[1]
+                return digest
             return self._digest(call.number)
 
     def note_agreement(self, call: Call) -> None:

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
 
+_ANY_VERSION = -1  # of a parameter after a failed call
 _Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
 _counts: dict[int, list[int]] = {}  # of every counter that exists
 _sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a WeakSet takes longer to walk through
@@ -105,17 +106,17 @@ class BackwardHook:
             # An addition in place raises the version of a tensor. So the same version in the same thread means that
             # `.grad` is a new tensor. In two threads it means that both added before either hook ran. If no step used
             # the previous gradient, it was dropped, and the count begins again: a batch that failed on one rank is no
-            # uneven work.
+            # uneven work. After a failed call that is known: a step, or a repair of the weights, does not matter then.
             thread = 0 if is_dynamo_compiling() else get_ident()  # get_ident() cannot be compiled
             is_new = version < self.grad_version or (version == self.grad_version and thread == self.thread)
-            if is_new and parameter._version == versions[index]:
+            if is_new and versions[index] in (parameter._version, _ANY_VERSION):
                 counts[index] = 0
             is_continued = counts[index] > 0 and version == self.left_version + 1
             self.grad_version = self.left_version = version
             self.thread = thread
         count = counts[index]
-        if not count:
-            self.is_stepped = parameter._version != versions[index]
+        if not count or versions[index] == _ANY_VERSION:
+            self.is_stepped = versions[index] not in (parameter._version, _ANY_VERSION)
             versions[index] = parameter._version
         if not is_continued and thread:
             # The version is compared first because it is quick: a new gradient has version 0, unless written to.
@@ -177,7 +178,8 @@ class BackwardCounter:
     def __init__(self, *, guarded: bool) -> None:
         self.policy = StepPolicy(guarded)
         self._counts: list[int] = []
-        self._versions: list[int] = []  # of each parameter, at its first backward since the last reset
+        # Of each parameter, at its first backward since the last reset, or since a failed call.
+        self._versions: list[int] = []
         self._handles: list[RemovableHandle] = []
         self._handle_ids: list[int] = []
         self._identities: list[dict[str, Any]] = []
@@ -305,7 +307,7 @@ class BackwardCounter:
         True once per step: a script may catch the resulting error and go on.
         """
         for count, parameter, version in zip(self._counts, parameters, self._versions, strict=True):
-            if count and parameter._version == version:
+            if count and version in (parameter._version, _ANY_VERSION):
                 return False
         if not self.micro_batches:
             return False
@@ -339,6 +341,10 @@ class BackwardCounter:
     def ignore_earlier_writes(self, parameters: Sequence[torch.Tensor]) -> None:
         """Do not count earlier writes as a step."""
         self._versions[:] = [parameter._version for parameter in parameters]
+
+    def note_failed_call(self) -> None:
+        """A call has failed: writes to the parameters up to the next backward are no step, the ranks repair them."""
+        self._versions[:] = [_ANY_VERSION] * len(self._versions)
 
     def note_gradients_removed(self, *, keep_counts: bool) -> None:
         """All gradients were removed: with ``keep_counts`` new gradients add to the counts, else they count from 1."""

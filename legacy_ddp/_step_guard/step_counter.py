@@ -99,9 +99,10 @@ def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 class StepCounter(StepObserver):
     """Counts completed steps with a nonzero gradient of the given parameters, from a successful call to the next call.
 
-    A step with zeros only does not count: tools make such steps to create optimizer state. A gradient on a device is
-    not read, because the step would wait for the device: there a step counts if a gradient is the result of a call, or
-    was reached by a backward since. The zeros of a tool are neither.
+    A step with zeros only does not count: tools make such steps to create optimizer state. Gradients on a device are
+    not read in the first step of an optimizer, because the host would wait: the step counts if a gradient is the result
+    of a call, or was reached by a backward since. The zeros of a tool are neither. Later steps of this optimizer may
+    find zeros that ``zero_grad(set_to_none=False)`` has left; their gradients are read in the call.
     """
 
     def __init__(self, policy: StepPolicy) -> None:
@@ -109,6 +110,8 @@ class StepCounter(StepObserver):
         # The group of the call from which on steps are counted. Weak: a destroyed group must not live on here.
         self._place: weakref.ref[object] | None = None
         self._steps = 0
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # with gradients on a device
+        self._reader = devices.Reader()
 
     def take(self, place: object) -> int | None:
         """The number of steps since the last call, or None if the number is unknown, and stop counting.
@@ -118,7 +121,10 @@ class StepCounter(StepObserver):
         is_known = self._place is not None and self._place() is place
         self._place = None
         self.forget_failed_step()
-        return self._steps if is_known else None
+        if not is_known:
+            return None
+        self._reader.read()
+        return self._steps
 
     def stop(self) -> None:
         """Count no steps until the next successful call."""
@@ -127,6 +133,8 @@ class StepCounter(StepObserver):
     def begin(self, place: object) -> None:
         """Count from now on, after a successful call."""
         self._place, self._steps = weakref.ref(place), 0
+        self._stepped.clear()
+        self._reader.clear()
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step."""
@@ -134,10 +142,12 @@ class StepCounter(StepObserver):
             self._steps += 1
 
     def _used_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether a gradient of the parameters is not zero. Small gradients are read first: the first is mostly enough.
+        """Whether a gradient of the parameters is not zero, as far as the host knows.
 
-        Large gradients are read in pieces, because ``any()`` copies its input as booleans.
+        Small gradients are read first: the first is mostly enough. Large gradients are read in pieces, because
+        ``any()`` copies its input as booleans.
         """
+        away = []
         large = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -146,19 +156,23 @@ class StepCounter(StepObserver):
                     continue
                 if grad.device.type != "cpu":
                     if _is_of_training(parameter):
-                        return True
+                        if optimizer not in self._stepped or devices.is_capturing():
+                            self._stepped.add(optimizer)
+                            return True
+                        away.append(_values_of(grad).any().view(1))
                     continue
-                if grad.is_sparse:
-                    grad = grad.coalesce().values()
+                grad = _values_of(grad)
                 if grad.numel() > _QUICK_NUMEL:
                     large.append(grad)
                 elif has_nonzero(grad):
                     return True
-        return any(
-            has_nonzero(piece)
-            for grad in large
-            for piece in grad.split(max(1, len(grad) * _QUICK_NUMEL // grad.numel()))
-        )
+        if any(has_nonzero(piece) for grad in large for piece in grad.chunk(-(-grad.numel() // _QUICK_NUMEL))):
+            return True
+        self._reader.add(away, self._count_if_any)
+        return False
+
+    def _count_if_any(self, numbers: list[list[bool]]) -> None:
+        self._steps += any(map(any, numbers))
 
 
 def _is_of_training(parameter: torch.Tensor) -> bool:
@@ -171,9 +185,13 @@ def _is_of_training(parameter: torch.Tensor) -> bool:
     )
 
 
+def _values_of(grad: torch.Tensor) -> torch.Tensor:
+    return grad.coalesce().values() if grad.is_sparse else grad
+
+
 def has_nonzero(grad: torch.Tensor) -> bool:
     """Whether any element is not zero. The sum is much quicker than ``any()``, but may be zero by chance."""
-    values = grad.coalesce().values() if grad.is_sparse else grad
+    values = _values_of(grad)
     return bool(values.sum()) or bool(values.any())
 
 
@@ -182,7 +200,7 @@ def have_nonzero(grads: Iterable[torch.Tensor]) -> bool:
     away = []
     for grad in grads:
         if grad.device.type != "cpu":
-            away.append(grad.coalesce().values() if grad.is_sparse else grad)
+            away.append(_values_of(grad))
         elif has_nonzero(grad):
             return True
     return bool(away) and any(devices.read_scalars([values.any() for values in away]))

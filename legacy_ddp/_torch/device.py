@@ -7,12 +7,16 @@ context of a driver: a device that the script has not used is not asked.
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from legacy_ddp._torch.dispatch import has_own_dispatch
+
 _PINS_MEMORY = ("cuda", "xpu")  # copies from pinned memory need no wait of the host
+_MAX_WAITING = 256  # of a Reader: a script may never read
 
 
 def accelerator() -> torch.device | None:
@@ -54,6 +58,31 @@ def is_capturing() -> bool:
         return False
     captures = getattr(_module_of(device), "is_current_stream_capturing", None)
     return captures is not None and bool(captures())
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which operations are issued now; None for a device without streams."""
+    ask = getattr(_module_of(device), "current_stream", None)
+    return None if ask is None else ask(device)
+
+
+def hold_for_current_stream(tensors: Iterable[torch.Tensor]) -> None:
+    """Tensors are read by operations that were issued on the current stream: as they are freed, their memory is not
+    given to another tensor before these have run. They may have been made on another stream, which knows nothing of it.
+    """
+    for tensor in tensors:
+        if _records_streams(tensor.device):
+            tensor.record_stream(current_stream(tensor.device))
+
+
+@cache
+def _records_streams(device: torch.device) -> bool:
+    """Whether the device has streams, and an allocator that asks them. False on the CPU."""
+    try:
+        torch.empty(1, device=device).record_stream(current_stream(device))
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return False
+    return True
 
 
 def host_tensor_for(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -110,34 +139,68 @@ def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
 
 def read_vectors(vectors: Sequence[torch.Tensor]) -> list[list[Any]]:
     """Real tensors of one dimension, on any devices, as numbers: as :func:`read_scalars`, with one wait in all."""
-    if all(vector.device.type == "cpu" for vector in vectors):
-        return [vector.tolist() for vector in vectors]
-    # By size, so that every dtype begins at a multiple of its size.
-    order = sorted(range(len(vectors)), key=lambda index: -vectors[index].dtype.itemsize)
-    place = next(vector.device for vector in vectors if vector.device.type != "cpu")
-    data = torch.cat([vectors[index].to(place, non_blocking=True).view(torch.uint8) for index in order]).cpu()
-    parts = torch.split(data, [vectors[index].nbytes for index in order])
-    read = {index: part.view(vectors[index].dtype).tolist() for index, part in zip(order, parts, strict=True)}
+    away = [index for index, vector in enumerate(vectors) if vector.device.type != "cpu"]
+    read = {index: vector.tolist() for index, vector in enumerate(vectors) if vector.device.type == "cpu"}
+    if away:
+        # By size, so that every dtype begins at a multiple of its size.
+        away.sort(key=lambda index: -vectors[index].dtype.itemsize)
+        place = vectors[away[0]].device
+        data = torch.cat([vectors[index].to(place, non_blocking=True).view(torch.uint8) for index in away]).cpu()
+        parts = torch.split(data, [vectors[index].nbytes for index in away])
+        read |= {index: part.view(vectors[index].dtype).tolist() for index, part in zip(away, parts, strict=True)}
     return [read[index] for index in range(len(vectors))]
 
 
-class ScalarReader:
-    """Numbers on a device that several callers need: the host waits once for all of them."""
+class Reader:
+    """Numbers on devices that several callers need: the host waits once for all of them.
+
+    Where nothing is on a device, the numbers are there at once. The same holds while a graph is captured, which is then
+    an error of the device: a later read would find no numbers.
+    """
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[torch.Tensor, Callable[[float], None]]] = []
+        self._waiting: list[tuple[Sequence[torch.Tensor], Callable[[list[list[Any]]], object]]] = []
+        self._streams: dict[torch.device, list[Any]] = {}  # that compute the vectors
 
-    def add(self, scalar: torch.Tensor, take: Callable[[float], None]) -> None:
-        """Let the next :meth:`read` call ``take`` with the number in ``scalar``, a real tensor of one element."""
-        self._waiting.append((scalar, take))
+    def add(self, vectors: Sequence[torch.Tensor], take: Callable[[list[list[Any]]], object]) -> None:
+        """Let the next :meth:`read` call ``take`` with the numbers in ``vectors``, as of :func:`read_vectors`.
+
+        The functions are called in the order in which they were added.
+
+        Raises:
+            TypeError, RuntimeError: a vector on a device has no memory, as inside of a function transform.
+        """
+        away = [vector for vector in vectors if vector.device.type != "cpu"]
+        for vector in away:
+            vector.data_ptr()  # an error for a tensor of a function transform
+        if any(map(has_own_dispatch, away)):
+            raise TypeError("the tensors have no memory: got tensors of a compiler, expected tensors with a storage")
+        self._waiting.append((vectors, take))
+        for device in {vector.device for vector in away}:
+            if (stream := current_stream(device)) not in self._streams.setdefault(device, []):
+                self._streams[device].append(stream)
+        if not self._streams or len(self._waiting) >= _MAX_WAITING or is_capturing():
+            self.read()
+
+    def add_scalar(self, scalar: torch.Tensor, take: Callable[[float], object]) -> None:
+        """As :meth:`add`, for a real tensor of one element."""
+        self.add([scalar.detach().reshape(1)], lambda numbers: take(numbers[0][0]))
 
     def read(self) -> None:
         """Read all that was added since the last time. Without anything the host does not wait."""
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            scalars, takers = zip(*waiting, strict=True)
-            for take, number in zip(takers, read_scalars(scalars), strict=True):
-                take(number)
+        streams, self._streams = self._streams, {}
+        for device, found in streams.items():
+            for stream in found:
+                if stream is not None and stream != current_stream(device):
+                    current_stream(device).wait_stream(stream)
+        numbers = iter(read_vectors([vector for vectors, _ in waiting for vector in vectors]))
+        for vectors, take in waiting:
+            take(list(islice(numbers, len(vectors))))
+
+    def clear(self) -> None:
+        """Forget all that was added since the last :meth:`read`."""
+        self._waiting, self._streams = [], {}
 
 
 def device_name(device: str) -> str:

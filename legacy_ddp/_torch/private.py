@@ -95,7 +95,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch._C._FunctionBase", "_sequence_nr"),
     *_names("torch.distributed.ProcessGroup", "_device_types", "_get_backend", "_get_sequence_number_for_group"),
     *_names("torch.distributed.algorithms.join", "_JoinConfig"),
-    *_names("torch.distributed.distributed_c10d", "GroupMember", "_world", "default_pg_timeout"),
+    *_names("torch.distributed.distributed_c10d", "_world", "default_pg_timeout"),
     *_names("torch.distributed.distributed_c10d", "AllToAllOptions", "AllgatherOptions"),
     *_names("torch.distributed.distributed_c10d", "AllreduceOptions", "BroadcastOptions"),
     *_names("torch.nn.Module", "_buffers", "_compiled_call_impl", "_non_persistent_buffers_set"),

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
-from inspect import getclosurevars
+from inspect import getclosurevars, isfunction
 from types import FunctionType
 from typing import Any, cast
 
@@ -106,19 +106,19 @@ def inner_excepthook(hook: Callable[..., Any]) -> Callable[..., Any] | None:
     return cast(Callable[..., Any] | None, getclosurevars(hook).nonlocals.get("old_hook"))
 
 
-def _import_functional() -> None:
-    """Import ``torch.distributed.nn.functional`` as if no default group existed.
+def _release_default_groups() -> None:
+    """Let no default argument of ``torch.distributed.nn.functional`` hold a process group.
 
     Its functions have a default argument for the group: the default group at the time of the import. torch imports the
     module for the first optimizer, usually when a default group exists. The default arguments then keep the threads of
     this group alive after destroy_process_group(): the interpreter aborted at exit ("terminate called without an active
-    exception") in 5 of 13 runs. Imported without a default group, the functions look it up in every call.
+    exception") in 5 of 13 runs. With None in its place, a function looks the default group up in every call.
     """
-    world, c10d.GroupMember.WORLD = c10d.GroupMember.WORLD, None
-    try:
-        import_module("torch.distributed.nn.functional")
-    finally:
-        c10d.GroupMember.WORLD = world
+    module = import_module("torch.distributed.nn.functional")
+    for function in filter(isfunction, vars(module).values()):
+        held = function.__defaults__ or ()
+        if any(isinstance(value, dist.ProcessGroup) for value in held):
+            function.__defaults__ = tuple(None if isinstance(value, dist.ProcessGroup) else value for value in held)
 
 
-_import_functional()
+_release_default_groups()

@@ -38,8 +38,9 @@ class Report:
     ``head``: the first lines of ``text``, unwrapped. ``summary``: the missing ranks and their activity; equal in two
     reports if nothing has changed. ``is_progressing``: all missing ranks make progress. ``is_busy``: all missing ranks
     make progress or compute, perhaps in a loop. ``reporters``: a rank of each host, to show the report there, if
-    possible a waiting rank. ``is_late``: nothing broke, the time limit was reached. ``states``: the ranks by equal
-    state, with what was heard of them, ready for JSON.
+    possible a waiting rank. ``is_late``: nothing broke, the time limit was reached. ``call`` and ``phase``: where the
+    farthest rank is. ``seconds``: the longest wait. ``states``: the ranks by equal state, with what was heard of them,
+    ready for JSON.
     """
 
     head: str
@@ -50,19 +51,21 @@ class Report:
     is_busy: bool
     reporters: tuple[int, ...]
     is_late: bool = False
+    call: str = ""
+    phase: str = ""
+    seconds: float = 0.0
     states: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Everything but the text, ready for JSON."""
+        names = ("head", "missing", "is_late", "reporters", "call", "phase", "seconds", "states")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def filed(self) -> str:
         """The text for the report file: the text for a reader, and everything in a line of JSON."""
-        everything = {
-            "head": self.head,
-            "missing": self.missing,
-            "is_late": self.is_late,
-            "reporters": self.reporters,
-            "states": self.states,
-        }
-        return f"{self.text}\n\n{json.dumps(everything)}"
+        return f"{self.text}\n\n{json.dumps(self.facts)}"
 
 
 def decode_report(data: Mapping[str, Any]) -> Report:
@@ -81,7 +84,8 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
     waited_seconds = max((row.sample.age_seconds for row in waiting if row.sample), default=0.0)
     summary = _summary(rows, missing)
     reason = failure.reason or f"ranks have waited for {waited_seconds:.1f} s"
-    head = f"{_late_payload(rows)}{_farthest_position(rows)}: {reason}; {summary}"
+    farthest = max(rows, key=lambda row: (row.in_call, row.progress))
+    head = f"{_late_payload(rows)}{_position(farthest)}: {reason}; {summary}"
     lines = [*_wrap(head), *_advice(rows, missing), "", *_table(rows, missing), *_stacks(rows, missing)]
     progressing = [rows[rank].is_progressing(waited_seconds) for rank in missing]
     return Report(
@@ -93,6 +97,9 @@ def compose(rows: Sequence[Row], failure: Failure | None = None, *, was_polled: 
         is_busy=bool(missing) and all(on or rows[rank].is_busy for rank, on in zip(missing, progressing, strict=True)),
         reporters=_reporters(rows, waiting, missing),
         is_late=failure.is_late,
+        call=farthest.last_call,
+        phase=farthest.sample.phase if farthest.in_call and farthest.sample else "",
+        seconds=round(waited_seconds, 3),
         states=_states(rows, missing),
     )
 
@@ -135,6 +142,8 @@ def compose_payload(rows: Sequence[Row], call: str, serial: int) -> Report:
         is_progressing=False,
         is_busy=False,
         reporters=_reporters(rows, waiting, missing),
+        call=call,
+        phase="payload",
         states=_states(rows, missing),
     )
 
@@ -194,10 +203,6 @@ def _payload_text(rows: Sequence[Row]) -> str:
 
 def _position(row: Row) -> str:
     return f"{row.last_call}, phase {row.sample.phase}" if row.in_call and row.sample else row.last_call
-
-
-def _farthest_position(rows: Sequence[Row]) -> str:
-    return _position(max(rows, key=lambda row: (row.in_call, row.progress)))
 
 
 def _summary(rows: Sequence[Row], missing: Sequence[int]) -> str:
@@ -395,27 +400,37 @@ class WarningPolicy:
 
     def tell_completion(self, call: str) -> None:
         """Log that a payload, of which this rank has logged a report, is complete."""
-        self._logger.warning("%s: the payload is complete now on rank %d", call, self._rank)
+        text = "%s: the payload is complete now on rank %d"
+        self._logger.warning(text, call, self._rank, extra={"event": "arrived", "call": call, "phase": "payload"})
 
     def end(self, call: str) -> None:
         """The call has succeeded: log this if a report was logged in full."""
         if self._last_in_full is not None:
-            self._log(f"{call}: all ranks have arrived, and the call has succeeded", self._last_in_full)
+            text = f"{call}: all ranks have arrived, and the call has succeeded"
+            self._log(text, self._last_in_full, {"event": "arrived", "call": call})
 
-    def notify_loss(self, text: str) -> None:
+    def notify_loss(self, text: str, report: Report) -> None:
         """Log a loss at once: a launcher may end this process before any exception is raised."""
-        self._logger.warning("%s (%s)", text, self._file.where(_REPORTS))
+        self._logger.warning("%s (%s)", text, self._file.where(_REPORTS), extra=_fields("lost", report))
 
     def save(self, report: Report, introduction: str = "") -> None:
         """Write a report to the file; to the log if the file cannot be written."""
         if not self._file.append(introduction + report.filed):
-            self._logger.warning("%s%s\n(%s)", introduction, report.text, self._file.where(_REPORTS))
+            where = self._file.where(_REPORTS)
+            self._logger.warning("%s%s\n(%s)", introduction, report.text, where, extra=_fields("lost", report))
 
-    def _log(self, text: str, report: Report) -> bool:
+    def _log(self, text: str, report: Report, fields: Mapping[str, Any] | None = None) -> bool:
         """Log, on a single rank of each machine; return whether this rank is the one."""
         if self._rank in report.reporters:
-            self._logger.warning("%s", text)
+            self._logger.warning("%s", text, extra=fields or _fields("waiting", report))
         return self._rank in report.reporters
+
+
+def _fields(event: str, report: Report) -> dict[str, Any]:
+    """The attributes of a log record about ``report``."""
+    ranks = list(report.missing)
+    place = {"call": report.call, "phase": report.phase or None, "seconds": report.seconds}
+    return {"event": event, **place, "ranks": ranks, "report": report.facts}
 
 
 def _is_same(report: Report, other: Report | None) -> bool:

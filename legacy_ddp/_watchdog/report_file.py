@@ -128,7 +128,8 @@ def _open_file(directory: str | os.PathLike[str] | None, stem: str, rank: int) -
                 f"report_dir is not usable: got {str(directory)!r} ({error.strerror}), expected a directory to "
                 "write to; pass another one with Checks(report_dir=...)"
             ) from error
-        logger_of(rank).warning("no reports on disk: %s; pass Checks(report_dir=...)", error)
+        text = "no reports on disk: %s; pass Checks(report_dir=...)"
+        logger_of(rank).warning(text, error, extra={"event": "report_file"})
         return Path(os.devnull), os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), f"not on disk: {error}"
 
 
@@ -156,7 +157,7 @@ def _stacks_note(rank: int) -> str:
     if _register_stacks():
         return "stacks without a date below were left by a SIGTERM that ended this process"
     note = "a SIGTERM leaves no stacks here: faulthandler was registered for it before, with a file of its own"
-    logger_of(rank).info("in reports of this rank, %s", note)
+    logger_of(rank).info("in reports of this rank, %s", note, extra={"event": "report_file"})
     return note
 
 

@@ -83,7 +83,8 @@ class BackgroundTasks:
         try:
             function(*args)
         except Exception:  # noqa: BLE001 - no error of the watchdog may end training
-            logger_of(self._rank).exception("a background task of the watchdog failed; training continues")
+            text = "a background task of the watchdog failed; training continues"
+            logger_of(self._rank).exception(text, extra={"event": "internal_error"})
 
 
 def start_thread(target: Callable[[], None]) -> threading.Thread:
@@ -207,7 +208,8 @@ class StatusServer:
         try:
             self._receive(sock, connection)
         except Exception:  # noqa: BLE001 - a bad message of one rank must not stop the answers to the others
-            logger_of(self.endpoint.rank).exception("a message of another rank could not be handled")
+            text = "a message of another rank could not be handled"
+            logger_of(self.endpoint.rank).exception(text, extra={"event": "internal_error"})
             if sock in self._connections:
                 self._evict(sock)
 

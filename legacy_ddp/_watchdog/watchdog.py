@@ -245,7 +245,7 @@ class FailureRecord:
         self._policy.save(report, "from this rank alone, before any other rank was asked:\n")
         if logs:
             missing = "" if failure.ranks else report.summary
-            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing))
+            self._policy.notify_loss(format_loss(rows[self._view.own.rank], failure.reason, missing), report)
 
     def finalize(self, report: Report) -> Report:
         """Save ``report`` as the final report, unless there is a final report; return the final report."""
@@ -330,9 +330,11 @@ class ReportExchange:
     def fetch(self, serial: int, failure: Failure | None, *, payload_of: str = "") -> Report:
         """The report of the lowest answering rank, equal on all ranks; a local report if no rank answers.
 
-        ``payload_of``: as for :meth:`answer`.
+        ``payload_of``: as for :meth:`answer`. The time begins anew when a rank answers that it composes the report: on
+        a crowded machine the search for this rank may use up the time.
         """
         deadline = time.monotonic() + _report_seconds(len(self._view.peers))
+        is_composed = False
         message = {
             "request": "report",
             "serial": serial,
@@ -348,6 +350,8 @@ class ReportExchange:
                     break
                 if answer:
                     return decode_report(answer)
+                if not is_composed:
+                    is_composed, deadline = True, time.monotonic() + _report_seconds(len(self._view.peers))
                 self._background.sleep_and_run_pending(_RETRY_SECONDS + _RETRY_SECONDS_PER_RANK * len(self._view.peers))
         rows = self._view.local_rows(failure)
         return compose_payload(rows, payload_of, serial) if payload_of else compose(rows, failure, was_polled=False)

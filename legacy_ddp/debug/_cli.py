@@ -17,6 +17,8 @@ from legacy_ddp.debug._diff import text
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
 from legacy_ddp.debug._diff.result import EXIT_STATUS
 from legacy_ddp.debug._explain import find, list_lines, read_sections, section_lines
+from legacy_ddp.debug._port.port import port
+from legacy_ddp.debug._port.script import ScriptError
 from legacy_ddp.debug._trace import summary
 from legacy_ddp.debug._trace.run import Run, open_run
 from legacy_ddp.debug._trace.summary import summarise
@@ -24,13 +26,18 @@ from legacy_ddp.debug._trace.summary import summarise
 _NAME = "legacy-ddp"
 _UNKNOWN = 2
 _INTERRUPTED = 130
-_DESCRIPTION = "Compare and read traces of training runs, and explain errors."
+_DESCRIPTION = "Compare and read traces of training runs, explain errors, and port scripts."
 _EPILOG = """exit status: 0 same on every rank, in every step that is in all traces given;
 1 different; 2 cannot tell (where the file of one rank ends before the others,
 say) or error; show, report and explain: 0 when done.
 TRACE is the folder that a Recorder wrote, with one file of every rank."""
 _EXPLAIN_EPILOG = """NAME is the class of an error, or the title of a section; without NAME: all
 that can be explained. exit status: 0 when done; 2 for an unknown NAME."""
+_PORT_EPILOG = """The diff is on stdout, for: legacy-ddp port train.py | patch train.py
+What is left to decide and what a change means is on stderr, with pages of the
+documentation. SCRIPT is read, and neither changed nor run.
+exit status: 0 the diff is complete; 2 decisions are left, nothing to port, or
+error."""
 # Read in a fraction of a second.
 SILENT_BYTES = 20_000_000
 _COLUMNS = 80
@@ -82,7 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         "explain", help="the meaning of an error or a warning", epilog=_EXPLAIN_EPILOG, formatter_class=raw
     )
     explain.add_argument("name", nargs="*", metavar="NAME", help="for example LayoutError")
-    for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain)):
+    porting = commands.add_parser(
+        "port", help="the changes of a script from torch DDP, as a diff", epilog=_PORT_EPILOG, formatter_class=raw
+    )
+    porting.add_argument("script", metavar="SCRIPT", type=_path, help="a Python file that uses torch DDP")
+    for command, run in ((diff, _diff), (show, _show), (report, _report), (explain, _explain), (porting, _port)):
         command.set_defaults(command=run)
     return parser
 
@@ -141,6 +152,20 @@ def _explain(given: argparse.Namespace) -> int:
         advice = f"did you mean {' or '.join(found)}? " if found else ""
         return _fail(f"error: {name!r} is not known here: {advice}{_NAME} explain lists all names")
     return _print(section_lines(found), 0)
+
+
+def _port(given: argparse.Namespace) -> int:
+    try:
+        found = port(given.script)
+    except ScriptError as error:
+        return _fail(f"error: {error}")
+    if sys.stdout and hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(encoding="utf-8")  # the bytes of the script, in every terminal
+    if diff := found.diff():
+        _print([diff.removesuffix("\n")], 0)
+    for line in found.remark_lines():
+        _note(line)
+    return 0 if found.is_complete else _UNKNOWN
 
 
 def _size(runs: Sequence[Run]) -> int:
@@ -209,7 +234,11 @@ def _os_error_text(error: OSError) -> str:
 
 
 def _fail(text: str, status: int = _UNKNOWN) -> int:
+    _note(f"{_NAME}: {text}")
+    return status
+
+
+def _note(line: str) -> None:
     if sys.stderr:  # without stderr, print() would use stdout
         with suppress(OSError):  # the exit status matters more than the message
-            print(f"{_NAME}: {printable(text)}", file=sys.stderr, flush=True)
-    return status
+            print(printable(line), file=sys.stderr, flush=True)

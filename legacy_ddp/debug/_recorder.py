@@ -21,6 +21,7 @@ from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
 from legacy_ddp._text import error_text
+from legacy_ddp._torch.device import Reader
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
 from legacy_ddp.debug._arguments import (
     Optimizers,
@@ -117,7 +118,8 @@ class Recorder:
         self._step = first_step - 1  # the last step
         self._steps = _OptimizerSteps(self._optimizers, lambda: self._try(self._write_result))
         # Of the next step: inputs of its forward passes, generators and local gradients at its call.
-        self._inputs = snapshot.Inputs()
+        self._reader = Reader()  # of numbers on a device: the host waits once in a call, and once after a step
+        self._inputs = snapshot.Inputs(self._reader)
         self._generators = ""
         self._local: list[Section] = []
         # Of the last step: whether its result (parameters, optimizer state, buffers) is still to be recorded, and its
@@ -232,7 +234,7 @@ class Recorder:
         if self._is_result_pending:
             self._try(lambda writer: self._write_call(writer, record))
         self._steps.reset()
-        self._inputs, self._local = snapshot.Inputs(), []
+        self._inputs, self._local = snapshot.Inputs(self._reader), []
 
     def _see_returned(self, _: SyncRecord) -> None:
         """Begin the record of operations of a plain module, outside of the modes of torch that a call sets."""
@@ -250,28 +252,36 @@ class Recorder:
 
     def _measure_local(self, grads: Mapping[str, torch.Tensor | None]) -> None:
         self._generators = f"{hold.digest_torch_generators(self._target.module) % 2**64:016x}"
-        self._local = snapshot.gradients("local_gradients", hold.gradients(grads))
+        self._local = []
+        snapshot.gradients("local_gradients", hold.gradients(grads), self._reader, self._local.extend)
 
     def _write_call(self, writer: Writer, record: SyncRecord) -> None:
+        reduced: list[Section] = []
+        held = hold.gradients_in(self._target.module, self._target.ignore)
+        snapshot.gradients("reduced_gradients", held, self._reader, reduced.extend)
+        self._reader.read()
         if record.rows[record.rank].took_part:  # otherwise the local gradients are not used
             writer.sections(self._step, self._local)
         writer.call(self._step, facts_of(record, self._generators, self._inputs))
         writer.operations(self._step, self._operations.take())
-        reduced = hold.gradients_in(self._target.module, self._target.ignore)
-        writer.sections(self._step, snapshot.gradients("reduced_gradients", reduced))
+        writer.sections(self._step, reduced)
         writer.flush()
 
     def _snapshot_buffers(self, _: Writer) -> None:
-        self._buffers = snapshot.buffers(self._target.module, self._target.ignore)
+        self._buffers = []
+        snapshot.buffers(self._target.module, self._target.ignore, self._reader, self._buffers.extend)
 
     def _write_result(self, writer: Writer, *, with_buffers: bool = True) -> None:
         """Write the result of the last step; without buffers if a forward pass may have changed them since."""
         if not self._is_result_pending:
             return
-        module, ignore = self._target.module, self._target.ignore
         if self._buffers is None and with_buffers:
-            self._buffers = snapshot.buffers(module, ignore)
-        writer.sections(self._step, snapshot.left_by_step(module, ignore, self._optimizers, self._steps.settings_of))
+            self._snapshot_buffers(writer)
+        left: list[Section] = []
+        target, settings_of = self._target, self._steps.settings_of
+        snapshot.left_by_step(target.module, target.ignore, self._optimizers, settings_of, self._reader, left.extend)
+        self._reader.read()
+        writer.sections(self._step, left)
         writer.sections(self._step, self._buffers or [])
         self._is_result_pending = False
         writer.flush()
@@ -287,6 +297,7 @@ class Recorder:
             writer, self._writer = self._writer, None
             writer.abandon()
             self._operations.cancel()
+            self._reader.clear()
             reason = getattr(error, "strerror", None) or error_text(error)
             warn(
                 self._rank,

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from torch import nn
 
-from legacy_ddp._check_settings import Checks, Level, LossScaler, as_names, resolve_checks
+from legacy_ddp._check_settings import Checks, Level, LossScaler, as_checks, as_names
+from legacy_ddp._environment import resolve_checks, resolve_timeout
 from legacy_ddp._errors import UnsynchronizedStepError, argument_errors
 from legacy_ddp._settings import INSTEAD, Settings, refuse_unknown
 from legacy_ddp._wrapper import LegacyDistributedDataParallel
@@ -69,13 +70,15 @@ class StrategyMixin:
     ) -> None:
         refuse_unknown(type(self), kwargs, StrategyMixin.__init__, super().__init__, instead=_INSTEAD)
         del find_unused_parameters  # there is nothing to search
-        # Check here, in a single process, before ranks are started.
+        # Check here, in a single process, before ranks are started; the wrapper of a rank reads the environment itself.
+        resolve_checks(checks)
+        resolve_timeout(timeout_seconds)
         settings = Settings(
             buffer_size=buffer_size,
             gradient_as_bucket_view=gradient_as_bucket_view,
             reduce_dtype=reduce_dtype,
             ignore=frozenset(as_names(ignore, "ignore")),
-            checks=resolve_checks(checks),
+            checks=as_checks(checks),
             timeout_seconds=timeout_seconds,
         )
         if not isinstance(init_sync, bool):

@@ -1,6 +1,7 @@
 """Exceptions in user code on a single rank: training continues or ends on all ranks alike."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDDPError, LegacyDistributedDataParallel
-from tests.helpers.outcomes import backward, bits, same, small_net
+from tests.helpers.outcomes import attempt, backward, bits, same, small_net
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 from tests.helpers.transports import GLOO
@@ -146,3 +147,46 @@ def test_an_exception_inside_no_sync_does_not_leave_synchronisation_off() -> Non
     failing: dict[str, tuple[Any, ...]] = {"none": ((),), "one": ((1,),), "all": ((0, 1),)}
 
     assert run_cases(_error_in_no_sync, 2, failing) == dict.fromkeys(failing, [[1.5] * 6] * 2)
+
+
+def _repairs_after_an_error(rank: int, error: str, moment: str) -> tuple[str, str]:
+    """The errors of a call in which ranks disagree, and of the next. Rank 1 writes to a weight, at the ``moment``.
+
+    ``error``: "steps" for a step of rank 0 alone, "argument" for an unusable argument of rank 1.
+    """
+    model = LegacyDistributedDataParallel(small_net(), checks=Checks(uneven="raise", divergence="warn"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    backward(model, 1.0)
+    model.all_reduce()
+    if error == "steps" and rank == 0:
+        optimizer.step()
+    found = []
+    for is_repaired in (False, True):
+        optimizer.zero_grad()
+        backward(model, 1.0)
+        if rank == 1 and not is_repaired and moment == "before":
+            _write(model)
+        size: Any = "many" if error == "argument" and rank == 1 and not is_repaired else None
+        found.append(str(attempt(partial(model.all_reduce, sample_size=size)) or ""))
+        if rank == 1 and moment == "after":
+            _write(model)
+    return found[0], found[1]
+
+
+def _write(model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.0)
+
+
+def test_weights_repaired_by_one_rank_after_an_error_are_no_uneven_work() -> None:
+    """The rank counted its dropped gradient, and the next call was an error: "rank 1 has 2; rank 0 has 1"."""
+    cases = {f"{error}, {moment}": (error, moment) for error in ("steps", "argument") for moment in ("before", "after")}
+    texts = {
+        "steps": "ranks made different numbers of optimizer steps",
+        "argument": "rank 1 failed before the exchange",
+    }
+
+    for name, results in run_cases(_repairs_after_an_error, 2, cases).items():
+        for first, second in results:
+            assert texts[cases[name][0]] in first, name
+            assert second == "", name

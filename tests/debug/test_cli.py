@@ -144,7 +144,10 @@ def test_other_models_are_one_line_of_error(tmp_path: Path, capsys: pytest.Captu
     assert "hold other parameters" in captured.err
 
 
-@pytest.mark.parametrize("arguments", [[], ["diff"], ["show"], ["diff", "a", "b", "c"], ["show", "a", "b"], ["guess"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["diff"], ["show"], ["port"], ["diff", "a", "b", "c"], ["show", "a", "b"], ["port", "a", "b"], ["guess"]],
+)
 def test_wrong_arguments_exit_with_2_and_name_themselves(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -159,7 +162,7 @@ def test_every_help_fits_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setenv("COLUMNS", "80")
     commands = re.findall(r"^    (\w+) ", _help(capsys), re.MULTILINE)
 
-    assert commands == ["diff", "show", "report", "explain"]
+    assert commands == ["diff", "show", "report", "explain", "port"]
     for given in ([], *([command] for command in commands)):
         assert max(map(len, _help(capsys, *given).splitlines())) <= 80, given
 
@@ -294,6 +297,7 @@ def test_where_stderr_is_no_terminal_nothing_shows(capsys: pytest.CaptureFixture
         (["--help"], 0),
         (["--version"], 0),
         (["explain", "LayoutError"], 0),
+        (["port", "benchmarks/_ddp_scenes.py"], 2),
         (["show", "{0}"], 0),
         (["diff", "{0}", "{1}"], 1),
         (["diff"], 2),

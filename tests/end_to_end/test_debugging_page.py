@@ -102,7 +102,7 @@ def test_the_hunt_for_two_runs_prints_what_the_page_shows(tmp_path: Path) -> Non
     found = fork_script("-m", "legacy_ddp", "diff", "before", "after", cwd=tmp_path)
 
     assert found.returncode == 1, found.stderr
-    shown = _shown_after("(Without installing: `python -m legacy_ddp diff before after`.)\n")
+    shown = _shown_after("the command is `python -m legacy_ddp diff before after`.\n")
     assert _unwrapped(found.stdout.splitlines()) == _unwrapped(shown)
 
 

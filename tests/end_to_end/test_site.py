@@ -1,4 +1,4 @@
-"""The built site: public names in its inventory, no resource of another host, and three pages in a browser."""
+"""The built site: public names in its inventory, links, no resource of another host, and pages in a browser."""
 
 import importlib
 import re
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from io import BytesIO
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from PIL import Image
@@ -25,11 +26,28 @@ SHOWN = """
 const article = document.querySelector("article") || document.querySelector("main")
 const around = [article]
 while (around.at(-1).parentElement) around.push(around.at(-1).parentElement)
+around.push(...document.querySelectorAll(".bd-sidebar-secondary"))
 return {
   text: article.innerText,
   height: article.getBoundingClientRect().height,
   overflow: Math.max(...around.map(element => element.scrollWidth - element.clientWidth)),
 }
+"""
+# The words of headings and cells that stand on two lines; a hyphen may end a line.
+BROKEN_WORDS = r"""
+const broken = []
+for (const place of document.querySelectorAll("article :is(h1, h2, h3, h4, td, th)")) {
+  const walker = document.createTreeWalker(place, NodeFilter.SHOW_TEXT)
+  while (walker.nextNode()) {
+    for (const word of walker.currentNode.data.matchAll(/[\p{L}\p{N}]+/gu)) {
+      const range = document.createRange()
+      range.setStart(walker.currentNode, word.index)
+      range.setEnd(walker.currentNode, word.index + word[0].length)
+      if (new Set([...range.getClientRects()].map(line => Math.round(line.top))).size > 1) broken.push(word[0])
+    }
+  }
+}
+return broken
 """
 
 
@@ -61,6 +79,13 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert documented == {f"{name}.{item}" for name in MODULES for item in importlib.import_module(name).__all__}
 
 
+def test_no_signature_of_the_reference_shows_arguments_that_are_refused(site: Path) -> None:
+    signatures = re.findall(r"<dt class=\"sig .*?</dt>", (site / "api" / "wrapper.html").read_text("utf-8"), re.DOTALL)
+
+    assert any("timeout_seconds" in signature for signature in signatures)
+    assert not any("unknown" in signature for signature in signatures)
+
+
 def test_pages_named_in_docstrings_are_links(site: Path) -> None:
     sources = [path.read_text(encoding="utf-8") for path in sorted((site / "api").glob("*.html"))]
 
@@ -69,26 +94,62 @@ def test_pages_named_in_docstrings_are_links(site: Path) -> None:
     assert re.search(r'href="\.\./transport\.html"><span class="doc">The host transport</span>', wrapper)
 
 
-class _Resources(HTMLParser):
-    """The addresses of the scripts, styles, fonts and images of a page."""
+class _Addresses(HTMLParser):
+    """The addresses, the anchors, and the texts with the style of a link and without an address, of a page."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: Path) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.links: list[str] = []
+        self.resources: list[str] = []
+        self.anchors: set[str] = set()
+        self.false_links: list[str] = []
+        self._in_link = False
+        self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = [value for name, value in attrs if name in ("src", "href") and value]
         if tag in ("script", "link", "img", "iframe", "source"):
-            self.found += [value for name, value in attrs if name in ("src", "href") and value]
+            self.resources += found
+        self.links += found
+        self.anchors.update(value for name, value in attrs if name == "id" and value)
+        self._in_link |= tag == "a"
+        style = dict(attrs).get("class") or ""
+        if style.startswith(("xref download", "xref myst")) and not self._in_link:
+            self.false_links.append(style)
+
+    def handle_endtag(self, tag: str) -> None:
+        self._in_link &= tag != "a"
+
+
+def test_no_relative_link_of_the_site_is_dead(site: Path) -> None:
+    pages = {page: _Addresses(page) for page in _pages(site)}
+    dead = []
+    for page, addresses in pages.items():
+        for link in addresses.links:
+            url = urlsplit(link)
+            target = (page.parent / unquote(url.path)).resolve() if url.path else page
+            anchors = pages[target].anchors if target in pages and url.fragment else {unquote(url.fragment)}
+            if not url.scheme and not (target.exists() and unquote(url.fragment) in anchors):
+                dead.append((page.relative_to(site).as_posix(), link))
+        dead += [(page.relative_to(site).as_posix(), style) for style in addresses.false_links]
+
+    assert dead == []
+
+
+def test_the_link_of_a_test_leads_to_its_line(site: Path) -> None:
+    links = [link for link in _Addresses(site / "faults.html").links if link.startswith("source/tests/")]
+    assert len(links) > 90
+    for link in links:
+        path, _, anchor = link.partition("#")
+        page = (site / path).read_text(encoding="utf-8")
+        assert re.search(rf'<span id="{anchor}">(?:<span[^>]*></span>)*<span class="k">def</span>', page), link
 
 
 def test_no_page_loads_anything_of_another_host(site: Path) -> None:
     pages = _pages(site)
     assert len(pages) > 30
     for page in pages:
-        resources = _Resources()
-        resources.feed(page.read_text(encoding="utf-8"))
-
-        assert [address for address in resources.found if "//" in address] == [], page
+        assert [address for address in _Addresses(page).resources if "//" in address] == [], page
 
 
 @needs_browser
@@ -123,14 +184,52 @@ def _screenshot_levels(driver: webdriver.Chrome) -> tuple[int, int]:
 
 
 @needs_browser
-def test_no_page_is_wider_than_a_narrow_window(site: Path, driver: webdriver.Chrome) -> None:
-    excess = {}
-    for path in _pages(site):
+def test_every_page_fits_a_narrow_window_and_keeps_its_words_whole(site: Path, driver: webdriver.Chrome) -> None:
+    excess, broken = {}, {}
+    # Pages of source files are all alike.
+    for path in [*(path for path in _pages(site) if site / "source" not in path.parents), _pages(site / "source")[0]]:
         page = Page(driver, path, ready=LOADED)
-        page.set_width(400)
-        excess[path.relative_to(site).as_posix()] = page.run(SHOWN)["overflow"]
+        page.set_width(390)
+        name = path.relative_to(site).as_posix()
+        excess[name], broken[name] = page.run(SHOWN)["overflow"], page.run(BROKEN_WORDS)
 
-    assert [name for name, pixels in excess.items() if pixels > 0] == []
+    assert {name: pixels for name, pixels in excess.items() if pixels > 0} == {}
+    assert {name: words for name, words in broken.items() if words} == {}
+
+
+@needs_browser
+def test_a_row_of_sentences_is_a_block_in_a_narrow_window(site: Path, driver: webdriver.Chrome) -> None:
+    page = Page(driver, site / "faults.html", ready=LOADED)
+    widths = "return [...document.querySelector('table.rows-as-blocks tbody tr').cells].map(cell => cell.clientWidth)"
+    page.set_width(390)
+    blocks = page.run(widths)
+    page.set_width(1440)
+
+    assert min(blocks) == max(blocks) > 300
+    assert sum(page.run(widths)) <= 1440
+
+
+@needs_browser
+def test_removed_lines_are_red_and_new_lines_are_green(site: Path, driver: webdriver.Chrome) -> None:
+    page = Page(driver, site / "migration.html", ready=LOADED)
+    for mode in ("light", "dark"):
+        page.run("document.documentElement.dataset.theme = arguments[0]", mode)
+        colour = "return getComputedStyle(document.querySelector(arguments[0])).backgroundColor"
+        removed, new = (
+            [int(level) for level in re.findall(r"\d+", page.run(colour, kind))[:3]] for kind in (".gd", ".gi")
+        )
+        assert max(removed) == removed[0] > removed[1]
+        assert max(new) == new[1] > new[0]
+
+
+@needs_browser
+def test_a_result_of_a_search_quotes_the_page_also_without_a_server(site: Path, driver: webdriver.Chrome) -> None:
+    page = Page(driver, site / "search.html", ready=LOADED, query="?q=faulthandler")
+    items = "return [...document.querySelectorAll('#search-results li')].map(item => item.innerText)"
+
+    results = page.wait_for(f"{items.replace('return', 'const items =')}; return items.length ? items : null")
+
+    assert all("faulthandler" in text.partition("\n")[2].lower() for text in results), results
 
 
 @needs_browser
@@ -143,3 +242,15 @@ def test_a_report_of_80_columns_fits_into_a_window_of_1280_pixels(site: Path, dr
     reports = [(text, excess) for text, excess in blocks if max(map(len, text.splitlines())) <= 80]
     assert len(reports) > 5
     assert [text for text, excess in reports if excess > 0] == []
+
+
+@needs_browser
+@pytest.mark.parametrize("name", ["index.html", "overview.html"])
+def test_no_example_and_no_message_of_a_first_page_is_cut_off_at_1440_pixels(
+    site: Path, driver: webdriver.Chrome, name: str
+) -> None:
+    page = Page(driver, site / name, ready=LOADED)
+    page.set_width(1440)
+
+    excess = "return [...document.querySelectorAll('pre')].map(block => block.scrollWidth - block.clientWidth)"
+    assert max(page.run(excess)) <= 0

@@ -1,4 +1,4 @@
-"""The scripts of the tutorial print what its pages show."""
+"""The scripts of the first page and of the tutorial print what the pages show."""
 
 import re
 import subprocess
@@ -9,7 +9,11 @@ import pytest
 from tests.helpers.paths import ROOT
 from tests.helpers.scripts import fork_ranks, fork_script
 
-PAGES = sorted(page for page in (ROOT / "docs" / "tutorial").glob("*.md") if page.name != "index.md")
+DOCS = ROOT / "docs"
+PAGES = [
+    DOCS / "index.md",
+    *sorted(page for page in (DOCS / "tutorial").glob("*.md") if page.name != "index.md"),
+]
 SCRIPT = re.compile(r"^Save as `(\w+\.py)`:\n\n```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A command, and the indented lines below.
 COMMAND = re.compile(r"^    \$ (.*)\n((?:    (?!\$).*\n)*)", re.MULTILINE)
@@ -32,6 +36,7 @@ def test_the_scripts_of_a_page_print_what_the_page_shows(page: Path, tmp_path: P
     assert len(scripts) == text.count("```python")
     for name, script in scripts.items():
         (tmp_path / name).write_text(script)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
 
     for command, shown in commands:
         run = _run(command, tmp_path)

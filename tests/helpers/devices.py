@@ -78,7 +78,8 @@ def assert_no_races() -> None:
     if torch.get_default_device().type == SIMULATED:
         from tests.helpers.simulated_device import device
 
-        assert device.races == []
+        races, device.races = device.races, []
+        assert races == []
 
 
 class _Generators(TorchFunctionMode):

@@ -2,8 +2,6 @@
 
 import logging
 
-from legacy_ddp._log import warn
-
 
 class _Handler(logging.Handler):
     """Keeps the texts of those warnings, and of no other record."""
@@ -13,7 +11,7 @@ class _Handler(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (record.module, record.funcName) == (warn.__module__.rpartition(".")[2], warn.__name__):
+        if getattr(record, "event", None) == "warning":
             self.texts.append(record.getMessage())
 
 

@@ -90,6 +90,7 @@ def _run(job: Job, pipe: Connection, backends: str) -> int | None:
         pipe.recv_bytes()  # all are ready: a rank that dies at once cannot disturb another's start
         result = function(job.rank, *arguments)
         logged_warnings.assert_nothing_left()
+        devices.assert_no_races()
         tell(pipe, "returned", devices.to_bytes(result))
         return len(distributed_c10d._world.pg_map)
     except SystemExit:

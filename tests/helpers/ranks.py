@@ -18,10 +18,15 @@ from tests.helpers.rank_pool import pool
 from tests.helpers.rank_process import Job
 from tests.helpers.rank_watch import Rank, RankFailure, blame_hung, note_exit, raise_faults, watch
 
-__all__ = ["RankFailure", "run_ranks"]
+__all__ = ["RankFailure", "run_ranks", "slowness"]
 
 # Set: says on stderr why processes are not kept.
 _EXPLAIN = "EXPLAIN_RANK_PROCESSES"
+
+
+def slowness() -> float:
+    """By how much limits of time grow with the load of the machine: they are for hanging, not for waiting."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def run_ranks(
@@ -70,8 +75,8 @@ def run_ranks(
                     r.host.send(
                         Job(r.rank, world_size, call, store, Path(directory), is_last, transports.environment())
                     )
-            slowness = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # limits are for hanging, not for waiting
-            watch(ranks, slowness * timeout_seconds, slowness * start_seconds, lost, survivors_exit)
+            slow = slowness()
+            watch(ranks, slow * timeout_seconds, slow * start_seconds, lost, survivors_exit)
             blame_hung(ranks, lost, survivors_exit)
         finally:
             _settle(ranks)

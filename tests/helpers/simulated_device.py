@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
@@ -38,17 +39,19 @@ _WAITS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.
 class InFlight:
     """A collective: the memory that it uses, its group, and whether the stream waits for its end.
 
+    ``memory``: storages, with the addresses that are used. A storage that nobody holds is left out: no operation can
+    touch its memory, which the collective keeps until its end, as NCCL does. Later tensors may have the same addresses.
     ``is_held``: the host does not run it before :meth:`SimulatedGroup.release`.
     """
 
-    memory: list[tuple[int, int]]
+    memory: list[tuple[StorageWeakRef, int, int]]
     group: object
     is_held: bool = False
     done: threading.Event = field(default_factory=threading.Event)
     is_awaited: bool = False
 
     def uses(self, start: int, stop: int) -> bool:
-        return any(start < end and begin < stop for begin, end in self.memory)
+        return any(start < end and begin < stop and not storage.expired() for storage, begin, end in self.memory)
 
 
 class SimulatedDevice:
@@ -57,7 +60,7 @@ class SimulatedDevice:
     ``host_waits``: by line of the library. ``races``: operations on memory of a collective that was not awaited.
     ``has_float64``: without it, a tensor of doubles is a TypeError, as on some accelerators. ``holds_copies``: copies
     to the host that it does not wait for run later, by :meth:`run_copies` or :meth:`synchronize`. ``lacks``: names of
-    operations that the device does not have.
+    operations that the device does not have. ``recorded``: storages that were recorded for the one stream.
     """
 
     def __init__(self) -> None:
@@ -69,6 +72,7 @@ class SimulatedDevice:
         self.lacks: set[str] = set()
         self.holds_copies = False
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.recorded: set[int] = set()
         self.generator.manual_seed(0)
 
     def before(self, operation: Any, tensors: list[torch.Tensor], group: object = None) -> None:
@@ -119,6 +123,10 @@ class SimulatedDevice:
     def device(self, _index: object) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
+    def current_stream(self, _device: object = None) -> torch.Stream:
+        kind = int(torch._C._autograd.DeviceType.PrivateUse1)
+        return torch.Stream(stream_id=1, device_index=0, device_type=kind)
+
     def device_count(self) -> int:
         return 1
 
@@ -153,6 +161,7 @@ def install() -> SimulatedDevice:
     kernels.impl("convolution_overrideable", _convolve, "PrivateUse1")
     kernels.impl("convolution_backward_overrideable", _convolve_backward, "PrivateUse1")
     kernels.impl("_foreach_zero_", _zero_all, "PrivateUse1")
+    kernels.impl("record_stream", _record, "PrivateUse1")
     _libraries.extend([library, kernels])
     return device
 
@@ -204,6 +213,10 @@ def _zero_all(tensors: list[torch.Tensor]) -> None:
     device.before("_foreach_zero_", tensors)
     for tensor in tensors:
         on_cpu(tensor).zero_()
+
+
+def _record(tensor: torch.Tensor, _stream: torch.Stream) -> None:
+    device.recorded.add(tensor.untyped_storage().data_ptr())
 
 
 def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -292,9 +305,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size() * bool(tensor.numel())
 
 
-def extents(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
+def extents(tensors: list[torch.Tensor]) -> list[tuple[StorageWeakRef, int, int]]:
     """The memory of ``tensors``, as :class:`InFlight` has it."""
-    return [_extent(tensor) for tensor in tensors]
+    return [(StorageWeakRef(tensor.untyped_storage()), *_extent(tensor)) for tensor in tensors]
 
 
 def _place() -> str:

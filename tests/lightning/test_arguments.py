@@ -4,7 +4,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
+from legacy_ddp import Checks
 from tests.helpers.lightning_scenarios import needs_lightning
 from tests.helpers.scripts import run_script
 
@@ -75,6 +78,21 @@ def test_an_unusable_argument_of_the_wrapper_is_refused_before_any_rank_is_start
     with pytest.raises(kind, match=next(iter(given))) as caught:
         strategy(**given)
     assert caught.value.__notes__ == [f"meaning and next step: legacy-ddp explain {kind.__name__}"]
+
+
+@BOTH
+def test_a_level_of_the_environment_beside_a_reaction_of_the_strategy_is_no_error(
+    strategy: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The strategy passed the settings of the environment to the wrapper as those of the script."""
+    monkeypatch.setenv("LEGACY_DDP_CHECKS", "off,timeout_seconds=30")
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = strategy(checks=Checks(nonfinite="raise"))._wrap(torch.nn.Linear(2, 1), None)
+    finally:
+        dist.destroy_process_group()
+
+    assert model.extra_repr().endswith("timeout_seconds=30.0, checks=Checks(level='off', nonfinite='raise')")
 
 
 @BOTH

@@ -252,9 +252,9 @@ COLLECTIVES = (
     ),
     Mutant(
         "metrics on a device are read on their own",
-        "        later = reader or devices.ScalarReader()\n",
-        "        later, reader = devices.ScalarReader(), None\n",
-        "tests/test_simulated_device.py -k one_wait_in_all",
+        "        later = reader or devices.Reader()\n",
+        "        later, reader = devices.Reader(), None\n",
+        "tests/test_host_waits.py -k one_wait_in_all",
     ),
     Mutant(
         "a step on a device counts whatever its gradients are",
@@ -468,8 +468,8 @@ REPLICAS = (
     ),
     Mutant(
         "buffers are not digested again",
-        "self._digest_buffers()\n        self._is",
-        "self.digests.buffers\n        self._is",
+        "buffers = self._digest_later(self._buffers())\n        self._reader.read()",
+        "buffers = Later(self.digests.buffers)\n        self._reader.read()",
         "tests/replicas/test_replica_faults.py",
     ),
     Mutant(

@@ -16,6 +16,7 @@ from legacy_ddp._replicas.history import StateHistory
 from legacy_ddp._replicas.optimizer_entries import Entry, count_holders, explain_loss, group_entries
 from legacy_ddp._replicas.report import ReplicaDifference, ReplicaReport
 from legacy_ddp._replicas.state import StateItem, describe_items, describe_membership, parameter_groups
+from legacy_ddp._torch.device import Reader
 from tests.helpers.replica_scenes import flip_lowest
 
 # Descriptions of the parameters in optimizers. One process
@@ -105,7 +106,7 @@ def test_each_parameter_has_its_group() -> None:
 
 def _stepped(dtype: torch.dtype = torch.float32) -> tuple[torch.optim.Optimizer, StateHistory]:
     parameters = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in ((2, 3), (600, 500), ())]
-    optimizer, history = torch.optim.Adam(parameters, lr=0.5), StateHistory()
+    optimizer, history = torch.optim.Adam(parameters, lr=0.5), StateHistory(Reader())
     _step(optimizer, history)
     history.end_call()
     return optimizer, history

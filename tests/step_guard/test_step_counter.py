@@ -91,7 +91,6 @@ def test_the_same_number_on_all_ranks_is_silent(steps: Steps) -> None:
     check_silent(run_ranks(_trains, 2, (0, 1), steps, "info"))
 
 
-@pytest.mark.cpu("a step with zeros on a device is not told from others")
 @pytest.mark.parametrize("steps", [_steps_beside, _fails_to_step])
 def test_steps_that_change_no_replica_do_not_count(steps: Steps) -> None:
     check_silent(run_ranks(_trains, 2, (1,), steps, "info"))

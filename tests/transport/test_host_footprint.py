@@ -49,12 +49,15 @@ def _after_many(rank: int, steps: int) -> list[tuple[Footprint, int]]:
 
 
 def test_many_steps_leave_no_memory_descriptor_or_mapping_behind(transport: str) -> None:
+    steps = tiers.count(5000, 300)
     for (before, resident_before), (after, resident_after) in run_ranks(
-        _after_many, 2, tiers.count(5000, 300), fresh=True, timeout_seconds=300.0
+        _after_many, 2, steps, fresh=True, timeout_seconds=300.0
     ):
         assert after.descriptors <= before.descriptors
         assert after.segments <= before.segments + 2  # one spare more on each of two ranks
-        assert resident_after - resident_before < 2**22  # a segment of 64 KiB left behind per step would be 17 MB
+        # A segment of 64 KiB left behind per step would be four times as much. The memory of Python and torch grows for
+        # some thousands of steps.
+        assert resident_after - resident_before < 2**14 * steps * 0.9
 
 
 def _memory(rank: int) -> Footprint:

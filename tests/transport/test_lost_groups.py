@@ -27,7 +27,7 @@ from legacy_ddp import (
     PeerLostError,
 )
 from tests.helpers.rank_faults import do_when, error_after_interrupt
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, slowness
 from tests.helpers.small_models import add_gradients, gradient_values, step, wrap
 from tests.helpers.tiers import thorough
 
@@ -66,7 +66,7 @@ def test_the_end_of_the_store_ends_the_construction_of_all_others() -> None:
     for kind, text, seconds in run_ranks(_store_dies_before_construction, 3, lost=(0,), store="rank0")[1:]:
         assert kind == "PeerLostError"
         assert "first collective on this process group failed" in text
-        assert seconds < AT_ONCE_SECONDS
+        assert seconds < AT_ONCE_SECONDS * slowness()
 
 
 def _dies_in_construction(rank: int, victim: int) -> tuple[str, tuple[int, ...], str, float] | None:
@@ -87,7 +87,7 @@ def test_death_in_the_first_collective_blames_no_living_rank(victim: int) -> Non
     for kind, ranks, text, seconds in filter(None, seen):
         assert (kind, ranks) == ("PeerLostError", ())
         assert "the missing rank is not known" in " ".join(text.split())
-        assert seconds < AT_ONCE_SECONDS
+        assert seconds < AT_ONCE_SECONDS * slowness()
 
 
 def test_death_in_the_first_collective_of_two_names_the_other() -> None:

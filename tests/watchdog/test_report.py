@@ -428,7 +428,8 @@ def test_the_filed_report_has_a_line_of_json_with_every_rank_by_state() -> None:
     assert "\n" not in line
     found = json.loads(line)
     states = found.pop("states")
-    assert found == {"head": report.head, "missing": [3], "is_late": False, "reporters": [0, 2, 3]}
+    place = {"call": "all_reduce() call 5", "phase": "agree", "seconds": 10.2}
+    assert found == {"head": report.head, "missing": [3], "is_late": False, "reporters": [0, 2, 3], **place}
     assert [state["ranks"] for state in states] == [[3], [1], [4], [0, 2]]
     assert (states[0]["activity"], states[0]["process"], states[0]["stack"]) == ("its process has ended", "dead", None)
     assert (states[1]["calls"], states[1]["stack"], states[1]["pids"]) == (4, ["train.py:88 in f"], [4711])
@@ -570,6 +571,30 @@ def test_a_report_of_another_rank_that_arrived_during_a_request_is_adopted(liste
     background.close()
 
 
+def test_the_report_of_a_rank_that_was_found_late_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a load of 25 the search for an answering rank took all of the time: "the missing rank is not known"."""
+    composed = compose([_waits(0), _works(1)])
+    answers = [{}, asdict(composed)]
+
+    def answer(_message: Any) -> dict[str, Any]:
+        time.sleep(0.3)
+        return answers.pop(0)
+
+    seconds = [0.1, 60.0]
+    monkeypatch.setattr("legacy_ddp._watchdog.watchdog._report_seconds", lambda _size: seconds.pop(0))
+    server = StatusServer(0, answer, lambda _rank, _exit_reason: None)
+    server.start(None)
+    view, background = GroupView(server.endpoint, [server.endpoint]), BackgroundTasks(0)
+    exchange = ReportExchange(view, FailureRecord(view, cast(Any, _Saved())), background, warn_after_seconds=60.0)
+
+    found = exchange.fetch(5, Failure("connection lost"))
+
+    background.close()
+    server.close("")
+    assert found.text == composed.text
+    assert seconds == answers == []
+
+
 def test_no_rank_is_asked_twice_if_all_ranks_answer(listeners: list[_Answers]) -> None:
     rows = poll_ranks([one.server.endpoint for one in listeners], listeners[0].server.endpoint, twice=False)
 
@@ -583,10 +608,12 @@ class _Saved:
     def __init__(self) -> None:
         self.saved: list[str] = []
         self.logged: list[str] = []
-        self.notify_loss = self.logged.append
 
     def save(self, report: Report, introduction: str = "") -> None:
         self.saved.append(introduction + report.text)
+
+    def notify_loss(self, text: str, report: Report) -> None:
+        self.logged.append(f"{report.missing}: {text}")
 
 
 def test_a_later_failure_is_written_down_where_the_first_named_no_rank(listeners: list[_Answers]) -> None:

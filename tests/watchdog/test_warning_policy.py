@@ -1,5 +1,6 @@
 """Warnings about a long wait: which line comes in the log when, and the reports in the file."""
 
+import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -114,3 +115,21 @@ def test_a_rank_that_is_no_reporter_writes_the_file_without_logging(rank_0: _Log
     report = replace(BAD, reporters=(2,))
     assert rank_0.warn(report) == []
     assert rank_0.file.texts == [report.filed]
+
+
+def test_a_record_of_the_log_has_its_facts_as_attributes(rank_0: _Logged, caplog: pytest.LogCaptureFixture) -> None:
+    report = replace(BAD, call="all_reduce() call 5", phase="agree", seconds=5.25)
+    rank_0.policy.warn(report)
+    rank_0.policy.end(report.call)
+    rank_0.policy.notify_loss("rank 1 ended", report)
+    rank_0.policy.tell_completion(report.call)
+
+    names = ("event", "rank", "call", "phase", "seconds", "ranks", "bytes")
+    assert [[getattr(record, name) for name in names] for record in caplog.records] == [
+        ["waiting", 0, report.call, "agree", 5.25, [1], None],
+        ["arrived", 0, report.call, None, None, None, None],
+        ["lost", 0, report.call, "agree", 5.25, [1], None],
+        ["arrived", 0, report.call, "payload", None, None, None],
+    ]
+    (facts,) = [record.report for record in caplog.records if record.event == "waiting"]
+    assert facts == json.loads(report.filed.splitlines()[-1]) | {"missing": (1,), "reporters": (0,), "states": ()}

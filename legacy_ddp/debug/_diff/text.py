@@ -22,7 +22,7 @@ def lines(comparison: Comparison) -> list[str]:
     text = [*wrap(comparison.headline), *_folders(comparison)]
     if comparison.causes:
         text += ["", "these differ around the training, and may explain it:"]
-        text += [line for cause in comparison.causes[:MAX_LINES] for line in wrap(_cause(cause), "  ")]
+        text += [line for cause in comparison.causes[:MAX_LINES] for line in wrap(": ".join(cause_parts(cause)), "  ")]
         text += _more(len(comparison.causes) - MAX_LINES)
     if comparison.first:
         text += ["", *_first(comparison, comparison.first), "", *wrap(f"meaning: {comparison.explanation}")]
@@ -51,9 +51,10 @@ def _members(record: Comparison | Divergence) -> dict[str, Any]:
     return asdict(record, dict_factory=lambda fields: {_JSON_KEYS.get(name, name): value for name, value in fields})
 
 
-def _cause(cause: Cause) -> str:
+def cause_parts(cause: Cause) -> tuple[str, str]:
+    """The thing that differs, with its place, and the values."""
     sides = ", ".join(f"{value} in {label}" for label, value in cause.sides)
-    return f"{cause.what}{f', {cause.where}' if cause.where else ''}: {sides}"
+    return f"{cause.what}{f', {cause.where}' if cause.where else ''}", sides
 
 
 def _first(comparison: Comparison, first: Divergence) -> Iterator[str]:

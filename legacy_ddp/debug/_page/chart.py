@@ -9,7 +9,7 @@ from functools import cached_property
 from math import gcd
 
 import numpy as np
-from bokeh.models import BasicTickFormatter, CrosshairTool, Range1d, Span
+from bokeh.models import BasicTickFormatter, CrosshairTool, FixedTicker, Range1d, Span
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
@@ -246,7 +246,10 @@ class Axis:
         plot.add_tools(CrosshairTool(overlay=self.pointer))
         plot.toolbar.logo = None
         plot.xaxis.formatter = BasicTickFormatter(use_scientific=False)
-        plot.xaxis.ticker.min_interval = 1
+        if self.steps.end - self.steps.start == 1:  # one step, in the middle
+            plot.xaxis.ticker = FixedTicker(ticks=[self.steps.start + 0.5])
+        else:
+            plot.xaxis.ticker.min_interval, plot.xaxis.ticker.num_minor_ticks = 1, 0
         plot.grid.grid_line_color = "#e5e5e5"
         plot.outline_line_color = "#b0b0b0"
         for axis in plot.axis:

@@ -156,6 +156,9 @@ def _add_colour_bar(plot: figure, heat_map: HeatMap) -> None:
     low, high = heat_map.ramp
     whole = np.arange(np.ceil(low), np.floor(high) + 1)
     ticks = whole[:: max(1, -(-len(whole) // 6))] if len(whole) > 2 else np.linspace(low, high, 4)
+    values = heat_map.cells.largest[heat_map.cells.largest > 0]
+    if len(values) and values.min() == values.max():
+        ticks = np.log10(values[:1])
     texts = [f"1e{tick:.0f}" if len(whole) > 2 else f"{10.0 ** min(tick, float_info.max_10_exp):.2g}" for tick in ticks]
     plot.add_layout(
         models.ColorBar(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from bokeh.models import ColumnDataSource, GlyphRenderer, HoverTool, Legend, LegendItem
+from bokeh.models import ColumnDataSource, FixedTicker, GlyphRenderer, HoverTool, Legend, LegendItem
 from bokeh.plotting import figure
 from numpy.typing import NDArray
 
@@ -33,6 +33,7 @@ COLOURS = (
     *("#332288", "#882255", "#999933", "#44aa99", "#000000", "#aa4499"),
 )
 
+_DOT = 7.0  # pixels
 _LOG_FROM = 20.0  # ratio of largest to smallest value from which the axis is logarithmic
 
 T = TypeVar("T")
@@ -98,6 +99,8 @@ def draw_line_chart(axis: Axis, chart: LineChart, labels: Sequence[str]) -> Char
         reason = [f"Left out: {chart.left_out}."] if chart.left_out else []
         return Chart(chart.title, (*chart.captions, *reason))
     plot = axis.plot(chart.y_label, y_axis_type=axis_type(known))
+    if known.min() == known.max():
+        plot.yaxis.ticker = FixedTicker(ticks=[float(known[0])])
     captions, entries = _draw_ranks(plot, chart, labels) if chart.tables else ([], _draw_curves(plot, chart))
     for table, damaged, label in zip(chart.tables, chart.damaged, labels, strict=False):
         if damaged.any():
@@ -296,7 +299,7 @@ def draw_line(plot: figure, line: Line, style: LineStyle, value_title: str) -> G
     single = ~gap[1:-1] & gap[:-2] & gap[2:]
     if single.any():
         dots = ColumnDataSource({"step": steps[single], "value": values[single]})
-        renderers.append(plot.scatter("step", "value", source=dots, size=max(4.0, style.width), **colour))
+        renderers.append(plot.scatter("step", "value", source=dots, size=max(_DOT, style.width), **colour))
     tips = [("of", line.owner), ("step", "@step"), (value_title, "@value{%.4g}")]
     plot.add_tools(HoverTool(renderers=renderers, tooltips=tips, formatters={"@value": "printf"}, visible=False))
     return curve

@@ -13,11 +13,11 @@ from bokeh.embed import components
 from bokeh.resources import Resources
 from markupsafe import Markup
 
-from legacy_ddp._compare import MISSING, compare_rows, name_ranks
+from legacy_ddp._compare import MAX_LINES, MISSING, compare_rows, name_ranks
 from legacy_ddp._errors import TraceError
 from legacy_ddp.debug._diff.compare import compare_ranks, compare_runs
-from legacy_ddp.debug._diff.result import Comparison, OperationFinding, OperationRow, Verdict
-from legacy_ddp.debug._diff.text import lines, on_ranks
+from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding, OperationRow, Verdict
+from legacy_ddp.debug._diff.text import cause_parts, lines, on_ranks
 from legacy_ddp.debug._operations.describe import at
 from legacy_ddp.debug._page.chart import Axis, Chart, Grid
 from legacy_ddp.debug._page.heatmap import HeatMap, draw_heat_map, parameter_chart, wait_chart
@@ -119,7 +119,8 @@ def render(
     series = read_series(runs, progress)
     symbol, verdict_label = _VERDICTS[comparison.verdict]
     labels = ("A", "B")[: len(runs)] if len(runs) == 2 else ("",)
-    charts = [*operation_table(comparison.operations), *draw_charts(series, labels)]
+    findings = [*cause_table(comparison.causes), *operation_table(comparison.operations)]
+    charts = draw_charts(series, labels)
     plots = [chart.plot for chart in charts if chart.plot is not None]
     script, divisions = components(plots) if plots else ("", ())  # a trace without any step has no chart
     remaining = iter(divisions)
@@ -134,6 +135,7 @@ def render(
         verdict=comparison.verdict,
         verdict_label=f"{symbol} {verdict_label.upper()}",
         headline=comparison.headline.removeprefix(f"{verdict_label}: "),
+        findings=findings,
         text="\n".join(text),
         columns=labels if len(runs) == 2 else ("all ranks",),
         environment=environment,
@@ -172,12 +174,23 @@ def draw(axis: Axis, description: LineChart | HeatMap | Chart, labels: Sequence[
     return draw_heat_map(axis, description) if isinstance(description, HeatMap) else description
 
 
+def cause_table(causes: Sequence[Cause]) -> Iterator[Chart]:
+    """The table of differences around the training, if there are any, likeliest first."""
+    if not causes:
+        return
+    rows = [cause_parts(cause) for cause in causes[:MAX_LINES]]
+    more = (f"{len(causes) - MAX_LINES} more rows are left out.",) if len(causes) > MAX_LINES else ()
+    yield Chart("What differs around the training, and may explain it", more, table=(("what", "values"), *rows))
+
+
 def operation_table(found: OperationFinding | None) -> Iterator[Chart]:
     """The table, if there is a difference."""
     if found is None or not found.rows:
         return
     captions = (
-        f"{_MARK} The first difference: {found.summary}.",
+        f"{_MARK} The first difference: {'; '.join((found.summary, *found.details))}.",
+        f"Meaning: {found.meaning}",
+        *([f"Next: {found.next_step}."] if found.next_step else []),
         f"Numbers count the operations of the step, {found.counts[0]:,} {at(found.labels[0])}, {found.counts[1]:,} "
         f"{at(found.labels[1])}.{_consequences(found)}",
     )

@@ -72,7 +72,7 @@ def facts_of(
     names = sorted({str(device) for device in devices})
     facts = {
         "torch": torch.__version__,
-        "legacy_ddp": _package_version(),
+        "legacy_ddp": _package(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "cpu": f"{_cpu_model()}, kernels for {torch.backends.cpu.get_cpu_capability()}",
@@ -124,10 +124,21 @@ def _backend(group: dist.ProcessGroup, device: str) -> str:
         return "none"
 
 
-def _package_version() -> str:
+def _package() -> str:
+    """The version of the library, and the commit of a checkout."""
     import legacy_ddp  # not at the top: this file is loaded while legacy_ddp is being imported
 
-    return legacy_ddp.__version__
+    return describe_package(legacy_ddp.__version__, Path(legacy_ddp.__file__).parent.parent)
+
+
+def describe_package(version: str, checkout: Path) -> str:
+    """``version``, with the commit if ``checkout`` is the top of a repository.
+
+    An installed package has no commit, also if its environment lies in the repository of a script.
+    """
+    if not (checkout / ".git").exists():
+        return version
+    return f"{version}, commit {commit_of(checkout)}"
 
 
 def _determinism() -> str:

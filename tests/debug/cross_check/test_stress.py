@@ -73,7 +73,7 @@ def _many(rank: int) -> dict[str, int]:
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_many_cross_checks_leave_the_state_and_a_clean_exit() -> None:
-    first, second = run_ranks(_many, 2, fresh=True, timeout_seconds=240)
+    first, second = run_ranks(_many, 2, fresh=True, timeout_seconds=8.0 * CHECKS)
 
     assert first == second
     assert {"equal", "differs", "error"} <= set(first)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bokeh.models import GlyphRenderer, HoverTool, Line, Scatter, VArea
+from bokeh.models import ColorBar, FixedTicker, GlyphRenderer, HoverTool, Line, Scatter, VArea
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,6 +77,30 @@ def test_a_point_between_gaps_is_a_dot() -> None:
     (dots,) = _renderers(chart, Scatter)
     assert dots.data_source.data["step"].tolist() == [1, 3]
     assert dots.data_source.data["value"].tolist() == [1.0, 3.0]
+
+
+def test_an_axis_with_one_point_shows_one_point() -> None:
+    one_step, axis = make_call_table([[2.5]]), Axis.over(0.5, 1.5)
+    alone = draw(axis, local_norm_chart([one_step]), [""])
+    several = _local_norms([make_call_table([[2.5, 4.0]])], [""])
+
+    assert alone.plot is not None
+    assert several.plot is not None
+    assert [axis.ticker.ticks for axis in (alone.plot.xaxis[0], alone.plot.yaxis[0])] == [[1], [2.5]]
+    assert not any(isinstance(axis.ticker, FixedTicker) for axis in several.plot.axis)
+
+
+def test_a_colour_bar_of_one_value_shows_one_value(tmp_path: Path) -> None:
+    names = {"reduced_gradients": ("gradient of 'a'",)}
+    runs = [open_run(write_trace(tmp_path / str(steps), names=names, start=(), steps=steps)) for steps in (1, 2)]
+    axis = Axis.over(0.5, 1.5)
+
+    drawn = [draw(axis, parameter_chart(read_series([run])), [""]) for run in runs]
+
+    bars = [chart.plot.select_one(ColorBar) for chart in drawn if chart.plot is not None]
+    assert [len(bar.ticker.ticks) for bar in bars] == [1, 4]
+    # The trace has 1 + 1 / 8 as the norm of step 1.
+    assert [*bars[0].major_label_overrides.values()] == ["1.1"]
 
 
 def test_a_gradient_that_was_not_finite_is_a_cross_with_its_ranks() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 from selenium import webdriver
 
+from legacy_ddp._compare import MAX_LINES
 from legacy_ddp.debug._diff.operations import MAX_FIRST, ROWS_AFTER, ROWS_BEFORE, finding, judge_values
-from legacy_ddp.debug._diff.result import Comparison, OperationFinding
+from legacy_ddp.debug._diff.result import Cause, Comparison, OperationFinding
 from legacy_ddp.debug._operations.align import first_difference
 from legacy_ddp.debug._operations.operation import Operation
-from legacy_ddp.debug._page.page import operation_table, render
+from legacy_ddp.debug._page.page import cause_table, operation_table, render
 from legacy_ddp.debug._trace.run import open_run
 from tests.helpers.browser import Page, open_browser, reason_missing
 from tests.helpers.operations import changed, model, numbered, operation, rewritten
@@ -62,9 +63,9 @@ def between(a: list[Operation], b: list[Operation], ranks: tuple[int, ...] = (1,
     return finding(41, sides, difference, counts=counts, labels=("A", "B"), ranks=ranks, facts={}, judge=judge_values)
 
 
-def page(folder: Path, operations: OperationFinding | None) -> Path:
+def page(folder: Path, operations: OperationFinding | None, causes: tuple[Cause, ...] = ()) -> Path:
     runs = [open_run(write_trace(folder / name)) for name in ("a", "b")]
-    comparison = Comparison(("a", "b"), "different", "different: somewhere", operations=operations)
+    comparison = Comparison(("a", "b"), "different", "different: somewhere", operations=operations, causes=causes)
     path = folder / "report.html"
     path.write_text(render(runs, comparison, ["the text"]), encoding="utf-8")
     return path
@@ -92,6 +93,30 @@ def test_rows_that_agree_are_not_said_to_follow_from_the_difference() -> None:
 
 def test_without_a_difference_there_is_no_table() -> None:
     assert [*operation_table(None)] == []
+
+
+def test_causes_and_operations_stand_before_the_long_list_of_the_page(tmp_path: Path) -> None:
+    cause = Cause("threads", (("A", "1"), ("B", "4")), "first at step 7 on rank 1")
+
+    text = page(tmp_path, found(), (cause,)).read_text(encoding="utf-8")
+
+    parts = (
+        *("may explain it</h2>", "<td>threads, first at step 7 on rank 1</td><td>1 in A, 4 in B</td>"),
+        *("Operations of step 41", "Meaning: The same kernel gave another result", "<pre>the text</pre>"),
+        "Difference of the two runs, by parameter and step</h2>",
+    )
+    places = [text.index(part) for part in parts]
+    assert places == sorted(places)
+
+
+def test_many_causes_are_cut() -> None:
+    causes = [Cause(f"fact {number}", (("A", "1"), ("B", "2"))) for number in range(MAX_LINES + 3)]
+
+    (chart,) = cause_table(causes)
+
+    assert len(chart.table) == 1 + MAX_LINES
+    assert chart.captions == ("3 more rows are left out.",)
+    assert [*cause_table(())] == []
 
 
 def test_the_table_stays_small(tmp_path: Path) -> None:

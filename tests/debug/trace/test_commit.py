@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from legacy_ddp.debug._trace import environment
-from legacy_ddp.debug._trace.environment import UNKNOWN, commit_of
+from legacy_ddp.debug._trace.environment import UNKNOWN, commit_of, describe_package
 
 _IDENTITY = ("-c", "user.name=n", "-c", "user.email=n@example.org")
 
@@ -60,6 +60,19 @@ def test_a_changed_file_is_told_and_an_untracked_file_is_not(repository: Path, *
         _git(repository, "add", "file")
 
     assert commit_of(repository) == f"{head}, modified"
+
+
+def test_two_checkouts_of_the_library_are_told_apart_and_an_installed_package_has_no_commit(repository: Path) -> None:
+    head = _git(repository, "rev-parse", "HEAD")
+    installed = repository / "venv" / "site-packages"
+    installed.mkdir(parents=True)
+
+    assert describe_package("1.2.0", repository) == f"1.2.0, commit {head}"
+    assert describe_package("1.2.0", installed) == "1.2.0"
+    (repository / "file").write_text("two")
+    assert describe_package("1.2.0", repository) == f"1.2.0, commit {head}, modified"
+    _git(repository, "worktree", "add", "--quiet", "-b", "other", "../worktree")
+    assert describe_package("1.2.0", repository.parent / "worktree") == f"1.2.0, commit {head}"
 
 
 def test_the_repository_is_only_read(repository: Path) -> None:

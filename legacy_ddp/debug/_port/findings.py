@@ -1,0 +1,308 @@
+"""The findings in a script of torch DDP: changes of its text, and what its text cannot tell, each with a page."""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from legacy_ddp.debug._port.script import Edit, Script, UnclearError, called_name
+from legacy_ddp.debug._port.steps import Place, Step, find_steps, has_sequence, optimizer_of, place_of, readers
+from legacy_ddp.debug._port.wrappers import Wrappers
+
+_OURS = "LegacyDistributedDataParallel"
+_IMPORT = f"from legacy_ddp import {_OURS}"
+_MIGRATION, _COMPATIBILITY = "docs/migration.md", "docs/compatibility.md"
+PAGES = {
+    "call": f"{_MIGRATION}#the-place-of-the-call",
+    "backwards": f"{_MIGRATION}#two-backward-passes-in-a-step-a-gan",
+    "wrappers": f"{_MIGRATION}#several-wrappers",
+    "accumulation": f"{_MIGRATION}#accumulation",
+    "arguments": f"{_MIGRATION}#arguments-and-members",
+    "evaluation": f"{_MIGRATION}#batchnorm-and-evaluation",
+    "sampler": "docs/tutorial/whole-script.md#epochs-sampler-and-seeds",
+    "class": f"{_MIGRATION}#the-class-in-other-places",
+    "hooks": f"{_COMPATIBILITY}#communication-hooks-uneven-inputs",
+    "autograd": f"{_COMPATIBILITY}#modules-and-autograd",
+    "checkpoints": f"{_COMPATIBILITY}#groups-checkpoints-data",
+    "members": f"{_COMPATIBILITY}#not-here-and-why",
+}
+_MOVE = "torch DDP moves batches to the device, this wrapper does not; check that the script does"
+_ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use different ones"
+_NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
+_BUFFERS = "forward never communicates"
+_BY_HAND = "nothing takes its place; read what it was for"
+# Arguments of torch DDP in its order: the name here, or why it goes; whether that is a decision.
+ARGUMENTS = {
+    "module": ("module", False),
+    "device_ids": (_MOVE, True),
+    "output_device": ("", False),
+    "dim": ("", False),
+    "broadcast_buffers": (_BUFFERS, False),
+    "init_sync": ("init_sync", False),
+    "process_group": ("process_group", False),
+    "bucket_cap_mb": (_NO_OVERLAP, False),
+    "find_unused_parameters": (_ANY_GRAPH, False),
+    "check_reduction": (_ANY_GRAPH, False),
+    "gradient_as_bucket_view": ("gradient_as_bucket_view", False),
+    "static_graph": (_ANY_GRAPH, False),
+    "delay_all_reduce_named_params": (_BY_HAND, True),
+    "param_to_hook_all_reduce": (_BY_HAND, True),
+    "mixed_precision": ("torch.autocast casts, and reduce_dtype= is the dtype of gradients on the wire", True),
+    "device_mesh": ("process_group", False),
+    "skip_all_reduce_unused_params": (_ANY_GRAPH, False),
+    "forward_sync_buffers": (_BUFFERS, False),
+    "bucket_cap_mb_list": (_NO_OVERLAP, False),
+    "batched_grad_copy": (_NO_OVERLAP, False),
+    "lazy_bucket_allocation": (_NO_OVERLAP, False),
+}
+# Names: the full name that imports give, or a dot and the attribute; whether this is a decision, page and text.
+_NAMES = (
+    (r"\.no_sync", False, "accumulation", "no_sync() works here, too, but is not needed: backward() sends nothing"),
+    (r"\.register_comm_hook", False, "hooks", "the hook works here, too: it runs inside all_reduce()"),
+    (r"torch\.distributed\.algorithms\.(join\.)?Join", True, "hooks", "in Join([...]) the wrapper comes first"),
+    (r"torch\.distributed\.checkpoint\.state_dict\.\w+", True, "checkpoints", "pass model.module, not the wrapper"),
+    (r"torch\.distributed\.autograd\.\w+", True, "members", "all_reduce() reads .grad; these gradients are not there"),
+    (
+        r"\.(_get_ddp_logging_data|_register_builtin_comm_hook|_register_fused_optim|_set_static_graph"
+        r"|require_backward_grad_sync|require_forward_param_sync)",
+        True,
+        "members",
+        "this is of torch DDP alone; the page says what to write",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A change, a remark about it, or both. ``page``: a key of ``PAGES``. ``is_open``: the user decides."""
+
+    line: int
+    page: str
+    text: str
+    is_open: bool = True
+    edits: tuple[Edit, ...] = ()
+
+
+def find(script: Script) -> list[Finding]:
+    """The findings in the order of the text. If the class cannot be replaced, that is the only one."""
+    wrappers = Wrappers(script)
+    try:
+        found = [*_on_class(wrappers)]
+    except UnclearError as error:
+        return [Finding(error.line, "class", f"nothing is changed: {error}")]
+    for rule in (_on_arguments, _on_steps, _on_settings, _on_evaluation, _on_names):
+        found += rule(wrappers)
+    return sorted(found, key=lambda finding: finding.line)
+
+
+def _on_class(wrappers: Wrappers) -> Iterator[Finding]:
+    """The imports of the class, and the places that name it."""
+    script, edits = wrappers.script, [*_class_edits(wrappers)]
+    constructors = [call.func for call in wrappers.made]
+    for use in wrappers.uses:
+        if use not in constructors and not _is_type(script, use):
+            yield Finding(use.lineno, "class", "the class is used as a value; check what is done with it")
+    if edits:
+        yield Finding(1, "class", "", False, tuple(edits))
+    if edits and not wrappers.made:
+        yield Finding(1, "class", "no wrapper is made in this file; port the file that makes it, too")
+
+
+def _class_edits(wrappers: Wrappers) -> Iterator[Edit]:
+    script = wrappers.script
+    ours = [(node, alias) for node, alias in script.imported_from if script.is_ddp_import(node, alias)]
+    renamed = {alias.name for _, alias in ours if not alias.asname}
+    for node, alias in ours:
+        _refuse_other_meanings(script, alias.asname or alias.name, [alias for _, alias in ours])
+        yield from _import_edits(script, node, alias)
+    full = [use for use in wrappers.uses if isinstance(use, ast.Attribute)]
+    if full and not any(node in script.tree.body and not alias.asname for node, alias in ours):
+        yield _new_import(script)
+    for use in [*full, *(use for use in wrappers.uses if isinstance(use, ast.Name) and use.id in renamed)]:
+        yield script.replacement(use, _OURS)
+
+
+def _refuse_other_meanings(script: Script, name: str, ours: list[ast.alias]) -> None:
+    """Raises UnclearError where the name of the class has other meanings, or stands in an f-string."""
+    nodes = [node for _, node in script.bound[name] if node not in ours]
+    nodes += [node for node in script.hidden if isinstance(node, ast.Name) and node.id == name]
+    if nodes:
+        line = min(getattr(node, "lineno", 1) for node in nodes)
+        raise UnclearError(
+            line, f"{name} has another meaning in this line, or is in an f-string; rename one of the two"
+        )
+
+
+def _import_edits(script: Script, node: ast.ImportFrom, alias: ast.alias) -> Iterator[Edit]:
+    """The class of this library in place of torch's, as the only name of an import or as one of several."""
+    if len(node.names) > 1:
+        yield script.item_removal(alias)
+        line = f"{_IMPORT} as {alias.asname}" if alias.asname else _IMPORT
+        yield script.insertion(node, [line], is_before=False)
+        return
+    module = re.compile(rf"from\s+({re.escape(node.module or '')})\s").match(script.text, script.start(node))
+    if module is None:
+        raise UnclearError(node.lineno, f"write {_IMPORT} by hand")
+    yield Edit(*module.span(1), "legacy_ddp")
+    yield Edit(script.start(alias), script.start(alias) + len(alias.name), _OURS)
+
+
+def _new_import(script: Script) -> Edit:
+    """After the first imports of the module, or after its docstring."""
+    body = script.tree.body
+    count = int(ast.get_docstring(script.tree) is not None)
+    while count < len(body) and isinstance(body[count], ast.Import | ast.ImportFrom):
+        count += 1
+    return script.insertion(body[max(count - 1, 0)], [_IMPORT], is_before=count == 0)
+
+
+def _is_type(script: Script, node: ast.AST) -> bool:
+    """Whether the class stands in an annotation, in a comparison, or in ``isinstance()``."""
+    parent = script.parent(node)
+    if isinstance(parent, ast.Tuple | ast.Subscript | ast.BinOp):
+        return _is_type(script, parent)
+    if isinstance(parent, ast.Call):
+        return called_name(parent) in ("isinstance", "issubclass")
+    is_annotation = node in (getattr(parent, "annotation", None), getattr(parent, "returns", None))
+    return is_annotation or isinstance(parent, ast.Compare)
+
+
+def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
+    """The arguments of the constructor, and constructors whose result no variable holds."""
+    for call in wrappers.made:
+        stars = [index for index, argument in enumerate(call.args) if isinstance(argument, ast.Starred)]
+        plain: list[ast.expr | ast.keyword] = [*(call.args[: stars[0]] if stars else call.args)]
+        for name, node in [*zip(ARGUMENTS, plain, strict=False), *((word.arg, word) for word in call.keywords)]:
+            try:
+                yield from _on_argument(wrappers.script, call, name, node) if name else ()
+            except UnclearError as error:
+                yield Finding(error.line, "arguments", str(error))
+        if stars or None in [word.arg for word in call.keywords]:
+            text = "arguments in * or ** are not seen here; remove those of torch DDP alone"
+            yield Finding(call.lineno, "arguments", text)
+    for call in wrappers.unassigned:
+        text = "no variable of this file holds the wrapper; call its all_reduce() in each step"
+        yield Finding(call.lineno, "call", text)
+
+
+def _on_argument(script: Script, call: ast.Call, name: str, node: ast.expr | ast.keyword) -> Iterator[Finding]:
+    value = node.value if isinstance(node, ast.keyword) else node
+    if name not in ARGUMENTS:
+        yield Finding(call.lineno, "arguments", f"{name} is no argument of torch DDP; find out whose it is")
+        return
+    reason, is_open = ARGUMENTS[name]
+    removal = script.item_removal(node)
+    is_default = isinstance(value, ast.Constant) and value.value is None
+    if reason not in ARGUMENTS:
+        text = f"{name} is removed: {reason}" if reason and not is_default else ""
+        yield Finding(call.lineno, "arguments", text, is_open and not is_default, (removal,))
+    elif node is not value:
+        start = script.start(node)
+        yield Finding(call.lineno, "arguments", "", False, (Edit(start, start + len(name), reason),))
+    elif name != "module":
+        yield Finding(call.lineno, "arguments", "", False, (Edit(script.start(node), script.start(node), f"{name}="),))
+
+
+def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
+    """The call in each training step."""
+    script, steps = wrappers.script, find_steps(wrappers.script)
+    for step in steps:
+        yield from _on_step(wrappers, step)
+    for call in script.calls:
+        if re.fullmatch(r"(\w*_)?scaler", called_name(call)) and optimizer_of(call):
+            text = "this call may run backward() and step(): all_reduce() goes between them, in the function called"
+            yield Finding(call.lineno, "call", text)
+    if len(wrappers.all) > 1:
+        text = f"{len(wrappers.all)} wrappers: all ranks make the calls of each step in the same order"
+        yield Finding(wrappers.all[0].made[0].lineno, "wrappers", text)
+    if wrappers.all and not steps:
+        text = "this file has no backward(); call all_reduce() where the training step is"
+        yield Finding(wrappers.all[0].made[0].lineno, "call", text)
+
+
+def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
+    script, line, place = wrappers.script, step.backwards[0].lineno, place_of(wrappers.script, step)
+    named = wrappers.of_step(step)
+    if not named or place is None:
+        what = "which wrapper this backward() is for" if place else "the optimizer step of this backward()"
+        text = f"{what} is not seen here; all_reduce() of the wrapper goes between backward() and the step"
+        yield Finding(line, "call", text)
+        return
+    lines = []
+    for name, wrapper in named:
+        if wrappers.is_conditional(wrapper, place.statement):
+            lines += [f'if hasattr({name}, "all_reduce"):', f"{_indent(script)}{name}.all_reduce()"]
+            text = f"{name} is wrapped under a condition; a plain module has no all_reduce()"
+            yield Finding(line, "call", text, False)
+        else:
+            lines.append(f"{name}.all_reduce()")
+    try:
+        edit = script.insertion(place.statement, lines, is_before=place.is_before)
+    except UnclearError as error:
+        yield Finding(error.line, "call", str(error))
+    else:
+        yield Finding(line, "call", "", False, (edit,))
+        yield from _on_place(script, step, place, edit.start)
+
+
+def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
+    first = step.backwards[0]
+    if has_sequence(script, step.backwards):
+        text = "one all_reduce() for several backward(); torch DDP adds up after each, which rounds differently"
+        yield Finding(first.lineno, "backwards", text)
+    if place.is_before:
+        text = "all_reduce() stands under the condition of the step: other micro-batches send nothing"
+        yield Finding(first.lineno, "accumulation", text, False)
+    if place.is_rare:
+        text = "all_reduce() follows each backward(), but the step has a condition; to accumulate, move the call there"
+        yield Finding(first.lineno, "accumulation", text)
+    for reader in readers(step.scope):
+        if script.end(first) < script.start(reader) < at:
+            text = "this reads the gradients of this rank alone: all_reduce() comes later"
+            yield Finding(reader.lineno, "call", text)
+    for call in step.backwards:
+        if any(word.arg == "create_graph" for word in call.keywords):
+            yield Finding(call.lineno, "autograd", "with create_graph=True all_reduce() refuses the gradients")
+
+
+def _indent(script: Script) -> str:
+    """One level of indentation, as the script has it first."""
+    found = re.search(r":[ \t]*(?:#.*)?\r?\n(\t| {2,4})\S", script.text)
+    return found[1] if found else "    "
+
+
+def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:
+    """Assignments that are an AttributeError here."""
+    for node in wrappers.script.nodes:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "require_backward_grad_sync":
+            text = "require_backward_grad_sync is removed: only all_reduce() sends; check that it runs once per step"
+            yield Finding(node.lineno, "accumulation", text, edits=(wrappers.script.replacement(node, "pass"),))
+
+
+def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:
+    """Where statistics of BatchNorm matter, unless the script has switched their broadcast off."""
+    words = [word for call in wrappers.made for word in call.keywords if word.arg == "broadcast_buffers"]
+    if wrappers.made and sum(ast.unparse(word.value) == "False" for word in words) == len(wrappers.made):
+        return
+    for call in wrappers.script.calls:
+        name = wrappers.name_at(call) if called_name(call) == "eval" else ""
+        if name:
+            text = (
+                f"with BatchNorm, an evaluation on all ranks needs {name}.broadcast_buffers() on every rank before it"
+            )
+            yield Finding(call.lineno, "evaluation", text)
+
+
+def _on_names(wrappers: Wrappers) -> Iterator[Finding]:
+    """Names that need a look, by the table."""
+    sets_epoch = any(called_name(call) == "set_epoch" for call in wrappers.script.calls)
+    for node in wrappers.script.nodes:
+        name = wrappers.script.dotted(node) or (f".{node.attr}" if isinstance(node, ast.Attribute) else "")
+        if isinstance(getattr(node, "ctx", None), ast.Load):
+            for pattern, is_open, page, text in _NAMES:
+                if re.fullmatch(pattern, name):
+                    yield Finding(node.lineno, page, text, is_open)
+        if isinstance(node, ast.Call) and called_name(node) == "DistributedSampler" and not sets_epoch:
+            yield Finding(node.lineno, "sampler", "without sampler.set_epoch(epoch) every epoch has the same order")
+        if isinstance(node, ast.Constant) and node.value == "DistributedDataParallel":
+            yield Finding(node.lineno, "class", "this text names torch's class; check what is done with it")

@@ -1,0 +1,118 @@
+"""``legacy-ddp port``: the changes that move a script from torch DDP to this library, as a diff.
+
+The changes are edits of the text, so that comments and formatting stay. The result is complete if no finding asks for a
+decision.
+"""
+
+import ast
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from legacy_ddp._text import printable, wrap
+from legacy_ddp.debug._port.findings import PAGES, Finding, find
+from legacy_ddp.debug._port.script import Edit, Script, ScriptError
+
+_BYTE_ORDER_MARK = "\ufeff"
+# Libraries that wrap the module themselves, by the beginning of a full name.
+OTHERS = {
+    "accelerate": "docs/accelerate.md",
+    "apex.parallel": "docs/migration.md#apex-with-delay_allreduce",
+    "fairseq": "docs/migration.md#fairseqs-legacy_ddp",
+    "horovod": "docs/migration.md#horovod",
+    "lightning": "docs/lightning.md",
+    "pytorch_lightning": "docs/lightning.md",
+    "transformers.Trainer": "docs/accelerate.md#transformers",
+}
+_NO_DDP = "the script does not name torch's DistributedDataParallel; a module that it imports may, port that file"
+
+
+@dataclass(frozen=True)
+class Port:
+    """The script before and after, and the findings in the order of the text."""
+
+    path: Path
+    before: str
+    after: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to decide."""
+        return not any(finding.is_open for finding in self.findings)
+
+    def diff(self) -> str:
+        """A unified diff that ``patch`` and ``git apply`` read. It is empty if nothing changes."""
+        name = os.path.relpath(self.path)
+        if name.startswith(".."):
+            name = str(self.path.absolute()).lstrip("/")
+        end = "\t" if " " in name else ""  # as git writes it: otherwise the name ends at the space
+        found = difflib.unified_diff(
+            _lines(self.before), _lines(self.after), f"a/{printable(name)}{end}", f"b/{printable(name)}{end}"
+        )
+        return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in found)
+
+    def remark_lines(self) -> list[str]:
+        """The findings with a text, in lines of 80 columns. Equal findings are one, with all lines of the script."""
+        lines: dict[tuple[bool, str, str], set[int]] = {}
+        for finding in self.findings:
+            if finding.text:
+                lines.setdefault((finding.is_open, finding.text, finding.page), set()).add(finding.line)
+        found = []
+        for (is_open, text, page), (first, *others) in ((key, sorted(numbers)) for key, numbers in lines.items()):
+            also = f" (also {', '.join(f'line {line}' for line in others)})" if others else ""
+            start = f"{self.path}:{first}: {'decide' if is_open else 'note'}: {text}{also}"
+            found += [*wrap(start, break_words=False), f"  {PAGES[page]}"]
+        return found
+
+
+def _lines(text: str) -> list[str]:
+    """Lines as ``patch`` counts: only a line feed ends a line."""
+    return [f"{line}\n" for line in text.split("\n")[:-1]] + ([last] if (last := text.rpartition("\n")[2]) else [])
+
+
+def port(path: Path) -> Port:
+    """The port of a script.
+
+    Raises:
+        OSError: the file cannot be read.
+        ScriptError: this Python cannot read the script, or there is nothing to port.
+    """
+    if path.suffix == ".ipynb":
+        raise ScriptError(f"{path} is a notebook; jupyter nbconvert --to script {path} makes a script of it")
+    try:
+        text = path.read_bytes().decode("utf-8")
+        script = Script(text.removeprefix(_BYTE_ORDER_MARK))
+    except UnicodeDecodeError as error:
+        raise ScriptError(f"{path} is not UTF-8: {error.reason} at byte {error.start}; convert the file") from error
+    except ScriptError as error:
+        raise ScriptError(f"{path} is no script that this Python can read: {error}") from error
+    names = [f"{name}." for name in script.imports.values()]
+    if _has(names, "legacy_ddp"):
+        raise ScriptError(f"{path}: nothing to port: the script uses legacy_ddp already")
+    findings = find(script)
+    if not any(finding.edits for finding in findings):
+        others = [f"the script uses {other}, see {OTHERS[other]}" for other in OTHERS if _has(names, other)]
+        if others or not any(finding.is_open for finding in findings):
+            raise ScriptError(f"{path}: nothing to port: {'; '.join(others) or _NO_DDP}")
+    after = _apply(script.text, [edit for finding in findings for edit in finding.edits])
+    try:
+        ast.parse(after)
+    except SyntaxError as error:
+        raise ScriptError(f"{path}: the changes would break line {error.lineno}; port this script by hand") from error
+    mark = text.removesuffix(script.text)
+    return Port(path, text, mark + after, tuple(findings))
+
+
+def _has(names: list[str], package: str) -> bool:
+    return any(name.startswith(f"{package}.") for name in names)
+
+
+def _apply(text: str, edits: list[Edit]) -> str:
+    """The text with all edits, but for those inside of a part that another edit removes."""
+    parts, at = [], 0
+    for edit in sorted(edits, key=lambda edit: (edit.start, edit.end)):
+        parts += [text[at : edit.start], edit.text] if edit.start >= at else []
+        at = max(at, edit.end)
+    return "".join([*parts, text[at:]])

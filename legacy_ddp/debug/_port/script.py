@@ -1,0 +1,257 @@
+"""A training script as text and tree: positions, names of imports, blocks, values, and edits of the text.
+
+Nothing is imported or run.
+"""
+
+import ast
+import io
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.Module
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+Block = list[ast.stmt]
+Located = ast.expr | ast.stmt | ast.keyword | ast.alias
+_CLASSES = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+# What stands before and after an argument of a call, or a name of an import, on its line.
+_BEFORE_ITEM = re.compile(r",[ \t]*\Z|(?<=\()[ \t]*\Z|(?<=\bimport)[ \t]+\Z|\A\s*\Z")
+_AFTER_ITEM = re.compile(r"[ \t]*(?:,[ \t]*|(?=[)#\r\n])|\Z)")
+_REST_OF_LINE = re.compile(r"[ \t]*(?:\r\n|\r|\n)")
+
+
+class ScriptError(Exception):
+    """The file cannot be ported. The text says why."""
+
+
+class UnclearError(Exception):
+    """A change that the text around it does not allow. ``line`` of the script, ``text``: what the user does."""
+
+    def __init__(self, line: int, text: str) -> None:
+        super().__init__(text)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Edit:
+    """``text`` in place of the characters from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    text: str
+
+
+class Script:
+    """The tree of a script, with the questions that a port asks.
+
+    Raises:
+        ScriptError: this version of Python cannot read the text.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tree = _parse(text)
+        self._lines = io.StringIO(text, newline="").readlines()  # as Python counts: a form feed, say, ends no line
+        self._starts = [0, *accumulate(map(len, self._lines))]
+        self._parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self._places = dict(_places(self.tree))
+        self.nodes = sorted(_outside_of_f_strings(self.tree), key=lambda node: (node.lineno, node.col_offset))
+        self.hidden = {*self._parents} - {*self.nodes}  # in f-strings, and what is no expression or statement
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+        self.functions = [node for node in self.nodes if isinstance(node, Functions)]
+        self.imported_from = [
+            (node, alias) for node in self.nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
+        # A name of several imports, as in try and except, counts as the class of torch DDP.
+        self.imports = dict(sorted(self._imported_names(), key=lambda pair: pair[1] in _CLASSES))
+        self.values = self._assigned_values()
+        self.bound = self._bound_names()
+
+    def start(self, node: Located) -> int:
+        """The position of its first character."""
+        return self._position(node.lineno, node.col_offset)
+
+    def end(self, node: Located) -> int:
+        """The position behind its last character."""
+        return self._position(node.end_lineno or node.lineno, node.end_col_offset or 0)
+
+    def _position(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())  # columns are bytes
+
+    def parent(self, node: ast.AST) -> ast.AST:
+        """The node that holds a node."""
+        return self._parents[node]
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """The nodes around a node, up to its function and without it."""
+        while not isinstance(node := self._parents[node], Scope):
+            yield node
+
+    def scope(self, node: ast.AST) -> Scope:
+        """The function around a node, or the module."""
+        while not isinstance(node := self._parents[node], Scope):
+            pass
+        return node
+
+    def class_of(self, node: ast.AST) -> ast.AST:
+        """The class around a node, or the module."""
+        while not isinstance(node, ast.ClassDef | ast.Module):
+            node = self._parents[node]
+        return node
+
+    def path(self, node: ast.AST) -> list[tuple[Block, int]]:
+        """The blocks around a node, from that of its function inwards, each with the index of its statement."""
+        return [self._places[at] for at in (node, *self.ancestors(node)) if isinstance(at, ast.stmt)][::-1]
+
+    def dotted(self, node: ast.AST) -> str:
+        """The full name that imports give to an expression (``torch.nn.Linear``), or an empty text."""
+        if isinstance(node, ast.Attribute):
+            before = self.dotted(node.value)
+            return f"{before}.{node.attr}" if before else ""
+        return self.imports.get(node.id, "") if isinstance(node, ast.Name) else ""
+
+    def is_ddp(self, node: ast.AST) -> bool:
+        """Whether an expression is torch's class."""
+        return self.dotted(node) in _CLASSES
+
+    def is_ddp_import(self, node: ast.ImportFrom, alias: ast.alias) -> bool:
+        """Whether an import gives torch's class a name."""
+        return f"{node.module}.{alias.name}" in _CLASSES
+
+    def _imported_names(self) -> Iterator[tuple[str, str]]:
+        """The variable of each import, and the full name of its value."""
+        for node, alias in self.imported_from:
+            yield alias.asname or alias.name, f"{'.' * node.level}{node.module or ''}.{alias.name}"
+        for alias in (alias for node in self.nodes if isinstance(node, ast.Import) for alias in node.names):
+            first = alias.name.partition(".")[0]
+            yield (alias.asname, alias.name) if alias.asname else (first, first)
+
+    def calls_of(self, function: ast.AST) -> list[ast.Call]:
+        """The calls of a function; none if several functions have its name."""
+        name = getattr(function, "name", "")
+        is_one = [other.name for other in self.functions].count(name) == 1
+        return [call for call in self.calls if is_one and called_name(call) == name]
+
+    def _assigned_values(self) -> dict[str, list[tuple[Scope, ast.expr]]]:
+        """The values that the script assigns to each variable or attribute, each with its function."""
+        values: dict[str, list[tuple[Scope, ast.expr]]] = defaultdict(list)
+        for node in self.nodes:
+            if isinstance(node, ast.Assign):
+                for target, value in pairs(node):
+                    values[ast.unparse(target)].append((self.scope(node), value))
+            elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value:
+                values[ast.unparse(node.target)].append((self.scope(node), node.value))
+        return values
+
+    def _bound_names(self) -> dict[str, list[tuple[Scope, ast.AST]]]:
+        """What gives each name a meaning: assignments, parameters, definitions and imports, each with its function."""
+        names: dict[str, list[tuple[Scope, ast.AST]]] = defaultdict(list)
+        for node in self._parents:
+            if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+                names[node.id].append((self.scope(node), node))
+            elif isinstance(node, ast.arg):
+                names[node.arg].append((self.scope(node), node))
+            elif isinstance(node, ast.alias):
+                names[node.asname or node.name].append((self.scope(node), node))
+            elif isinstance(node, Functions | ast.ClassDef | ast.ExceptHandler) and node.name:
+                names[node.name].append((self.scope(node), node))
+        return names
+
+    def replacement(self, node: Located, text: str) -> Edit:
+        """The edit that writes ``text`` in place of a node."""
+        return Edit(self.start(node), self.end(node), text)
+
+    def insertion(self, statement: ast.stmt, lines: list[str], *, is_before: bool) -> Edit:
+        """The edit that writes ``lines`` before or after a statement, with its indentation.
+
+        Raises:
+            UnclearError: the statement shares its lines with others.
+        """
+        first, last = statement.lineno, statement.end_lineno or statement.lineno
+        head = self.text[self._starts[first - 1] : self.start(statement)]
+        tail = self.text[self.end(statement) : self._starts[last]].strip()
+        goes_on = first > 1 and self._lines[first - 2].rstrip("\r\n").endswith("\\")
+        if head.strip() or goes_on or (tail and tail[0] != "#" and not is_before):
+            what = "; ".join(line.strip() for line in lines)
+            raise UnclearError(statement.lineno, f"this line has other code, too: write {what} by hand")
+        newline = self._newline(last)
+        text = "".join(f"{head}{line}{newline}" for line in lines)
+        if not is_before and not self._lines[last - 1].endswith(("\r", "\n")):
+            text = newline + text.removesuffix(newline)
+        at = self._starts[first - 1 if is_before else last]
+        return Edit(at, at, text)
+
+    def item_removal(self, node: Located) -> Edit:
+        """The edit that removes an argument of a call or a name of an import, its comma, and a line left empty.
+
+        Raises:
+            UnclearError: something else than a comma is around it, such as parentheses of its own.
+        """
+        start, end = self.start(node), self.end(node)
+        line = self.text[self._starts[node.lineno - 1] : start]
+        before, after = _BEFORE_ITEM.search(line), _AFTER_ITEM.match(self.text, end)
+        if not before or not after:
+            raise UnclearError(node.lineno, f"remove {' '.join(self.text[start:end].split())} by hand")
+        if before[0].startswith(","):
+            return Edit(start - len(before[0]), end, "")
+        rest = None if line.strip() else _REST_OF_LINE.match(self.text, after.end())
+        return Edit(self._starts[node.lineno - 1], rest.end(), "") if rest else Edit(start, after.end(), "")
+
+    def _newline(self, line: int) -> str:
+        """The characters that end a line, or the first line if this is the last one."""
+        for text in (self._lines[line - 1], self._lines[0]):
+            if newline := text[len(text.rstrip("\r\n")) :]:
+                return newline
+        return "\n"
+
+
+def called_name(call: ast.Call) -> str:
+    """The last part of the name of the function, or an empty text."""
+    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+
+
+def pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The variables of an assignment with their values; a value that is a tuple elsewhere is that of each variable."""
+    for target in node.targets:
+        variables = target.elts if isinstance(target, ast.Tuple | ast.List) else [target]
+        if len(variables) > 1 and isinstance(node.value, ast.Tuple) and len(node.value.elts) == len(variables):
+            yield from zip(variables, node.value.elts, strict=True)
+        else:
+            yield from ((variable, node.value) for variable in variables)
+
+
+def is_local(call: ast.Call) -> bool:
+    """Whether the call may be of a function of the script: ``name()`` or ``self.name()``."""
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    return isinstance(call.func, ast.Name) or (isinstance(owner, ast.Name) and owner.id in ("self", "cls"))
+
+
+def _parse(text: str) -> ast.Module:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about the script, such as an unknown escape
+            return ast.parse(text)
+    except SyntaxError as error:
+        raise ScriptError(f"{error.msg} in line {error.lineno}" if error.lineno else str(error.msg)) from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ScriptError(str(error) or "it is nested too deeply") from error
+
+
+def _places(tree: ast.Module) -> Iterator[tuple[ast.stmt, tuple[Block, int]]]:
+    """The block of each statement, and its index there."""
+    for node in ast.walk(tree):
+        for _, block in ast.iter_fields(node):
+            if isinstance(block, list):
+                yield from ((item, (block, index)) for index, item in enumerate(block) if isinstance(item, ast.stmt))
+
+
+def _outside_of_f_strings(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
+    """All expressions and statements; inside of f-strings Python 3.11 has wrong positions."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr | ast.stmt):
+            yield child
+        if not isinstance(child, ast.JoinedStr):
+            yield from _outside_of_f_strings(child)

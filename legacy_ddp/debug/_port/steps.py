@@ -1,0 +1,180 @@
+"""The training steps of a script, and the place of the call in each.
+
+A step is a series of ``backward()`` calls and the ``optimizer.step()`` calls that follow them in the same function. A
+function of the script that only calls ``backward()`` (or only ``step()``) counts as that call where it is called.
+"""
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+
+from legacy_ddp.debug._port.script import Scope, Script, called_name, is_local
+
+_OPTIMIZER = re.compile(r"(?i)\A(?!.*sched)(.*optim|(.*[._])?opt(_\w+|\d+)?\Z|.*_opt\Z)")
+_STEP = re.compile(r"step|optimi[sz]e|optimi[sz]er_step|step_optimi[sz]er")
+# The condition of a step that comes once in several micro-batches: `if (index + 1) % 4 == 0:`.
+_ACCUMULATES = re.compile(r"(?i) % |accum|update")
+_MAX_HELPERS = 5  # helpers that call helpers
+_Events = dict[Scope, list[tuple[str, ast.Call]]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """``scope``: the function with these calls, in the order of the text. ``steps`` is empty where none was found."""
+
+    scope: Scope
+    backwards: tuple[ast.Call, ...]
+    steps: tuple[ast.Call, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """New lines go after ``statement``, or before it if ``is_before``.
+
+    ``is_rare``: the optimizer steps under a condition, and the call does not depend on it.
+    """
+
+    statement: ast.stmt
+    is_before: bool = False
+    is_rare: bool = False
+
+
+def find_steps(script: Script) -> list[Step]:
+    """The steps of the script, in the order of the text."""
+    helpers = _helpers(script)
+    events = _events(script, helpers)
+    called = {called_name(call) for of_scope in events.values() for _, call in of_scope if is_local(call)}
+    counted = {*helpers} & called  # at their calls
+    return [
+        step
+        for scope, of_scope in events.items()
+        if getattr(scope, "name", "") not in counted
+        for step in _steps_of(script, scope, of_scope)
+    ]
+
+
+def _helpers(script: Script) -> dict[str, str]:
+    """Functions that call only ``backward()`` or only ``step()``, themselves or through other such functions."""
+    counts = Counter(function.name for function in script.functions)
+    helpers: dict[str, str] = {}
+    for _ in range(_MAX_HELPERS):
+        events = _events(script, helpers)
+        kinds = {function.name: {kind for kind, _ in events.get(function, [])} for function in script.functions}
+        helpers = {name: kind.pop() for name, kind in kinds.items() if len(kind) == 1 and counts[name] == 1}
+    return helpers
+
+
+def _events(script: Script, helpers: dict[str, str]) -> _Events:
+    """The ``backward()`` and ``step()`` calls of each function, in the order of the text."""
+    events: _Events = defaultdict(list)
+    for call in sorted(script.calls, key=script.end):
+        kind = _kind(script, call) or (helpers.get(called_name(call), "") if is_local(call) else "")
+        if kind and not _is_inside(script, call, "no_grad"):  # a training step that a script also uses to evaluate
+            events[script.scope(call)].append((kind, call))
+    return events
+
+
+def _kind(script: Script, call: ast.Call) -> str:
+    name = called_name(call)
+    if name == "backward" and isinstance(call.func, ast.Attribute):
+        return "" if script.dotted(call.func).startswith("torch.distributed.autograd") else "backward"
+    return "step" if _STEP.fullmatch(name) and optimizer_of(call) else ""
+
+
+def optimizer_of(call: ast.Call) -> str:
+    """The optimizer of ``optimizer.step()``, ``scaler.step(optimizer)`` or the like by its name, or an empty text."""
+    values = [*call.args, *(keyword.value for keyword in call.keywords)]
+    values += [call.func.value] if isinstance(call.func, ast.Attribute) else []
+    return next((text for text in map(ast.unparse, values) if _OPTIMIZER.search(text)), "")
+
+
+def _steps_of(script: Script, scope: Scope, events: list[tuple[str, ast.Call]]) -> Iterator[Step]:
+    """A step begins with a ``backward()`` that follows a ``step()``."""
+    groups: list[tuple[list[ast.Call], list[ast.Call]]] = []
+    for kind, call in events:
+        if kind == "backward":
+            if not groups or groups[-1][1]:
+                groups.append(([], []))
+            groups[-1][0].append(call)
+        elif groups:
+            groups[-1][1].append(call)
+    for backwards, steps in groups:
+        yield from _split(script, Step(scope, tuple(backwards), tuple(steps)))
+
+
+def _split(script: Script, step: Step) -> Iterator[Step]:
+    """The step, without the ``backward()`` calls of other parts of the function; those are steps without optimizer."""
+    depth = _common_depth([script.path(call) for call in (step.backwards[-1], *step.steps)])
+    if not step.steps or depth is None:
+        yield step
+        return
+    block = script.path(step.backwards[-1])[depth][0]
+    others = [call for call in step.backwards if not any(block is around for around, _ in script.path(call))]
+    if others:
+        yield Step(step.scope, tuple(others), ())
+    yield Step(step.scope, tuple(call for call in step.backwards if call not in others), step.steps)
+
+
+def place_of(script: Script, step: Step) -> Place | None:
+    """The place of a call between the backward passes of a step and the first reader of gradients, or None.
+
+    It is behind the last ``backward()``, or behind the loop of micro-batches around that. A step with a condition
+    such as ``if index % 4 == 0:`` gets the call under the condition, so that the other micro-batches send nothing.
+    """
+    paths = [script.path(call) for call in step.backwards]
+    step_paths = [script.path(call) for call in step.steps]
+    depth = _common_depth([*paths, *step_paths])
+    if depth is None or not step.steps:
+        return None
+    block = paths[0][depth][0]
+    last = max(path[depth][1] for path in paths)
+    first = min(path[depth][1] for path in step_paths)
+    if last >= first:
+        return None
+    condition, between = block[first], block[last + 1 : first]
+    if not isinstance(condition, ast.If) or condition.orelse:
+        return Place(
+            block[last], is_rare=any(isinstance(node, ast.Continue) for at in between for node in ast.walk(at))
+        )
+    if _ACCUMULATES.search(f" {ast.unparse(condition.test)} ") and not any(map(readers, between)):
+        return Place(condition.body[0], is_before=True)
+    return Place(block[last], is_rare=True)
+
+
+def _common_depth(paths: list[list[tuple[list[ast.stmt], int]]]) -> int | None:
+    """The depth of the block around all of them in which they stand in different statements; None in branches."""
+    for depth, places in enumerate(zip(*paths, strict=False)):
+        block = places[0][0]
+        if any(other is not block for other, _ in places):
+            return None
+        if len({index for _, index in places}) > 1:
+            return depth
+    return None
+
+
+def readers(node: ast.AST) -> list[ast.expr]:
+    """What reads gradients in a node: clipping, ``unscale_()`` and ``.grad``."""
+    nodes = [child for child in ast.walk(node) if isinstance(child, ast.Call | ast.Attribute)]
+    methods = [call.func for call in nodes if isinstance(call, ast.Call)]  # torch.autograd.grad() reads none
+    return [
+        child
+        for child in nodes
+        if (child not in methods and getattr(child, "attr", "") == "grad")
+        or (isinstance(child, ast.Call) and re.fullmatch(r"unscale_|.*clip.*grad.*", called_name(child)))
+    ]
+
+
+def has_sequence(script: Script, calls: tuple[ast.Call, ...]) -> bool:
+    """Whether two of the calls run one after the other, and not in two branches of a condition. Calls inside
+    ``no_sync()`` do not count."""
+    counted = [script.path(call) for call in calls if not _is_inside(script, call, "no_sync")]
+    return any(_common_depth([*pair]) is not None for pair in combinations(counted, 2))
+
+
+def _is_inside(script: Script, node: ast.AST, context: str) -> bool:
+    """Whether a node stands in the block of a context manager."""
+    around = [at for at in script.ancestors(node) if isinstance(at, ast.With | ast.AsyncWith)]
+    return any(context in ast.unparse(item) for at in around for item in at.items)

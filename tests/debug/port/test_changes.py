@@ -1,0 +1,358 @@
+"""The changes of ``legacy-ddp port`` in a script, and what it leaves to the user."""
+
+from pathlib import Path
+
+import pytest
+
+from legacy_ddp.debug._port.port import Port, port
+
+OURS = "from legacy_ddp import LegacyDistributedDataParallel"
+THEIRS = "from torch.nn.parallel import DistributedDataParallel"
+MADE = f"{THEIRS} as DDP\nmodel = DDP(net)\n"
+HEAD = f"{MADE}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+
+
+def _port(text: str, folder: Path) -> Port:
+    script = folder / "train.py"
+    script.write_bytes(text.encode())
+    return port(script)
+
+
+def _pages(found: Port, *, is_open: bool = True) -> list[str]:
+    return [finding.page for finding in found.findings if finding.text and finding.is_open is is_open]
+
+
+# The body of a script, and the body after the port.
+BODIES = {
+    "a plain step": (
+        "for x in batches:\n    model(x).backward()  # local\n    optimizer.step()\n",
+        "for x in batches:\n    model(x).backward()  # local\n    model.all_reduce()\n    optimizer.step()\n",
+    ),
+    "a loop of micro-batches": (
+        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n    # next\n    optimizer.step()\n",
+        "for xs in steps:\n    for x in xs:\n        model(x).backward()\n    model.all_reduce()\n    # next\n"
+        "    optimizer.step()\n",
+    ),
+    "every fourth micro-batch": (
+        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n\t\tclip_grad_norm_(model.parameters(), 1)\n"
+        "\t\toptimizer.step()\n",
+        "for i, x in data:\n\tmodel(x).backward()\n\tif i % 4 == 0:\n\t\tmodel.all_reduce()\n"
+        "\t\tclip_grad_norm_(model.parameters(), 1)\n\t\toptimizer.step()\n",
+    ),
+    "clipping of every micro-batch before a rare step": (
+        "for i, x in data:\n    model(x).backward()\n    clip_grad_norm_(model.parameters(), 1)\n    if i % 4 == 0:\n"
+        "        optimizer.step()\n",
+        "for i, x in data:\n    model(x).backward()\n    model.all_reduce()\n"
+        "    clip_grad_norm_(model.parameters(), 1)\n"
+        "    if i % 4 == 0:\n        optimizer.step()\n",
+    ),
+    "two branches": (
+        "if scaler:\n    scaler.scale(loss).backward()\n    scaler.unscale_(optimizer)\n    scaler.step(optimizer)\n"
+        "else:\n    loss.backward()\n    optimizer.step()\n",
+        "if scaler:\n    scaler.scale(loss).backward()\n    model.all_reduce()\n    scaler.unscale_(optimizer)\n"
+        "    scaler.step(optimizer)\nelse:\n    loss.backward()\n    model.all_reduce()\n    optimizer.step()\n",
+    ),
+    "branches of backward alone": (
+        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\noptimizer.step()",
+        "if scaler:\n    scaler.scale(loss).backward()\nelse:\n    loss.backward()\n"
+        "model.all_reduce()\noptimizer.step()",
+    ),
+    "helper functions": (
+        "def backward(loss):\n    loss.backward()\n\ndef update():\n    optimizer.step()\n\nbackward(x)\nupdate()\n",
+        "def backward(loss):\n    loss.backward()\n\ndef update():\n    optimizer.step()\n\nbackward(x)\n"
+        "model.all_reduce()\nupdate()\n",
+    ),
+    "another name in the function": (
+        "def train(net, opt):\n    net(x).backward()\n    opt.step()\ntrain(model, optimizer)\n",
+        "def train(net, opt):\n    net(x).backward()\n    net.all_reduce()\n    opt.step()\ntrain(model, optimizer)\n",
+    ),
+    "a parameter that another file passes": (
+        "def train(model, opt):\n    model(x).backward()\n    opt.step()\n",
+        "def train(model, opt):\n    model(x).backward()\n    model.all_reduce()\n    opt.step()\n",
+    ),
+    "lines that go on": (
+        "loss = (\n    a +\n    b)\n(loss\n .backward())\noptimizer.step()\n",
+        "loss = (\n    a +\n    b)\n(loss\n .backward())\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
+    "a setting of torch DDP": (
+        "for x in xs:\n    model.require_backward_grad_sync = x is last  # why\n"
+        "    model(x).backward()\noptimizer.step()\n",
+        "for x in xs:\n    pass  # why\n    model(x).backward()\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
+    "characters of several bytes": (
+        "größe = '日本'\n日 = loss.backward()  # ü\noptimizer.step()\n",
+        "größe = '日本'\n日 = loss.backward()  # ü\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
+    "carriage returns": (
+        "loss.backward()\r\noptimizer.step()\r\n",
+        "loss.backward()\r\nmodel.all_reduce()\r\noptimizer.step()\r\n",
+    ),
+    "a profiler": (
+        "loss.backward()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
+        "loss.backward()\nmodel.all_reduce()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
+    ),
+    "a second backward elsewhere": (
+        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n    optimizer.step()\n",
+        "if debug:\n    loss.backward()\n    save()\nfor x in xs:\n    loss.backward()\n    model.all_reduce()\n"
+        "    optimizer.step()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_call_stands_between_backward_and_the_first_reader_of_gradients(name: str, tmp_path: Path) -> None:
+    before, after = BODIES[name]
+
+    assert _port(HEAD + before, tmp_path).after == HEAD.replace(THEIRS, OURS) + after
+
+
+# Imports and the constructor, before and after.
+CLASSES = {
+    "the plain import": (
+        f"{THEIRS}\nm = DistributedDataParallel(n)\n",
+        f"{OURS}\nm = LegacyDistributedDataParallel(n)\n",
+    ),
+    "an import of several names": (
+        "from torch.nn.parallel import DataParallel, DistributedDataParallel as DDP  # both\nm = DDP(n)\n",
+        f"from torch.nn.parallel import DataParallel  # both\n{OURS} as DDP\nm = DDP(n)\n",
+    ),
+    "an import with comments": (
+        "from torch.nn.parallel import (\n    DistributedDataParallel,  # it\n)\nm = DistributedDataParallel(n)\n",
+        "from legacy_ddp import (\n    LegacyDistributedDataParallel,  # it\n)\nm = LegacyDistributedDataParallel(n)\n",
+    ),
+    "the full name": (
+        '"""About."""\nimport torch\nfrom torch import nn\nx = 1\nm = torch.nn.parallel.DistributedDataParallel(n)\n',
+        f'"""About."""\nimport torch\nfrom torch import nn\n{OURS}\nx = 1\nm = LegacyDistributedDataParallel(n)\n',
+    ),
+    "a part of the name": (
+        "from torch import nn\nm = nn.parallel.DistributedDataParallel(n)",
+        f"from torch import nn\n{OURS}\nm = LegacyDistributedDataParallel(n)",
+    ),
+    "a test of the class": (
+        f"{THEIRS}\nis_ddp = isinstance(m, (DataParallel, DistributedDataParallel))\n",
+        f"{OURS}\nis_ddp = isinstance(m, (DataParallel, LegacyDistributedDataParallel))\n",
+    ),
+    "arguments on lines": (
+        f"{THEIRS} as DDP\nm = DDP(\n    n,  # wrapped\n    device_ids=[0],\n    process_group=g,\n"
+        f"    static_graph=True\n)\n",
+        f"{OURS} as DDP\nm = DDP(\n    n,  # wrapped\n    process_group=g,\n)\n",
+    ),
+    "arguments by position": (
+        f"{THEIRS} as DDP\nm = DDP(n, [0], None, 0, False, True, g, 25, True)\n",
+        f"{OURS} as DDP\nm = DDP(n, init_sync=True, process_group=g)\n",
+    ),
+    "a mesh": (
+        f"{THEIRS} as DDP\nm = DDP(module=n, device_mesh=mesh, bucket_cap_mb=(1 + 2))\n",
+        f"{OURS} as DDP\nm = DDP(module=n, process_group=mesh)\n",
+    ),
+    "a comment behind an argument": (
+        f"{THEIRS} as DDP\nm = DDP(n,\n        device_ids=[0],  # one\n        init_sync=True)\n",
+        f"{OURS} as DDP\nm = DDP(n,\n        # one\n        init_sync=True)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_class_and_its_arguments_are_replaced(name: str, tmp_path: Path) -> None:
+    before, after = CLASSES[name]
+
+    assert _port(before, tmp_path).after == after
+
+
+# Where the wrapper is made, and how its call reads in the step.
+HOMES = {
+    "under a condition": (
+        "if ddp:\n  model = DDP(model)\n{step}",
+        'if hasattr(model, "all_reduce"):\n  model.all_reduce()\n',
+    ),
+    "step and wrapper under one condition": ("if train:\n    model = DDP(model)\n{step}", "model.all_reduce()\n"),
+    "in a function, by the same name": (
+        "def wrap():\n    model = DDP(n)\n    return model\ndef main():\n    model = wrap()\n{step}",
+        "model.all_reduce()\n",
+    ),
+    "as one of two values": ("model, x = DDP(n), 1\n{step}", "model.all_reduce()\n"),
+    "and moved": ("model: nn.Module = torch.compile(DDP(n).to(0))\n{step}", "model.all_reduce()\n"),
+    "in another method": (
+        "class A:\n    def a(self):\n        self.m = DDP(self.m)\n    def b(self, n):\n{step}",
+        "self.m.all_reduce()\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_the_call_names_the_wrapper_as_the_function_of_the_step_does(name: str, tmp_path: Path) -> None:
+    script, call = HOMES[name]
+    indent = " " * {"step and wrapper under one condition": 4, "in a function, by the same name": 4}.get(name, 0)
+    indent += " " * 8 * (name == "in another method")
+    step = f"{indent}loss.backward()\n{{}}{indent}opt.step()\n"
+    call = "".join(f"{indent}{line}\n" for line in call.splitlines())
+
+    after = _port(f"{THEIRS} as DDP\n{script.format(step=step.format(''))}", tmp_path).after
+
+    assert after == f"{OURS} as DDP\n{script.format(step=step.format(call))}"
+
+
+def test_each_optimizer_gets_the_call_of_its_wrapper(tmp_path: Path) -> None:
+    found = _port(
+        f"{THEIRS} as DDP\nd = DDP(d_net)\ng = DDP(g_net)\nd_optim = torch.optim.Adam(d.parameters())\n"
+        "g_optim = torch.optim.Adam([{'params': g_net.parameters()}])\nd_optim, g_optim = load(d_optim, g_optim)\n"
+        "d_loss(real).backward()\nd_loss(fake).backward()\nd_optim.step()\ng_loss.backward()\ng_optim.step()\n",
+        tmp_path,
+    )
+
+    assert found.after.splitlines()[6:] == [
+        "d_loss(real).backward()",
+        "d_loss(fake).backward()",
+        "d.all_reduce()",
+        "d_optim.step()",
+        "g_loss.backward()",
+        "g.all_reduce()",
+        "g_optim.step()",
+    ]
+    assert _pages(found) == ["wrappers", "backwards"]
+
+
+STEP = "loss.backward()\noptimizer.step()\n"
+# The body of a script, and what is left to decide.
+DECISIONS = {
+    "nothing": ("", []),
+    "evaluation": ("model.eval()\n", ["evaluation"]),
+    "evaluation of another module": ("ema.eval()\n", []),
+    "a second order": ("a.backward(create_graph=True)\noptimizer.step()\n", ["autograd"]),
+    "two backward passes": ("a.backward()\n", ["backwards"]),
+    "an evaluation by the function of a step": (
+        "def back(x):\n    model(x).backward()\nback(x)\noptimizer.step()\nwith torch.no_grad():\n    back(x)\n",
+        [],
+    ),
+    "a last micro-batch": ("with model.no_sync():\n    a.backward()\n", []),
+    "a scaler that does all": ("loss_scaler(loss, optimizer)\n", ["call"]),
+    "a sampler": ("s = DistributedSampler(d)\n", ["sampler"]),
+    "a sampler with epochs": ("s = DistributedSampler(d)\ns.set_epoch(1)\n", []),
+    "a member": ("model._register_builtin_comm_hook(x)\n", ["members"]),
+    "a static graph": ("model._set_static_graph()\n", ["members"]),
+    "the class as a value": ("f(DDP)\n", ["class"]),
+    "the class as a text": ("name == 'DistributedDataParallel'\n", ["class"]),
+    "a wrapper without a variable": ("f(DDP(n))\n", ["call"]),
+    "devices": ("model = DDP(n, device_ids=[0])\n", ["arguments"]),
+    "no devices": ("model = DDP(n, device_ids=None)\n", []),
+    "arguments not seen": ("model = DDP(n, **k)\n", ["arguments"]),
+    "an argument in parentheses": ("model = DDP(n, ([0]))\n", ["arguments"]),
+    "an argument of another library": ("model = DDP(n, delay_allreduce=True)\n", ["arguments"]),
+    "a flag without effect": ("model = DDP(n, find_unused_parameters=True)\n", []),
+    "no broadcasts": ("model = DDP(net, broadcast_buffers=False)\nmodel.eval()\n", ["evaluation"]),
+    "a setting": ("model.require_backward_grad_sync = last\n", ["accumulation"]),
+    "Join": ("from torch.distributed.algorithms.join import Join\nwith Join([model]):\n    pass\n", ["hooks"]),
+    "a distributed checkpoint": (
+        "from torch.distributed.checkpoint.state_dict import get_state_dict\nget_state_dict(model, optimizer)\n",
+        ["checkpoints"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECISIONS)
+def test_what_the_text_cannot_tell_is_left_to_the_user(name: str, tmp_path: Path) -> None:
+    body, expected = DECISIONS[name]
+
+    found = _port(HEAD + body + STEP, tmp_path)
+
+    assert _pages(found) == expected
+    assert found.is_complete == (not expected)
+
+
+# Steps in which a call would be wrong, or might be.
+QUESTIONS = {
+    "no step": "loss.backward()\n",
+    "no backward": "",
+    "a step that comes first": "optimizer.step()\nloss.backward()\n",
+    "a step in another branch": "if a:\n    loss.backward()\nelse:\n    optimizer.step()\n",
+    "a step for the last micro-batches": (
+        "for i, x in data:\n    model(x).backward()\n    if i % 4 == 0:\n        optimizer.step()\noptimizer.step()\n"
+    ),
+    "statements on one line": "loss.backward(); optimizer.step()\n",
+    "a condition on one line": "for i in r:\n    loss.backward()\n    if i % 2: optimizer.step()\n",
+    "a line that goes on": "loss.backward()\nif i % 2: \\\noptimizer.step()\n",
+    "an optimizer of another module": "opt = torch.optim.SGD(head.parameters())\nloss.backward()\nopt.step()\n",
+    "another module in the function": (
+        "def probe():\n    model = Linear()\n    model(x).backward()\n    optimizer.step()\n"
+    ),
+    "a closure": "def closure():\n    model(x).backward()\n    return 1\noptimizer.step(closure)\n",
+    "another class": "class A:\n    def f(self, opt):\n        self.model(x).backward()\n        opt.step()\n",
+}
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_a_call_that_might_be_wrong_is_a_question(name: str, tmp_path: Path) -> None:
+    head = MADE.replace("model =", "self.model =") if name == "another class" else MADE
+    found = _port(head + QUESTIONS[name], tmp_path)
+
+    assert (_pages(found), found.after) == (["call"], head.replace(THEIRS, OURS) + QUESTIONS[name])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "for n in nets:\n    m = DDP(n)\n",
+        "m[0] = DDP(n)\n",
+        "ms = [DDP(n) for n in nets]\n",
+        "def f(): return DDP(n)\nm = f()\n",
+    ],
+)
+def test_one_of_several_wrappers_is_not_taken_for_all(made: str, tmp_path: Path) -> None:
+    found = _port(f"{THEIRS} as DDP\n{made}{STEP}", tmp_path)
+
+    assert "all_reduce" not in found.after
+    assert set(_pages(found)) == {"call"}
+
+
+@pytest.mark.parametrize(
+    "body, page",
+    [
+        ("for x in xs:\n    loss.backward()\n    clip_grad_norm_(p, 1)\noptimizer.step()\n", "call"),
+        ("for x in xs:\n    x.backward()\n    log(w.grad)\noptimizer.step()\n", "call"),
+        ("for x in xs:\n    x.backward()\n    if ready:\n        optimizer.step()\n", "accumulation"),
+        ("for x in xs:\n    x.backward()\n    if i % 2:\n        continue\n    optimizer.step()\n", "accumulation"),
+    ],
+)
+def test_a_call_whose_place_needs_a_look_is_a_decision(body: str, page: str, tmp_path: Path) -> None:
+    found = _port(HEAD + body, tmp_path)
+
+    assert (_pages(found), found.after.count("model.all_reduce()")) == ([page], 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "try:\n    from apex.parallel import DistributedDataParallel\nexcept ImportError:\n    pass\n",
+        "class DistributedDataParallel:\n    pass\n",
+        "DistributedDataParallel = 1\n",
+        "print(f'{DistributedDataParallel}')\n",
+    ],
+)
+def test_where_the_name_of_the_class_has_another_meaning_nothing_is_changed(other: str, tmp_path: Path) -> None:
+    before = f"{other}{THEIRS}\nmodel = DistributedDataParallel(n)\n{STEP}"
+
+    found = _port(before, tmp_path)
+
+    assert (_pages(found), found.after) == (["class"], before)
+
+
+def test_a_file_that_only_tests_the_class_says_that_the_wrapper_is_made_elsewhere(tmp_path: Path) -> None:
+    found = _port(CLASSES["a test of the class"][0], tmp_path)
+
+    assert [finding.text for finding in found.findings if finding.text] == [
+        "no wrapper is made in this file; port the file that makes it, too"
+    ]
+
+
+@pytest.mark.parametrize(
+    "body, page",
+    [
+        ("model.register_comm_hook(None, h)\n", "hooks"),
+        ("with model.no_sync():\n    pass\n", "accumulation"),
+        ("thread.join()\n", None),
+    ],
+)
+def test_what_works_as_before_is_a_note(body: str, page: str | None, tmp_path: Path) -> None:
+    found = _port(HEAD + body + STEP, tmp_path)
+
+    assert (_pages(found), _pages(found, is_open=False)) == ([], [page] if page else [])

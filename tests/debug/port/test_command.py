@@ -1,0 +1,330 @@
+"""The command ``legacy-ddp port``: its output, the diff in other programs, and ported scripts beside torch DDP."""
+
+import ast
+import inspect
+import re
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from legacy_ddp.debug._cli import main
+from legacy_ddp.debug._port.findings import ARGUMENTS, PAGES
+from legacy_ddp.debug._port.port import OTHERS, Port, port
+from legacy_ddp.debug._port.script import ScriptError
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import assert_same_bits
+
+OURS = "from legacy_ddp import LegacyDistributedDataParallel"
+THEIRS = "from torch.nn.parallel import DistributedDataParallel"
+HEAD = f"{THEIRS} as DDP\nmodel = DDP(net)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+
+
+def _port(text: str, folder: Path) -> Port:
+    script = folder / "train.py"
+    script.write_bytes(text.encode())
+    return port(script)
+
+
+def test_arguments_are_those_of_torch_ddp() -> None:
+    names = list(inspect.signature(DistributedDataParallel).parameters)
+
+    assert names[:12] == list(ARGUMENTS)[:12]
+    assert {*names} <= {*ARGUMENTS}
+
+
+def _anchors(page: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("address", sorted({*PAGES.values(), *OTHERS.values()}))
+def test_every_finding_names_a_section_that_exists(address: str) -> None:
+    page, _, anchor = address.partition("#")
+
+    assert not anchor or anchor in _anchors(page)
+
+
+def test_the_exit_status_says_complete_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"{HEAD}loss.backward()\noptimizer.step()\n")
+    open_script = tmp_path / "open.py"
+    open_script.write_text(f"{HEAD}model.eval()\nloss.backward()\noptimizer.step()\nmodel.eval()\n")
+
+    assert main(["port", str(script)]) == 0
+    complete = capsys.readouterr()
+    assert main(["port", str(open_script)]) == 2
+    incomplete = capsys.readouterr()
+
+    assert complete.err == ""
+    assert complete.out.splitlines() == [
+        f"--- a{script}",
+        f"+++ b{script}",
+        "@@ -1,5 +1,6 @@",
+        f"-{THEIRS} as DDP",
+        f"+{OURS} as DDP",
+        " model = DDP(net)",
+        " optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        " loss.backward()",
+        "+model.all_reduce()",
+        " optimizer.step()",
+    ]
+    assert " ".join(incomplete.err.split()) == (
+        f"{open_script}:4: decide: with BatchNorm, an evaluation on all ranks needs model.broadcast_buffers() on every "
+        "rank before it (also line 7) docs/migration.md#batchnorm-and-evaluation"
+    )
+
+
+def test_a_file_with_the_step_alone_has_questions_and_no_diff(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text("def train(model, optimizer):\n    model(x).backward()\n    optimizer.step()\n")
+
+    assert main(["port", str(script)]) == 2
+
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert " ".join(captured.err.split()) == (
+        f"{script}:2: decide: which wrapper this backward() is for is not seen here; all_reduce() of the wrapper goes "
+        "between backward() and the step docs/migration.md#the-place-of-the-call"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (b"import torch\n", "nothing to port: the script does not name torch's DistributedDataParallel"),
+        (b"with model.no_sync():\n    pass\n", "nothing to port: the script does not name torch's"),
+        (f"{HEAD}{OURS}".encode(), "nothing to port: the script uses legacy_ddp already"),
+        (b"import accelerate\nx.backward()", "nothing to port: the script uses accelerate, see docs/accelerate.md"),
+        (b"def", "is no script that this Python can read: invalid syntax in line 1"),
+        (b"x = '\xff'", "is not UTF-8: invalid start byte at byte 5; convert the file"),
+        (b"# coding: latin-1\nx = '\xe4'", "is not UTF-8: invalid continuation byte at byte 23; convert the file"),
+        (b"x = 1\0", "is no script that this Python can read: "),
+        (b"(" * 50_000, "is no script that this Python can read: "),
+        (HEAD.replace("DDP(net)", "DDP(net,\ndim=0\n, init_sync=True)").encode(), "the changes would break line 3"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_ported_is_one_line_of_error(
+    text: bytes | None, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    if text is not None:
+        script.write_bytes(text)
+
+    assert main(["port", str(script)]) == 2
+
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+    assert captured.err.startswith(f"legacy-ddp: error: {script}")
+    assert words in captured.err
+
+
+def test_a_notebook_is_refused_with_the_command_that_makes_a_script_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notebook = tmp_path / "train.ipynb"
+    notebook.write_text('{"cells": [], "nbformat": 4}')  # Python, too
+
+    assert main(["port", str(notebook)]) == 2
+    assert f"is a notebook; jupyter nbconvert --to script {notebook} makes a script of it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["patch", "--binary", "-p1"], ["git", "apply"]], ids=["patch", "git"])
+@pytest.mark.parametrize("end", ["\n", "", "\r\n"])
+def test_the_diff_applies(command: list[str], end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs the program {command[0]}")
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "my scripts" / "train.py"
+    script.parent.mkdir()
+    text = (f"\ufeff{HEAD}größe = 1\n\f\nloss.backward()\n" * 2).replace("\n\ufeff", "\n") + "optimizer.step()"
+    found = _port(text.replace("\n", end or "\n") + end, script.parent)
+    before = script.read_bytes()
+
+    subprocess.run(command, cwd=tmp_path, input=found.diff().encode(), check=True)
+
+    assert script.read_bytes() == found.after.encode() != before
+
+
+def test_the_diff_has_the_bytes_of_the_script_in_every_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    found = _port(f"{HEAD}größe = 1  # 日本\nloss.backward()\noptimizer.step()\n", tmp_path)
+
+    with open(1, "w", encoding="ascii", closefd=False) as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["port", str(tmp_path / "train.py")]) == 0
+
+    assert capfdbinary.readouterr().out == found.diff().encode()
+
+
+def test_the_example_of_the_page_prints_what_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    shown = dict(re.findall(r"^<!-- port: (\S+) -->\n```\w+\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
+    (tmp_path / "train.py").write_text(shown["train.py"])
+    monkeypatch.chdir(tmp_path)
+
+    status = main(["port", "train.py"])
+
+    captured = capsys.readouterr()
+    assert (status, captured.out, captured.err) == (2, shown["stdout"], shown["stderr"])
+
+
+# Results beside torch DDP: two ranks, so that a mean is one rounding.
+
+PROGRAM = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+model = DDP(module)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+PROGRAMS = {
+    "micro-batches": """
+for first, last in zip(batches[::2], batches[1::2]):
+    optimizer.zero_grad()
+    with model.no_sync():
+        model(first).sum().backward()
+    model(last).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+""",
+    "a setting of torch DDP": """
+for pair in zip(batches[::2], batches[1::2]):
+    for x in pair:
+        model.require_backward_grad_sync = x is pair[-1]
+        model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+""",
+    "a rare step": """
+from contextlib import nullcontext
+for i, x in enumerate(batches):
+    with nullcontext() if i % 2 else model.no_sync():
+        model(x).sum().backward()
+    if i % 2 == 1:
+        optimizer.step()
+        optimizer.zero_grad()
+""",
+}
+
+
+def _run(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
+    states = []
+    for program in programs:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
+        torch.manual_seed(rank + 1)
+        names: dict[str, Any] = {"module": module, "batches": [torch.randn(3, 5) for _ in range(6)]}
+        exec(compile(program, "train.py", "exec"), names)
+        states.append(module.state_dict())
+    return states
+
+
+def test_a_ported_script_ends_in_the_bits_of_torch_ddp(tmp_path: Path) -> None:
+    theirs = [PROGRAM + program for program in PROGRAMS.values()]
+    ours = [_port(program, tmp_path).after for program in theirs]
+    assert [program.count("all_reduce()") for program in ours] == [1] * len(ours)
+
+    for states in run_ranks(partial(_run, programs=[*theirs, *ours]), 2):
+        for name, before, after in zip(PROGRAMS, states, states[len(ours) :], strict=False):
+            assert set(after) == set(before), name
+            assert_same_bits(after, before)
+
+
+# Any script.
+
+_OF_DDP = [
+    "model = DDP(net, [0], find_unused_parameters=True)",
+    "model = torch.nn.parallel.DistributedDataParallel(\n{0}    net, # net\n{0}    device_ids=[1])",
+    "self.model = (DDP)(net, (1), **{{'a': 1}}) if ddp else net",
+    "model.require_backward_grad_sync = x % 2",
+    "from torch.nn.parallel import DistributedDataParallel as DDP, DataParallel",
+    "from torch.nn.parallel import DataParallel, \\\n{0}  DistributedDataParallel",
+    "return DDP(net), 1",
+    "y = f'{{DDP}} {{loss.backward()}} é'",
+    "a, b = DDP(x), DDP(y)",
+    "x = 'DistributedDataParallel'; isinstance(x, DDP)",
+]
+_PLAIN = [
+    "loss.backward()",
+    "scaler.scale(loss).backward()  # ü",
+    "optimizer.step()",
+    "scaler.step(optimizer); scaler.update()",
+    "import torch.nn, os",
+    "x = '''\n  loss.backward()'''; loss.backward()",
+    "net(x).backward() \\\n{0}  ;optimizer.step()",
+    "closure(lambda: loss.backward())",
+    "clip_grad_norm_(model.parameters(), 1.0)",
+    "model.eval()",
+    "\f",
+    "# optimizer.step()",
+]
+_HEADERS = [
+    "if i % 2:",
+    "if amp: optimizer.step()\n{0}else:",
+    "for x in y:",
+    "with model.no_sync():",
+    "def train(model, x):",
+    "@wrap\n{0}async def test(x):",
+    "class A(B):",
+    "try: loss.backward()\n{0}finally:",
+]
+
+
+def _blocks(lines: list[str]) -> st.SearchStrategy[Any]:
+    line = st.sampled_from(lines)
+    return st.recursive(
+        st.lists(line, min_size=1, max_size=4),
+        lambda inner: st.lists(st.tuples(st.sampled_from(_HEADERS), inner) | line, min_size=1, max_size=5),
+        max_leaves=12,
+    )
+
+
+def _script(block: list[Any], indent: str) -> str:
+    lines = []
+    for item in block:
+        if isinstance(item, tuple):
+            header, inner = item
+            lines += [indent + header.format(indent), _script(inner, f"{indent}  "), f"{indent}  pass"]
+        else:
+            lines.append(indent + item.format(indent))
+    return "\n".join(lines)
+
+
+@given(
+    _blocks(_PLAIN) | _blocks([*_PLAIN, *_OF_DDP]),
+    st.sampled_from(["\n", "\r\n", "\r"]),
+    st.sampled_from(["", "\ufeff", f'"""Text."""; import torch\n{HEAD}', f"import torch\n{HEAD}"]),
+)
+def test_every_script_is_ported_to_a_script_or_refused_and_other_lines_stay(
+    tmp_path_factory: pytest.TempPathFactory, block: list[Any], newline: str, head: str
+) -> None:
+    text = (head + _script(block, "")).replace("\n", newline)
+    try:
+        found = _port(text, tmp_path_factory.getbasetemp())
+    except ScriptError:
+        return
+
+    ast.parse(found.after.removeprefix("\ufeff"))
+    lines = re.split(r"[\r\n]+", text.removeprefix("\ufeff"))
+    kept = [
+        line for line in lines if not re.search(r"DDP|DistributedData|import|require_|device_ids|net,|\A\"{3}", line)
+    ]
+    left = iter(re.split(r"[\r\n]+", found.after.removeprefix("\ufeff")))
+    assert all(line in left for line in kept)
+    if not re.search(r"parallel|require_", text):
+        assert (found.after, found.diff(), found.is_complete) == (text, "", False)
