@@ -32,7 +32,7 @@ class GroupState:
     groups: Groups
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
-    waited_seconds: float = 0.0  # for the headers of the other ranks, in the last call
+    waited_seconds: float = 0.0  # for the headers of the other ranks, in the last all_reduce
 
 
 class Call(Gatherer):
