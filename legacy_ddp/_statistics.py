@@ -3,7 +3,7 @@
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -134,12 +134,12 @@ def find_late_rank(steps: Sequence[StepTimes]) -> LateRank | None:
     rank, calls = Counter(sorted(stragglers)).most_common(1)[0]
     seconds = -median(_excess(step.waited, rank) for step in steps)
     of_step = median(step.seconds for step in steps)
-    if 2 * calls < len(steps) or seconds <= 0 or seconds < _LEAST_SHARE * of_step:
+    if 2 * calls < len(steps) or not 0 < seconds < inf or not _LEAST_SHARE * of_step <= seconds:
         return None
     longer = {part: median(_excess(step.parts[part], rank) for step in steps) for part in PARTS}
     part = max(longer, key=longer.__getitem__)
     # Without a forward of the wrapper, or with checks off on the rank, there is a single part.
-    is_known = 2 * longer[part] >= seconds and median(step.parts["forward"][rank] for step in steps) > 0
+    is_known = seconds <= 2 * longer[part] < inf and median(step.parts["forward"][rank] for step in steps) > 0
     named = (part, longer[part]) if is_known else ("", 0.0)
     return LateRank(rank, calls, len(steps), seconds, seconds / of_step if of_step else 1.0, *named)
 
