@@ -269,6 +269,15 @@ def test_a_rank_is_late_that_costs_a_good_part_of_the_step_in_half_of_the_calls(
     assert (found and found.rank) == rank
 
 
+def test_of_three_slow_ranks_that_are_last_in_turns_none_is_named() -> None:
+    # Each of them costs the median of the other ranks 28 or 29 ms in every call, and is the last in every third.
+    fast, even = [0.03, 0.03, 0.03], (0.01,) * 6
+    waits = [[0.001, 0.002, 0.002, *fast], [0.002, 0.001, 0.002, *fast], [0.002, 0.002, 0.001, *fast]]
+    parts = {"data": even, "forward": even, "backward": even}
+
+    assert find_late_rank([StepTimes(parts, 0.06, waited) for waited in waits * 10]) is None
+
+
 def test_a_single_rank_is_not_late() -> None:
     step = StepTimes({"data": (1.0,), "forward": (1.0,), "backward": (1.0,)}, 3.0, (0.0,))
 

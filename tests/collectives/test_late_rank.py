@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, RankRow, all_reduce_gradients
+from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import run_cases
 
 _LATE_SECONDS = 0.005
@@ -94,6 +95,27 @@ def test_the_log_of_rank_0_names_the_late_rank_and_the_part_of_its_step() -> Non
         assert has_seconds
         assert text.startswith("all_reduce() call 101: the other ranks waited for rank 1 in ")
     assert found["checks off"] == [[], [], []]
+
+
+def _late_twice(rank: int) -> list[Any]:
+    """Rank 0 is late in the first call, and rank 1 in the broadcast behind it."""
+    model = LegacyDistributedDataParallel(nn.Linear(2, 1))
+    found = []
+    for call in range(2):
+        time.sleep(0.3 if (rank, call) == (0, 0) else 0.0)
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        found.append(model.all_reduce().straggler)
+        time.sleep(0.6 if (rank, call) == (1, 0) else 0.0)
+        model.broadcast_buffers()
+    return found
+
+
+def test_a_broadcast_between_two_calls_does_not_hide_who_was_late_in_the_first() -> None:
+    (first, second), *others = run_ranks(_late_twice, 3)
+
+    assert others == [[first, second]] * 2
+    assert first is None
+    assert second[0] == 0
 
 
 # Parts of a step

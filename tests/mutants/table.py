@@ -20,6 +20,7 @@ _EXCHANGES = "tests/collectives/test_exchanges.py"
 _HEADER = "tests/agreement/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
 _LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
+_LATE_RANK = "tests/collectives/test_late_rank.py"
 _LATE_DIGESTS = "tests/replicas/test_late_digests.py -k later_by_all"
 _PAYLOADS = "tests/watchdog/test_payloads.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
@@ -351,6 +352,30 @@ COLLECTIVES = (
         "step.counter.reset(step.plan.parameters)",
         "pass",
         _PRECEDENCE,
+    ),
+    Mutant(
+        "the gradient of the first parameter ends every backward",
+        "            if thread:\n                self.policy.clock",
+        "            if thread and not index:\n                self.policy.clock",
+        f"{_LATE_RANK} -k names_the_late_rank",
+    ),
+    Mutant(
+        "a backward counts as data",
+        "self.backward += self.accumulated - mark",
+        "self.data += self.accumulated - mark",
+        f"{_LATE_RANK} -k names_the_late_rank",
+    ),
+    Mutant(
+        "the time of a call counts for the next step",
+        "    synchronizer.policy.clock.end_call()\n",
+        "",
+        f"{_LATE_RANK} -k every_second",
+    ),
+    Mutant(
+        "a late rank is named without half of the calls",
+        "if 2 * calls < len(steps) or not",
+        "if not",
+        "tests/test_statistics.py -k in_turns",
     ),
 )
 
