@@ -138,9 +138,9 @@ def test_every_second_of_a_step_counts_in_one_part() -> None:
     wait: dict[str, float] = {}
     model = LegacyDistributedDataParallel(_Slow(wait))
     model(torch.ones(1, 2)).sum().backward()
+    begin = perf_counter()  # the step begins inside of this call
     model.all_reduce()
     wait.update(forward=0.02, backward=0.03)
-    begin = perf_counter()
     for _ in range(2):  # two micro-batches
         _spend(0.01)
         loss = model(torch.ones(1, 2)).sum()
@@ -179,8 +179,8 @@ def test_a_nested_forward_and_a_failed_forward_count_once() -> None:
     model = LegacyDistributedDataParallel(module)
     object.__setattr__(module, "outer", model)  # no submodule
     model(torch.ones(1, 2)).sum().backward()
+    begin = perf_counter()  # the step begins inside of this call
     model.all_reduce()
-    begin = perf_counter()
     model(torch.ones(1, 2)).sum().backward()
     module.depth = 2
     with pytest.raises(RuntimeError, match="planned"):

@@ -369,7 +369,7 @@ COLLECTIVES = (
         "the time of a call counts for the next step",
         "    synchronizer.policy.clock.end_call()\n",
         "",
-        f"{_LATE_RANK} -k every_second",
+        f"{_LATE_RANK} -k names_the_late_rank",
     ),
     Mutant(
         "a late rank is named without half of the calls",
