@@ -33,6 +33,7 @@ from legacy_ddp._errors import (
     LostPeerError,
     PeerError,
     PeerLostError,
+    SyncTimeoutError,
     argument_errors,
 )
 from legacy_ddp._fork import run_in_children
@@ -310,9 +311,11 @@ class Groups:
             return ""
         return f"{len(self.hosts)} hosts of {len(self.host_ranks)} ranks, gloo between them"
 
-    def close_star(self) -> None:
-        """Close the connections of the tree: the other ranks notice at once."""
+    def close_star(self, error: BaseException) -> None:
+        """Close the connections of the tree because of ``error``: the other ranks notice at once."""
         if self.star is not None:
+            if isinstance(error, LostPeerError):
+                self.star.give_up(is_late=isinstance(error, SyncTimeoutError))
             self.star.close()
             self.star = None
 

@@ -363,13 +363,13 @@ TRANSPORT = (
     ),
     Mutant(
         "the sender of a notice is the lost rank",
-        "lost = about if kind == _LOST else rank",
-        "lost = rank",
+        "if kind not in _NOTICES:",
+        "if kind != _LATE:",
         "tests/transport/test_star.py -k connection_closed",
     ),
     Mutant(
         "the hub keeps the end of patience to itself",
-        "self._tell(_LATE, about, rank)",
+        "self._tell(kind, about, rank)",
         "pass",
         "tests/transport/test_star.py -k gives_up",
     ),

@@ -137,18 +137,20 @@ def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operati
 
 
 @pytest.mark.parametrize("impatient", [0, 1])
-def test_a_rank_that_gives_up_is_not_taken_for_lost(impatient: int) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_rank_that_gives_up_is_not_taken_for_lost(impatient: int, is_late: bool) -> None:
     """The hub tells all other ranks; the others tell the hub, which tells the rest."""
     told = threading.Event()
 
     def act(star: Star) -> str:
         if star.rank == impatient:
-            star.give_up()
+            star.give_up(is_late=is_late)
             star.close()
             told.set()
             return "gave up"
         told.wait(10.0)
-        with pytest.raises(StarTimeoutError):
+        expected = StarTimeoutError if is_late else StarLostError
+        with pytest.raises(expected, match=None if is_late else f"rank {impatient} left because another rank was lost"):
             star.barrier(_until(time.monotonic() + 30.0))
         return "told"
 
