@@ -193,13 +193,13 @@ class Groups:
         self._at_end.append(met.star.close)
         self._payload = self.connect_gloo("payload", self.rank, self.size)
 
-    def _check_room(self) -> None:
-        """Check that this process can open its connections, before any is opened.
+    def _check_room(self, ranks_below: int) -> None:
+        """Check that this process can open its connections, with as many ranks below it in the tree.
 
         Raises:
             OSError: a limit of open files.
         """
-        check_descriptors(_OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
+        check_descriptors(ranks_below + _OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
 
     def timeout(self, seconds: float | None) -> timedelta:
         """The limit of a wait: ``seconds``, None for the present timeout of the parent group."""

@@ -417,8 +417,8 @@ TRANSPORT = (
     ),
     Mutant(
         "the ranks that arrived are missing",
-        'if not of_generation.check([f"arrived/{other}"])',
-        'if of_generation.check([f"arrived/{other}"])',
+        'if not of_generation.check([f"begun/{other}"])',
+        'if of_generation.check([f"begun/{other}"])',
         "tests/transport/test_lost_groups.py -k never_constructs",
     ),
     Mutant(
