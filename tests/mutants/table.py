@@ -374,6 +374,24 @@ TRANSPORT = (
         "tests/transport/test_star.py -k gives_up",
     ),
     Mutant(
+        "a rank leaves for a lost one without a notice",
+        "self.star.give_up(is_late=isinstance(error, SyncTimeoutError))",
+        "pass",
+        "tests/transport/test_tree_faults.py -k error_of_gloo",
+    ),
+    Mutant(
+        "a hub asks for no room for the ranks below it",
+        "self._check_room(count + below)",
+        "self._check_room(0)",
+        "tests/transport/test_lost_groups.py -k hub_without_room",
+    ),
+    Mutant(
+        "a rank tells nobody of a loss as the tree connects",
+        "self.tell(self.error_of(error))",
+        "pass",
+        "tests/transport/test_tree_faults.py -k as_the_tree_connects",
+    ),
+    Mutant(
         "a late rank is a lost rank",
         'within {self.timeout.total_seconds():g} s", is_late=True)',
         'within {self.timeout.total_seconds():g} s", is_late=False)',
