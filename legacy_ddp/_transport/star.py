@@ -232,7 +232,8 @@ class Star:
         try:
             if own:
                 self._forward(self.rank, own, found, on_slice)
-            for rank in (rank for rank, count in counts.items() if count and rank != self.rank):
+            senders = sorted(counts, key=lambda rank: rank != self._hub)  # a hub has sent its own before all others
+            for rank in (rank for rank in senders if counts[rank] and rank != self.rank):
                 sender = rank if self._hub is None else self._hub
                 self._receive_descriptors(sender, rank, counts[rank], found, on_slice)
                 self._forward(rank, found.descriptors[rank], found, on_slice)
