@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +11,6 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from legacy_ddp import Checks, LegacyDistributedDataParallel, SyncTimeoutError, all_reduce_gradients
-from legacy_ddp._check_settings import Level
 from tests.helpers.ranks import run_ranks
 
 _PLACE = "environment variable LEGACY_DDP_CHECKS: "
@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def _settings(checks: Level | Checks = "info") -> str:
+def _settings(checks: Any = "info") -> str:
     """The settings of a wrapper as it shows them."""
     model = LegacyDistributedDataParallel(nn.Linear(2, 1), checks=checks)
     return model.extra_repr().splitlines()[-1]

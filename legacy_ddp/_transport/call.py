@@ -120,7 +120,7 @@ class Call(Gatherer):
             self.groups.mark_failed(error)
             if watchdog is not None and not isinstance(error, LostPeerError):
                 watchdog.notify_failure(error)
-            self.groups.close_star()  # after the notice: the other ranks ask for the reason at once
+            self.groups.close_star(error)  # after the notice: the other ranks ask for the reason at once
         if error is not None:
             is_agreed = isinstance(error, AgreedError) or self._failed_alike
             shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.global_ranks[0])

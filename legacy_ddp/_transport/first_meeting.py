@@ -22,19 +22,20 @@ from typing import Any, NoReturn
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._compare import name_ranks
-from legacy_ddp._errors import PeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
 from legacy_ddp._text import system_error_text
-from legacy_ddp._transport.star import Star, StarLostError, StarTimeoutError
+from legacy_ddp._transport.star import Star, StarLostError
 from legacy_ddp._transport.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
 from legacy_ddp._watchdog.client import decode_endpoint
 
 ARITY = 32  # hubs below a hub
 FACTS = ("boot", "network", "user")
 
-_BEGINS, _ARRIVALS, _PROBLEM, _HUBS = "begins", "arrivals", "problem", "hubs"
+_BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
 _SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
 _QUEUE = 4096  # connections that wait; the kernel may allow less (net.core.somaxconn, 4,096)
 _NAME = "first collective on this process group"
+_ERRORS = {kind.__name__: kind for kind in (PeerError, PeerLostError, SyncTimeoutError)}
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,11 @@ def own_card() -> dict[str, str]:
 
 
 def meet_members(
-    store: internals.Store, rank: int, size: int, timeout: timedelta, check_room: Callable[[], None]
+    store: internals.Store, rank: int, size: int, timeout: timedelta, check_room: Callable[[int], None]
 ) -> Met:
-    """Collective: wait for all members, and connect them. ``check_room``: that this rank can open its connections.
+    """Collective: wait for all members, and connect them.
+
+    ``check_room``: check that this rank can open its connections, with as many ranks below it in the tree.
 
     Raises:
         PeerError: on all ranks: a rank cannot open its connections; ``check_room`` raised OSError, for example.
@@ -81,15 +84,20 @@ def meet_members(
     # The count of begins numbers the generations, also on a store that an earlier generation used.
     generation = (store.add(_BEGINS, 1) - 1) // size
     of_generation = internals.PrefixStore(str(generation), store)
-    meeting = _Meeting(of_generation, rank, timeout)
+    meeting = _Meeting(of_generation, rank, timeout, check_room)
     try:
+        of_generation.set(f"begun/{rank}", "1")
         try:
-            check_room()
+            check_room(0)  # nobody knows yet which ranks are hubs, and of how many ranks
             meeting.join_host()
         except OSError as error:
-            meeting.tell_problem(error)
-        _await_members(store, of_generation, generation, rank, size, timeout)
-        meeting.check_problem()  # written before the arrival of its rank: equal on all ranks
+            meeting.tell(meeting.error_of(error))
+        try:
+            _await_members(store, of_generation, generation, size, timeout)
+        except SyncTimeoutError as error:
+            meeting.tell(error)  # to a rank that arrives later
+            raise
+        meeting.check_error()  # written before the arrival of its rank: equal on all ranks
         star, cards = meeting.connect()
     finally:
         meeting.close()
@@ -99,8 +107,10 @@ def meet_members(
 class _Meeting:
     """The part of this rank in the first meeting."""
 
-    def __init__(self, store: internals.Store, rank: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._timeout = store, rank, timeout
+    def __init__(
+        self, store: internals.Store, rank: int, timeout: timedelta, check_room: Callable[[int], None]
+    ) -> None:
+        self._store, self._rank, self._timeout, self._check_room = store, rank, timeout, check_room
         self._deadline = time.monotonic() + timeout.total_seconds()
         self.card: dict[str, Any] = own_card()
         facts = json.dumps([self.card.get(fact, f"rank {rank}") for fact in FACTS])
@@ -123,50 +133,49 @@ class _Meeting:
             self._listen()
         else:
             place = self._read(f"{self._host_key}/hub", "the first rank of this host")
-            hub = place["rank"]
-            try:
-                if place["problem"]:
-                    raise OSError(place["problem"])
-                connection = connect_on_host(place["directory"], place["token"], self._rank, hub)
-                self._connections.append(connection)
-                self._hub = hub, connection
-            except OSError as error:
-                self.card["problem"] = f"no connection on the host ({system_error_text(error)})"
-                self._store.add(f"{self._host_key}/left", 1)
+            self._connect_on_host(place["rank"], place["directory"], place["token"])
         if self._hub is None:
             self._number = self._store.add(_HUBS, 1) - 1
         self.card["hub"] = self._rank if self._hub is None else self._hub[0]
 
+    def _connect_on_host(self, hub: int, directory: str, token: str) -> None:
+        """Connect to the rank ``hub``. An empty ``directory``: that rank does not listen, and its card says why."""
+        try:
+            if directory:
+                self._hub = hub, connect_on_host(directory, token, self._rank, hub)
+                self._connections.append(self._hub[1])
+        except OSError as error:
+            self._note_problem(error)
+        if self._hub is None:
+            self._store.add(f"{self._host_key}/left", 1)
+
     def _listen(self) -> None:
         """Listen for the other ranks of the host, and tell them the place."""
         try:
-            if self.card["problem"]:
-                raise OSError(self.card["problem"])
-            self._listener = HostListener(_QUEUE)
+            if not self.card["problem"]:
+                self._listener = HostListener(_QUEUE)
         except OSError as error:
-            self.card["problem"] = self.card["problem"] or f"no connection on the host ({system_error_text(error)})"
-        place = {
-            "rank": self._rank,
-            "directory": self._listener.directory if self._listener else "",
-            "token": self._token,
-            "problem": self.card["problem"],
-        }
+            self._note_problem(error)
+        directory = "" if self._listener is None else self._listener.directory
+        place = {"rank": self._rank, "directory": directory, "token": self._token}
         self._store.set(f"{self._host_key}/hub", json.dumps(place))
+
+    def _note_problem(self, error: OSError) -> None:
+        self.card["problem"] = f"no connection on the host ({system_error_text(error)})"
 
     def connect(self) -> tuple[Star, list[Any]]:
         """Collective: the tree as this rank sees it, and the cards of all ranks.
 
         Raises:
-            PeerError: on all ranks: a rank cannot connect. SyncTimeoutError, PeerLostError: a rank was lost.
+            PeerError: a rank cannot connect. SyncTimeoutError, PeerLostError: a rank was lost. The same on all ranks.
         """
         try:
             star = self._make_star()
             cards = star.introduce(self.card, self.check)
-        except (OSError, StarLostError, StarTimeoutError) as error:
-            if isinstance(error, OSError):
-                self.tell_problem(error)
-            self.check_problem()
-            raise PeerLostError(f"{_NAME} failed: {error}", phase="agree") from None
+        except (OSError, StarLostError, SyncTimeoutError) as error:
+            self.check_error()  # a rank that knows of an error closes its connections
+            self.tell(self.error_of(error))
+            raise self.error_of(error) from None
         self._is_connected = True
         return star, cards
 
@@ -181,14 +190,14 @@ class _Meeting:
     def _make_star(self) -> Star:
         if self._hub is not None:
             return Star(self._rank, hub=self._hub)
+        count = self._count_on_host()
+        below = max(0, min(ARITY, self._store.add(_HUBS, 0) - ARITY * self._number - 1))
+        if count + below:
+            self._check_room(count + below)
         host: Mapping[int, socket.socket] = {}
         if self._listener is not None:
-            count = self._store.add(self._host_key, 0) - 1 - self._store.add(f"{self._host_key}/left", 0)
             host = self._listener.accept(count, self._token)
             self._connections += host.values()
-        hub_count = self._store.add(_HUBS, 0)
-        first = ARITY * self._number + 1
-        below = max(0, min(ARITY, hub_count - first))
         if below:
             self._hub_listener = HubListener(self._rank)
             told = {"rank": self._rank, "endpoint": self._hub_listener.endpoint.encode().decode()}
@@ -205,20 +214,34 @@ class _Meeting:
         self._connections += hubs.values()
         return Star(self._rank, above=above, host=host, hubs=hubs)
 
-    def tell_problem(self, error: OSError) -> None:
-        """Tell all ranks why this rank cannot connect."""
-        self._store.set(_PROBLEM, json.dumps([self._rank, system_error_text(error)]))
+    def _count_on_host(self) -> int:
+        """The number of ranks that have connected to this hub on its host."""
+        if self._listener is None:
+            return 0
+        return self._store.add(self._host_key, 0) - 1 - self._store.add(f"{self._host_key}/left", 0)
 
-    def check_problem(self) -> None:
-        """Raise the PeerError for a rank that cannot connect, if there is one."""
-        if self._store.check([_PROBLEM]):
-            failed, problem = json.loads(self._store.get(_PROBLEM))
-            text = f"{_NAME}: rank {failed} cannot open its connections: {problem}"
-            raise PeerError(text, ranks=(failed,), phase="agree")
+    def error_of(self, problem: OSError | StarLostError | SyncTimeoutError) -> LegacyDDPError:
+        """The error of all ranks for a problem of this rank."""
+        if isinstance(problem, OSError):
+            text = f"{_NAME}: rank {self._rank} cannot open its connections: {system_error_text(problem)}"
+            return PeerError(text, ranks=(self._rank,), phase="agree")
+        if isinstance(problem, StarLostError):
+            return PeerLostError(f"{_NAME} failed: {problem}", phase="agree")
+        return problem
+
+    def tell(self, error: LegacyDDPError) -> None:
+        """Tell all ranks of the error that ends the first meeting, before this rank closes its connections."""
+        self._store.set(_ERROR, json.dumps([type(error).__name__, str(error), error.ranks]))
+
+    def check_error(self) -> None:
+        """Raise the error that a rank has told, if there is one."""
+        if self._store.check([_ERROR]):
+            kind, text, ranks = json.loads(self._store.get(_ERROR))
+            raise _ERRORS[kind](text, ranks=tuple(ranks), phase="agree")
 
     def check(self) -> None:
         """Call this in every wait."""
-        self.check_problem()
+        self.check_error()
         if time.monotonic() > self._deadline:
             self._raise_late("a rank")
 
@@ -226,7 +249,7 @@ class _Meeting:
         """What another rank sets at ``key``."""
         pause = _SHORTEST_PAUSE_SECONDS
         while not self._store.check([key]):
-            self.check_problem()
+            self.check_error()
             if time.monotonic() > self._deadline:
                 self._raise_late(who)
             time.sleep(pause)
@@ -242,18 +265,18 @@ class _Meeting:
 
 
 def _await_members(
-    store: internals.Store, of_generation: internals.Store, generation: int, rank: int, size: int, timeout: timedelta
+    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta
 ) -> None:
     """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
-    of_generation.set(f"arrived/{rank}", "1")
     store.add(_ARRIVALS, 1)
     deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
     # Polls one counter: the store's own wait fills the terminal with its timeouts.
     while store.add(_ARRIVALS, 0) < (generation + 1) * size:
         if time.monotonic() > deadline:
-            missing = [other for other in range(size) if not of_generation.check([f"arrived/{other}"])]
+            # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
+            missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
             raise SyncTimeoutError(
-                f"{_NAME}: {name_ranks(missing)} did not arrive within "
+                f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
                 f"{timeout.total_seconds():g} s; look at the output of these processes, or construct the wrapper on "
                 "every rank of the group",
                 ranks=missing,

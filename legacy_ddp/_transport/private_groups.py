@@ -33,6 +33,7 @@ from legacy_ddp._errors import (
     LostPeerError,
     PeerError,
     PeerLostError,
+    SyncTimeoutError,
     argument_errors,
 )
 from legacy_ddp._fork import run_in_children
@@ -192,13 +193,13 @@ class Groups:
         self._at_end.append(met.star.close)
         self._payload = self.connect_gloo("payload", self.rank, self.size)
 
-    def _check_room(self) -> None:
-        """Check that this process can open its connections, before any is opened.
+    def _check_room(self, ranks_below: int) -> None:
+        """Check that this process can open its connections, with as many ranks below it in the tree.
 
         Raises:
             OSError: a limit of open files.
         """
-        check_descriptors(_OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
+        check_descriptors(ranks_below + _OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
 
     def timeout(self, seconds: float | None) -> timedelta:
         """The limit of a wait: ``seconds``, None for the present timeout of the parent group."""
@@ -310,9 +311,11 @@ class Groups:
             return ""
         return f"{len(self.hosts)} hosts of {len(self.host_ranks)} ranks, gloo between them"
 
-    def close_star(self) -> None:
-        """Close the connections of the tree: the other ranks notice at once."""
+    def close_star(self, error: BaseException) -> None:
+        """Close the connections of the tree because of ``error``: the other ranks notice at once."""
         if self.star is not None:
+            if isinstance(error, LostPeerError):
+                self.star.give_up(is_late=isinstance(error, SyncTimeoutError))
             self.star.close()
             self.star = None
 

@@ -28,8 +28,9 @@ from typing import Any, NoReturn
 SLICE_SECONDS = 0.1
 PIECE_BYTES = 2**16  # the smallest limit of a packet that was seen is 208 KiB
 
-_SIZE, _ROW, _BARRIER, _MEMORY, _LOST, _LATE = b"S", b"R", b"B", b"M", b"L", b"T"
-_NOTICES = (_LOST, _LATE)
+_SIZE, _ROW, _BARRIER, _MEMORY = b"S", b"R", b"B", b"M"
+_LOST, _LATE, _LEFT = b"L", b"T", b"F"
+_NOTICES = (_LOST, _LATE, _LEFT)
 _HEAD = struct.Struct("<cI")  # of a piece: its kind, and its number of bytes; of a notice: the rank that it is about
 
 OnSlice = Callable[[], None]
@@ -37,11 +38,7 @@ Merge = Callable[[list[bytes]], bytes]
 
 
 class StarLostError(Exception):
-    """The connection to ``rank`` broke."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"connection to rank {rank} lost")
-        self.rank = rank
+    """The connection to a rank broke, or a rank left because it lost another one: the text names the rank."""
 
 
 class StarTimeoutError(Exception):
@@ -235,7 +232,8 @@ class Star:
         try:
             if own:
                 self._forward(self.rank, own, found, on_slice)
-            for rank in (rank for rank, count in counts.items() if count and rank != self.rank):
+            senders = sorted(counts, key=lambda rank: rank != self._hub)  # a hub has sent its own before all others
+            for rank in (rank for rank in senders if counts[rank] and rank != self.rank):
                 sender = rank if self._hub is None else self._hub
                 self._receive_descriptors(sender, rank, counts[rank], found, on_slice)
                 self._forward(rank, found.descriptors[rank], found, on_slice)
@@ -255,12 +253,13 @@ class Star:
             if (head := _waiting_head(self._connections[rank], socket.MSG_PEEK))[:1] in _NOTICES:
                 self._follow(rank, head)
 
-    def give_up(self) -> None:
-        """Tell the other ranks that this rank gives up because its timeout has passed; call this before :meth:`close`.
+    def give_up(self, *, is_late: bool) -> None:
+        """Tell the other ranks that this rank gives up; call this before :meth:`close`.
 
-        Without this message the others would take the closed connection for a lost rank.
+        ``is_late``: because its timeout has passed, else because another rank was lost. Without this notice the others
+        would take the closed connection for a lost rank.
         """
-        self._tell(_LATE, self.rank, self.rank)
+        self._tell(_LATE if is_late else _LEFT, self.rank, self.rank)
 
     def close(self) -> None:
         """Close all connections: the other ranks notice at once."""
@@ -402,13 +401,15 @@ class Star:
         """Pass on the notice that came from ``rank``. All else is the loss of ``rank``: the end of its connection, or a
         piece that is not expected here."""
         kind, about = _HEAD.unpack_from(piece) if len(piece) >= _HEAD.size else (b"", 0)
-        if kind == _LATE:
-            self._tell(_LATE, about, rank)
-            raise StarTimeoutError
-        lost = about if kind == _LOST else rank
+        if kind not in _NOTICES:
+            kind, about = _LOST, rank
         # Without the notice the other ranks would blame this rank, which closes its connections next.
-        self._tell(_LOST, lost, rank)
-        raise StarLostError(lost)
+        self._tell(kind, about, rank)
+        if kind == _LATE:
+            raise StarTimeoutError
+        if kind == _LEFT:
+            raise StarLostError(f"rank {about} left because another rank was lost")
+        raise StarLostError(f"connection to rank {about} lost")
 
     def _after_slice(self, on_slice: OnSlice) -> None:
         """A rank waits for one piece at a time: look at the other connections."""

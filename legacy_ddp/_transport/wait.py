@@ -113,9 +113,6 @@ class Gatherer:
         start = time.perf_counter()
         try:
             return operation(star, lambda: self.check_deadline(time.perf_counter() - start))
-        except SyncTimeoutError:  # of this rank
-            star.give_up()
-            raise
         except (StarTimeoutError, StarLostError) as error:
             raise self._told_error(error, time.perf_counter() - start) from None
 

@@ -333,3 +333,22 @@ def on_host(name: str) -> Iterator[None]:
         yield
     finally:
         first_meeting.own_card = own_card
+
+
+@contextmanager
+def arriving_in_order(arity: int = first_meeting.ARITY) -> Iterator[None]:
+    """In the first call on a group in the block, the ranks arrive in their order: the lowest rank of each host is its
+    hub, and rank 0 the root. ``arity``: the hubs below a hub."""
+    join, before = first_meeting._Meeting.join_host, first_meeting.ARITY
+
+    def join_in_order(self: first_meeting._Meeting) -> None:
+        if self._rank:
+            self._read(f"joined/{self._rank - 1}", f"rank {self._rank - 1}")
+        join(self)
+        self._store.set(f"joined/{self._rank}", "{}")
+
+    first_meeting._Meeting.join_host, first_meeting.ARITY = join_in_order, arity
+    try:
+        yield
+    finally:
+        first_meeting._Meeting.join_host, first_meeting.ARITY = join, before

@@ -388,15 +388,33 @@ TRANSPORT = (
     ),
     Mutant(
         "the sender of a notice is the lost rank",
-        "lost = about if kind == _LOST else rank",
-        "lost = rank",
+        "if kind not in _NOTICES:",
+        "if kind != _LATE:",
         "tests/transport/test_star.py -k connection_closed",
     ),
     Mutant(
         "the hub keeps the end of patience to itself",
-        "self._tell(_LATE, about, rank)",
+        "self._tell(kind, about, rank)",
         "pass",
         "tests/transport/test_star.py -k gives_up",
+    ),
+    Mutant(
+        "a rank leaves for a lost one without a notice",
+        "self.star.give_up(is_late=isinstance(error, SyncTimeoutError))",
+        "pass",
+        "tests/transport/test_tree_faults.py -k error_of_gloo",
+    ),
+    Mutant(
+        "a hub asks for no room for the ranks below it",
+        "self._check_room(count + below)",
+        "self._check_room(0)",
+        "tests/transport/test_lost_groups.py -k hub_without_room",
+    ),
+    Mutant(
+        "a rank tells nobody of a loss as the tree connects",
+        "self.tell(self.error_of(error))",
+        "pass",
+        "tests/transport/test_tree_faults.py -k as_the_tree_connects",
     ),
     Mutant(
         "a late rank is a lost rank",
@@ -442,8 +460,8 @@ TRANSPORT = (
     ),
     Mutant(
         "the ranks that arrived are missing",
-        'if not of_generation.check([f"arrived/{other}"])',
-        'if of_generation.check([f"arrived/{other}"])',
+        'if not of_generation.check([f"begun/{other}"])',
+        'if of_generation.check([f"begun/{other}"])',
         "tests/transport/test_lost_groups.py -k never_constructs",
     ),
     Mutant(

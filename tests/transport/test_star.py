@@ -32,21 +32,24 @@ SERIALS = st.lists(st.integers(0, 2**32 - 1), max_size=MAX_SEGMENTS)
 
 
 @contextmanager
-def _stars(size: int, *, first: int = 0, step: int = 1) -> Iterator[list[Star]]:
+def _stars(size: int, *, first: int = 0, step: int = 1, hub: int = 0) -> Iterator[list[Star]]:
+    """The stars of the ranks, ascending. ``hub``: the index of the hub in them."""
     ranks = range(first, first + size * step, step)
     token = "token"
     listener = HostListener(size)
-    leaves = {rank: connect_on_host(listener.directory, token, rank, ranks[0]) for rank in ranks[1:]}
-    hub = Star(first, host=listener.accept(size - 1, token))
-    stars = [hub, *(Star(rank, hub=(first, connection)) for rank, connection in leaves.items())]
+    leaves = {
+        rank: connect_on_host(listener.directory, token, rank, ranks[hub]) for rank in ranks if rank != ranks[hub]
+    }
+    stars = {rank: Star(rank, hub=(ranks[hub], connection)) for rank, connection in leaves.items()}
+    stars[ranks[hub]] = Star(ranks[hub], host=listener.accept(size - 1, token))
     listener.close()
-    for star in stars:  # as after introduce(), which needs a thread for each rank
+    for star in stars.values():  # as after introduce(), which needs a thread for each rank
         star.ranks = star._order = tuple(ranks)
-        star._below = {rank: [rank] for rank in (ranks if star is hub else [star.rank])}
+        star._below = {rank: [rank] for rank in (ranks if star._hub is None else [star.rank])}
     try:
-        yield stars
+        yield [stars[rank] for rank in ranks]
     finally:
-        for star in stars:
+        for star in stars.values():
             star.close()
 
 
@@ -137,18 +140,20 @@ def test_all_others_are_told_the_rank_whose_connection_closed(lost: int, operati
 
 
 @pytest.mark.parametrize("impatient", [0, 1])
-def test_a_rank_that_gives_up_is_not_taken_for_lost(impatient: int) -> None:
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_rank_that_gives_up_is_not_taken_for_lost(impatient: int, is_late: bool) -> None:
     """The hub tells all other ranks; the others tell the hub, which tells the rest."""
     told = threading.Event()
 
     def act(star: Star) -> str:
         if star.rank == impatient:
-            star.give_up()
+            star.give_up(is_late=is_late)
             star.close()
             told.set()
             return "gave up"
         told.wait(10.0)
-        with pytest.raises(StarTimeoutError):
+        expected = StarTimeoutError if is_late else StarLostError
+        with pytest.raises(expected, match=None if is_late else f"rank {impatient} left because another rank was lost"):
             star.barrier(_until(time.monotonic() + 30.0))
         return "told"
 
@@ -179,11 +184,12 @@ def test_a_rank_that_waits_for_another_still_sees_the_end_of_a_third() -> None:
         late.result()
 
 
-@pytest.mark.parametrize("step", [1, 2])
-def test_descriptors_of_every_rank_reach_all_others(step: int) -> None:
+@pytest.mark.parametrize("step, hub", [(1, 0), (2, 0), (1, 1), (1, 2)])
+def test_descriptors_of_every_rank_reach_all_others(step: int, hub: int) -> None:
     """The second rank has none, the others two and one; each is a file with the place of the rank in it.
 
-    ``step``: 2 for ranks of one of two hosts."""
+    Descriptors of a hub that is not the lowest rank were taken for those of the lowest: gradients were added in another
+    order. ``step``: 2 for ranks of one of two hosts."""
     counts = {0: 2, step: 0, 2 * step: 1}
     files = {rank: [os.memfd_create(f"test {rank}") for _ in range(count)] for rank, count in counts.items()}
     for rank, descriptors in files.items():
@@ -196,7 +202,7 @@ def test_descriptors_of_every_rank_reach_all_others(step: int) -> None:
         received.close()
         return content
 
-    with _stars(3, step=step) as stars:
+    with _stars(3, step=step, hub=hub) as stars:
         told = _on_all(stars, share)
     everything = {0: [b"0.0", b"0.1"], 2 * step: [f"{2 * step}.0".encode()]}
     own_ranks = [0, step, 2 * step]
