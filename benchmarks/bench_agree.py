@@ -1,15 +1,17 @@
 """Cost of agreement: in a training step, and of the header exchange alone by number of ranks.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/bench_agree.py step [--json FILE]
-    torchrun --standalone --nproc-per-node 16 benchmarks/bench_agree.py header [--json FILE]
+    torchrun --standalone --nproc-per-node 16 benchmarks/bench_agree.py header [--hosts 4] [--json FILE]
 
 Measured like bench_all_reduce.py: variants interleaved round by round, ratios taken within a round. Two questions:
 
 step     a whole training step with checks="info" against "off", and "off" a second time as a control: the distance of
          the control from 1 is noise. Aims: info/off <= 1.05 at update-freq 1, <= 1.03 from 4 on. "off" agrees, too;
          its time is printed as well: for each step, phase agree of the last rank to arrive, which does not wait
-header   the exchange of 128 bytes per rank, in groups of 2, 4, 8, ... ranks, against a barrier of the same ranks; then
-         the modelled time for up to 4,096 ranks, which is not measured
+header   the exchange of 128 bytes per rank, in groups of 2, 4, 8, ... ranks: over the tree of the library, and as a
+         gloo all_gather of the same bytes, against a barrier of the same ranks. With --hosts the ranks claim to run on
+         as many hosts, so that the hubs of the tree use TCP, on this machine. Then the modelled time of a ring for up
+         to 4,096 ranks, which is not measured
 
 Ranks that outnumber the cores wait for each other's time slices: such figures are upper bounds, and marked.
 """
@@ -21,7 +23,8 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -54,6 +57,7 @@ from legacy_ddp._agreement.agree import agree
 from legacy_ddp._agreement.header import Header, encode_header
 from legacy_ddp._collectives.state import Synchronizer
 from legacy_ddp._settings import Settings
+from legacy_ddp._transport import first_meeting
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
@@ -83,11 +87,16 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     group = parser.add_argument_group("step")
     group.add_argument("--update-freq", type=int, nargs="+", default=[1, 4, 16], help="default: %(default)s")
     group.add_argument("--layers", type=int, default=LAYERS, help="of the transformer (default: %(default)s)")
+    group = parser.add_argument_group("header")
+    group.add_argument("--hosts", type=int, default=1, help="that the ranks claim (default: %(default)s)")
     group = parser.add_argument_group("header, the part that is not run")
     group.add_argument("--alpha-us", type=float, default=50.0, help="of a hop in your network (default: %(default)s)")
     group.add_argument("--gigabytes-per-second", type=float, default=1.0, help="between ranks (default: %(default)s)")
     group.add_argument("--step-ms", type=float, default=300.0, help="your training step (default: %(default)s)")
-    return parse(parser, given)
+    arguments = parse(parser, given)
+    if arguments.hosts < 1:
+        parser.error(f"--hosts is out of range: got {arguments.hosts}, expected 1 or more")
+    return arguments
 
 
 def _say(*lines: str) -> None:
@@ -214,23 +223,42 @@ def _exchange_summary(size: int, arguments: argparse.Namespace) -> dict[str, Any
     group = dist.new_group(list(range(size)))
     summary: dict[str, Any] = {}
     if dist.get_rank() < size:
-        summary = summarize(measure(partial(_exchanges, group), arguments, group))
+        variants = measure(partial(_exchanges, group, dist.get_rank() * arguments.hosts // size), arguments, group)
+        summary = summarize(variants)
+        by_name = {variant.name: variant for variant in variants}
+        ratios = round_ratios(by_name["tree"], by_name["all_gather"])
+        summary["tree"]["ratio_to_all_gather"] = statistics.median(ratios)
     dist.barrier()
     return summary
 
 
-def _exchanges(group: dist.ProcessGroup) -> list[Variant]:
+@contextmanager
+def _on_host(number: int) -> Iterator[None]:
+    """In the first call on a group in the block, this rank claims to run on the host of this number."""
+    own_card = first_meeting.own_card
+    first_meeting.own_card = lambda: {**own_card(), "boot": str(number)}
+    try:
+        yield
+    finally:
+        first_meeting.own_card = own_card
+
+
+def _exchanges(group: dist.ProcessGroup, host: int) -> list[Variant]:
     synchronizer = Synchronizer(Settings())
-    row = torch.frombuffer(bytearray(b"".join(encode_header(Header()))), dtype=torch.uint8)
+    row = encode_header(Header())
+    own = torch.zeros(ROW_BYTES, dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
 
     def call(body: Callable[[Call], object]) -> None:
         with synchronizer.call(Operation.ALL_REDUCE, group) as opened, opened.phase("agree"):
             body(opened)
 
-    call(lambda opened: opened.gather(row))  # connects the private groups
+    with _on_host(host):
+        call(lambda opened: opened.exchange_headers(*row))  # connects the ranks
     return [
         Variant("barrier", partial(dist.barrier, group)),
-        Variant("all_gather", partial(call, lambda opened: opened.gather(row))),
+        Variant("all_gather", partial(dist.all_gather, rows, own, group)),
+        Variant("tree", partial(call, lambda opened: opened.exchange_headers(*row))),
         Variant("agree()", partial(call, lambda opened: agree(opened, Header(), {}))),
     ]
 
@@ -280,14 +308,17 @@ def _median_seconds(summaries: dict[int, dict[str, Any]], name: str) -> dict[int
 def _print_exchanges(summaries: dict[int, dict[str, Any]]) -> None:
     rounds = summaries[2]["barrier"]["n"]
     print(f"\nheader, run: us, medians of {rounds} rounds; * more ranks than cores, an upper bound")
-    print(" ranks    bytes   barrier  all_gather     p90   a hop   ratio   agree()")
+    print(" ranks    bytes   barrier  all_gather     p90   a hop   ratio      tree   ratio   agree()")
     for size, summary in summaries.items():
-        barrier, gather, whole = (summary[name] for name in ("barrier", "all_gather", "agree()"))
+        barrier, gather, tree, whole = (summary[name] for name in ("barrier", "all_gather", "tree", "agree()"))
         times = f"{1e3 * barrier['median_ms']:10.0f}{1e3 * gather['median_ms']:12.0f}{1e3 * gather['p90_ms']:8.0f}"
         hop = f"{1e3 * gather['median_ms'] / ring_hops(size):8.0f}{gather['median_ratio']:8.2f}"
         mark = "*" if _crowded(size) else " "
-        print(f"{size:6}{mark}{size * ROW_BYTES:8}{times}{hop}{1e3 * whole['median_ms']:10.0f}")
-    print("bytes: what each rank then holds; ratio: all_gather to barrier; agree(): with reading")
+        own = f"{1e3 * tree['median_ms']:10.0f}{tree['ratio_to_all_gather']:8.2f}{1e3 * whole['median_ms']:10.0f}"
+        print(f"{size:6}{mark}{size * ROW_BYTES:8}{times}{hop}{own}")
+    print(
+        "bytes: what each rank then holds; ratio: all_gather to barrier, tree to all_gather; agree(): tree and reading"
+    )
 
 
 def _print_shape(reading: dict[int, float], barrier_alpha: float) -> None:

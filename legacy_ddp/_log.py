@@ -119,6 +119,12 @@ def log_call(rank: int, call: str, payload_bytes: int, seconds: Mapping[str, flo
     logger_of(rank).debug("%s: %s; %s", call, format_bytes(payload_bytes), phases, extra=facts)
 
 
+def log_late_rank(call: str, rank: int, seconds: float, part: str, text: str) -> None:
+    """Log the rank for which the others wait. The caller is rank 0, and has tested for level INFO."""
+    facts = {"event": "late_rank", "call": call, "phase": part or None, "seconds": seconds, "ranks": [rank]}
+    logger_of(0).info("%s: %s", call, text, extra=facts)
+
+
 def is_configured() -> bool:
     """Whether a handler of the script takes the records."""
     logger: logging.Logger | None = LOGGER

@@ -26,7 +26,11 @@ class RankRow:
     since the rank's last call. ``sample_size``: of this rank, None for a plain call. ``took_part``: false for ``skip``
     and ``sample_size=0``; a rank of a step that all ranks skip has brought its gradients. ``leaves``: with
     ``reproducible=True`` the number of micro-batches, else 0. ``seconds_waited``: for the headers of the other ranks,
-    in the *previous* call; the straggler waited least.
+    in the *previous* call; the straggler waited least. ``forward_seconds``: of the rank, from its last call to this
+    call, in forwards of the wrapper; ``backward_seconds``: from the end of each forward to the last gradient before
+    the next, so with the loss; ``data_seconds``: in everything else (data loading, optimizer step, logging). They are
+    times of the host, 0 with checks off. Without a forward of the wrapper (:func:`all_reduce_gradients`, a compiled
+    wrapper) ``forward_seconds`` is 0, and ``backward_seconds`` begins with the end of the last call.
 
     Example:
         >>> model(inputs).sum().backward()
@@ -43,6 +47,9 @@ class RankRow:
     took_part: bool
     seconds_waited: float
     leaves: int = 0
+    data_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,8 +185,11 @@ def _row(rank: int, header: Header) -> RankRow:
         micro_batches=header.micro_batches,
         sample_size=header.samples,
         took_part=header.takes_part,
-        seconds_waited=header.waited_us / 1e6,
+        seconds_waited=round(header.waited_seconds, 6),
         leaves=header.leaves,
+        data_seconds=round(header.data_seconds, 6),
+        forward_seconds=round(header.forward_seconds, 6),
+        backward_seconds=round(header.backward_seconds, 6),
     )
 
 

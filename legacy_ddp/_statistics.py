@@ -1,10 +1,11 @@
-"""Statistics over the rows of all ranks: equal norms, limited norms, gradient noise scale, straggler. Pure."""
+"""Statistics over the rows of all ranks: equal norms, limited norms, gradient noise scale, late ranks. Pure."""
 
-from collections import deque
-from collections.abc import Hashable, Sequence
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import inf, nan
 from statistics import fmean, median
+from typing import NamedTuple
 
 # By chance, or with a batch shared on purpose, norms are equal in fewer calls. Ranks that read the same data have
 # equal norms in every call.
@@ -12,6 +13,15 @@ SUSPICIOUS_CALLS = 10
 RECENT_NORMS = 32  # of a rank
 _EQUAL_NORMS = 5  # of the recent norms
 _NORM_TOLERANCE = 1e-5  # relative: the rounding of a clip, and the 1e-6 that torch adds to the norm
+
+TREND_CALLS = 100  # between two reports of a late rank
+_FEWEST_CALLS = 10  # of such a report: the first calls wait for compilers and caches
+_LEAST_SHARE = 0.05  # of the step: what a reader may gain by a repair
+PARTS = {
+    "data": "outside of forward and backward (data loading, optimizer step, logging)",
+    "forward": "in forward",
+    "backward": "in loss and backward",
+}
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -68,7 +78,88 @@ def find_straggler(seconds_waited: Sequence[float]) -> tuple[int, float] | None:
     if len(seconds_waited) < 2 or not any(seconds_waited):
         return None
     rank = min(range(len(seconds_waited)), key=seconds_waited.__getitem__)
-    return rank, median([*seconds_waited[:rank], *seconds_waited[rank + 1 :]]) - seconds_waited[rank]
+    return rank, -_excess(seconds_waited, rank)
+
+
+def _excess(seconds: Sequence[float], rank: int) -> float:
+    """The seconds of ``rank`` beyond the median of the other ranks."""
+    return seconds[rank] - median([*seconds[:rank], *seconds[rank + 1 :]])
+
+
+class StepTimes(NamedTuple):
+    """Times of a step. ``parts``: of the keys of ``PARTS``, seconds of every rank. ``seconds``: of the whole step.
+    ``waited``: in the call at the end of the step, seconds of every rank."""
+
+    parts: Mapping[str, Sequence[float]]
+    seconds: float
+    waited: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class LateRank:
+    """The rank for which the others wait again and again.
+
+    ``calls``: in which it was last, of ``of_calls``. ``seconds``: median over all calls of the wait of the other ranks
+    beyond its own wait. ``share``: of the step. ``part``: a key of ``PARTS``, in which the rank took ``part_seconds``
+    longer than the others (medians); empty if no part explains half of the wait, or if parts are not known.
+    """
+
+    rank: int
+    calls: int
+    of_calls: int
+    seconds: float
+    share: float
+    part: str
+    part_seconds: float
+
+    def __str__(self) -> str:
+        """A sentence for a log or a page."""
+        where = f"rank {self.rank} takes {_ms(self.part_seconds)} longer than the others {PARTS.get(self.part)}"
+        return (
+            f"the other ranks waited for rank {self.rank} in {self.calls:,} of {self.of_calls:,} calls, "
+            f"{_ms(self.seconds)} a call (median), {self.share:.0%} of the step; "
+            f"{where if self.part else 'in which part of its step is not known'}"
+        )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.1f} s"
+
+
+def find_late_rank(steps: Sequence[StepTimes]) -> LateRank | None:
+    """The late rank of these steps. None if no rank is last in half of the calls, or if the wait is short."""
+    stragglers = [found[0] for step in steps if (found := find_straggler(step.waited))]
+    if len(stragglers) < _FEWEST_CALLS:
+        return None
+    rank, calls = Counter(sorted(stragglers)).most_common(1)[0]
+    seconds = -median(_excess(step.waited, rank) for step in steps)
+    of_step = median(step.seconds for step in steps)
+    if 2 * calls < len(steps) or not 0 < seconds < inf or not _LEAST_SHARE * of_step <= seconds:
+        return None
+    longer = {part: median(_excess(step.parts[part], rank) for step in steps) for part in PARTS}
+    part = max(longer, key=longer.__getitem__)
+    # Without a forward of the wrapper, or with checks off on the rank, there is a single part.
+    is_known = seconds <= 2 * longer[part] < inf and median(step.parts["forward"][rank] for step in steps) > 0
+    named = (part, longer[part]) if is_known else ("", 0.0)
+    return LateRank(rank, calls, len(steps), seconds, seconds / of_step if of_step else 1.0, *named)
+
+
+class LateRankTrend:
+    """Finds the late rank of every ``TREND_CALLS`` calls. The ranks tell the waits of a call in the next call."""
+
+    def __init__(self) -> None:
+        self._last: StepTimes | None = None
+        self._steps: list[StepTimes] = []
+
+    def add(self, times: StepTimes, waited_before: Sequence[float]) -> LateRank | None:
+        """Add a step. ``waited_before``: in the call before, seconds of every rank."""
+        if self._last is not None:
+            self._steps.append(self._last._replace(waited=waited_before))
+        self._last = times
+        if len(self._steps) < TREND_CALLS:
+            return None
+        steps, self._steps = self._steps, []
+        return find_late_rank(steps)
 
 
 class SameDataDetector:

@@ -158,11 +158,13 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         """Call the module. Never communicates, so evaluating on one rank is safe."""
         if torch.compiler.is_compiling():
             return self.module(*args, **kwargs)
-        before = process_activity.enter(FORWARD)
+        before, clock = process_activity.enter(FORWARD), self._synchronizer.policy.clock
+        clock.begin()
         try:
             self._synchronizer.begin_forward(args, kwargs, is_training=self.training)
             return self.module(*args, **kwargs)
         finally:  # perhaps inside of an outer forward
+            clock.end_forward()
             process_activity.enter(before.phase, before.call)
 
     def all_reduce(

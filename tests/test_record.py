@@ -182,7 +182,8 @@ def test_a_record_as_a_dict_is_valid_json_also_with_nan_and_infinity(transport: 
         assert isinstance(seconds, dict)
         assert all(type(value) is float for value in seconds.values())
         assert isinstance(rows, list)
-        assert all(type(row.pop("seconds_waited")) is float for row in rows)
+        times = ("seconds_waited", "data_seconds", "forward_seconds", "backward_seconds")
+        assert all(type(row.pop(name)) is float for row in rows for name in times)
         same = {"micro_batches": 0, "took_part": True, "leaves": 0}
         assert rows == [
             {"rank": 0, "local_norm": 5.0, "finite": True, "sample_size": 2, **same},

@@ -23,10 +23,14 @@ from legacy_ddp import (
 )
 from legacy_ddp._statistics import (
     SUSPICIOUS_CALLS,
+    LateRank,
+    LateRankTrend,
     LimitDetector,
     SameDataDetector,
+    StepTimes,
     equal_ranks,
     estimate_noise,
+    find_late_rank,
     find_straggler,
 )
 from tests.helpers import logged_warnings
@@ -188,6 +192,126 @@ def test_the_straggler_of_a_call_is_told_in_the_next() -> None:
     assert unknown is None
     assert rank == 1
     assert 0.2 < seconds < 30
+
+
+# The late rank
+
+_EVEN = (0.05, 0.05, 0.05)
+
+
+def _times(waited: Sequence[float], **parts: Sequence[float]) -> StepTimes:
+    """A step of 100 ms, of which 50 ms are data, 10 ms forward and 20 ms backward where ``parts`` has nothing else."""
+    usual = {"data": _EVEN, "forward": (0.01,) * 3, "backward": (0.02,) * 3}
+    return StepTimes({**usual, **parts}, 0.1, waited)
+
+
+# The others of rank 1 wait (30 + 34) / 2 = 32 ms, so 22 ms more than rank 1.
+_RANK_1_IS_LATE = (0.030, 0.010, 0.034)
+
+
+@pytest.mark.parametrize(
+    "part, seconds, longer",
+    [
+        ("data", (0.050, 0.070, 0.051), 0.0195),  # 70 - (50 + 51) / 2
+        ("forward", (0.010, 0.032, 0.010), 0.022),
+        ("backward", (0.020, 0.044, 0.022), 0.023),  # 44 - (20 + 22) / 2
+    ],
+)
+def test_the_late_rank_is_named_with_the_part_in_which_it_takes_longer(
+    part: str, seconds: tuple[float, ...], longer: float
+) -> None:
+    found = find_late_rank([_times(_RANK_1_IS_LATE, **{part: seconds})] * 20)
+
+    assert found is not None
+    assert (found.rank, found.calls, found.of_calls, found.part) == (1, 20, 20, part)
+    assert (found.seconds, found.share, found.part_seconds) == pytest.approx((0.022, 0.22, longer))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {},  # the parts are even: the time is lost inside of the call, or in a broadcast between two calls
+        {"data": (0.05, 0.06, 0.05)},  # 10 ms are less than half of 22 ms
+        {"data": (0.05, 0.08, 0.05), "forward": (0.0, 0.0, 0.0)},  # of a compiled wrapper no forward is seen
+    ],
+)
+def test_no_part_is_named_that_does_not_explain_the_wait(parts: dict[str, tuple[float, ...]]) -> None:
+    found = find_late_rank([_times(_RANK_1_IS_LATE, **parts)] * 20)
+
+    assert found is not None
+    assert (found.rank, found.part, found.part_seconds) == (1, "", 0.0)
+    assert str(found).endswith("; in which part of its step is not known")
+
+
+_SHORT = (0.0149, 0.010, 0.0149)  # 4.9 ms of 100 ms
+_ENOUGH = (0.0151, 0.010, 0.0151)
+_TURNS = [(0.01, 0.04, 0.04), (0.04, 0.01, 0.04), (0.04, 0.04, 0.01)]  # every rank is late in every third call
+
+
+@pytest.mark.parametrize(
+    "waits, rank",
+    [
+        ([_RANK_1_IS_LATE] * 10, 1),
+        ([_RANK_1_IS_LATE] * 9, None),  # too few calls
+        ([_ENOUGH] * 20, 1),
+        ([_SHORT] * 20, None),
+        (_TURNS * 10, None),
+        ([_RANK_1_IS_LATE] * 11 + [_TURNS[0]] * 5 + [_TURNS[2]] * 4, 1),  # in 11 of 20 calls
+        ([_RANK_1_IS_LATE] * 9 + [_TURNS[0]] * 6 + [_TURNS[2]] * 5, None),  # in 9 of 20
+        ([(0.0, 0.0, 0.0)] * 20, None),
+    ],
+)
+def test_a_rank_is_late_that_costs_a_good_part_of_the_step_in_half_of_the_calls(
+    waits: list[tuple[float, ...]], rank: int | None
+) -> None:
+    found = find_late_rank([_times(waited) for waited in waits])
+
+    assert (found and found.rank) == rank
+
+
+def test_of_three_slow_ranks_that_are_last_in_turns_none_is_named() -> None:
+    # Each of them costs the median of the other ranks 28 or 29 ms in every call, and is the last in every third.
+    fast, even = [0.03, 0.03, 0.03], (0.01,) * 6
+    waits = [[0.001, 0.002, 0.002, *fast], [0.002, 0.001, 0.002, *fast], [0.002, 0.002, 0.001, *fast]]
+    parts = {"data": even, "forward": even, "backward": even}
+
+    assert find_late_rank([StepTimes(parts, 0.06, waited) for waited in waits * 10]) is None
+
+
+def test_a_single_rank_is_not_late() -> None:
+    step = StepTimes({"data": (1.0,), "forward": (1.0,), "backward": (1.0,)}, 3.0, (0.0,))
+
+    assert find_late_rank([step] * 20) is None
+
+
+def test_of_two_ranks_the_one_that_waits_less_is_late() -> None:
+    step = StepTimes({"data": (0.25, 0.5), "forward": (0.125, 0.125), "backward": (0.0, 0.0)}, 1.0, (0.25, 0.0))
+
+    assert find_late_rank([step] * 20) == LateRank(1, 20, 20, 0.25, 0.25, "data", 0.25)
+
+
+def test_a_sentence_about_a_late_rank_has_rank_calls_times_and_part() -> None:
+    assert str(LateRank(3, 96, 100, 0.0123, 0.312, "data", 1.5)) == (
+        "the other ranks waited for rank 3 in 96 of 100 calls, 12.3 ms a call (median), 31% of the step; "
+        "rank 3 takes 1.5 s longer than the others outside of forward and backward (data loading, optimizer step, "
+        "logging)"
+    )
+
+
+def test_a_trend_tells_of_each_hundred_calls_by_the_waits_told_in_the_next_call() -> None:
+    trend = LateRankTrend()
+    told = {}
+    for call in range(1, 302):  # rank 1 is late in calls 1 to 100, rank 2 in calls 101 to 200, and then nobody
+        late = 1 if call <= 100 else 2 if call <= 200 else None
+        step = _times((), data=[0.08 if rank == late else 0.05 for rank in range(3)])
+        waited_before = _TURNS[1] if 1 < call <= 101 else _TURNS[2] if 101 < call <= 201 else (0.0, 0.0, 0.0)
+        if found := trend.add(step, waited_before):
+            told[call] = found
+
+    assert {call: (found.rank, found.calls, found.of_calls, found.part) for call, found in told.items()} == {
+        101: (1, 100, 100, "data"),
+        201: (2, 100, 100, "data"),
+    }
 
 
 # Ranks that hold the same

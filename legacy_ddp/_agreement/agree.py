@@ -159,7 +159,6 @@ def agree(
                 raise problem
         if not call.groups.endpoints_exchanged:
             call.exchange_endpoints()
-    call.group_state.waited_seconds = call.seconds["agree"]
     return agreement
 
 

@@ -7,10 +7,11 @@ from enum import IntEnum
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 from legacy_ddp._transport.rows import Operation
 
-HEADER_VERSION = 2
+HEADER_VERSION = 3
 
 
 class Participation(IntEnum):
@@ -65,11 +66,12 @@ class Header:
     micro-batches added in the order of a tree, 0 without a tree. ``steps``: optimizer steps since the last call.
     ``issued``: collectives that the script has issued on its own group since the last call. ``sample_size``: number of
     items. ``mask``: fingerprint of the kinds of all gradients. ``norm_bits``: norm of the local gradient.
-    ``waited_us``: microseconds of the wait for the headers of the last call. ``replica``: digest of the state that
-    replicas share. ``gradients``: digest of the gradients in check_replicas(); in an all_reduce on a device what is
-    known there about the gradients of earlier calls (``_collectives/late_nonfinite``). ``generators``: digest of the
-    random generators, which may differ; in an all_reduce on a device the digest of an earlier call
-    (``_collectives/replicas``).
+    ``waited_seconds``: for the headers of the last all_reduce. ``data_seconds``, ``forward_seconds``,
+    ``backward_seconds``: parts of the step of the rank, from its last call to this call (``_step_guard/step_clock``);
+    0 with checks off. ``replica``: digest of the state that replicas share. ``gradients``: digest of the gradients in
+    check_replicas(); in an all_reduce on a device what is known there about the gradients of earlier calls
+    (``_collectives/late_nonfinite``). ``generators``: digest of the random generators, which may differ; in an
+    all_reduce on a device the digest of an earlier call (``_collectives/replicas``).
     """
 
     # The facts that are equal on all ranks in most calls come first: their bytes are compared all at once.
@@ -78,9 +80,9 @@ class Header:
     participation: int = Participation.PLAIN
     flags: int = 0
     wrapper_id: int = 0
+    source: int = 0
     call: int = 0
     layout: int = 0
-    source: int = 0
     metric_names: int = 0
     micro_batches: int = 0
     leaves: int = 0
@@ -89,7 +91,10 @@ class Header:
     sample_size: int = 0
     mask: int = 0
     norm_bits: int = 0
-    waited_us: int = 0
+    waited_seconds: float = 0.0
+    data_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
     replica: int = 0
     gradients: int = 0
     generators: int = 0
@@ -122,18 +127,28 @@ class Header:
         return not self.flags & Flag.NONFINITE if self.flags & Flag.VALUES else None
 
 
-_ROW = struct.Struct("<BBBxI5q2I9q")
-HEADER_BYTES = _ROW.size  # fixed for ever: ranks cannot read rows of another size
 _NAMES = tuple(item.name for item in fields(Header))
 _values = attrgetter(*_NAMES)
-_SHORT = ("micro_batches", "leaves")  # 4 bytes each, all other facts behind the flags 8
-_SIZES = [4 if name in _SHORT else 8 for name in _NAMES[4:]]
-_STARTS = dict(zip(_NAMES[4:], accumulate(_SIZES[:-1], initial=8), strict=True))
+# Of the facts behind the flags. Seconds are floats of 4 bytes: seven digits are enough, and no wait is too long.
+_FORMATS: dict[str, Any] = dict.fromkeys(_NAMES[4:], "q")
+_FORMATS |= dict.fromkeys(("wrapper_id", "source", "micro_batches", "leaves"), "I")
+_FORMATS |= dict.fromkeys(("waited_seconds", "data_seconds", "forward_seconds", "backward_seconds"), "f")
+_ROW = struct.Struct("<BBBxI" + "".join(_FORMATS.values()))
+HEADER_BYTES = _ROW.size  # fixed for ever: ranks cannot read rows of another size
+_SIZES = {name: struct.calcsize(kind) for name, kind in _FORMATS.items()}
+_STARTS = dict(zip(_SIZES, accumulate([*_SIZES.values()][:-1], initial=8), strict=True))
 # The bytes of all facts but sizes, norms, times and digests: equal in most calls.
 _ALIKE = _STARTS["sample_size"]
 _OTHERS = HEADER_BYTES - _ALIKE
-# The words of each other fact, of all ranks.
-_PLACES = {name: slice((start - _ALIKE) // 8, None, _OTHERS // 8) for name, start in _STARTS.items() if start >= _ALIKE}
+# Of each fact: whether it is in the first part, its format, and the numbers of this format that hold it, of all ranks.
+_PLACES = {
+    name: (
+        start < _ALIKE,
+        _FORMATS[name],
+        slice(start % _ALIKE // _SIZES[name], None, (_ALIKE if start < _ALIKE else _OTHERS) // _SIZES[name]),
+    )
+    for name, start in _STARTS.items()
+}
 _DOUBLE = struct.Struct("<d")
 _WORD = struct.Struct("<q")
 
@@ -159,6 +174,10 @@ class Headers:
     def __len__(self) -> int:
         return self._size
 
+    def __reduce__(self) -> tuple[type["Headers"], tuple[bytes, bytes]]:
+        """A record with its headers may be copied and pickled."""
+        return Headers, (self._alike, self._others)
+
     @cached_property
     def rows(self) -> Sequence[Header]:
         """The headers of all ranks, decoded."""
@@ -168,13 +187,10 @@ class Headers:
         )
         return [Header(*_ROW.unpack(part)) for part in parts]
 
-    def column(self, name: str) -> list[int]:
+    def column(self, name: str) -> list[Any]:
         """The fact ``name``, behind the flags, of every rank."""
-        if name in _PLACES:
-            return memoryview(self._others).cast("q")[_PLACES[name]].tolist()
-        start, size = _STARTS[name], 4 if name in _SHORT else 8
-        parts = (self._alike[place : place + size] for place in range(start, len(self._alike), _ALIKE))
-        return [int.from_bytes(part, "little", signed=name not in _SHORT) for part in parts]
+        is_alike, kind, places = _PLACES[name]
+        return memoryview(self._alike if is_alike else self._others).cast(kind)[places].tolist()
 
     def is_equal(self, name: str) -> bool:
         """Whether the fact ``name`` is equal on all ranks."""

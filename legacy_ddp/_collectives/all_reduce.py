@@ -40,6 +40,7 @@ def all_reduce(
     starts the collective of join() before the header.
     """
     planner, leaves = synchronizer.planner, synchronizer.leaves
+    synchronizer.policy.clock.begin()
     if synchronizer.observers.called:
         synchronizer.observers.called.notify()
     mode = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -104,7 +105,9 @@ def _end(synchronizer: Synchronizer, step: LocalStep) -> None:
     """Begin with the next step: every parameter has its new gradient."""
     if synchronizer.leaves is not None:
         synchronizer.leaves.end_step()
+    synchronizer.policy.clock.end_call()
     step.counter.reset(step.plan.parameters)
+    step.call.group_state.waited_seconds = step.call.seconds["agree"]
     for check in synchronizer.checks.with_end:
         if check.is_on:
             check.end(step)

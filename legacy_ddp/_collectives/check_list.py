@@ -3,6 +3,7 @@
 ``edited``, ``nonfinite``, ``late_nonfinite`` and ``replicas`` have the longer checks.
 """
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -19,8 +20,15 @@ from legacy_ddp._collectives.nonfinite import NonFiniteGradients
 from legacy_ddp._collectives.replicas import Replicas
 from legacy_ddp._compare import compare_rows, name_ranks
 from legacy_ddp._errors import AgreedError
-from legacy_ddp._log import warn
-from legacy_ddp._statistics import SUSPICIOUS_CALLS, SameDataDetector, comparable_norm
+from legacy_ddp._log import LOGGER, log_late_rank, warn
+from legacy_ddp._statistics import (
+    PARTS,
+    SUSPICIOUS_CALLS,
+    LateRankTrend,
+    SameDataDetector,
+    StepTimes,
+    comparable_norm,
+)
 from legacy_ddp._step_guard.step_counter import StepCounter
 from legacy_ddp._transport.call import Call
 from legacy_ddp._transport.private_groups import Groups
@@ -249,6 +257,32 @@ def _describe_evaluation(layers: dict[str, str]) -> str:
     )
 
 
+class LateRankReport(Check):
+    """Tells the other ranks the parts of the step; rank 0 logs the rank for which the others wait, again and again.
+
+    A log record and no warning: a slow rank is no mistake.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        self.is_on = subject.settings.checks.level != "off"
+        self._trends: weakref.WeakKeyDictionary[Groups, LateRankTrend] = weakref.WeakKeyDictionary()
+
+    def facts(self, step: LocalStep) -> None:
+        header, clock = step.header, step.counter.policy.clock
+        header.data_seconds, header.forward_seconds, header.backward_seconds = clock.take()
+
+    def observe(self, step: LocalStep, agreement: Agreement) -> str | None:
+        if not LOGGER.isEnabledFor(logging.INFO):
+            return None
+        parts = {part: agreement.column(f"{part}_seconds") for part in PARTS}
+        own = sum(seconds[0] for seconds in parts.values())  # of rank 0, which observes
+        times = StepTimes(parts, own + sum(step.call.seconds.values()))
+        trend = self._trends.setdefault(step.call.groups, LateRankTrend())
+        if late := trend.add(times, agreement.column("waited_seconds")):
+            log_late_rank(step.call.name, late.rank, late.seconds, late.part, str(late))
+        return None
+
+
 class CheckList:
     """The checks of a set of parameters, by the methods that they override: a call asks no check in vain."""
 
@@ -296,6 +330,7 @@ CHECKS: tuple[type[Check], ...] = (
     UnclearedGradients,
     MergedMicroBatches,
     EvaluationHint,
+    LateRankReport,
 )
 
 

@@ -102,7 +102,7 @@ def pack(call: Call, counter: BackwardCounter, leaves: Leaves | None, plan: Plan
         elif leaves is not None:
             flats = leaves.zeros(plan, has_peers=has_peers)
         header.layout, header.mask = plan.layout.fingerprint, _mask_of(bytes(kinds))
-        header.waited_us = int(call.group_state.waited_seconds * 1e6)
+        header.waited_seconds = call.group_state.waited_seconds
         segments = () if leaves is None else leaves.sums.segments(flats)
         packed = Packed(kinds, flats, sparse, header, segments, metrics)
         if takes_part and _wants_norm(call, plan) and not header.flags & Flag.VALUES:

@@ -53,7 +53,7 @@ class Transport:
         is_open = not self._choice or (self._choice == HOST and settings.comm_hook is not None)
         if is_open and self._groups.size > 1 and settings.transport != HOST and (reason := self._why_gloo(settings)):
             self._choose(GLOO, reason)
-        segments.wanted = self._groups.star is not None and self._choice != GLOO
+        segments.wanted = self._groups.size > 1 and not self._groups.host_problem and self._choice != GLOO
         segments.chosen = self._choice == HOST
         segments.problem = ""  # of an earlier call, perhaps on another group
 
@@ -97,7 +97,7 @@ class Transport:
     @property
     def text(self) -> str:
         """The transport with the reason for a fallback, for a reader; empty for a single rank."""
-        if self._groups.size == 1 or self._choice or self._groups.star_problem:
+        if self._groups.size == 1 or self._choice or self._groups.host_problem:
             return self.expected_text
         return f"{self.expected_text} (from the first call on)"
 
@@ -109,7 +109,7 @@ class Transport:
         if self._choice:
             note = self._fallback or self._groups.hosts_text
             return f"{self._choice} ({note})" if note else self._choice
-        return f"gloo ({self._groups.star_problem})" if self._groups.star_problem else "host"
+        return f"gloo ({self._groups.host_problem})" if self._groups.host_problem else "host"
 
     def _choose(self, choice: str, fallback: str = "", memory: PeerMemory | None = None) -> None:
         self._choice, self._fallback, self._memory = choice, fallback, memory
@@ -124,7 +124,7 @@ class Transport:
         groups = self._groups
         if groups.between is not None and settings.reproducible and (reason := why_no_nodes(groups.hosts)):
             return f"reproducible=True: {reason}"
-        return groups.star_problem
+        return groups.host_problem
 
     def _impossible(self, call: Call, reason: str) -> TransportError:
         any_more = " any more" if self._choice == HOST else ""

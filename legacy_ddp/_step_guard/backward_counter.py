@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from operator import contains, is_
 from threading import get_ident
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._step_guard.result_sums import LastResult, ResultSums
+from legacy_ddp._step_guard.step_clock import StepClock
 
 _ANY_VERSION = -1  # of a parameter after a failed call
 _Contains = Callable[[ResultSums, int, dict[str, Any]], bool]
@@ -30,7 +32,7 @@ _sums: list[weakref.ref[ResultSums]] = []  # of every counter that exists; a Wea
 
 @dataclass(slots=True)
 class StepPolicy:
-    """Whether steps are guarded, and which ``no_sync()`` blocks are open.
+    """Whether steps are guarded, which ``no_sync()`` blocks are open, and the parts of the present step.
 
     ``has_leaves``: gradients were removed from ``.grad`` to be summed, and wait for the call. ``has_local_steps``: a
     step inside a ``no_sync()`` block has used gradients since the last call.
@@ -39,6 +41,7 @@ class StepPolicy:
     guarded: bool
     has_leaves: bool = False
     has_local_steps: bool = False
+    clock: StepClock = field(default_factory=StepClock)
     block_thread: int = 0  # of the outermost no_sync() block
     sync_enabled: bool = True  # no no_sync() block is open in any thread
     _open_blocks: int = 0  # a number, not a state to restore: blocks of two threads end in any order
@@ -114,6 +117,8 @@ class BackwardHook:
             is_continued = counts[index] > 0 and version == self.left_version + 1
             self.grad_version = self.left_version = version
             self.thread = thread
+            if thread:
+                self.policy.clock.accumulated = perf_counter()
         count = counts[index]
         if not count or versions[index] == _ANY_VERSION:
             self.is_stepped = versions[index] not in (parameter._version, _ANY_VERSION)

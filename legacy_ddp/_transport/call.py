@@ -16,7 +16,7 @@ from legacy_ddp._errors import AgreedError, LegacyDDPError, LostPeerError, PeerE
 from legacy_ddp._log import shorten_display
 from legacy_ddp._settings import Settings
 from legacy_ddp._torch import device as devices
-from legacy_ddp._transport.host_meeting import HostMeeting
+from legacy_ddp._transport.host_meeting import join_hosts
 from legacy_ddp._transport.private_groups import Groups
 from legacy_ddp._transport.rows import Operation
 from legacy_ddp._transport.wait import Gatherer
@@ -32,7 +32,7 @@ class GroupState:
     groups: Groups
     wrapper_id: int | None = None
     calls: Counter[Operation] = field(default_factory=Counter)
-    waited_seconds: float = 0.0  # for the headers of the other ranks, in the last call
+    waited_seconds: float = 0.0  # for the headers of the other ranks, in the last all_reduce
 
 
 class Call(Gatherer):
@@ -120,7 +120,7 @@ class Call(Gatherer):
             self.groups.mark_failed(error)
             if watchdog is not None and not isinstance(error, LostPeerError):
                 watchdog.notify_failure(error)
-            self.groups.close_star()  # after the notice: the other ranks ask for the reason at once
+            self.groups.close_star(error)  # after the notice: the other ranks ask for the reason at once
         if error is not None:
             is_agreed = isinstance(error, AgreedError) or self._failed_alike
             shorten_display(error, is_agreed=is_agreed, rank=self.groups.rank, first=self.groups.global_ranks[0])
@@ -157,20 +157,14 @@ class Call(Gatherer):
 
     def exchange_endpoints(self) -> None:
         """Collective, once per group, after headers matched for the first time: exchange the watchdogs' endpoints, and
-        connect the ranks of each host."""
+        connect the hosts."""
         if self.groups.endpoints_exchanged or self.groups.size == 1:
             return
         watchdog = self.groups.watchdog
-        meeting = HostMeeting(self.groups.rank, self.groups.size)
-        try:
-            cards = self.gather_objects(
-                {**meeting.card, "endpoint": "" if watchdog is None else watchdog.endpoint().decode()}
-            )
-            if watchdog is not None:
-                watchdog.start([card["endpoint"].encode() for card in cards])
-            meeting.meet(self, cards)
-        finally:
-            meeting.close()
+        endpoints = self.gather_objects("" if watchdog is None else watchdog.endpoint().decode())
+        if watchdog is not None:
+            watchdog.start([endpoint.encode() for endpoint in endpoints])
+        join_hosts(self)
         self.groups.endpoints_exchanged = True
 
     def mark_finished(self) -> None:

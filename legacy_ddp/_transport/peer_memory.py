@@ -110,7 +110,7 @@ class PeerMemory:
         rank = call.groups.rank
         new = {index: segment for index in unknown[rank] if (segment := own[index]) is not None}
         shared = [segment.descriptor for segment in new.values()]
-        counts = list(map(len, unknown))
+        counts = {other: len(unknown[other]) for other in call.groups.host_ranks}
         received = call.over_star(lambda star, on_slice: star.share_descriptors(shared, counts, on_slice))
         found: dict[tuple[int, int], torch.Tensor] = {(rank, index): segment.memory for index, segment in new.items()}
         problem: OSError | None = received.problem

@@ -1,25 +1,21 @@
 """Private process groups of a parent group: the user's collectives are never paired with headers or payloads.
 
-``Groups.connect_gloo`` opens every gloo connection of the library, on a host and between hosts. The Unix
-sockets between the ranks of one host are opened in :mod:`~legacy_ddp._transport.star`.
+``Groups.connect_gloo`` opens every gloo connection of the library, on a host and between hosts.
 
 Collective: the first call on a parent group, by its members alone. ``new_group`` is not usable: it is collective over
 the whole world, and its names depend on the number of groups that a rank already owns.
 
-All members arrive at the store of the group before any of them connects, and a rank that cannot connect tells the
-others in the store. Without this step such a rank would end in an error of gloo, or be aborted by a thread of gloo,
-while the other ranks wait for its connections until their timeout.
+The members first connect in a tree of stars (:mod:`~legacy_ddp._transport.first_meeting`). The gloo group for gradients
+connects afterwards.
 """
 
 import atexit
 import errno
-import json
 import multiprocessing
 import multiprocessing.util
 import os
 import resource
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -32,7 +28,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._check_settings import Checks
-from legacy_ddp._compare import name_ranks
 from legacy_ddp._errors import (
     LegacyDDPError,
     LostPeerError,
@@ -42,16 +37,15 @@ from legacy_ddp._errors import (
     argument_errors,
 )
 from legacy_ddp._fork import run_in_children
-from legacy_ddp._text import error_text, system_error_text
+from legacy_ddp._text import error_text
+from legacy_ddp._transport.first_meeting import meet_members
 from legacy_ddp._transport.star import Star
 from legacy_ddp._watchdog import Watchdog, await_turn, forget_turn
 
 _SINGLE_RANK = 'torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)'
 _DESTROYED = "process_group was destroyed; assign a live one to .process_group"
-_BEGINS, _ARRIVALS, _PROBLEM = "begins", "arrivals", "problem"
-_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
-# Control and payload; measured with torch 2.13: at most 9 descriptors for each of 16 ranks.
-_GROUPS, _OF_GROUP = 2, 9
+_OF_GROUP = 9  # measured with torch 2.13, 16 ranks: at most 9 descriptors after an all_reduce
+_OF_TREE = 4  # two listeners, the connection to the rank above, a directory
 # Of the watchdog: file, listening socket, selector, two for waking up, two connections, a request.
 _WATCHDOG = 8
 
@@ -129,31 +123,6 @@ def _find_group(process_group: dist.ProcessGroup | DeviceMesh | None, *, is_lost
     return process_group
 
 
-def meet_members(store: internals.Store, rank: int, size: int, timeout: timedelta) -> internals.Store:
-    """Collective: wait for all members. Returns the part of ``store`` for their connections.
-
-    Raises:
-        PeerError: on all ranks: a rank is at its limit of open files.
-        SyncTimeoutError: a member did not arrive.
-    """
-    # The count of begins numbers the generations, also on a store that an earlier generation used.
-    generation = (store.add(_BEGINS, 1) - 1) // size
-    of_generation = internals.PrefixStore(str(generation), store)
-    try:
-        check_descriptors(_GROUPS * descriptors_of_gloo(size) + _WATCHDOG)
-    except OSError as error:
-        of_generation.set(_PROBLEM, json.dumps([rank, system_error_text(error)]))
-    _await_members(store, generation, rank, size, timeout)
-    if of_generation.check([_PROBLEM]):  # written before the arrival of its rank: equal on all ranks
-        failed, problem = json.loads(of_generation.get(_PROBLEM))
-        raise PeerError(
-            f"first collective on this process group: rank {failed} cannot open its connections: {problem}",
-            ranks=(failed,),
-            phase="agree",
-        )
-    return of_generation
-
-
 def descriptors_of_gloo(size: int) -> int:
     """The number of descriptors of a gloo group of ``size`` ranks in each of their processes."""
     return min(size + 4, _OF_GROUP)
@@ -182,29 +151,8 @@ def check_descriptors(count: int) -> None:
             os.close(descriptor)
 
 
-def _await_members(store: internals.Store, generation: int, rank: int, size: int, timeout: timedelta) -> None:
-    """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
-    keys = [f"{generation}/arrived/{other}" for other in range(size)]
-    store.set(keys[rank], "1")
-    store.add(_ARRIVALS, 1)
-    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
-    # Polls one counter: the store's own wait fills the terminal with its timeouts.
-    while store.add(_ARRIVALS, 0) < (generation + 1) * size:
-        if time.monotonic() > deadline:
-            missing = [other for other, key in enumerate(keys) if not store.check([key])]
-            raise SyncTimeoutError(
-                f"first collective on this process group: {name_ranks(missing)} did not arrive within "
-                f"{timeout.total_seconds():g} s; look at the output of these processes, or construct the wrapper on "
-                "every rank of the group",
-                ranks=missing,
-                phase="agree",
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
-
-
 class Groups:
-    """Control and payload group of a parent group, shared by all wrappers of the process on this parent."""
+    """The tree and the payload group of a parent group, shared by all wrappers of the process on this parent."""
 
     def __init__(self, parent: dist.ProcessGroup) -> None:
         self.rank = parent.rank()
@@ -213,15 +161,17 @@ class Groups:
         self.wrapper_count = 0  # wrappers with a successful call on this group
         self.busy = threading.Lock()
         self.caller = ("", 0)  # the operation that holds the lock, and the ident of its thread
-        self.control: Any = None
         self.watchdog: Watchdog | None = None  # None: not wanted, or no call yet
         self.endpoints_exchanged = False
-        self.star: Star | None = None  # None: gloo alone, or no call yet
-        self.star_problem = ""  # why there is no star
+        self.star: Star | None = None  # None: a single rank, or no call yet
+        self.cards: Sequence[dict[str, Any]] = ()  # of all ranks
+        self.host_problem = ""  # why the ranks of a host share no memory
         self.is_fallback_told = False  # the warning about shared memory that failed later
-        self.hosts: Sequence[tuple[int, ...]] = ()  # with stars: the ranks of every host, ascending
+        self.hosts: Sequence[tuple[int, ...]] = ()  # that share memory: the ranks of every host, ascending
         self.host_ranks: tuple[int, ...] = ()  # of this host
-        self.between: Any = None  # with stars on several hosts: the group of the ranks of equal index on their hosts
+        self.between: Any = (
+            None  # with shared memory on several hosts: the group of the ranks of equal index on their hosts
+        )
         self._at_end: list[Callable[[], None]] = []  # in this order; also at exit
         self._end = weakref.finalize(self, _call_all, self._at_end)
         self._payload: Any = None
@@ -238,8 +188,18 @@ class Groups:
             return
         timeout = self.timeout(timeout_seconds)
         store = internals.PrefixStore("legacy_ddp", internals.group_store(parent))
-        self._store, self._timeout = meet_members(store, self.rank, self.size, timeout), timeout
-        self.control, self._payload = (self.connect_gloo(name, self.rank, self.size) for name in ("control", "payload"))
+        met = meet_members(store, self.rank, self.size, timeout, self._check_room)
+        self.star, self.cards, self._store, self._timeout = met.star, met.cards, met.store, timeout
+        self._at_end.append(met.star.close)
+        self._payload = self.connect_gloo("payload", self.rank, self.size)
+
+    def _check_room(self, ranks_below: int) -> None:
+        """Check that this process can open its connections, with as many ranks below it in the tree.
+
+        Raises:
+            OSError: a limit of open files.
+        """
+        check_descriptors(ranks_below + _OF_TREE + descriptors_of_gloo(self.size) + _WATCHDOG)
 
     def timeout(self, seconds: float | None) -> timedelta:
         """The limit of a wait: ``seconds``, None for the present timeout of the parent group."""
@@ -319,7 +279,7 @@ class Groups:
 
     def is_private(self, group: Any) -> bool:
         """Whether ``group`` is a private group, on gloo."""
-        return any(group is private for private in (self.control, self._payload, self.between))
+        return any(group is private for private in (self._payload, self.between))
 
     def mark_failed(self, error: BaseException) -> None:
         """Refuse further calls: ranks may be in different places. Keeps the text, but no traceback with its locals."""
@@ -337,25 +297,25 @@ class Groups:
     def close(self) -> None:
         """Drop the groups, to end their threads here and not during the shutdown of the interpreter."""
         self._end()
-        self.control = self._payload = self.between = None
+        self._payload = self.between = None
 
-    def use_star(self, star: Star | None, hosts: Sequence[tuple[int, ...]], between: Any) -> None:
-        """Use the connections to the ranks of this host, and the group to the other hosts, None for one host."""
-        self.star, self.hosts, self.between = star, hosts, between
+    def use_hosts(self, hosts: Sequence[tuple[int, ...]], between: Any) -> None:
+        """Share memory on each host, and use the group to the other hosts, None for one host."""
+        self.hosts, self.between = hosts, between
         self.host_ranks = next(ranks for ranks in hosts if self.rank in ranks)
-        if star is not None:
-            self._at_end.append(star.close)
 
     @property
     def hosts_text(self) -> str:
-        """``2 hosts of 4 ranks, gloo between them``; empty for one host, and without stars."""
+        """``2 hosts of 4 ranks, gloo between them``; empty for one host, and without shared memory."""
         if self.between is None:
             return ""
         return f"{len(self.hosts)} hosts of {len(self.host_ranks)} ranks, gloo between them"
 
-    def close_star(self) -> None:
-        """Close the connections to the ranks of this host: they notice at once."""
+    def close_star(self, error: BaseException) -> None:
+        """Close the connections of the tree because of ``error``: the other ranks notice at once."""
         if self.star is not None:
+            if isinstance(error, LostPeerError):
+                self.star.give_up(is_late=isinstance(error, SyncTimeoutError))
             self.star.close()
             self.star = None
 
@@ -367,9 +327,10 @@ class Groups:
         """
         if self.watchdog is not None:
             self.watchdog.after_fork()
-        self.close_star()
+        if self.star is not None:
+            self.star.forget()
         self._end.detach()
-        for group in (self.control, self._payload, self.between):
+        for group in (self._payload, self.between):
             if group is not None:
                 internals.keep_for_ever(group)
 
@@ -401,7 +362,7 @@ def groups_of(parent: dist.ProcessGroup, timeout_seconds: float | None) -> Group
     ``timeout_seconds``: limit of a wait, None for the timeout of ``parent``.
 
     Raises:
-        PeerError: a rank is at its limit of open files; the next call tries again.
+        PeerError: a rank cannot open its connections; the next call tries again.
         LostPeerError: a member did not arrive, or the store is gone; the groups then stay unusable.
     """
     groups = _groups.get(parent)

@@ -1,49 +1,44 @@
-"""Messages between the ranks of one host, over Unix sockets. The lowest rank is the hub, connected to every other rank.
+"""Messages between the ranks of a group, in a tree of stars: Unix sockets on a host, TCP between the hubs of the hosts.
 
-A message is a series of pieces of 64 KiB at most: a socket takes no packet that is larger than its buffer. A piece
+Every rank but the root has a connection to its parent: to the hub of its host, or for a hub to the hub of another
+host. Rows travel up to the root, and the rows of all ranks down. What concerns one host alone (barriers, descriptors)
+uses the connections of the host.
+
+A message is a series of pieces of 64 KiB at most: a Unix socket takes no packet that is larger than its buffer. A piece
 begins with its kind and its number of bytes. A notice is a piece without content, and its number is a rank: a rank can
 send it between two pieces of a message. Every wait ends after :data:`SLICE_SECONDS`, so that signal handlers run and a
 caller can give up; also where signals come more often: select.poll() keeps its deadline, a receive with SO_RCVTIMEO
 would begin again.
-
-The hub listens in a directory of mode 0700: processes of other users can neither connect nor fill the queue of
-connections. An abstract name would be in /proc/net/unix for every user of the host, and any of them could fill the
-queue. The caller lets all ranks agree after each step: connect, then accept. No step waits for another rank.
 """
 
 import array
-import hmac
+import json
 import os
 import select
 import socket
 import struct
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import NoReturn
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 SLICE_SECONDS = 0.1
 PIECE_BYTES = 2**16  # the smallest limit of a packet that was seen is 208 KiB
 
-_ROW, _BARRIER, _MEMORY, _LOST, _LATE = b"R", b"B", b"M", b"L", b"T"
-_NOTICES = (_LOST, _LATE)
+_SIZE, _ROW, _BARRIER, _MEMORY = b"S", b"R", b"B", b"M"
+_LOST, _LATE, _LEFT = b"L", b"T", b"F"
+_NOTICES = (_LOST, _LATE, _LEFT)
 _HEAD = struct.Struct("<cI")  # of a piece: its kind, and its number of bytes; of a notice: the rank that it is about
 
 OnSlice = Callable[[], None]
-_FILE = "hub"
-_HELLO_BYTES = 256
-# None: the directory for temporary files (TMPDIR). Where that is full, read-only or without sockets: in memory.
-_PLACES = (None, "/dev/shm")
+Merge = Callable[[list[bytes]], bytes]
 
 
 class StarLostError(Exception):
-    """The connection to ``rank`` broke."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"connection to rank {rank} lost")
-        self.rank = rank
+    """The connection to a rank broke, or a rank left because it lost another one: the text names the rank."""
 
 
 class StarTimeoutError(Exception):
@@ -68,18 +63,36 @@ class Descriptors:
 
 
 class Star:
-    """The connections of this rank: to all other ranks of the host on the hub, else to the hub alone.
+    """The connections of this rank: to its parent, except on the root, and to the ranks below.
 
-    ``ranks``: of the host, ascending; numbers of the group, in which other hosts may have the numbers between.
-    ``connections``: by rank. Every method but :meth:`close` is collective on the host; ``on_slice`` is called after
-    every slice of a wait, and may raise.
+    ``hub``: rank and connection of the hub of this host; None on a hub. ``above``: the same of the hub above, on
+    another host. ``host``, ``hubs``: the connections to the ranks below, by rank, on this host and on other hosts.
+    Every method but :meth:`close`, :meth:`forget`, :meth:`give_up` and :meth:`look` is collective: :meth:`barrier` and
+    :meth:`share_descriptors` on the host, the others on the group. ``on_slice`` is called after every slice of a wait,
+    and may raise.
+
+    ``ranks``: of the group, ascending, after :meth:`introduce`.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], connections: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hub: tuple[int, socket.socket] | None = None,
+        above: tuple[int, socket.socket] | None = None,
+        host: Mapping[int, socket.socket] = MappingProxyType({}),
+        hubs: Mapping[int, socket.socket] = MappingProxyType({}),
+    ) -> None:
         self.rank = rank
-        self.ranks = tuple(ranks)
-        self._hub = self.ranks[0]
-        self._connections = dict(connections)
+        self.ranks: tuple[int, ...] = ()
+        self._hub = None if hub is None else hub[0]
+        parent = hub or above
+        self._parent = None if parent is None else parent[0]
+        self._host = sorted(host)
+        self._children = sorted([*host, *hubs])
+        self._below: dict[int, Sequence[int]] = {}  # the ranks of each part of the message to the parent, in its order
+        self._order: tuple[int, ...] = ()  # of all ranks in the message to the parent
+        self._connections = {**dict([parent] if parent else []), **host, **hubs}
+        self._unsent: dict[int, bytes] = {}  # the rest of a piece that a connection took in part
         self._poll = select.poll()  # of all connections
         self._polls: dict[int, select.poll] = {}  # of each connection
         self._by_descriptor: dict[int, int] = {}
@@ -89,6 +102,29 @@ class Star:
             self._polls[other] = select.poll()
             for poll in (self._poll, self._polls[other]):
                 poll.register(connection, select.POLLIN)
+
+    def introduce(self, card: Mapping[str, Any], on_slice: OnSlice) -> list[Any]:
+        """The card of every rank, JSON values in rank order. The first message between the ranks.
+
+        Raises:
+            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
+        """
+        parts = {self.rank: [(self.rank, card)]}
+        for child in self._children:
+            parts[child] = json.loads(self._receive_sized(child, on_slice))
+        self._below = {
+            part: [rank for rank, _ in parts[part]] for part in sorted(parts, key=lambda each: parts[each][0][0])
+        }
+        self._order = tuple(rank for ranks in self._below.values() for rank in ranks)
+        cards = [each for part in self._below for each in parts[part]]
+        if self._parent is not None:
+            self._send_sized(self._parent, json.dumps(cards).encode("ascii"), on_slice)
+            cards = json.loads(self._receive_sized(self._parent, on_slice))
+        cards.sort(key=itemgetter(0))
+        for child in self._children:
+            self._send_sized(child, json.dumps(cards).encode("ascii"), on_slice)
+        self.ranks = tuple(rank for rank, _ in cards)
+        return [of_rank for _, of_rank in cards]
 
     def exchange(self, columns: Sequence[bytes], on_slice: OnSlice) -> list[bytes]:
         """Each column of all ranks: the bytes of every rank, one behind the other, in rank order.
@@ -100,36 +136,94 @@ class Star:
             StarLostError: a connection broke. StarTimeoutError: a rank gave up its wait.
             Exception: raised by ``on_slice``.
         """
-        row = b"".join(columns)
-        if self.rank != self._hub:
-            self._send(self._hub, _ROW, row, on_slice)
-            rows = self._receive(self._hub, _ROW, len(self.ranks) * len(row), on_slice)
-            return _cut(rows, [len(self.ranks) * len(column) for column in columns])
-        found = self._receive_from_all(_ROW, len(row), on_slice)
-        cuts = [_cut(found[rank], map(len, columns)) for rank in self._connections]
-        joined = [b"".join(parts) for parts in zip(columns, *cuts, strict=True)]
-        self._send_to_all(_ROW, b"".join(joined), on_slice)
-        return joined
+        widths = [len(column) for column in columns]
+        width = sum(widths)
 
-    def barrier(self, on_slice: OnSlice) -> None:
-        """Return when every rank has arrived.
+        def join(parts: list[bytes]) -> bytes:
+            cuts = [
+                _cut(part, [len(ranks) * each for each in widths])
+                for part, ranks in zip(parts, self._below.values(), strict=True)
+            ]
+            return b"".join([b"".join(column) for column in zip(*cuts, strict=True)])
+
+        def sort(rows: bytes) -> bytes:
+            blocks = _cut(rows, [len(self._order) * each for each in widths])
+            cuts = [_cut(block, [each] * len(self._order)) for block, each in zip(blocks, widths, strict=True)]
+            return b"".join(b"".join(self._sorted(each)) for each in cuts)
+
+        sizes = {child: width * len(self._below[child]) for child in self._children}
+        rows = self._meet(b"".join(columns), sizes, width * len(self.ranks), join, sort, on_slice)
+        return _cut(rows, [len(self.ranks) * each for each in widths])
+
+    def collect(self, own: bytes, sizes: Sequence[int], on_slice: OnSlice) -> list[bytes]:
+        """The bytes of every rank, by rank. ``sizes``: of all ranks, by rank, known to all.
 
         Raises:
             StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
         """
-        if self.rank != self._hub:
+
+        def sort(parts: bytes) -> bytes:
+            return b"".join(self._sorted(_cut(parts, [sizes[rank] for rank in self._order])))
+
+        below = {child: sum(sizes[rank] for rank in self._below[child]) for child in self._children}
+        return _cut(self._meet(own, below, sum(sizes), b"".join, sort, on_slice), sizes)
+
+    def combine(self, own: bytes, merge: Merge, on_slice: OnSlice) -> bytes:
+        """The bytes of all ranks merged to as many bytes: ``merge`` gets the bytes of some ranks, or results.
+
+        Raises:
+            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
+        """
+        sizes = dict.fromkeys(self._children, len(own))
+        return self._meet(own, sizes, len(own), merge, lambda result: result, on_slice)
+
+    def _meet(
+        self,
+        own: bytes,
+        sizes: Mapping[int, int],
+        total: int,
+        merge: Merge,
+        sort: Callable[[bytes], bytes],
+        on_slice: OnSlice,
+    ) -> bytes:
+        """Merge the messages from below, in the order of the parts, and get the result of the root, which sorts it."""
+        found = self._receive_from(sizes, _ROW, on_slice) if sizes else {}
+        found[self.rank] = own
+        message = merge([found[part] for part in self._below]) if sizes else own
+        if self._parent is not None:
+            self._send(self._parent, _ROW, message, on_slice)
+            message = self._receive(self._parent, _ROW, total, on_slice)
+        elif self._order != self.ranks:
+            message = sort(message)
+        for child in self._children:
+            self._send(child, _ROW, message, on_slice)
+        return message
+
+    def _sorted(self, parts: Sequence[bytes]) -> list[bytes]:
+        """The parts of all ranks, in rank order."""
+        by_rank = dict(zip(self._order, parts, strict=True))
+        return [by_rank[rank] for rank in self.ranks]
+
+    def barrier(self, on_slice: OnSlice) -> None:
+        """Return when every rank of the host has arrived.
+
+        Raises:
+            StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
+        """
+        if self._hub is not None:
             self._send(self._hub, _BARRIER, b"", on_slice)
             self._receive(self._hub, _BARRIER, 0, on_slice)
             return
-        self._receive_from_all(_BARRIER, 0, on_slice)
-        self._send_to_all(_BARRIER, b"", on_slice)
+        self._receive_from(dict.fromkeys(self._host, 0), _BARRIER, on_slice)
+        for rank in self._host:
+            self._send(rank, _BARRIER, b"", on_slice)
 
-    def share_descriptors(self, own: Sequence[int], counts: Sequence[int], on_slice: OnSlice) -> Descriptors:
-        """Duplicates of the open descriptors of the other ranks. The caller closes them.
+    def share_descriptors(self, own: Sequence[int], counts: Mapping[int, int], on_slice: OnSlice) -> Descriptors:
+        """Duplicates of the open descriptors of the other ranks of the host. The caller closes them.
 
-        ``own``: of this rank. ``counts``: the number of descriptors by rank, known to all ranks. At the limit of open
-        files, and where the kernel refuses, some descriptors are missing in the result; the messages arrive
-        nevertheless.
+        ``own``: of this rank. ``counts``: the number of descriptors of each rank of the host, known to all ranks. At
+        the limit of open files, and where the kernel refuses, some descriptors are missing in the result; the messages
+        arrive nevertheless.
 
         Raises:
             StarLostError, StarTimeoutError, Exception: as :meth:`exchange`.
@@ -138,37 +232,54 @@ class Star:
         try:
             if own:
                 self._forward(self.rank, own, found, on_slice)
-            is_hub = self.rank == self._hub
-            for rank in (rank for rank in self.ranks if counts[rank] and rank != self.rank):
-                self._receive_descriptors(rank if is_hub else self._hub, rank, counts[rank], found, on_slice)
-                if is_hub:
-                    self._forward(rank, found.descriptors[rank], found, on_slice)
+            senders = sorted(counts, key=lambda rank: rank != self._hub)  # a hub has sent its own before all others
+            for rank in (rank for rank in senders if counts[rank] and rank != self.rank):
+                sender = rank if self._hub is None else self._hub
+                self._receive_descriptors(sender, rank, counts[rank], found, on_slice)
+                self._forward(rank, found.descriptors[rank], found, on_slice)
         except BaseException:
             found.close()
             raise
         return found
 
-    def give_up(self) -> None:
-        """Tell the other ranks that this rank gives up because its timeout has passed; call this before :meth:`close`.
+    def look(self) -> None:
+        """Follow a notice that has arrived; call this in waits elsewhere.
 
-        Without this message the others would take the closed connection for a lost rank.
+        Raises:
+            StarLostError: a rank tells of a lost rank. StarTimeoutError: a rank gave up its wait.
         """
-        self._tell(_LATE, self.rank, self.rank)
+        for descriptor, _ in self._poll.poll(0):
+            rank = self._by_descriptor[descriptor]
+            if (head := _waiting_head(self._connections[rank], socket.MSG_PEEK))[:1] in _NOTICES:
+                self._follow(rank, head)
+
+    def give_up(self, *, is_late: bool) -> None:
+        """Tell the other ranks that this rank gives up; call this before :meth:`close`.
+
+        ``is_late``: because its timeout has passed, else because another rank was lost. Without this notice the others
+        would take the closed connection for a lost rank.
+        """
+        self._tell(_LATE if is_late else _LEFT, self.rank, self.rank)
 
     def close(self) -> None:
         """Close all connections: the other ranks notice at once."""
         for connection in self._connections.values():
+            with suppress(OSError):  # TCP drops what it has not sent yet if something is unread: perhaps a last notice
+                while connection.recv(PIECE_BYTES, socket.MSG_DONTWAIT):
+                    pass
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptors, and nothing else: in a forked child the connections are those of the parent."""
+        for connection in self._connections.values():
             connection.close()
 
     def _forward(self, source: int, descriptors: Sequence[int], found: Descriptors, on_slice: OnSlice) -> None:
-        for rank in self._connections:
+        """Send own descriptors to the hub; on the hub the descriptors of each rank to all others of the host."""
+        for rank in self._host if self._hub is None else [self._hub] if source == self.rank else []:
             if rank != source:
                 problem = self._send_piece(rank, _HEAD.pack(_MEMORY, 0), on_slice, descriptors)
                 found.problem = found.problem or problem
-
-    def _send_to_all(self, kind: bytes, content: bytes, on_slice: OnSlice) -> None:
-        for rank in self._connections:
-            self._send(rank, kind, content, on_slice)
 
     def _send(self, rank: int, kind: bytes, content: bytes, on_slice: OnSlice) -> None:
         """Send a message, in pieces."""
@@ -190,8 +301,12 @@ class Star:
             try:
                 if carried:
                     connection.sendmsg([piece], carried, socket.MSG_NOSIGNAL)
-                else:
-                    connection.send(piece, socket.MSG_NOSIGNAL)
+                    return problem
+                sent = connection.send(piece, socket.MSG_NOSIGNAL)
+                if sent == len(piece):
+                    self._unsent.pop(rank, None)
+                    return problem
+                piece = self._unsent[rank] = piece[sent:]
             except BlockingIOError:  # many messages wait there
                 if not _is_ready(connection, select.POLLOUT):
                     self._after_slice(on_slice)
@@ -201,23 +316,21 @@ class Star:
                 if not carried:
                     raise
                 problem, carried = error, []
-            else:
-                return problem
 
-    def _receive_from_all(self, kind: bytes, size: int, on_slice: OnSlice) -> dict[int, bytes]:
-        """The next message of every connection, of this kind and size; read in the order of their arrival."""
+    def _receive_from(self, sizes: Mapping[int, int], kind: bytes, on_slice: OnSlice) -> dict[int, bytes]:
+        """The next message of some ranks, of this kind; read in the order of their arrival. ``sizes``: by rank."""
         found: dict[int, bytes] = {}
         early = []
-        while len(found) < len(self._connections):
+        while len(found) < len(sizes):
             ready = self._poll.poll(1000 * SLICE_SECONDS)
             if not ready:
                 on_slice()
             for descriptor, _ in ready:
                 rank = self._by_descriptor[descriptor]
-                if rank not in found:
-                    found[rank] = self._read_piece(rank, kind, min(size, PIECE_BYTES))
-                    if size > PIECE_BYTES:
-                        found[rank] += self._receive(rank, kind, size - PIECE_BYTES, on_slice)
+                if rank in sizes and rank not in found:
+                    found[rank] = self._read_piece(rank, kind, min(sizes[rank], PIECE_BYTES), on_slice)
+                    if sizes[rank] > PIECE_BYTES:
+                        found[rank] += self._receive(rank, kind, sizes[rank] - PIECE_BYTES, on_slice)
                     continue
                 self._look_at(rank)
                 self._poll.unregister(descriptor)  # it is ahead, or has ended behind its message: not now
@@ -230,27 +343,43 @@ class Star:
         """The content of the next message of ``rank``, of this kind and size."""
         pieces = []
         while True:
-            while not self._polls[rank].poll(1000 * SLICE_SECONDS):
-                self._after_slice(on_slice)
-            pieces.append(self._read_piece(rank, kind, min(size, PIECE_BYTES)))
+            self._await(rank, on_slice)
+            pieces.append(self._read_piece(rank, kind, min(size, PIECE_BYTES), on_slice))
             size -= len(pieces[-1])
             if size == 0:
                 return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
-    def _read_piece(self, rank: int, kind: bytes, size: int) -> bytes:
+    def _read_piece(self, rank: int, kind: bytes, size: int, on_slice: OnSlice) -> bytes:
         """The content of a piece of this kind and size, from a connection that is ready."""
         connection = self._connections[rank]
         try:
-            piece = connection.recv(_HEAD.size + size + 1)
+            piece = connection.recv(_HEAD.size + size)
+            while len(piece) < _HEAD.size + size and _is_begun(piece, kind, size):  # TCP knows no packets
+                self._await(rank, on_slice)
+                if not (more := connection.recv(_HEAD.size + size - len(piece))):
+                    break
+                piece += more
         except OSError:  # closed with a message of this rank unread; a last notice may wait behind the error
             piece = _waiting_head(connection)
         return self._content(rank, piece, kind, size)
 
+    def _await(self, rank: int, on_slice: OnSlice) -> None:
+        while not self._polls[rank].poll(1000 * SLICE_SECONDS):
+            self._after_slice(on_slice)
+
+    def _send_sized(self, rank: int, content: bytes, on_slice: OnSlice) -> None:
+        """Send a message with a size that the other rank does not know."""
+        self._send(rank, _SIZE, len(content).to_bytes(8, "little"), on_slice)
+        self._send(rank, _ROW, content, on_slice)
+
+    def _receive_sized(self, rank: int, on_slice: OnSlice) -> bytes:
+        size = int.from_bytes(self._receive(rank, _SIZE, 8, on_slice), "little")
+        return self._receive(rank, _ROW, size, on_slice)
+
     def _receive_descriptors(self, rank: int, source: int, count: int, found: Descriptors, on_slice: OnSlice) -> None:
         """Add the next ``count`` descriptors, sent by ``source`` and forwarded by ``rank``, to ``found``."""
         connection = self._connections[rank]
-        while not self._polls[rank].poll(1000 * SLICE_SECONDS):
-            self._after_slice(on_slice)
+        self._await(rank, on_slice)
         problem = None
         try:
             piece, found.descriptors[source] = _receive_with_descriptors(connection, count)
@@ -264,7 +393,7 @@ class Star:
 
     def _content(self, rank: int, piece: bytes, kind: bytes, size: int) -> bytes:
         """The content of a piece of this kind and size."""
-        if piece[:1] != kind or len(piece) != _HEAD.size + size:
+        if not _is_begun(piece, kind, size) or len(piece) != _HEAD.size + size:
             self._follow(rank, piece)
         return piece[_HEAD.size :]
 
@@ -272,13 +401,15 @@ class Star:
         """Pass on the notice that came from ``rank``. All else is the loss of ``rank``: the end of its connection, or a
         piece that is not expected here."""
         kind, about = _HEAD.unpack_from(piece) if len(piece) >= _HEAD.size else (b"", 0)
-        if kind == _LATE:
-            self._tell(_LATE, about, rank)
-            raise StarTimeoutError
-        lost = about if kind == _LOST else rank
+        if kind not in _NOTICES:
+            kind, about = _LOST, rank
         # Without the notice the other ranks would blame this rank, which closes its connections next.
-        self._tell(_LOST, lost, rank)
-        raise StarLostError(lost)
+        self._tell(kind, about, rank)
+        if kind == _LATE:
+            raise StarTimeoutError
+        if kind == _LEFT:
+            raise StarLostError(f"rank {about} left because another rank was lost")
+        raise StarLostError(f"connection to rank {about} lost")
 
     def _after_slice(self, on_slice: OnSlice) -> None:
         """A rank waits for one piece at a time: look at the other connections."""
@@ -298,12 +429,17 @@ class Star:
         for rank, connection in self._connections.items():
             if rank != source:
                 with suppress(OSError):
-                    connection.send(notice, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                    connection.send(self._unsent.get(rank, b"") + notice, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
 def _cut(data: bytes, sizes: Iterable[int]) -> list[bytes]:
     """``data`` cut into parts of these sizes."""
     return [data[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
+
+
+def _is_begun(piece: bytes, kind: bytes, size: int) -> bool:
+    """Whether the received bytes are the beginning of a piece of this kind and size, or of any head."""
+    return 0 < len(piece) < _HEAD.size or piece.startswith(_HEAD.pack(kind, size))
 
 
 def _is_ready(connection: socket.socket, event: int) -> bool:
@@ -343,143 +479,3 @@ def _waiting_head(connection: socket.socket, flags: int = 0) -> bytes:
         except OSError:  # the kernel reports an error once; the last piece can be read after it
             continue
     return b""
-
-
-class StarListener:
-    """The listening socket of a hub, before its connections.
-
-    ``directory``: with the file of the socket, to be given to the other ranks; made here, and removed by
-    :meth:`close`. ``size``: the largest number of connections that wait.
-
-    Raises:
-        OSError: no such socket can be made.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.directory = ""
-        self._socket = _new_socket()
-        try:
-            self._bind()
-            self._socket.listen(size)
-            self._socket.setblocking(False)
-        except BaseException:
-            self.close()
-            raise
-
-    def accept(self, ranks: Sequence[int], token: str) -> Star:
-        """The star of ``ranks``, ascending; every rank but the first, this rank, has connected already.
-
-        Raises:
-            OSError: a rank has not connected.
-        """
-        hub, *others = ranks
-        connections: dict[int, socket.socket] = {}
-        try:
-            while len(connections) < len(others):
-                connection, _ = self._socket.accept()
-                rank = _read_hello(connection, token)
-                if rank is None or rank not in others or rank in connections:
-                    connection.close()
-                    continue
-                connections[rank] = connection
-        except BlockingIOError:
-            _close_all(connections)
-            missing = sorted({*others} - {*connections})
-            raise OSError(f"no connection from ranks {missing}") from None
-        except BaseException:
-            _close_all(connections)
-            raise
-        return Star(hub, ranks, dict(sorted(connections.items())))
-
-    def close(self) -> None:
-        """Stop listening, and remove the directory; the connections stay."""
-        self._socket.close()
-        self._remove_directory()
-
-    def _bind(self) -> None:
-        problem = None
-        for place in _PLACES:
-            try:
-                self.directory = tempfile.mkdtemp(prefix="legacy_ddp-socket-", dir=place)
-                with _address(self.directory) as address:
-                    self._socket.bind(address)
-            except OSError as error:
-                self._remove_directory()
-                problem = problem or error  # of the place that the user can choose
-            else:
-                return
-        if problem is not None:
-            raise problem
-
-    def _remove_directory(self) -> None:
-        if self.directory:
-            with suppress(OSError):  # without a socket, or removed already
-                os.unlink(os.path.join(self.directory, _FILE))
-            with suppress(OSError):
-                os.rmdir(self.directory)
-            self.directory = ""
-
-
-def connect(directory: str, token: str, rank: int, ranks: Sequence[int]) -> Star:
-    """Connect this rank to the hub of ``ranks``: the first of these ranks, which listens in ``directory``.
-
-    Raises:
-        OSError: the directory is not visible here, the connection is refused, or a process of another user listens.
-    """
-    connection = _new_socket()
-    try:
-        connection.setblocking(False)  # a full queue of the listener is an error, not a wait without a limit
-        try:
-            with _address(directory) as address:
-                connection.connect(address)
-        except FileNotFoundError:
-            raise OSError(
-                f"{directory} of rank {ranks[0]} is not visible here; containers of one network need a common "
-                "directory for temporary files (TMPDIR)"
-            ) from None
-        if _peer_user(connection) != os.geteuid():
-            raise OSError(f"a process of another user listens in the directory of rank {ranks[0]}")
-        connection.send(f"{rank} {token}".encode("ascii"))
-    except BaseException:
-        connection.close()
-        raise
-    return Star(rank, ranks, {ranks[0]: connection})
-
-
-def _new_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-
-
-@contextmanager
-def _address(directory: str) -> Iterator[str]:
-    """The address of the socket in ``directory``, inside the block: short, because an address has 108 bytes at most."""
-    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{descriptor}/{_FILE}"
-    finally:
-        os.close(descriptor)
-
-
-def _read_hello(connection: socket.socket, token: str) -> int | None:
-    """The rank that has connected; None for a process outside the job.
-
-    Raises:
-        OSError: nothing can be read from any process.
-    """
-    if _peer_user(connection) != os.geteuid():
-        return None
-    try:
-        rank, given = connection.recv(_HELLO_BYTES, socket.MSG_DONTWAIT).decode("ascii").split()
-        return int(rank) if hmac.compare_digest(given, token) else None
-    except (BlockingIOError, ConnectionError, ValueError):
-        return None
-
-
-def _peer_user(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return int(struct.unpack("3i", credentials)[1])
-
-
-def _close_all(connections: Mapping[int, socket.socket]) -> None:
-    for connection in connections.values():
-        connection.close()

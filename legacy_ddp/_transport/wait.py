@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._buckets.layout import fingerprint
@@ -79,6 +78,15 @@ class Gatherer:
         start = time.perf_counter()
         while not self._is_done(work, start):
             self._check_watchdog(time.perf_counter() - start)
+            self._look_at_star(start)
+
+    def _look_at_star(self, start: float) -> None:
+        """Raise the error for a notice of a lost rank; gloo tells it only to the ranks connected to the lost rank."""
+        try:
+            if self.groups.star is not None:
+                self.groups.star.look()
+        except (StarTimeoutError, StarLostError) as error:
+            raise self._told_error(error, time.perf_counter() - start) from None
 
     def wait_until_deadline(self, work: Any) -> None:
         """Wait for ``work`` on the user's group, which may have no timeout of its own.
@@ -92,10 +100,10 @@ class Gatherer:
             self.check_deadline(time.perf_counter() - start)
 
     def over_star(self, operation: Callable[[Star, OnSlice], T]) -> T:
-        """The result of ``operation(star, on_slice)`` on the star of the host.
+        """The result of ``operation(star, on_slice)`` on the star of the group.
 
         Raises:
-            RuntimeError: the group has no star.
+            RuntimeError: the group has no star: it has one rank, or was closed.
             SyncTimeoutError, PeerLostError: as :meth:`wait`.
         """
         star = self.groups.star
@@ -105,14 +113,14 @@ class Gatherer:
         start = time.perf_counter()
         try:
             return operation(star, lambda: self.check_deadline(time.perf_counter() - start))
-        except SyncTimeoutError:  # of this rank
-            star.give_up()
-            raise
-        except StarTimeoutError:  # of another rank, which gave up
-            raise self._late_error() from None
-        except StarLostError as lost:
-            reason = f"connection lost after {time.perf_counter() - start:.2f} s ({lost})"
-            raise self._peer_error(Failure(reason)) from None
+        except (StarTimeoutError, StarLostError) as error:
+            raise self._told_error(error, time.perf_counter() - start) from None
+
+    def _told_error(self, error: StarTimeoutError | StarLostError, waited_seconds: float) -> LostPeerError:
+        """The error after a notice of another rank, or the end of a connection of the tree."""
+        if isinstance(error, StarTimeoutError):
+            return self._late_error()
+        return self._peer_error(Failure(f"connection lost after {waited_seconds:.2f} s ({error})"))
 
     def check_deadline(self, waited_seconds: float, problem: str = "no answer") -> None:
         """Call this regularly during a wait without a timeout. ``problem``: for the text of the error.
@@ -136,36 +144,26 @@ class Gatherer:
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Collective: ``row`` of every rank, host tensors of equal shape s, as a tensor of shape (size, *s)."""
         rows = torch.empty((self.groups.size, *row.shape), dtype=row.dtype, device="cpu")
-        if self.groups.size == 1:
+        if self.groups.size == 1 or rows.numel() == 0:
             return rows.copy_(row)
-        options = self.options("Allgather")
-        self.run(self.groups.control, lambda group: group.allgather([list(rows.unbind(0))], [row], options))
-        return rows
+        own = _bytes_of(row)
+        (gathered,) = self.over_star(lambda star, on_slice: star.exchange([own], on_slice))
+        return _tensor_of(gathered, row.dtype).view(rows.shape)
 
     def exchange_headers(self, *header: bytes) -> list[bytes]:
-        """Collective: each part of the header, of all ranks in rank order; over the star if all ranks are on one host.
+        """Collective: each part of the header, of all ranks in rank order.
 
-        With stars, :attr:`peer_segments` are the segments of every rank afterwards, of other hosts, too: what is mapped
-        on a host is known to all.
+        :attr:`peer_segments` are the segments of every rank afterwards, of other hosts, too: what is mapped on a host
+        is known to all.
         """
-        if self.groups.star is None:
-            return self._gather_columns(header)
+        if self.groups.size == 1:
+            return list(header)
         columns = (encode_segments(self.segments), *header)
-        if self.groups.between is None:
-            self.peer_segments, *headers = self.over_star(lambda star, on_slice: star.exchange(columns, on_slice))
-        else:
-            self.peer_segments, *headers = self._gather_columns(columns)
+        self.peer_segments, *headers = self.over_star(lambda star, on_slice: star.exchange(columns, on_slice))
         return headers
 
-    def _gather_columns(self, columns: Sequence[bytes]) -> list[bytes]:
-        """Collective: as :meth:`Star.exchange`, over gloo."""
-        if self.groups.size == 1:
-            return list(columns)
-        rows = self.gather(torch.frombuffer(bytearray(b"".join(columns)), dtype=torch.uint8))
-        return [_bytes_of(part) for part in torch.split(rows, [len(column) for column in columns], dim=1)]
-
     def barrier(self) -> None:
-        """Collective on the host, only with a star: return when every rank of the host has arrived."""
+        """Collective on the host: return when every rank of the host has arrived."""
         self.over_star(Star.barrier)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -184,19 +182,21 @@ class Gatherer:
         holders: dict[tuple[int, int], list[int]] = {}
         for rank, (digest, size) in enumerate(self.gather(torch.tensor(own, device="cpu")).tolist()):
             holders.setdefault((digest, size), []).append(rank)
-        texts = [bytearray(data) if key == own else bytearray(key[1]) for key in holders]
-        if self.groups.size > 1:
-            works = [self._send_from(ranks[0], text) for ranks, text in zip(holders.values(), texts, strict=True)]
-            for work in works:  # all are under way: many values take hardly more time than one
-                self.wait(self.groups.control, work)
+        texts = (
+            [data]
+            if len(holders) == 1
+            else self._collect(data, [(ranks[0], size) for (_, size), ranks in holders.items()])
+        )
         return [(json.loads(text), tuple(ranks)) for text, ranks in zip(texts, holders.values(), strict=True)]
 
-    def _send_from(self, source: int, data: bytearray) -> Any:
-        """Start to send ``data`` of the rank ``source`` to all ranks, in place."""
-        options = self.options("Broadcast")
-        options.rootRank, options.rootTensor = source, 0
-        row = torch.frombuffer(data, dtype=torch.uint8)
-        return self.start(self.groups.control, lambda group: group.broadcast([row], options))
+    def _collect(self, own: bytes, sources: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Collective: the bytes of some ranks. ``sources``: each rank with its number of bytes."""
+        sizes = [0] * self.groups.size
+        for rank, size in sources:
+            sizes[rank] = size
+        sent = own if sizes[self.groups.rank] else b""
+        parts = self.over_star(lambda star, on_slice: star.collect(sent, sizes, on_slice))
+        return [parts[rank] for rank, _ in sources]
 
     def first_problem(self, *problems: str) -> str:
         """Collective: the first problem of any rank with the number of the rank; empty if no rank has one.
@@ -210,12 +210,16 @@ class Gatherer:
         )
 
     def maximum(self, values: torch.Tensor) -> torch.Tensor:
-        """Collective: element-wise maximum of a host tensor over the ranks, in place."""
-        if self.groups.size > 1:
-            options = self.options("Allreduce")
-            options.reduceOp = dist.ReduceOp.MAX
-            self.run(self.groups.control, lambda group: group.allreduce([values], options))
-        return values
+        """Collective: element-wise maximum of a host tensor over the ranks."""
+        if self.groups.size == 1 or values.numel() == 0:
+            return values
+
+        def merge(parts: list[bytes]) -> bytes:
+            return _bytes_of(torch.stack([_tensor_of(part, values.dtype) for part in parts]).amax(dim=0))
+
+        own = _bytes_of(values)
+        result = self.over_star(lambda star, on_slice: star.combine(own, merge, on_slice))
+        return _tensor_of(result, values.dtype).view(values.shape)
 
     def _late_error(self, problem: str = "no answer") -> LostPeerError:
         return self._peer_error(Failure(f"{problem} within {self.timeout.total_seconds():g} s", is_late=True))
@@ -248,10 +252,14 @@ class Gatherer:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    """The elements of a host tensor of bytes, which is not empty."""
-    data = bytearray(tensor.numel())
-    torch.frombuffer(data, dtype=torch.uint8).view(tensor.shape).copy_(tensor)
+    """The elements of a host tensor, which has at least one."""
+    data = bytearray(tensor.nbytes)
+    torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
     return bytes(data)
+
+
+def _tensor_of(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype)
 
 
 def _gloo_reason(error: RuntimeError) -> str:

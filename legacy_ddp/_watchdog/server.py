@@ -129,7 +129,7 @@ class StatusServer:
         self._on_closed = on_closed  # (rank, its exit reason or None)
         self._look = look  # called before each wait; returns the seconds until its next call, None for no limit
         self._selector = selectors.DefaultSelector()
-        self._listener = _listen()
+        self._listener = listen()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._connections: dict[socket.socket, _Connection] = {}
         self._accept_again_at = 0.0  # while accepting is paused
@@ -330,7 +330,8 @@ def _rank_in(message: Message) -> int:
     return rank
 
 
-def _listen() -> socket.socket:
+def listen() -> socket.socket:
+    """A listening TCP socket on all interfaces, at a free port."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

@@ -45,7 +45,12 @@ RUNS: list[tuple[str, int, str, dict[str, Any]]] = [
             for update_freq, aim in ((1, 1.05), (4, 1.03))
         },
     ),
-    ("bench_agree", 4, "header", {"run": {"2": None, "4": ["barrier", "all_gather", "agree()"]}, "reasoned": None}),
+    (
+        "bench_agree",
+        4,
+        "header --hosts 2",
+        {"run": {"2": None, "4": ["barrier", "all_gather", "tree", "agree()"]}, "reasoned": None},
+    ),
     (
         "bench_debug",
         2,

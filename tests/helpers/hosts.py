@@ -19,7 +19,7 @@ from itertools import count
 from pathlib import Path
 from types import MappingProxyType
 
-from legacy_ddp._transport import host_meeting
+from legacy_ddp._transport import first_meeting
 from tests.helpers.paths import ROOT
 
 # How does a test get a host of its own: network, host name and processes that nobody else sees?
@@ -327,9 +327,28 @@ def _port(index: int) -> str:
 @contextmanager
 def on_host(name: str) -> Iterator[None]:
     """Without namespaces: the card of this rank tells of a host ``name``, in the first call on a group in the block."""
-    own_card = host_meeting.own_card
-    host_meeting.own_card = lambda: {**own_card(), "boot": name}
+    own_card = first_meeting.own_card
+    first_meeting.own_card = lambda: {**own_card(), "boot": name}
     try:
         yield
     finally:
-        host_meeting.own_card = own_card
+        first_meeting.own_card = own_card
+
+
+@contextmanager
+def arriving_in_order(arity: int = first_meeting.ARITY) -> Iterator[None]:
+    """In the first call on a group in the block, the ranks arrive in their order: the lowest rank of each host is its
+    hub, and rank 0 the root. ``arity``: the hubs below a hub."""
+    join, before = first_meeting._Meeting.join_host, first_meeting.ARITY
+
+    def join_in_order(self: first_meeting._Meeting) -> None:
+        if self._rank:
+            self._read(f"joined/{self._rank - 1}", f"rank {self._rank - 1}")
+        join(self)
+        self._store.set(f"joined/{self._rank}", "{}")
+
+    first_meeting._Meeting.join_host, first_meeting.ARITY = join_in_order, arity
+    try:
+        yield
+    finally:
+        first_meeting._Meeting.join_host, first_meeting.ARITY = join, before

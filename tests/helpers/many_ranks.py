@@ -7,8 +7,6 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
-import torch
-
 from legacy_ddp._settings import Settings
 from legacy_ddp._transport.call import Call, GroupState
 from legacy_ddp._transport.rows import Operation
@@ -17,37 +15,34 @@ T = TypeVar("T")
 _SECONDS = 60.0
 
 
-class CountingGroup:
-    """The control group of the ranks of one kind. ``received``: the bytes that one of these ranks has received.
+class CountingStar:
+    """The star of the ranks of one kind. ``received``: the bytes that one of these ranks has received.
 
-    ``kinds``: the kind of each rank. ``table``: what each kind sends, shared by the groups of all kinds.
+    ``kinds``: the kind of each rank. ``table``: what each kind sends, shared by the stars of all kinds.
     """
 
     def __init__(self, kind: int, kinds: Sequence[int], table: dict[int, Any], barrier: threading.Barrier) -> None:
         self._kind, self._kinds, self._table, self._barrier = kind, kinds, table, barrier
         self.received = 0
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], _options: Any) -> Any:
-        sent = self._exchange(inputs[0])
-        for output, kind in zip(outputs[0], self._kinds, strict=True):
-            output.copy_(sent[kind])
-            self.received += output.nbytes
-        return _DONE
+    def exchange(self, columns: Sequence[bytes], _: object) -> list[bytes]:
+        sent = self._exchange(columns)
+        found = [b"".join(sent[kind][index] for kind in self._kinds) for index in range(len(columns))]
+        self.received += sum(map(len, found))
+        return found
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
-        tensors[0].copy_(self._exchange(tensors[0])[self._kinds[options.rootRank]])
-        self.received += tensors[0].nbytes
-        return _DONE
+    def collect(self, own: bytes, sizes: Sequence[int], _: object) -> list[bytes]:
+        sent = self._exchange(own)
+        found = [sent[kind] if size else b"" for kind, size in zip(self._kinds, sizes, strict=True)]
+        self.received += sum(sizes)
+        return found
 
-    def _exchange(self, tensor: torch.Tensor) -> dict[int, torch.Tensor]:
-        self._table[self._kind] = tensor.clone()
+    def _exchange(self, value: Any) -> dict[int, Any]:
+        self._table[self._kind] = value
         self._barrier.wait(_SECONDS)
         sent = dict(self._table)
         self._barrier.wait(_SECONDS)
         return sent
-
-
-_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
 def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tuple[T, int]]:
@@ -59,13 +54,12 @@ def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tu
     barrier = threading.Barrier(count)
 
     def run(kind: int) -> tuple[T, int]:
-        control = CountingGroup(kind, kinds, table, barrier)
+        star = CountingStar(kind, kinds, table, barrier)
         groups = SimpleNamespace(
             rank=kinds.index(kind),
             size=len(kinds),
             global_ranks=range(len(kinds)),
-            control=control,
-            star=None,
+            star=star,
             watchdog=None,
             busy=threading.Lock(),
             lost="",
@@ -76,7 +70,7 @@ def run_kinds(kinds: Sequence[int], action: Callable[[Call, int], T]) -> list[tu
             note_issued=lambda: None,
         )
         with Call(GroupState(cast(Any, groups)), Operation.ALL_REDUCE, Settings(), "Net") as call:
-            return action(call, kind), control.received
+            return action(call, kind), star.received
 
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(run, range(count)))

@@ -211,7 +211,7 @@ def _refusal(model: LegacyDistributedDataParallel) -> str:
 
 
 # What a rank enters to wait for another: over gloo, and on the host.
-WAITS = ("_poll", "_receive", "_receive_from_all")
+WAITS = ("_poll", "_receive", "_receive_from")
 
 
 def do_when(

@@ -68,6 +68,7 @@ calls = st.builds(
     forwards=counts,
     inputs=st.lists(st.tuples(texts, texts), max_size=2).map(tuple),
     inputs_complete=st.booleans(),
+    parts=st.dictionaries(st.sampled_from(["data", "forward", "backward"]), numbers),
 )
 
 

@@ -20,6 +20,7 @@ _EXCHANGES = "tests/collectives/test_exchanges.py"
 _HEADER = "tests/agreement/test_header_faults.py"
 _LOST = "tests/watchdog/test_lost_ranks.py"
 _LATE = "tests/collectives/test_late_nonfinite.py -k later_by_all"
+_LATE_RANK = "tests/collectives/test_late_rank.py"
 _LATE_DIGESTS = "tests/replicas/test_late_digests.py -k later_by_all"
 _PAYLOADS = "tests/watchdog/test_payloads.py"
 _KILLED = f"{_LOST}::test_the_last_of_two_names_the_other"
@@ -39,8 +40,8 @@ AGREEMENT = (
     ),
     Mutant(
         "every distinct value is sent by rank 0",
-        "self._send_from(ranks[0], text)",
-        "self._send_from(0, text)",
+        "self._collect(data, [(ranks[0], size)",
+        "self._collect(data, [(0, size)",
         "tests/agreement/test_many_ranks.py -k in_order",
     ),
     Mutant(
@@ -352,26 +353,68 @@ COLLECTIVES = (
         "pass",
         _PRECEDENCE,
     ),
+    Mutant(
+        "the gradient of the first parameter ends every backward",
+        "            if thread:\n                self.policy.clock",
+        "            if thread and not index:\n                self.policy.clock",
+        f"{_LATE_RANK} -k names_the_late_rank",
+    ),
+    Mutant(
+        "a backward counts as data",
+        "self.backward += self.accumulated - mark",
+        "self.data += self.accumulated - mark",
+        f"{_LATE_RANK} -k names_the_late_rank",
+    ),
+    Mutant(
+        "the time of a call counts for the next step",
+        "    synchronizer.policy.clock.end_call()\n",
+        "",
+        f"{_LATE_RANK} -k names_the_late_rank",
+    ),
+    Mutant(
+        "a late rank is named without half of the calls",
+        "if 2 * calls < len(steps) or not",
+        "if not",
+        "tests/test_statistics.py -k in_turns",
+    ),
 )
 
 TRANSPORT = (
     Mutant(
         "a message of another size is a row",
-        "if piece[:1] != kind or len(piece) != _HEAD.size + size:",
+        "if not _is_begun(piece, kind, size) or len(piece) != _HEAD.size + size:",
         "if piece[:1] != kind:",
         "tests/transport/test_star.py -k another_length",
     ),
     Mutant(
         "the sender of a notice is the lost rank",
-        "lost = about if kind == _LOST else rank",
-        "lost = rank",
+        "if kind not in _NOTICES:",
+        "if kind != _LATE:",
         "tests/transport/test_star.py -k connection_closed",
     ),
     Mutant(
         "the hub keeps the end of patience to itself",
-        "self._tell(_LATE, about, rank)",
+        "self._tell(kind, about, rank)",
         "pass",
         "tests/transport/test_star.py -k gives_up",
+    ),
+    Mutant(
+        "a rank leaves for a lost one without a notice",
+        "self.star.give_up(is_late=isinstance(error, SyncTimeoutError))",
+        "pass",
+        "tests/transport/test_tree_faults.py -k error_of_gloo",
+    ),
+    Mutant(
+        "a hub asks for no room for the ranks below it",
+        "self._check_room(count + below)",
+        "self._check_room(0)",
+        "tests/transport/test_lost_groups.py -k hub_without_room",
+    ),
+    Mutant(
+        "a rank tells nobody of a loss as the tree connects",
+        "self.tell(self.error_of(error))",
+        "pass",
+        "tests/transport/test_tree_faults.py -k as_the_tree_connects",
     ),
     Mutant(
         "a late rank is a lost rank",
@@ -417,8 +460,8 @@ TRANSPORT = (
     ),
     Mutant(
         "the ranks that arrived are missing",
-        "if not store.check([key])]",
-        "if store.check([key])]",
+        'if not of_generation.check([f"begun/{other}"])',
+        'if of_generation.check([f"begun/{other}"])',
         "tests/transport/test_lost_groups.py -k never_constructs",
     ),
     Mutant(

@@ -254,10 +254,12 @@ def test_a_lost_group_does_not_keep_the_model_alive() -> None:
 # At the limit of open files
 
 
-def _meets_at_the_limit(rank: int, free: int) -> tuple[str, tuple[int, ...], dict[str, float | None]]:
+def _meets_at_the_limit(
+    rank: int, free: int, limited: tuple[int, ...]
+) -> tuple[str, tuple[int, ...], dict[str, float | None]]:
     """The error of the first collective, and the gradient of the next one, without the limit."""
     before, held = resource.getrlimit(resource.RLIMIT_NOFILE), []
-    if rank == 1:
+    if rank in limited:
         soft = max(map(int, os.listdir("/proc/self/fd"))) + free
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
         with contextlib.suppress(OSError):
@@ -281,7 +283,7 @@ def _meets_at_the_limit(rank: int, free: int) -> tuple[str, tuple[int, ...], dic
 @pytest.mark.parametrize("free", [2, 12])
 def test_a_rank_at_its_limit_of_open_files_is_an_error_on_all_at_once_and_the_next_call_works(free: int) -> None:
     """The others waited until their timeout, and a thread of gloo aborted the rank."""
-    told = run_ranks(_meets_at_the_limit, 2, free)
+    told = run_ranks(_meets_at_the_limit, 2, free, (1,))
 
     assert told[0] == told[1]
     text, ranks, gradients = told[0]
@@ -291,3 +293,15 @@ def test_a_rank_at_its_limit_of_open_files_is_an_error_on_all_at_once_and_the_ne
         rf"got a limit of \d+ open files with room for {free} more, expected room for \d+ more; raise it with ulimit"
     )
     assert re.search(numbers, text)
+
+
+def test_a_hub_without_room_for_the_ranks_below_it_is_an_error_on_all_and_the_next_call_works() -> None:
+    """The hub asked for as much room as a rank without others below it. With many ranks it ran out of room later."""
+    free, size = 22, 6
+    told = run_ranks(_meets_at_the_limit, size, free, tuple(range(size)))
+
+    assert len(set(map(repr, told))) == 1
+    text, (hub,), gradients = told[0]
+    assert gradients == {"weight": 2.5}
+    assert text.startswith(f"first collective on this process group: rank {hub} cannot open its connections: ")
+    assert "raise it with ulimit -n" in text

@@ -1,4 +1,7 @@
-"""System calls that a sandbox, a container or a limit refuses while the ranks of a host meet: gloo on all ranks."""
+"""System calls that a sandbox, a container or a limit refuses while the ranks of a host meet.
+
+Gloo is used on all ranks. Once the others have connected to a hub that cannot read from them, it is an error on all.
+"""
 
 import errno
 import fcntl
@@ -12,10 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from legacy_ddp import TransportError
+from legacy_ddp import PeerError, TransportError
 from legacy_ddp._buckets import private_fork
-from legacy_ddp._transport import star
+from legacy_ddp._transport import star_sockets
 from tests.helpers import tiers
+from tests.helpers.hosts import arriving_in_order
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, error_of, gradient_values, step, wrap
 
@@ -25,13 +29,11 @@ HUB, LEAF = 0, 1
 # By call: where it is refused, and the beginning of the reason.
 METHODS = {
     "socket": ((HUB, LEAF), "no connection on the host"),
-    "bind": ((HUB, LEAF), "no connection on the host"),
-    "listen": ((HUB, LEAF), "no connection on the host"),
+    "bind": ((HUB,), "no connection on the host"),
+    "listen": ((HUB,), "no connection on the host"),
     "connect": ((LEAF,), "no connection on the host"),
-    "accept": ((HUB,), "no connection on the host"),
-    "getsockopt": ((HUB, LEAF), "no connection on the host"),
+    "getsockopt": ((LEAF,), "no connection on the host"),
     "send": ((LEAF,), "no connection on the host"),
-    "recv": ((HUB,), "no connection on the host"),
     "sendmsg": ((HUB, LEAF), "no shared memory"),
     "recvmsg": ((HUB, LEAF), "no shared memory"),
 }
@@ -44,11 +46,13 @@ FUNCTIONS: dict[str, tuple[Any, str, str]] = {
 }
 ERRORS = ("EPERM", "EACCES", "EMFILE", "ENFILE", "ENOBUFS", "ENOMEM", "ENOSYS")
 PLACES = [(call, place) for call, (places, _) in METHODS.items() for place in places]
-PLACES += product(FUNCTIONS, (HUB, LEAF))
+PLACES += [each for each in product(FUNCTIONS, (HUB, LEAF)) if each != ("mkdir", LEAF)]
 ALL_ROWS = [(call, place, name) for (call, place), name in product(PLACES, ERRORS)]
 # EPERM everywhere, and each of the others here and there.
 ROWS = [row for index, row in enumerate(ALL_ROWS) if row[2] == "EPERM" or index % (len(ERRORS) + 1) == 1]
 ROWS = list(tiers.choose(ALL_ROWS, ROWS))
+# On the hub, after the other rank has connected.
+LATER = ("accept", "getsockopt", "recv")
 # What ``ulimit -n`` mends is named instead of the error, whichever call met it.
 LIMITS = {
     "EMFILE": "the limit of open files of this process is reached; raise it with ulimit -n",
@@ -77,7 +81,7 @@ def _refused(call: str, number: int) -> Iterator[None]:
         owner, name, _ = FUNCTIONS[call]
         before = getattr(owner, name)
     else:
-        owner, name, before = star, "_new_socket", star._new_socket
+        owner, name, before = star_sockets, "_new_socket", star_sockets._new_socket
     setattr(owner, name, refuse if call in (*FUNCTIONS, "socket") else lambda: _socket_without(call, refuse))
     try:
         yield
@@ -100,7 +104,7 @@ def _chosen(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str,
     seen = []
     for call, place, name in rows:
         group = dist.new_group([0, 1])
-        with _refused(call, getattr(errno, name)) if rank == place else nullcontext():
+        with arriving_in_order(), _refused(call, getattr(errno, name)) if rank == place else nullcontext():
             model = wrap(process_group=group, checks="off")
             model.zero_grad()
             add_gradients(model, 1.0 + rank)
@@ -125,7 +129,7 @@ def _said(rank: int, rows: list[tuple[str, int, str]]) -> list[tuple[str, str] |
     seen = []
     for call, place, name in rows:
         group = dist.new_group([0, 1])
-        with _refused(call, getattr(errno, name)) if rank == place else nullcontext():
+        with arriving_in_order(), _refused(call, getattr(errno, name)) if rank == place else nullcontext():
             try:
                 model = wrap(process_group=group, checks="off", transport="host")
             except TransportError as error:
@@ -148,3 +152,33 @@ def test_the_limit_of_open_files_is_one_text_whichever_call_meets_it(transport: 
         assert text.partition("transport")[2] == (
             f'="host" is not possible: {_reason(*row)}; mend the cause, or pass transport="auto"'
         )
+
+
+def _failed_later(rank: int) -> list[tuple[str, tuple[int, ...], float | None]]:
+    """Per call and error: the error of the construction, and the mean after a second construction."""
+    seen = []
+    for call, name in product(LATER, ERRORS):
+        group = dist.new_group([0, 1])
+        with (
+            arriving_in_order(),
+            _refused(call, getattr(errno, name)) if rank == HUB else nullcontext(),
+            pytest.raises(PeerError) as caught,
+        ):
+            wrap(process_group=group, checks="off")
+        mean = step(wrap(process_group=group, checks="off"), 1.0 + rank)
+        seen.append((str(caught.value), caught.value.ranks, mean))
+        dist.destroy_process_group(group)
+    return seen
+
+
+def test_a_call_refused_to_a_hub_behind_the_arrival_of_all_is_an_error_on_all_and_the_next_call_works(
+    transport: str,
+) -> None:
+    first, second = run_ranks(_failed_later, 2, store="rank0")
+
+    assert first == second
+    for (_, name), (text, ranks, mean) in zip(product(LATER, ERRORS), first, strict=True):
+        error = _error(getattr(errno, name))
+        problem = LIMITS.get(name) or f"{type(error).__name__}: {error}"
+        assert text == f"first collective on this process group: rank {HUB} cannot open its connections: {problem}"
+        assert (ranks, mean) == ((HUB,), 1.5)

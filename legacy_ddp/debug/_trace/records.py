@@ -2,7 +2,7 @@
 
 A line is a JSON object whose last two keys are the line number and a checksum. docs/trace-format.md describes every
 line; a change of their meaning needs a new ``VERSION``. Version 2 has metrics in a call, and lines of logged values;
-version 3 has lines of operations.
+version 3 has lines of operations; version 4 has the parts of a step in a call.
 """
 
 import json
@@ -19,8 +19,8 @@ from legacy_ddp._errors import TraceError
 from legacy_ddp._text import plain
 
 FORMAT = "legacy_ddp trace"
-VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 # The phases of a step in the order of training, with their labels in texts; docs/trace-format.md has the contents.
 PHASE_LABELS = {
@@ -363,7 +363,8 @@ class CallFacts:
     random generators of torch at the beginning of the call. ``inputs``: the first ``MAX_INPUTS`` arguments of the
     forward passes since the last call: dtype and shape of a tensor or type of a number or text, and 64 bits.
     ``forwards``: number of these passes. ``inputs_complete``: no other arguments were passed. ``metrics``: their sums
-    over the ranks.
+    over the ranks. ``parts``: seconds of this rank since its last call, as in :class:`RankRow`; empty in a trace of an
+    earlier version.
     """
 
     call: int
@@ -381,6 +382,7 @@ class CallFacts:
     inputs: tuple[tuple[str, str], ...]
     inputs_complete: bool
     metrics: Annotated[Mapping[str, float], mapping_of(as_metric)] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self, step: int) -> dict[str, Any]:
         metrics = {name: plain(value) for name, value in self.metrics.items()}
@@ -388,7 +390,7 @@ class CallFacts:
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> "CallFacts":
-        return CallFacts(**read_fields(CallFacts, {"metrics": {}, **values}))  # version 1 has no metrics
+        return CallFacts(**read_fields(CallFacts, {"metrics": {}, "parts": {}, **values}))  # as version 1
 
 
 def log_to_json(step: int, values: Mapping[str, float | str]) -> dict[str, Any]:

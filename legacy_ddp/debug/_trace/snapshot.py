@@ -168,6 +168,7 @@ def facts_of(record: SyncRecord, generators: str, inputs: Inputs) -> CallFacts:
         inputs=tuple(inputs.found),
         inputs_complete=inputs.complete and inputs.forwards >= row.micro_batches,
         metrics=record.metrics,
+        parts={"data": row.data_seconds, "forward": row.forward_seconds, "backward": row.backward_seconds},
     )
 
 

@@ -1,6 +1,7 @@
 """Summary of one trace, from one scan of every file: steps, ends, phases, norms, waiting times and environment."""
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -8,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from legacy_ddp._compare import MAX_LINES, MAX_SIDES, compare_rows, name_ranks
+from legacy_ddp._statistics import PARTS, LateRank, StepTimes, find_late_rank
 from legacy_ddp._text import format_bytes, plain, shorten, wrap
 from legacy_ddp.debug._trace.read import Progress, RankTrace
 from legacy_ddp.debug._trace.records import PHASE_LABELS
@@ -68,6 +70,7 @@ class Summary:
     gradients together, on rank 0, at the first and the last step; without norms too large for a float64. ``metrics``:
     sums over the ranks. ``logged``: values of single ranks. ``operations``: for each step with operations the greatest
     number of a rank; ``missing_operations``: ranks, each group with the steps with operations of other ranks alone.
+    ``late``: the rank for which the others wait, if the wait is a good part of the step.
     """
 
     folder: str
@@ -88,6 +91,7 @@ class Summary:
     logged: tuple[Curve, ...] = ()
     operations: tuple[tuple[int, int], ...] = ()
     missing_operations: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    late: LateRank | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The JSON object of the summary, with its format and version."""
@@ -125,6 +129,7 @@ def summarise(run: Run, progress: Progress = lambda _: None) -> Summary:
         logged=found.logged.curves(),
         operations=tuple(sorted(found.coverage.operations.items())),
         missing_operations=found.coverage.missing_operations,
+        late=found.times.late_rank(run.world_size),
     )
 
 
@@ -136,12 +141,13 @@ class _Findings:
         self.phases: dict[str, int] = {}
         self.norms: tuple[tuple[int, float], ...] = ()
         self.nonfinite: NonFinite | None = None
-        self.waits = _Waits()
+        self.waits, self.times = _Waits(), _Times()
         self.metrics, self.logged = _Curves(), _Curves()
 
     def add(self, rank: int, trace: RankTrace) -> None:
         self.coverage.add(rank, trace)
         self.waits.add(rank, trace)
+        self.times.add(rank, trace)
         for step, values in trace.logged.items():
             self.logged.add(rank, step, values)
         if trace.nonfinite and (first := self.coverage.nonfinite) and first[2] == rank:
@@ -204,6 +210,35 @@ class _Waits:
         counts = Counter(sorted(rank for (_, rank), _ in found))
         rank, steps = counts.most_common(1)[0]
         return Waiting(rank, steps, len(found), median(longest - least for (least, _), longest in found))
+
+
+class _Times:
+    """For every step: its seconds on rank 0, and of each rank the wait and the parts of the step."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[float, array[float]]] = {}  # one array of all ranks: a trace may have many steps
+
+    def add(self, rank: int, trace: RankTrace) -> None:
+        """Add a rank, in ascending order. Calls without parts, of earlier versions of the format, are left out."""
+        for step in trace.steps:
+            call = trace.call(step)
+            if call is None or not call.parts.keys() >= PARTS.keys():
+                continue
+            if rank == 0:
+                self._of[step] = sum(call.parts.values()) + sum(call.seconds.values()), array("d")
+            if step in self._of:
+                self._of[step][1].extend([call.seconds_waited, *(call.parts[part] for part in PARTS)])
+
+    def late_rank(self, world_size: int) -> LateRank | None:
+        """Over the steps recorded by all ranks."""
+        width = 1 + len(PARTS)
+        return find_late_rank(
+            [
+                StepTimes({part: own[1 + index :: width] for index, part in enumerate(PARTS)}, seconds, own[::width])
+                for seconds, own in self._of.values()
+                if len(own) == width * world_size
+            ]
+        )
 
 
 def _size_of(trace: RankTrace, phase: str) -> int:
@@ -311,6 +346,8 @@ def _waiting_text(found: Summary) -> Iterator[str]:
             f"waiting: others waited for rank {waiting.rank} in {waiting.steps:,} of {waiting.of_steps:,} steps; "
             f"the longest wait of a step beyond the shortest: {1000 * waiting.median_seconds:.3g} ms (median)"
         )
+    if found.late:
+        yield f"late rank: {found.late}"
 
 
 def _metrics_text(found: Summary) -> Iterator[str]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from legacy_ddp._statistics import LateRank
 from legacy_ddp.debug._trace.records import RANK_FILE
 from legacy_ddp.debug._trace.run import open_run
 from legacy_ddp.debug._trace.summary import NonFinite, Summary, Waiting, format_bytes, lines, summarise
@@ -111,6 +112,37 @@ def test_of_ranks_that_waited_alike_the_lowest_is_named(tmp_path: Path) -> None:
     assert found.waiting == Waiting(0, 5, 5, 0.0)
 
 
+def test_show_says_in_which_part_of_its_step_a_rank_is_late(tmp_path: Path) -> None:
+    # A step of rank 0 takes 40 + 20 + 30 ms, and 11 ms in the call. The others wait 20 ms, rank 1 waits 4 ms.
+    def calls(step: int, rank: int) -> Any:
+        is_late = rank == 1
+        parts = {"data": 0.04, "forward": 0.035 if is_late else 0.02, "backward": 0.03}
+        return call_facts(step, rank, seconds_waited=0.004 if is_late else 0.02, parts=parts)
+
+    found = summary(tmp_path, world_size=3, steps=10, calls=calls)
+
+    assert found.late is not None
+    assert (found.late.rank, found.late.calls, found.late.of_calls, found.late.part) == (1, 10, 10, "forward")
+    text = " ".join(line.strip() for line in lines(found))
+    assert (
+        "late rank: the other ranks waited for rank 1 in 10 of 10 calls, 16 ms a call (median), 16% of the step; "
+        "rank 1 takes 15 ms longer than the others in forward" in text
+    )
+    json.dumps(found.as_json(), allow_nan=False)
+
+
+def test_a_trace_without_parts_names_no_late_rank(tmp_path: Path) -> None:
+    """As traces of earlier versions."""
+    waits = (0.5, 0.1, 0.5)
+
+    found = summary(
+        tmp_path, world_size=3, steps=10, calls=lambda step, rank: call_facts(step, rank, seconds_waited=waits[rank])
+    )
+
+    assert found.late is None
+    assert not any("late rank" in line for line in lines(found))
+
+
 def test_of_ranks_that_are_not_finite_in_the_same_place_the_lowest_is_named(tmp_path: Path) -> None:
     planted = {(rank, 3, "parameters", "parameter 'b'"): ("ab" * 8, 1.0, 1 + rank) for rank in (1, 2)}
 
@@ -183,6 +215,7 @@ def test_lines_never_exceed_80_columns(
         norms=((1, 1e300), (10**9, 1e-300)),
         nonfinite=NonFinite(1, "parameters", 3, name, 10**9),
         waiting=Waiting(1, 2, 3, 1e-9),
+        late=LateRank(5000, 10**6, 10**6, 1e9, 1.0, "data", 1e9),
     )
 
     assert all(len(line) <= 80 and line.isprintable() for line in lines(found))

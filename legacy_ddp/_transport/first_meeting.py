@@ -1,0 +1,286 @@
+"""The first meeting of the ranks of a group: they find each other in the store of the group, and connect in a tree.
+
+Every rank makes a constant number of operations on the store, besides polls of a counter. The first rank of a host to
+arrive is its hub, and the hubs form a tree in the order of their arrival. No rank waits in the store: a stopped owner
+of the store would block it.
+
+All members arrive before any hub connects to another, and a rank that cannot connect tells the others in the store.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from legacy_ddp import _torch as internals
+from legacy_ddp._compare import name_ranks
+from legacy_ddp._errors import LegacyDDPError, PeerError, PeerLostError, SyncTimeoutError
+from legacy_ddp._text import system_error_text
+from legacy_ddp._transport.star import Star, StarLostError
+from legacy_ddp._transport.star_sockets import HostListener, HubListener, connect_hubs, connect_on_host
+from legacy_ddp._watchdog.client import decode_endpoint
+
+ARITY = 32  # hubs below a hub
+FACTS = ("boot", "network", "user")
+
+_BEGINS, _ARRIVALS, _ERROR, _HUBS = "begins", "arrivals", "error", "hubs"
+_SHORTEST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.002, 0.25
+_QUEUE = 4096  # connections that wait; the kernel may allow less (net.core.somaxconn, 4,096)
+_NAME = "first collective on this process group"
+_ERRORS = {kind.__name__: kind for kind in (PeerError, PeerLostError, SyncTimeoutError)}
+
+
+@dataclass(frozen=True)
+class Met:
+    """The tree, the card of every rank, and the part of the store for further connections.
+
+    A card has the :data:`FACTS`, ``problem``, and ``hub``: the rank of the hub of its host.
+    """
+
+    star: Star
+    cards: list[dict[str, Any]]
+    store: internals.Store
+
+
+def own_card() -> dict[str, str]:
+    """Facts about this process; equal facts mean one host.
+
+    ``boot``: boot id of the kernel. ``network``: inode of the network namespace; containers with networks of their own
+    usually share no files either. ``user``: number of the effective user. ``problem``: empty, or the reason why a fact
+    is not known.
+    """
+    if sys.platform != "linux":
+        return {"problem": f"shared memory needs Linux, got sys.platform {sys.platform!r}"}
+    try:
+        return {
+            "boot": Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+            "network": str(os.stat("/proc/self/ns/net").st_ino),
+            "user": str(os.geteuid()),
+            "problem": "",
+        }
+    except OSError as error:
+        return {"problem": str(error)}
+
+
+def meet_members(
+    store: internals.Store, rank: int, size: int, timeout: timedelta, check_room: Callable[[int], None]
+) -> Met:
+    """Collective: wait for all members, and connect them.
+
+    ``check_room``: check that this rank can open its connections, with as many ranks below it in the tree.
+
+    Raises:
+        PeerError: on all ranks: a rank cannot open its connections; ``check_room`` raised OSError, for example.
+        SyncTimeoutError: a member did not arrive. PeerLostError: a member was lost.
+    """
+    # The count of begins numbers the generations, also on a store that an earlier generation used.
+    generation = (store.add(_BEGINS, 1) - 1) // size
+    of_generation = internals.PrefixStore(str(generation), store)
+    meeting = _Meeting(of_generation, rank, timeout, check_room)
+    try:
+        of_generation.set(f"begun/{rank}", "1")
+        try:
+            check_room(0)  # nobody knows yet which ranks are hubs, and of how many ranks
+            meeting.join_host()
+        except OSError as error:
+            meeting.tell(meeting.error_of(error))
+        try:
+            _await_members(store, of_generation, generation, size, timeout)
+        except SyncTimeoutError as error:
+            meeting.tell(error)  # to a rank that arrives later
+            raise
+        meeting.check_error()  # written before the arrival of its rank: equal on all ranks
+        star, cards = meeting.connect()
+    finally:
+        meeting.close()
+    return Met(star, cards, of_generation)
+
+
+class _Meeting:
+    """The part of this rank in the first meeting."""
+
+    def __init__(
+        self, store: internals.Store, rank: int, timeout: timedelta, check_room: Callable[[int], None]
+    ) -> None:
+        self._store, self._rank, self._timeout, self._check_room = store, rank, timeout, check_room
+        self._deadline = time.monotonic() + timeout.total_seconds()
+        self.card: dict[str, Any] = own_card()
+        facts = json.dumps([self.card.get(fact, f"rank {rank}") for fact in FACTS])
+        self._host_key = f"host/{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+        self._hub: tuple[int, socket.socket] | None = None
+        self._number = -1  # of this host among the hosts, on its hub
+        self._listener: HostListener | None = None
+        self._hub_listener: HubListener | None = None
+        self._connections: list[socket.socket] = []
+        self._is_connected = False
+        self._token = secrets.token_hex(16)
+
+    def join_host(self) -> None:
+        """Become the hub of the host, or connect to it. A rank that cannot connect is a host of its own.
+
+        Raises:
+            OSError: the store is gone.
+        """
+        if self._store.add(self._host_key, 1) == 1:
+            self._listen()
+        else:
+            place = self._read(f"{self._host_key}/hub", "the first rank of this host")
+            self._connect_on_host(place["rank"], place["directory"], place["token"])
+        if self._hub is None:
+            self._number = self._store.add(_HUBS, 1) - 1
+        self.card["hub"] = self._rank if self._hub is None else self._hub[0]
+
+    def _connect_on_host(self, hub: int, directory: str, token: str) -> None:
+        """Connect to the rank ``hub``. An empty ``directory``: that rank does not listen, and its card says why."""
+        try:
+            if directory:
+                self._hub = hub, connect_on_host(directory, token, self._rank, hub)
+                self._connections.append(self._hub[1])
+        except OSError as error:
+            self._note_problem(error)
+        if self._hub is None:
+            self._store.add(f"{self._host_key}/left", 1)
+
+    def _listen(self) -> None:
+        """Listen for the other ranks of the host, and tell them the place."""
+        try:
+            if not self.card["problem"]:
+                self._listener = HostListener(_QUEUE)
+        except OSError as error:
+            self._note_problem(error)
+        directory = "" if self._listener is None else self._listener.directory
+        place = {"rank": self._rank, "directory": directory, "token": self._token}
+        self._store.set(f"{self._host_key}/hub", json.dumps(place))
+
+    def _note_problem(self, error: OSError) -> None:
+        self.card["problem"] = f"no connection on the host ({system_error_text(error)})"
+
+    def connect(self) -> tuple[Star, list[Any]]:
+        """Collective: the tree as this rank sees it, and the cards of all ranks.
+
+        Raises:
+            PeerError: a rank cannot connect. SyncTimeoutError, PeerLostError: a rank was lost. The same on all ranks.
+        """
+        try:
+            star = self._make_star()
+            cards = star.introduce(self.card, self.check)
+        except (OSError, StarLostError, SyncTimeoutError) as error:
+            self.check_error()  # a rank that knows of an error closes its connections
+            self.tell(self.error_of(error))
+            raise self.error_of(error) from None
+        self._is_connected = True
+        return star, cards
+
+    def close(self) -> None:
+        """Stop listening, and close the connections that no star has got."""
+        for listener in (self._listener, self._hub_listener):
+            if listener is not None:
+                listener.close()
+        for connection in [] if self._is_connected else self._connections:
+            connection.close()
+
+    def _make_star(self) -> Star:
+        if self._hub is not None:
+            return Star(self._rank, hub=self._hub)
+        count = self._count_on_host()
+        below = max(0, min(ARITY, self._store.add(_HUBS, 0) - ARITY * self._number - 1))
+        if count + below:
+            self._check_room(count + below)
+        host: Mapping[int, socket.socket] = {}
+        if self._listener is not None:
+            host = self._listener.accept(count, self._token)
+            self._connections += host.values()
+        if below:
+            self._hub_listener = HubListener(self._rank)
+            told = {"rank": self._rank, "endpoint": self._hub_listener.endpoint.encode().decode()}
+            self._store.set(f"hub/{self._number}", json.dumps(told))
+        above = None
+        if self._number > 0:
+            number = (self._number - 1) // ARITY
+            place = self._read(f"hub/{number}", f"hub {number}")
+            endpoint = decode_endpoint(place["rank"], place["endpoint"].encode())
+            assert endpoint is not None
+            above = place["rank"], connect_hubs(endpoint, self._rank, self._deadline - time.monotonic())
+            self._connections.append(above[1])
+        hubs = {} if self._hub_listener is None else self._hub_listener.accept(below, self.check)
+        self._connections += hubs.values()
+        return Star(self._rank, above=above, host=host, hubs=hubs)
+
+    def _count_on_host(self) -> int:
+        """The number of ranks that have connected to this hub on its host."""
+        if self._listener is None:
+            return 0
+        return self._store.add(self._host_key, 0) - 1 - self._store.add(f"{self._host_key}/left", 0)
+
+    def error_of(self, problem: OSError | StarLostError | SyncTimeoutError) -> LegacyDDPError:
+        """The error of all ranks for a problem of this rank."""
+        if isinstance(problem, OSError):
+            text = f"{_NAME}: rank {self._rank} cannot open its connections: {system_error_text(problem)}"
+            return PeerError(text, ranks=(self._rank,), phase="agree")
+        if isinstance(problem, StarLostError):
+            return PeerLostError(f"{_NAME} failed: {problem}", phase="agree")
+        return problem
+
+    def tell(self, error: LegacyDDPError) -> None:
+        """Tell all ranks of the error that ends the first meeting, before this rank closes its connections."""
+        self._store.set(_ERROR, json.dumps([type(error).__name__, str(error), error.ranks]))
+
+    def check_error(self) -> None:
+        """Raise the error that a rank has told, if there is one."""
+        if self._store.check([_ERROR]):
+            kind, text, ranks = json.loads(self._store.get(_ERROR))
+            raise _ERRORS[kind](text, ranks=tuple(ranks), phase="agree")
+
+    def check(self) -> None:
+        """Call this in every wait."""
+        self.check_error()
+        if time.monotonic() > self._deadline:
+            self._raise_late("a rank")
+
+    def _read(self, key: str, who: str) -> dict[str, Any]:
+        """What another rank sets at ``key``."""
+        pause = _SHORTEST_PAUSE_SECONDS
+        while not self._store.check([key]):
+            self.check_error()
+            if time.monotonic() > self._deadline:
+                self._raise_late(who)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        place: dict[str, Any] = json.loads(self._store.get(key))
+        return place
+
+    def _raise_late(self, who: str) -> NoReturn:
+        seconds = f"{self._timeout.total_seconds():g} s"
+        raise SyncTimeoutError(
+            f"{_NAME}: {who} did not connect within {seconds}; look at the output of these processes", phase="agree"
+        )
+
+
+def _await_members(
+    store: internals.Store, of_generation: internals.Store, generation: int, size: int, timeout: timedelta
+) -> None:
+    """Wait until every member arrived. The error names the missing ranks; the error of torch's group would not."""
+    store.add(_ARRIVALS, 1)
+    deadline, pause = time.monotonic() + timeout.total_seconds(), _SHORTEST_PAUSE_SECONDS
+    # Polls one counter: the store's own wait fills the terminal with its timeouts.
+    while store.add(_ARRIVALS, 0) < (generation + 1) * size:
+        if time.monotonic() > deadline:
+            # Not by arrivals: a rank may still wait for the hub of its host, which is the missing one.
+            missing = [other for other in range(size) if not of_generation.check([f"begun/{other}"])]
+            raise SyncTimeoutError(
+                f"{_NAME}: {name_ranks(missing) if missing else 'a rank'} did not arrive within "
+                f"{timeout.total_seconds():g} s; look at the output of these processes, or construct the wrapper on "
+                "every rank of the group",
+                ranks=missing,
+                phase="agree",
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
