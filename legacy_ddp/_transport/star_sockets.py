@@ -142,15 +142,19 @@ class HubListener:
     def accept(self, count: int, on_slice: Callable[[], None]) -> dict[int, socket.socket]:
         """Wait for the connections of ``count`` ranks, by rank. ``on_slice`` is called after each try; it may raise."""
         connections: dict[int, socket.socket] = {}
-        strangers: list[socket.socket] = []  # until their first bytes have come
+        strangers: dict[int, socket.socket] = {}  # by descriptor, until their first bytes have come
+        poll = select.poll()  # select() takes no descriptor above 1,023
+        poll.register(self._socket, select.POLLIN)
         try:
             while len(connections) < count:
-                ready, _, _ = select.select([self._socket, *strangers], [], [], SLICE_SECONDS)
-                for connection in ready:
-                    if connection is self._socket:
-                        strangers.append(self._socket.accept()[0])
+                for descriptor, _ in poll.poll(1000 * SLICE_SECONDS):
+                    if descriptor == self._socket.fileno():
+                        connection = self._socket.accept()[0]
+                        strangers[connection.fileno()] = connection
+                        poll.register(connection, select.POLLIN)
                         continue
-                    strangers.remove(connection)
+                    poll.unregister(descriptor)
+                    connection = strangers.pop(descriptor)
                     rank = _read_hello(connection, self.endpoint.token)
                     if rank is None or rank in connections:
                         connection.close()
@@ -158,14 +162,15 @@ class HubListener:
                     set_options(connection)
                     connections[rank] = connection
                 while len(strangers) > _MAX_STRANGERS:
-                    strangers.pop(0).close()
+                    oldest = next(iter(strangers))
+                    poll.unregister(oldest)
+                    strangers.pop(oldest).close()
                 on_slice()
         except BaseException:
             _close_all(connections)
             raise
         finally:
-            for connection in strangers:
-                connection.close()
+            _close_all(strangers)
         return connections
 
     def close(self) -> None:

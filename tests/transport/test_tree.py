@@ -4,7 +4,9 @@ The ranks claim to run on the hosts in ``hosts``, a letter per rank.
 """
 
 import os
+import resource
 import signal
+import time
 from statistics import median
 from typing import ClassVar
 
@@ -13,10 +15,10 @@ import pytest
 from legacy_ddp import LostPeerError
 from legacy_ddp import _torch as internals
 from legacy_ddp._transport import first_meeting
-from tests.helpers.hosts import on_host
+from tests.helpers.hosts import arriving_in_order, on_host
 from tests.helpers.ranks import run_ranks
 from tests.helpers.small_models import add_gradients, step, wrap
-from tests.helpers.tiers import thorough
+from tests.helpers.tiers import choose, thorough
 
 pytestmark = pytest.mark.parametrize("transport", ["host"], indirect=True)
 
@@ -45,6 +47,45 @@ def test_rows_come_in_rank_order_over_hosts_of_any_numbers_of_ranks(transport: s
     size = len(hosts)
 
     assert run_ranks(_rows, size, hosts, arity) == [((size - 1) / 2, list(range(1, size + 1)))] * size
+
+
+def _late(rank: int, hosts: str, late_seconds: float) -> list[float | None]:
+    """The means of calls, to each of which another rank comes late."""
+    with on_host(hosts[rank]), arriving_in_order(arity=2):
+        model = wrap()
+    means = [step(model, 0.0)]
+    for late in range(len(hosts)):
+        if rank == late:
+            time.sleep(late_seconds)
+        means.append(step(model, float(rank + late)))
+    return means
+
+
+@pytest.mark.parametrize("late_seconds", choose([0.1, 1.0, 10.0], [0.1]))
+def test_a_late_rank_in_any_place_of_the_tree_is_no_error(transport: str, late_seconds: float) -> None:
+    """The root, inner hubs, a hub and the leaves, one after the other."""
+    hosts = "aabbccdd"
+
+    means = run_ranks(_late, len(hosts), hosts, late_seconds, timeout_seconds=60.0 + 10 * late_seconds)
+
+    assert means == [[0.0, *(3.5 + late for late in range(8))]] * 8
+
+
+def _with_many_files(rank: int) -> float | None:
+    """The mean of a call between two hosts, in a process with 1,100 open files."""
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with on_host("ab"[rank]):
+            return step(wrap(), float(rank))
+    finally:
+        for each in files:
+            os.close(each)
+
+
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1200, reason="needs a limit of 1,200 open files")
+def test_hubs_connect_in_processes_with_more_than_1024_open_files(transport: str) -> None:
+    """select() raised ValueError: filedescriptor out of range."""
+    assert run_ranks(_with_many_files, 2, fresh=True) == [0.5, 0.5]
 
 
 def _opened(rank: int) -> int:
