@@ -19,14 +19,18 @@ LegacyDDPError(RuntimeError)
 └── TraceError             local: a trace that cannot be written, read or compared
 """
 
+import inspect
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Never, ParamSpec, TypeVar
 
 from legacy_ddp._text import encodable, how_to_explain
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 _LIBRARY = os.path.join(os.path.dirname(__file__), "")
 
@@ -346,3 +350,11 @@ def import_error(text: str) -> ImportError:
     error = ImportError(text)
     error.add_note(how_to_explain("ImportError"))
     return error
+
+
+def show_usable(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Leave parameters of type Never out of the displayed signature: they are there for a better error."""
+    signature = inspect.signature(function)
+    usable = [each for each in signature.parameters.values() if each.annotation is not Never]
+    vars(function)["__signature__"] = signature.replace(parameters=usable)
+    return function

@@ -22,6 +22,7 @@ from legacy_ddp._collectives.join import Joining
 from legacy_ddp._collectives.pack import Arguments, Metrics
 from legacy_ddp._collectives.state import Synchronizer, are_forwards_private
 from legacy_ddp._environment import resolve_checks, resolve_timeout, resolve_transport
+from legacy_ddp._errors import show_usable
 from legacy_ddp._log import log_construction, script_level
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._settings import (
@@ -100,6 +101,7 @@ class LegacyDistributedDataParallel(nn.Module, Joining, Generic[ModuleT_co]):
         tensor([[1., 1.]])
     """
 
+    @show_usable
     def __init__(
         self,
         module: ModuleT_co,

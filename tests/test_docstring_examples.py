@@ -49,7 +49,7 @@ def _described(owner: Any) -> Iterator[tuple[Any, set[str]]]:
 
 
 # Arguments of the module, arguments that raise an error, and the evidence behind other fields.
-_WITHOUT_WORDS = {"self", "args", "kwargs", "unknown", "unnamed", "verdict"}
+_WITHOUT_WORDS = {"self", "args", "kwargs", "verdict"}
 
 
 @pytest.mark.parametrize("module, name", PUBLIC)

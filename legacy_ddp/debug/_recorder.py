@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from legacy_ddp import _torch as internals
 from legacy_ddp._collectives.metrics import read_numbers
-from legacy_ddp._errors import LegacyDDPError, argument_errors
+from legacy_ddp._errors import LegacyDDPError, argument_errors, show_usable
 from legacy_ddp._log import warn
 from legacy_ddp._record import SyncRecord
 from legacy_ddp._replicas import state as hold
@@ -178,6 +178,7 @@ class Recorder:
             warn(self._rank, f"the trace in {self._folder} {missing}")
 
     @argument_errors
+    @show_usable
     def log(self, /, *unnamed: Never, **values: SupportsFloat | str) -> None:
         """Record values of this rank: a learning rate, or the loss of this rank's data. They are not summed.
 
