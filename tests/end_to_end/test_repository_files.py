@@ -1,15 +1,11 @@
 """Files for contributors and hosts of the repository: valid, and true about commands and versions."""
 
-import re
 from typing import Any
 
-import pytest
 import yaml
 
 import legacy_ddp
 from tests.helpers.paths import ROOT
-
-TARGETS = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
 def _yaml(path: str) -> Any:
@@ -36,12 +32,3 @@ def test_the_template_of_an_issue_asks_for_the_page_of_a_report() -> None:
     assert {"name", "description", "body"} <= template.keys()
     assert any("legacy-ddp report" in field["attributes"]["label"] for field in template["body"])
     assert len({field["id"] for field in template["body"]}) == len(template["body"])
-
-
-@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "README.md", ".ci/run"])
-def test_the_commands_of_a_page_are_in_the_makefile(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    commands = re.findall(r"(?:`|^ *)make ([a-z-]+)(?=`| *$| +#| [A-Z])", text, re.MULTILINE)
-
-    assert commands
-    assert set(commands) <= TARGETS

@@ -1,0 +1,138 @@
+"""The examples of pages that are parts of a script run, and the commands of all pages exist, with their options."""
+
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import legacy_ddp
+from legacy_ddp import Checks, LegacyDistributedDataParallel
+from legacy_ddp.debug import check_replicas
+from tests.helpers.paths import ROOT
+from tests.helpers.ranks import run_ranks
+from tests.helpers.scripts import fork_script
+
+PARTS = ("docs/debugging.md", "docs/operations.md", "docs/reference.md", "docs/guides/cross-check.md")
+PAGES = [*ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md", *(ROOT / "docs").rglob("*.md")]
+STEP = "optimizer.zero_grad(); run(model, batch).backward(); model.all_reduce()"  # what an ellipsis stands for
+RELEASED = re.compile(r"^## \d.*", re.MULTILINE | re.DOTALL)  # of the changelog: commands of earlier versions
+
+
+def _blocks(page: str) -> list[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [
+        textwrap.dedent(block)
+        for _, block in re.findall(r"^( *)```python\n(.*?)^\1```$", text, re.MULTILINE | re.DOTALL)
+    ]
+
+
+def _run_blocks(rank: int, folder: str) -> None:
+    """Run every block with the names that it takes as given."""
+    for page in PARTS:
+        for block in _blocks(page):
+            source = block.replace('"before"', repr(f"{folder}/before"))
+            source = re.sub(r"(?<=^    )\.\.\.", STEP, source, flags=re.MULTILINE)
+            exec(compile(source, page, "exec"), _given(rank, block))
+
+
+def _given(rank: int, block: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    module = nn.Linear(3, 2)
+    model = LegacyDistributedDataParallel(module)
+    generator = torch.Generator().manual_seed(rank)
+    loader = [
+        {"inputs": torch.randn(4, 3, generator=generator), "targets": torch.randint(2, (4,), generator=generator)}
+        for _ in range(100)
+    ]
+
+    def run(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return cross_entropy(model(batch["inputs"]), batch["targets"])
+
+    if "model.all_reduce(" in block and "optimizer.step()" not in block:
+        run(model, loader[0]).backward()
+    return {
+        **{name: value for name, value in vars(legacy_ddp).items() if not name.startswith("_")},
+        "Checks": Checks,
+        "LegacyDistributedDataParallel": LegacyDistributedDataParallel,
+        "torch": torch,
+        "check_replicas": check_replicas,
+        "cross_entropy": cross_entropy,
+        "module": module,
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": loader,
+        "batch": loader[0],
+        "run": run,
+        "step": 0,
+        "tokens": 4,
+        "loss_sum": torch.tensor(2.0),
+        "correct": torch.tensor(1.0),
+    }
+
+
+def test_every_example_that_is_a_part_of_a_script_runs(tmp_path: Path) -> None:
+    assert [len(_blocks(page)) for page in PARTS] == [7, 1, 1, 1]
+
+    run_ranks(_run_blocks, 2, str(tmp_path))  # raises the error of a rank
+
+
+def _lines() -> Iterator[tuple[str, list[str]]]:
+    """The commands of all pages, each with its page: indented lines, and code inside of sentences."""
+    for page in PAGES:
+        text = RELEASED.sub("", page.read_text(encoding="utf-8")).replace("\\\n", " ")
+        for line in re.findall(r"^ {4,}(?:\$ )?((?:python|torchrun|legacy-ddp) .*)$", text, re.MULTILINE):
+            yield str(page.relative_to(ROOT)), shlex.split(line.partition(" | ")[0], comments=True)
+        for code in re.findall(r"(?<!`)`((?:python|torchrun|legacy-ddp) [^`]*)`", text):
+            yield str(page.relative_to(ROOT)), shlex.split(code.partition(" | ")[0], comments=True)
+
+
+def test_every_script_of_a_command_exists_and_knows_its_options() -> None:
+    seen = 0
+    for page, words in _lines():
+        scripts = [word for word in words if re.fullmatch(r"(benchmarks|examples|tests)/[\w/]+\.py", word)]
+        for script in scripts:
+            seen += 1
+            folder = (ROOT / script).parent
+            texts = [path.read_text(encoding="utf-8") for path in [ROOT / script, *folder.glob("_*.py")]]
+            for option in [word for word in words[words.index(script) :] if re.fullmatch(r"--[a-z-]+", word)]:
+                assert option == "--help" or any(f'"{option}"' in text for text in texts), (page, words)
+    assert seen >= 10
+
+
+def test_every_subcommand_and_its_options_exist() -> None:
+    seen = 0
+    for page, words in _lines():
+        if words[0] != "legacy-ddp" or not (len(words) > 1 and words[1].isalpha()):
+            continue
+        seen += 1
+        told = _help(words[1])
+        assert told.returncode == 0, (page, words, told.stderr)
+        for option in [word for word in words[2:] if word.startswith("-")]:
+            assert option in told.stdout, (page, words)
+    assert seen >= 20
+
+
+_told: dict[str, Any] = {}
+
+
+def _help(subcommand: str) -> Any:
+    if subcommand not in _told:
+        _told[subcommand] = fork_script("-m", "legacy_ddp", subcommand, "--help")
+    return _told[subcommand]
+
+
+@pytest.mark.parametrize("page", [ROOT / ".ci" / "run", *PAGES], ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_make_are_in_the_makefile(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    text = RELEASED.sub("", page.read_text(encoding="utf-8"))
+
+    found = set(re.findall(r"(?:`|^ *(?:\$ )?)make ([a-z-]+)(?=`| *$| +#| [A-Z])", text, re.MULTILINE))
+
+    assert found <= targets
