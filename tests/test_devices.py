@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -219,7 +220,8 @@ def _uses_checks(rank: int) -> dict[str, Any]:
     found["nonfinite"] = str(attempt(model.all_reduce))
 
     model = _new()
-    random.seed(0)
+    random.seed(0)  # earlier jobs of the processes have used these generators
+    np.random.seed(0)
     found["same generators"] = str(check_replicas(model, what=("rng",)))
     torch.manual_seed(rank)
     found["other generators"] = str(check_replicas(model, what=("rng",)))
