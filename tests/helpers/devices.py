@@ -90,16 +90,19 @@ class _Generators(TorchFunctionMode):
         self._kind = kind
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
         if generator is None or generator.device.type != CPU:
             return function(*args, **kwargs)
         if function in (torch.rand, torch.randn, torch.randint, torch.randperm):
             return function(*args, **{"device": CPU} | kwargs).to(kwargs.get("device", self._kind))
+        if "tensor" in kwargs:  # torch.nn.init gives it by name
+            args = (kwargs.pop("tensor"), *args)
         if args and isinstance(args[0], torch.Tensor) and args[0].device.type != CPU:
             drawn = torch.empty_like(args[0], device=CPU)
             function(drawn, *args[1:], **kwargs)
-            return args[0].copy_(drawn)
+            with torch.no_grad():
+                return args[0].copy_(drawn)
         return function(*args, **kwargs)
 
 

@@ -234,7 +234,9 @@ def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map(alias, (args, kwargs))
     kwargs.pop("pin_memory", None)
     if any(argument.name == "generator" for argument in operation._schema.arguments):
-        kwargs["generator"] = kwargs.get("generator") or device.generator
+        if kwargs.get("generator"):  # of the CPU: the device has no others
+            raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+        kwargs["generator"] = device.generator
     # torch gives a number in place of a tensor that was made of a number.
     args = [
         torch.tensor(value, device="cpu") if isinstance(value, int | float) and str(place.type) == "Tensor" else value
