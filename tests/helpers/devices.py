@@ -7,8 +7,10 @@ needs no change as long as its tensors are made without a device.
 import io
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 
+import legacy_ddp
+
+_PACKAGE = str(Path(legacy_ddp.__file__).parent)
 CPU, SIMULATED = "cpu", "sim"
 # Not empty: ``make test DEVICE=cuda`` runs the tests for devices alone, and on this kind.
 CHOSEN = os.environ.get("TEST_DEVICE", "")
@@ -125,7 +130,10 @@ class _Pickler(pickle.Pickler):
 
 
 def count_waits(run: Callable[[], object]) -> int | None:
-    """How often the host waits for the default device in the library during ``run``; None where nothing counts that."""
+    """How often the host waits for the default device in the library during ``run``; None where nothing counts that.
+
+    Waits of the script and of torch alone do not count: Adam of torch reads its steps from the default device.
+    """
     kind = torch.get_default_device().type
     if kind == SIMULATED:
         from tests.helpers.simulated_device import device
@@ -136,10 +144,29 @@ def count_waits(run: Callable[[], object]) -> int | None:
     if kind != "cuda":
         run()
         return None
+    waits: list[str] = []
+
+    def note(message: Warning | str, *_: Any) -> None:
+        if "called a synchronizing CUDA operation" in str(message) and (place := place_in_library()):
+            waits.append(place)
+
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note  # called where torch warns
         torch.cuda.set_sync_debug_mode("warn")
-        run()
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return len(waits)
+
+
+def place_in_library() -> str:
+    """The line of the library that called; empty for a line of a test."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            return f"{frame.f_code.co_filename[len(_PACKAGE) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
