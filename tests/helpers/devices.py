@@ -129,6 +129,25 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def from_bytes(data: bytes) -> Any:
+    """What ``pickle.dumps()`` has made ``data`` of; tensors on the CPU become tensors on the default device."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        is_device = torch.get_default_device().type != CPU
+        return _load_on_device if found is torch.storage._load_from_bytes and is_device else found
+
+
+def _load_on_device(data: bytes) -> Any:
+    """A storage. Tensors keep their strides, and share memory as before."""
+    storage = torch.storage._load_from_bytes(data)
+    moved = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage._untyped_storage).to(torch.get_default_device())
+    return torch.storage.TypedStorage(wrap_storage=moved.untyped_storage(), dtype=storage.dtype, _internal=True)
+
+
 def count_waits(run: Callable[[], object]) -> int | None:
     """How often the host waits for the default device in the library during ``run``; None where nothing counts that.
 

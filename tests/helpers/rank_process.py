@@ -82,7 +82,7 @@ def _run(job: Job, pipe: Connection, backends: str) -> int | None:
     os.environ.update(job.environment)
     try:
         devices.choose(job.rank)
-        function, arguments = pickle.loads(job.call)
+        function, arguments = devices.from_bytes(job.call)
         store = _meet(job)
         dist.init_process_group(backends, store=store, rank=job.rank, world_size=job.world_size)
         torchs_hook = sys.excepthook  # set by each start of a group, and by no end

@@ -160,6 +160,7 @@ def install() -> SimulatedDevice:
     kernels.impl("_foreach_zero_", _zero_all, "PrivateUse1")
     kernels.impl("record_stream", _record, "PrivateUse1")
     _libraries.extend([library, kernels])
+    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]  # copy.deepcopy() would ask for an allocator
     return device
 
 
@@ -282,6 +283,15 @@ def _storage(storage: torch.UntypedStorage, where: torch.device) -> torch.Untype
     result: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), where, storage.nbytes())
     result.memory = storage  # stays alive for as long as the result
     return result
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != NAME:
+        return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
+    values = torch.UntypedStorage(storage.nbytes(), device="cpu")
+    if storage.nbytes():
+        values.copy_(_storage(storage, torch.device("cpu")))
+    return _storage(values, storage.device)
 
 
 def _resize(tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
