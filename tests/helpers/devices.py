@@ -72,9 +72,8 @@ def choose(rank: int) -> None:
     module = torch.get_device_module(kind)
     if kind != SIMULATED:
         module.set_device(rank % module.device_count())
-        # Two warnings of torch about correct programs: of the first backward in a process, and of sparse tensors.
+        # Of the first backward in a process.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     module.manual_seed(0)
 
 
