@@ -141,7 +141,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _load_on_device(data: bytes) -> Any:
-    """A storage. Tensors keep their strides, and share memory as before."""
+    """A storage: so tensors keep their strides."""
     storage = torch.storage._load_from_bytes(data)
     moved = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage._untyped_storage).to(torch.get_default_device())
     return torch.storage.TypedStorage(wrap_storage=moved.untyped_storage(), dtype=storage.dtype, _internal=True)
