@@ -67,6 +67,15 @@ def _train_in_one_process() -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+def _takes_a_tensor(_: int, tensor: torch.Tensor) -> tuple[bool, tuple[int, ...], list[float]]:
+    return tensor.device.type == torch.get_default_device().type, tensor.stride(), tensor.flatten().tolist()
+
+
+def test_a_tensor_that_a_test_gives_its_ranks_lies_on_the_device() -> None:
+    """It stayed on the CPU, and tests that pass gradients did not test the device."""
+    assert run_ranks(_takes_a_tensor, 1, torch.arange(4.0).view(2, 2).t()) == [(True, (1, 2), [0.0, 2.0, 1.0, 3.0])]
+
+
 SETTINGS: list[tuple[dict[str, Any], int]] = [  # with the waits of the host in a step
     ({}, 0),
     ({"checks": "off"}, 0),

@@ -190,14 +190,13 @@ def _logs_metrics(rank: int, *, has_float64: bool) -> tuple[dict[str, float], in
     device.has_float64 = has_float64
     model = LegacyDistributedDataParallel(_model().to("sim"), process_group=group)
     model(torch.ones(1, 3, device="sim")).sum().backward()
+    metrics = {
+        "loss": torch.tensor(0.5 + rank, device="sim"),
+        "half": torch.tensor(1.5, dtype=torch.float16, device="sim"),
+        "items": torch.tensor(2**53 - 1 - rank, device="sim"),
+    }
     device.host_waits.clear()
-    record = model.all_reduce(
-        metrics={
-            "loss": torch.tensor(0.5 + rank, device="sim"),
-            "half": torch.tensor(1.5, dtype=torch.float16, device="sim"),
-            "items": torch.tensor(2**53 - 1 - rank, device="sim"),
-        }
-    )
+    record = model.all_reduce(metrics=metrics)
     return dict(record.metrics), sum(device.host_waits.values())
 
 

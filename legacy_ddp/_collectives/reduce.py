@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from legacy_ddp import _torch as internals
 from legacy_ddp._agreement.agree import Agreement, agree_on_kinds
 from legacy_ddp._buckets.flat_buffer import ABSENT, DENSE, SPARSE, FlatBuffer
 from legacy_ddp._buckets.layout import Layout, Run, as_real, cut_runs, gradient_dtype
@@ -286,19 +287,17 @@ def _reduce_sparse(call: Call, grad: torch.Tensor, lengths: Sequence[int], divis
     all_indices = _gather(call, group, indices)
     all_values = _gather(call, group, values)
     sum_dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype.to_real()
-    total = torch.sparse_coo_tensor(
+    total = internals.sparse_tensor(
         torch.cat([part[:, :length] for part, length in zip(all_indices, lengths, strict=True)], dim=1),
         torch.cat([part[:length] for part, length in zip(all_values, lengths, strict=True)]).to(sum_dtype),
         (*grad.shape, 2) if grad.is_complex() else grad.shape,
-        check_invariants=False,
     ).coalesce()
     mean = total.values() / divisor if divisor != 1 else total.values()
-    reduced = torch.sparse_coo_tensor(
+    reduced = internals.sparse_tensor(
         total.indices(),
         torch.view_as_complex(mean) if grad.is_complex() else mean.to(grad.dtype),
         grad.shape,
         is_coalesced=True,
-        check_invariants=False,
     )
     return reduced, indices.nbytes + values.nbytes
 
@@ -307,7 +306,7 @@ def _no_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     dtype = gradient_dtype(parameter)
     values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=dtype, device=parameter.device)
     indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+    return internals.sparse_tensor(indices, values, parameter.shape, is_coalesced=True)
 
 
 def _gather(call: Call, group: Any, tensor: torch.Tensor) -> list[torch.Tensor]:

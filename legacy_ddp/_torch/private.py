@@ -83,6 +83,7 @@ PRIVATE_NAMES: Sequence[PrivateName] = (
     *_names("torch._C._distributed_c10d.ProcessGroupGloo._Options", "_devices", "_threads"),
     *_names("torch._C._dynamo.eval_frame", "_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"),
     *_names("torch._C._dynamo.guards", "TensorGuards"),
+    *_names("torch.ops.aten", "_sparse_coo_tensor_with_dims_and_tensors"),
     *_names("torch.Tensor", "_backward_hooks", "_post_accumulate_grad_hooks", "_use_count", "_version"),
     *_names("torch.UntypedStorage", "_cdata"),
     *_names("torch._ops", "OpOverload"),

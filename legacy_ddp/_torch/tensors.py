@@ -49,6 +49,27 @@ def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch._C._nn.flatten_dense_tensors(list(tensors))
 
 
+def sparse_tensor(
+    indices: torch.Tensor, values: torch.Tensor, shape: Sequence[int], *, is_coalesced: bool = False
+) -> torch.Tensor:
+    """A sparse COO tensor of valid indices and values.
+
+    torch.sparse_coo_tensor() warns in torch 2.11 and 2.12 that it checks nothing, even where the caller asks for that.
+    """
+    tensor: torch.Tensor = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors(
+        indices.shape[0],
+        values.dim() - 1,
+        shape,
+        indices,
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=is_coalesced,
+    )
+    return tensor
+
+
 def grad_dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype | None]:
     """``grad_dtype`` of each tensor, without the 5 µs per tensor that torch.set_default_device adds.
 

@@ -1,5 +1,8 @@
 """Sparse gradients stay sparse where possible, and equal the dense gradients."""
 
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
@@ -102,3 +105,23 @@ def _of_another_dtype(rank: int) -> list[float]:
 @needs_grad_dtype
 def test_a_sparse_gradient_of_another_dtype_than_its_parameter_may_be_missing_on_a_rank() -> None:
     assert run_ranks(_of_another_dtype, 2) == [[0.75, 0.0, 1.5]] * 2
+
+
+def _warn(*_: Any, **__: Any) -> None:
+    raise UserWarning("as torch 2.11 does, also for check_invariants=False")
+
+
+def _one_row(rank: int) -> list[list[float]]:
+    """The gradients of two embeddings; rank 1 has none of the second one."""
+    net = nn.ModuleList([nn.Embedding(3, 1, sparse=True), nn.Embedding(3, 1, sparse=True)])
+    wrapped = wrap_module(list(net.parameters()))
+    for embedding in net[: 2 - rank]:
+        embedding(torch.tensor([rank])).sum().backward()
+    set_gradients(wrapped, [embedding.weight.grad for embedding in net])
+    with patch.object(torch, "sparse_coo_tensor", _warn):
+        wrapped.all_reduce()
+    return [grad.to_dense().flatten().tolist() for grad in get_gradients(wrapped) if grad is not None]
+
+
+def test_no_call_warns_that_sparse_tensors_are_not_checked() -> None:
+    assert run_ranks(_one_row, 2) == [[[0.5, 0.5, 0.0], [0.5, 0.0, 0.0]]] * 2

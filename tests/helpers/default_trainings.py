@@ -14,10 +14,16 @@ from tests.helpers import devices, logged_warnings, transports
 PARTS = 16  # of the digests of the net below
 
 
-def told_within() -> int:
-    """The calls in which a difference is told: a rotation. A device tells a digest two calls later, or up to nine."""
+def told_late() -> int:
+    """How many calls after that of a digest a difference may be told. A device tells it two calls later, or up to ten:
+    see docs/devices.md."""
     kind = transports.device()
-    return PARTS + {devices.CPU: 0, devices.SIMULATED: 2}.get(kind, 9)
+    return {devices.CPU: 0, devices.SIMULATED: 2}.get(kind, 10)
+
+
+def told_within() -> int:
+    """The calls in which a difference is told: a rotation, and those by which the device is late."""
+    return PARTS + told_late()
 
 
 def wide_net() -> nn.Sequential:

@@ -7,8 +7,10 @@ needs no change as long as its tensors are made without a device.
 import io
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils import backend_registration
 
+import legacy_ddp
+
+_PACKAGE = str(Path(legacy_ddp.__file__).parent)
 CPU, SIMULATED = "cpu", "sim"
 # Not empty: ``make test DEVICE=cuda`` runs the tests for devices alone, and on this kind.
 CHOSEN = os.environ.get("TEST_DEVICE", "")
@@ -67,9 +72,8 @@ def choose(rank: int) -> None:
     module = torch.get_device_module(kind)
     if kind != SIMULATED:
         module.set_device(rank % module.device_count())
-        # Two warnings of torch about correct programs: of the first backward in a process, and of sparse tensors.
+        # Of the first backward in a process.
         warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
-        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
     module.manual_seed(0)
 
 
@@ -90,16 +94,19 @@ class _Generators(TorchFunctionMode):
         self._kind = kind
 
     def __torch_function__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         generator = kwargs.get("generator")
         if generator is None or generator.device.type != CPU:
             return function(*args, **kwargs)
         if function in (torch.rand, torch.randn, torch.randint, torch.randperm):
             return function(*args, **{"device": CPU} | kwargs).to(kwargs.get("device", self._kind))
+        if "tensor" in kwargs:  # torch.nn.init gives it by name
+            args = (kwargs.pop("tensor"), *args)
         if args and isinstance(args[0], torch.Tensor) and args[0].device.type != CPU:
             drawn = torch.empty_like(args[0], device=CPU)
             function(drawn, *args[1:], **kwargs)
-            return args[0].copy_(drawn)
+            with torch.no_grad():
+                return args[0].copy_(drawn)
         return function(*args, **kwargs)
 
 
@@ -121,8 +128,30 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
+def from_bytes(data: bytes) -> Any:
+    """What ``pickle.dumps()`` has made ``data`` of; tensors on the CPU become tensors on the default device."""
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        is_device = torch.get_default_device().type != CPU
+        return _load_on_device if found is torch.storage._load_from_bytes and is_device else found
+
+
+def _load_on_device(data: bytes) -> Any:
+    """A storage: so tensors keep their strides."""
+    storage = torch.storage._load_from_bytes(data)
+    moved = torch.empty(0, dtype=torch.uint8, device=CPU).set_(storage._untyped_storage).to(torch.get_default_device())
+    return torch.storage.TypedStorage(wrap_storage=moved.untyped_storage(), dtype=storage.dtype, _internal=True)
+
+
 def count_waits(run: Callable[[], object]) -> int | None:
-    """How often the host waits for the default device in the library during ``run``; None where nothing counts that."""
+    """How often the host waits for the default device in the library during ``run``; None where nothing counts that.
+
+    Waits of the script and of torch alone do not count: Adam of torch reads its steps from the default device.
+    """
     kind = torch.get_default_device().type
     if kind == SIMULATED:
         from tests.helpers.simulated_device import device
@@ -133,10 +162,29 @@ def count_waits(run: Callable[[], object]) -> int | None:
     if kind != "cuda":
         run()
         return None
+    waits: list[str] = []
+
+    def note(message: Warning | str, *_: Any) -> None:
+        if "called a synchronizing CUDA operation" in str(message) and (place := place_in_library()):
+            waits.append(place)
+
     torch.cuda.synchronize()
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note  # called where torch warns
         torch.cuda.set_sync_debug_mode("warn")
-        run()
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
+        try:
+            run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return len(waits)
+
+
+def place_in_library() -> str:
+    """The line of the library that called; empty for a line of a test."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PACKAGE):
+            return f"{frame.f_code.co_filename[len(_PACKAGE) + 1 :]}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""

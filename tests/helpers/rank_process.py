@@ -62,6 +62,7 @@ def serve(pipe: Connection, stack_path: Path, device: str) -> None:
             warnings.resetwarnings()
             warnings.simplefilter("error")
             warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # torch.compile
+            warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")  # torch 2.11 and 2.12
             before = None if job.is_last else process_state()
             torch.set_rng_state(generator_state)  # as in a new process
             groups = _run(job, pipe, backends)
@@ -82,7 +83,7 @@ def _run(job: Job, pipe: Connection, backends: str) -> int | None:
     os.environ.update(job.environment)
     try:
         devices.choose(job.rank)
-        function, arguments = pickle.loads(job.call)
+        function, arguments = devices.from_bytes(job.call)
         store = _meet(job)
         dist.init_process_group(backends, store=store, rank=job.rank, world_size=job.world_size)
         torchs_hook = sys.excepthook  # set by each start of a group, and by no end

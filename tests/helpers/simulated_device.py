@@ -8,13 +8,11 @@ The private names of torch are those of torch 2.13. Limits: one device, no strea
 """
 
 import contextlib
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_map
 
-import legacy_ddp
+from tests.helpers.devices import place_in_library
 
 NAME = "sim"
-_PACKAGE = str(Path(legacy_ddp.__file__).parent)
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _aten = torch.ops.aten
 # They look at shape and strides alone: the kernels of the CPU make views of any memory.
@@ -87,11 +84,11 @@ class SimulatedDevice:
                 collective.done.wait()
                 self.in_flight.remove(collective)
             elif collective.group is not group and any(collective.uses(*_extent(tensor)) for tensor in tensors):
-                self.races.append(f"{operation} at {_place()}")
+                self.races.append(f"{operation} at {place_in_library()}")
 
     def wait_for_host(self) -> None:
         """The host reads a value: it waits for everything that was issued."""
-        self.host_waits[_place()] += 1
+        self.host_waits[place_in_library()] += 1
         for collective in self.in_flight:
             if collective.is_held:
                 collective.done.wait()
@@ -163,6 +160,7 @@ def install() -> SimulatedDevice:
     kernels.impl("_foreach_zero_", _zero_all, "PrivateUse1")
     kernels.impl("record_stream", _record, "PrivateUse1")
     _libraries.extend([library, kernels])
+    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]  # copy.deepcopy() would ask for an allocator
     return device
 
 
@@ -178,7 +176,7 @@ def _run(operation: Any, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"the device has no {operation}")
     if operation is _aten._copy_from.default:
         source, target, *non_blocking = args
-        return _copy(source, target, waits=target.device.type == "cpu" and not any(non_blocking))
+        return _copy(source, target, waits=source.device != target.device and not any(non_blocking))
     if operation in _WAITS:
         device.wait_for_host()
     if operation is _aten.resize_.default:
@@ -234,7 +232,9 @@ def _run_on_cpu(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map(alias, (args, kwargs))
     kwargs.pop("pin_memory", None)
     if any(argument.name == "generator" for argument in operation._schema.arguments):
-        kwargs["generator"] = kwargs.get("generator") or device.generator
+        if kwargs.get("generator"):  # of the CPU: the device has no others
+            raise RuntimeError(f"Expected a '{NAME}' device type for generator but found 'cpu'")
+        kwargs["generator"] = device.generator
     # torch gives a number in place of a tensor that was made of a number.
     args = [
         torch.tensor(value, device="cpu") if isinstance(value, int | float) and str(place.type) == "Tensor" else value
@@ -285,6 +285,15 @@ def _storage(storage: torch.UntypedStorage, where: torch.device) -> torch.Untype
     return result
 
 
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    if storage.device.type != NAME:
+        return torch.UntypedStorage(storage.nbytes(), device=storage.device).copy_(storage)
+    values = torch.UntypedStorage(storage.nbytes(), device="cpu")
+    if storage.nbytes():
+        values.copy_(_storage(storage, torch.device("cpu")))
+    return _storage(values, storage.device)
+
+
 def _resize(tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
     resized = torch.empty(size, dtype=tensor.dtype, device="cpu")
     old = on_cpu(tensor).flatten()[: resized.numel()]
@@ -308,13 +317,3 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
 def extents(tensors: list[torch.Tensor]) -> list[tuple[StorageWeakRef, int, int]]:
     """The memory of ``tensors``, as :class:`InFlight` has it."""
     return [(StorageWeakRef(tensor.untyped_storage()), *_extent(tensor)) for tensor in tensors]
-
-
-def _place() -> str:
-    """The line of the library that called; empty for a line of a test."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return f"{frame.f_code.co_filename[len(_PACKAGE) + 1 :]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""

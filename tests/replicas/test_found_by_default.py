@@ -1,7 +1,7 @@
 """Diverged replicas are found with default settings: rank, tensor, and the calls between which it happened."""
 
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,13 +11,12 @@ import torch.distributed as dist
 from legacy_ddp import Checks, LegacyDistributedDataParallel, ReplicaDivergenceError
 from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
-from tests.helpers.default_trainings import PARTS, Action, Run, Warned, train
+from tests.helpers.default_trainings import Action, Run, Warned, train
 from tests.helpers.ranks import run_ranks
-from tests.helpers.shared_jobs import on_ranks
+from tests.helpers.shared_jobs import on_ranks, once
 from tests.helpers.tiers import thorough
 
 STEP = 20  # of the fault: a whole rotation has passed before
-STEPS = STEP + PARTS + 4
 
 
 @dataclass(frozen=True)
@@ -69,16 +68,17 @@ FAULTS = {
 }
 
 
-def _all_faults(rank: int, faulty: tuple[int, ...]) -> dict[str, Warned]:
+def _all_faults(rank: int, faulty: tuple[int, ...], steps: int) -> dict[str, Warned]:
     return {
-        name: train(Run(rank), STEPS, {(fault.moment, fault.step): fault.action} if rank in faulty else {})
+        name: train(Run(rank), steps, {(fault.moment, fault.step): fault.action} if rank in faulty else {})
         for name, fault in FAULTS.items()
     }
 
 
-@cache
+@once
 def _warned(world_size: int, *faulty: int) -> list[dict[str, Warned]]:
-    return run_ranks(_all_faults, world_size, faulty, timeout_seconds=240)
+    steps = STEP + trainings.told_within() + 4
+    return run_ranks(_all_faults, world_size, faulty, steps, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("world_size, who", [thorough(2, 1), (3, 0), thorough(4, 2)])
@@ -89,7 +89,7 @@ def test_what_one_rank_does_alone_is_told_once_on_all(name: str, world_size: int
 
     assert of_ranks == [first] * world_size
     assert first.count == 1
-    last, late = trainings.told_within(), trainings.told_within() - PARTS
+    last, late = trainings.told_within(), trainings.told_late()
     assert STEP < first.call <= STEP + last or (fault.step == 0 and first.call <= last), first
     assert f"all_reduce() call {first.call}: replicas differ" in first.text
     assert f"rank {who} against rank" in first.unwrapped or world_size == 2
@@ -143,7 +143,7 @@ def _diverges(rank: int, checks: tuple[Any, ...], steps: int) -> list[str]:
 
 
 def test_a_divergence_can_be_an_error_on_all_ranks_and_training_goes_on_after_a_broadcast() -> None:
-    said = run_ranks(_diverges, 3, (Checks(divergence="raise"),) * 3, 20)
+    said = run_ranks(_diverges, 3, (Checks(divergence="raise"),) * 3, 4 + trainings.told_within())
 
     assert said[0] == said[1] == said[2]
     assert said[0][:1] == ["3.weight"]
@@ -155,7 +155,7 @@ def test_a_divergence_can_be_an_error_on_all_ranks_and_training_goes_on_after_a_
     "checks", [(Checks(divergence="ignore"),) * 2, ("off", "info"), ("info", "off")], ids=["ignore", "off", "info"]
 )
 def test_nothing_is_said_where_divergence_is_ignored_or_checks_are_off_on_a_rank(checks: tuple[Any, ...]) -> None:
-    assert run_ranks(_diverges, 2, checks, 20) == [[], []]
+    assert run_ranks(_diverges, 2, checks, 4 + trainings.told_within()) == [[], []]
 
 
 @on_ranks(2)
@@ -163,10 +163,10 @@ def _diverges_twice(rank: int) -> list[int]:
     run = Run(rank)
     run.wrap()
     calls = []
-    for step in range(1, 80):
-        if step in (3, 50):
+    for step in range(1, 90):
+        if step in (3, 60):
             trainings.initialise(run)
-        if step == 20:
+        if step == 30:
             run.model.broadcast_parameters()
         run.backward()
         run.model.all_reduce()
@@ -181,16 +181,16 @@ def test_a_streak_ends_after_a_silent_rotation() -> None:
 
     assert first == second
     assert len(first) == 2
-    assert first[0] < 20
-    assert first[1] >= 50
+    assert first[0] < 30
+    assert first[1] >= 60
 
 
-def _moves_to_another_group(rank: int) -> list[list[int]]:
+def _moves_to_another_group(rank: int, steps: int) -> list[list[int]]:
     run = Run(rank)
     run.wrap()
     groups = [dist.group.WORLD, dist.new_group([0, 1])]
     calls: list[list[int]] = [[], []]
-    for step in range(1, 61):
+    for step in range(1, steps + 1):
         which = step % 2
         run.model.process_group = groups[which]
         if step == 30:
@@ -204,7 +204,7 @@ def _moves_to_another_group(rank: int) -> list[list[int]]:
 
 
 def test_each_process_group_has_a_rotation_of_its_own() -> None:
-    first, second = run_ranks(_moves_to_another_group, 2)
+    first, second = run_ranks(_moves_to_another_group, 2, 30 + 2 * trainings.told_within())
 
     assert first == second
     assert [len(calls) for calls in first] == [1, 1]

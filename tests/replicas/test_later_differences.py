@@ -1,7 +1,7 @@
 """With default settings: a warned difference hides no later one, and figures of another moment are called so."""
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from tests.helpers import default_trainings as trainings
 from tests.helpers import logged_warnings
 from tests.helpers.default_trainings import PARTS, Run, names_in
 from tests.helpers.ranks import run_ranks
+from tests.helpers.shared_jobs import once
 
 Plan = Mapping[tuple[int, int], Callable[[Run], object]]  # what a rank does after a step, by step and rank
 Told = list[tuple[int, str]]  # the calls that warn, and their texts
@@ -76,7 +77,7 @@ def _train_all(rank: int) -> dict[str, Told]:
     return {name: _train(rank, name) for name in PLANS}
 
 
-@cache
+@once
 def _told() -> list[dict[str, Told]]:
     return run_ranks(_train_all, 3, timeout_seconds=240)
 
@@ -166,6 +167,6 @@ def test_a_perturbation_alone_is_silent(level: str) -> None:
     assert [of_rank[level] for of_rank in _perturbed(None)] == [[]] * 3
 
 
-@cache
+@once
 def _perturbed(step_of_fault: int | None) -> list[dict[str, Told]]:
     return run_ranks(_perturbs_at_all_levels, 3, step_of_fault, timeout_seconds=240)

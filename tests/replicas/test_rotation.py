@@ -156,7 +156,7 @@ def _joins(rank: int, checks: tuple[str, ...]) -> list[str]:
         trainings.initialise(run)
     optimizer = torch.optim.SGD(run.model.parameters(), lr=1e-3)
     with run.model.join():
-        for _ in range(4 if rank == 0 else PARTS):
+        for _ in range(4 if rank == 0 else 2 * PARTS):
             run.backward()
             run.model.all_reduce()
             optimizer.step()
