@@ -12,6 +12,7 @@ import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from legacy_ddp import CommHookError, LegacyDDPError, PeerError, PeerLostError
+from tests.helpers import transports
 from tests.helpers.cases import get_gradients, set_gradients, wrap_module
 from tests.helpers.comm_hooks import at_once, mean
 from tests.helpers.ranks import run_ranks
@@ -40,9 +41,9 @@ def _no_tensor(bucket: Any) -> Any:
 
 
 WRONG: dict[Callable[[Any], Any], str | None] = {
-    _wrong_shape: "got float32 (1,) on cpu, expected float32 (2,) on cpu",
-    _wrong_dtype: "got float64 (2,) on cpu, expected float32 (2,) on cpu",
-    _sparse_result: "got torch.sparse_coo float32 (2,) on cpu, expected float32 (2,) on cpu",
+    _wrong_shape: "got float32 (1,) on {device}, expected float32 (2,) on {device}",
+    _wrong_dtype: "got float64 (2,) on {device}, expected float32 (2,) on {device}",
+    _sparse_result: "got torch.sparse_coo float32 (2,) on {device}, expected float32 (2,) on {device}",
     _no_future: None,  # a tensor at once is as good as a Future of it
     _no_tensor: "got str, expected a torch.futures.Future of a tensor",
 }
@@ -58,7 +59,7 @@ def test_a_result_of_no_use_is_the_same_error_on_all_ranks() -> None:
         assert first == second
         assert after == [1.5]
         assert ranks == (() if words is None else (1,))
-        assert text == "" if words is None else f"rank 1: {words}" in text
+        assert text == "" if words is None else f"rank 1: {words.format(device=transports.device())}" in text
         assert words is None or "_wrong_on_one" in text, "the hook's name"
 
 

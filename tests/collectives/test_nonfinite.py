@@ -20,7 +20,7 @@ from legacy_ddp import (
 )
 from legacy_ddp._collectives.nonfinite import NonFinite, describe_nonfinite
 from legacy_ddp._collectives.pack import norm_of
-from tests.helpers import logged_warnings
+from tests.helpers import devices, logged_warnings
 from tests.helpers.cases import all_bits, get_gradients
 from tests.helpers.ranks import run_ranks
 from tests.helpers.shared_jobs import on_ranks, run_cases
@@ -439,7 +439,9 @@ def test_steps_with_a_nan_look_at_the_objects_of_the_process_once(makes_scaler: 
     """3,000 steps took 137 s instead of 4."""
     for looks, told in run_ranks(_steps_with_a_nan, 2, makes_scaler):
         assert looks == 1
-        assert len(told) == (6 if makes_scaler == "never" else 0)  # told again after every finite step
+        most = 6 if makes_scaler == "never" else 0  # told again after every finite step
+        # A real device that is behind tells of several calls at once, and the first counts.
+        assert (min(most, 1) if devices.is_real() else most) <= len(told) <= most
 
 
 def test_a_scaler_that_scales_nothing_excuses_nothing() -> None:
