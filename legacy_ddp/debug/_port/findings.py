@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from legacy_ddp.debug._port.script import Edit, Script, UnclearError, called_name
-from legacy_ddp.debug._port.steps import Place, Step, find_steps, has_sequence, optimizer_of, place_of, readers
-from legacy_ddp.debug._port.wrappers import Wrappers
+from legacy_ddp.debug._port.steps import (
+    Place,
+    Step,
+    earlier,
+    find_steps,
+    optimizer_of,
+    place_of,
+    readers,
+    statements_of_one_block,
+)
+from legacy_ddp.debug._port.wrappers import LOOPS, Wrappers
 
 _OURS = "LegacyDistributedDataParallel"
 _IMPORT = f"from legacy_ddp import {_OURS}"
@@ -26,10 +35,11 @@ PAGES = {
     "checkpoints": f"{_COMPATIBILITY}#groups-checkpoints-data",
     "members": f"{_COMPATIBILITY}#not-here-and-why",
 }
-_MOVE = "torch DDP moves batches to the device, this wrapper does not; check that the script does"
+_MOVE = "torch DDP moves batches to the device, this wrapper does not"
 _ANY_GRAPH = "no hook in backward waits for a parameter, so each step may use different ones"
 _NO_OVERLAP = "it tunes the overlap with backward, and there is no overlap"
-_BUFFERS = "forward never communicates"
+_BUFFERS = "forward sends no buffers; broadcast_buffers() does, before an evaluation and before a checkpoint"
+_NO_BUFFERS = "forward sends no buffers here, so that False needs nothing in its place"
 _BY_HAND = "nothing takes its place; read what it was for"
 # Arguments of torch DDP in its order: the name here, or why it goes; whether that is a decision.
 ARGUMENTS = {
@@ -59,6 +69,7 @@ ARGUMENTS = {
 _NAMES = (
     (r"\.no_sync", False, "accumulation", "no_sync() works here, too, but is not needed: backward() sends nothing"),
     (r"\.register_comm_hook", False, "hooks", "the hook works here, too: it runs inside all_reduce()"),
+    (r"torch\.nn\.SyncBatchNorm", False, "autograd", "SyncBatchNorm sends its statistics itself, as under torch DDP"),
     (r"torch\.distributed\.algorithms\.(join\.)?Join", True, "hooks", "in Join([...]) the wrapper comes first"),
     (r"torch\.distributed\.checkpoint\.state_dict\.\w+", True, "checkpoints", "pass model.module, not the wrapper"),
     (r"torch\.distributed\.autograd\.\w+", True, "members", "all_reduce() reads .grad; these gradients are not there"),
@@ -90,7 +101,7 @@ def find(script: Script) -> list[Finding]:
         found = [*_on_class(wrappers)]
     except UnclearError as error:
         return [Finding(error.line, "class", f"nothing is changed: {error}")]
-    for rule in (_on_arguments, _on_steps, _on_settings, _on_evaluation, _on_names):
+    for rule in (_on_arguments, _on_steps, _on_settings, _on_batch_norm, _on_evaluation, _on_names):
         found += rule(wrappers)
     return sorted(found, key=lambda finding: finding.line)
 
@@ -174,7 +185,7 @@ def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
         plain: list[ast.expr | ast.keyword] = [*(call.args[: stars[0]] if stars else call.args)]
         for name, node in [*zip(ARGUMENTS, plain, strict=False), *((word.arg, word) for word in call.keywords)]:
             try:
-                yield from _on_argument(wrappers.script, call, name, node) if name else ()
+                yield from _on_argument(wrappers, call, name, node) if name else ()
             except UnclearError as error:
                 yield Finding(error.line, "arguments", str(error))
         if stars or None in [word.arg for word in call.keywords]:
@@ -185,12 +196,18 @@ def _on_arguments(wrappers: Wrappers) -> Iterator[Finding]:
         yield Finding(call.lineno, "call", text)
 
 
-def _on_argument(script: Script, call: ast.Call, name: str, node: ast.expr | ast.keyword) -> Iterator[Finding]:
-    value = node.value if isinstance(node, ast.keyword) else node
+def _on_argument(wrappers: Wrappers, call: ast.Call, name: str, node: ast.expr | ast.keyword) -> Iterator[Finding]:
+    script, value = wrappers.script, node.value if isinstance(node, ast.keyword) else node
     if name not in ARGUMENTS:
         yield Finding(call.lineno, "arguments", f"{name} is no argument of torch DDP; find out whose it is")
         return
     reason, is_open = ARGUMENTS[name]
+    if reason == _BUFFERS and ast.unparse(value) == "False":
+        reason = _NO_BUFFERS
+    elif reason == _MOVE:
+        line = _line_that_moves(wrappers)
+        is_open = not line
+        reason += f"; line {line} of the script does" if line else "; check that the script does"
     removal = script.item_removal(node)
     is_default = isinstance(value, ast.Constant) and value.value is None
     if reason not in ARGUMENTS:
@@ -201,6 +218,20 @@ def _on_argument(script: Script, call: ast.Call, name: str, node: ast.expr | ast
         yield Finding(call.lineno, "arguments", "", False, (Edit(start, start + len(name), reason),))
     elif name != "module":
         yield Finding(call.lineno, "arguments", "", False, (Edit(script.start(node), script.start(node), f"{name}="),))
+
+
+def _line_that_moves(wrappers: Wrappers) -> int:
+    """The line of a call such as ``x.to(device)`` that moves no wrapper, in a loop or in another function; else 0."""
+    script, homes = wrappers.script, [wrappers.script.scope(call) for call in wrappers.made]
+    for call in script.calls:
+        name, owner = called_name(call), ast.unparse(call.func).rpartition(".")[0]
+        moves = name == "cuda" or (name == "to" and re.search(r"device|cuda|gpu|rank", ast.unparse(call)))
+        is_variable = re.fullmatch(r"[\w.\[\]]+(\.pin_memory\(\))?", owner)
+        is_wrapped = any(owner in wrapper.names for wrapper in wrappers.all)
+        is_elsewhere = script.scope(call) not in homes or any(isinstance(at, LOOPS) for at in script.ancestors(call))
+        if is_variable and moves and not is_wrapped and is_elsewhere:
+            return call.lineno
+    return 0
 
 
 def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
@@ -214,7 +245,7 @@ def _on_steps(wrappers: Wrappers) -> Iterator[Finding]:
             yield Finding(call.lineno, "call", text)
     if len(wrappers.all) > 1:
         text = f"{len(wrappers.all)} wrappers: all ranks make the calls of each step in the same order"
-        yield Finding(wrappers.all[0].made[0].lineno, "wrappers", text)
+        yield Finding(wrappers.all[0].made[0].lineno, "wrappers", text, False)
     if wrappers.all and not steps:
         text = "this file has no backward(); call all_reduce() where the training step is"
         yield Finding(wrappers.all[0].made[0].lineno, "call", text)
@@ -236,33 +267,56 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
             yield Finding(line, "call", text, False)
         else:
             lines.append(f"{name}.all_reduce()")
+    before_others = earlier(script, step.backwards)
+    each = statements_of_one_block(script, step.backwards, place.statement) if before_others and len(named) == 1 else []
     try:
-        edit = script.insertion(place.statement, lines, is_before=place.is_before)
+        edits = [script.insertion(at, lines, is_before=place.is_before) for at in each or [place.statement]]
     except UnclearError as error:
         yield Finding(error.line, "call", str(error))
-    else:
-        yield Finding(line, "call", "", False, (edit,))
-        yield from _on_place(script, step, place, edit.start)
+        return
+    yield Finding(line, "call", "", False, tuple(edits))
+    yield from _on_place(script, step, place, edits[0].start)
+    if each:
+        text = (
+            "all_reduce() stands after each backward(), because torch DDP averages in each; "
+            "one call after the last sends less, and rounds differently"
+        )
+        yield Finding(line, "backwards", text, False)
+    elif before_others:
+        calls = " and ".join(f"{name}.all_reduce()" for name, _ in named)
+        ends = " and ".join(f"line {end}" for end in sorted({call.end_lineno or 0 for call in before_others}))
+        text = (
+            "one all_reduce() for several backward(); torch DDP averages in each, which rounds differently; "
+            f"for its bits add {calls} after {ends}, too"
+        )
+        yield Finding(line, "backwards", text)
 
 
 def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
-    first = step.backwards[0]
-    if has_sequence(script, step.backwards):
-        text = "one all_reduce() for several backward(); torch DDP adds up after each, which rounds differently"
-        yield Finding(first.lineno, "backwards", text)
+    first, found = step.backwards[0], [*readers(step.scope)]
     if place.is_before:
         text = "all_reduce() stands under the condition of the step: other micro-batches send nothing"
         yield Finding(first.lineno, "accumulation", text, False)
     if place.is_rare:
         text = "all_reduce() follows each backward(), but the step has a condition; to accumulate, move the call there"
         yield Finding(first.lineno, "accumulation", text)
-    for reader in readers(step.scope):
+    for reader in found:
         if script.end(first) < script.start(reader) < at:
             text = "this reads the gradients of this rank alone: all_reduce() comes later"
             yield Finding(reader.lineno, "call", text)
     for call in step.backwards:
         if any(word.arg == "create_graph" for word in call.keywords):
             yield Finding(call.lineno, "autograd", "with create_graph=True all_reduce() refuses the gradients")
+    is_scaled = any(".scale(" in ast.unparse(call) for call in step.backwards)
+    clips = [node for node in found if isinstance(node, ast.Call)]
+    if is_scaled and "unscale_" not in [*map(called_name, clips)]:
+        for clip in clips:
+            if script.end(first) < script.start(clip) < script.start(step.steps[0]):
+                text = (
+                    "the script clips scaled gradients, which is probably a mistake; this stays, for equal bits; the "
+                    "right order is all_reduce(), unscale_(optimizer), clipping, step(optimizer)"
+                )
+                yield Finding(clip.lineno, "call", text, False)
 
 
 def _indent(script: Script) -> str:
@@ -277,6 +331,19 @@ def _on_settings(wrappers: Wrappers) -> Iterator[Finding]:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "attr", "") == "require_backward_grad_sync":
             text = "require_backward_grad_sync is removed: only all_reduce() sends; check that it runs once per step"
             yield Finding(node.lineno, "accumulation", text, edits=(wrappers.script.replacement(node, "pass"),))
+
+
+def _on_batch_norm(wrappers: Wrappers) -> Iterator[Finding]:
+    """The first BatchNorm of the script."""
+    script = wrappers.script
+    for node in script.nodes:
+        if re.fullmatch(r"torch\.nn\.(\w+\.)*(Lazy)?BatchNorm\dd", script.dotted(node)):
+            text = (
+                "the statistics of BatchNorm are of each rank's own data here; torch DDP sends those of rank 0 in "
+                "every forward, but not with broadcast_buffers=False"
+            )
+            yield Finding(node.lineno, "evaluation", text, False)
+            return
 
 
 def _on_evaluation(wrappers: Wrappers) -> Iterator[Finding]:

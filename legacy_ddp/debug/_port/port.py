@@ -26,6 +26,7 @@ OTHERS = {
     "transformers.Trainer": "docs/accelerate.md#transformers",
 }
 _NO_DDP = "the script does not name torch's DistributedDataParallel; a module that it imports may, port that file"
+_ON_SITE = "On the site of the documentation, docs/NAME.md is the page NAME.html."
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Port:
     def diff(self) -> str:
         """A unified diff that ``patch`` and ``git apply`` read. It is empty if nothing changes."""
         name = os.path.relpath(self.path)
-        if name.startswith(".."):
+        if name.split(os.sep)[0] == "..":
             name = str(self.path.absolute()).lstrip("/")
         end = "\t" if " " in name else ""  # as git writes it: otherwise the name ends at the space
         found = difflib.unified_diff(
@@ -64,7 +65,7 @@ class Port:
             also = f" (also {', '.join(f'line {line}' for line in others)})" if others else ""
             start = f"{self.path}:{first}: {'decide' if is_open else 'note'}: {text}{also}"
             found += [*wrap(start, break_words=False), f"  {PAGES[page]}"]
-        return found
+        return [*found, _ON_SITE] if found else []
 
 
 def _lines(text: str) -> list[str]:
@@ -95,7 +96,9 @@ def port(path: Path) -> Port:
     if not any(finding.edits for finding in findings):
         others = [f"the script uses {other}, see {OTHERS[other]}" for other in OTHERS if _has(names, other)]
         if others or not any(finding.is_open for finding in findings):
-            raise ScriptError(f"{path}: nothing to port: {'; '.join(others) or _NO_DDP}")
+            files = ", ".join(_imported_files(script, path.parent))
+            without = f"{_NO_DDP}: {files}" if files else _NO_DDP
+            raise ScriptError(f"{path}: nothing to port: {'; '.join(others) or without}")
     after = _apply(script.text, [edit for finding in findings for edit in finding.edits])
     try:
         ast.parse(after)
@@ -103,6 +106,18 @@ def port(path: Path) -> Port:
         raise ScriptError(f"{path}: the changes would break line {error.lineno}; port this script by hand") from error
     mark = text.removesuffix(script.text)
     return Port(path, text, mark + after, tuple(findings))
+
+
+def _imported_files(script: Script, folder: Path) -> list[str]:
+    """The files of modules that the script imports and that lie beside it, in ``folder`` or below."""
+    plain = [alias.name for node in script.nodes if isinstance(node, ast.Import) for alias in node.names]
+    found: dict[str, None] = {}
+    for name in [*plain, *script.imports.values()]:
+        parts = name.lstrip(".").split(".")
+        paths = [folder.joinpath(*parts[:count]) for count in range(len(parts), 0, -1)]
+        files = [file for path in paths for file in (path.with_name(f"{path.name}.py"), path / "__init__.py")]
+        found |= {str(file.relative_to(folder)): None for file in files if file.is_file()}
+    return [*found]
 
 
 def _has(names: list[str], package: str) -> bool:

@@ -167,11 +167,29 @@ def readers(node: ast.AST) -> list[ast.expr]:
     ]
 
 
-def has_sequence(script: Script, calls: tuple[ast.Call, ...]) -> bool:
-    """Whether two of the calls run one after the other, and not in two branches of a condition. Calls inside
-    ``no_sync()`` do not count."""
-    counted = [script.path(call) for call in calls if not _is_inside(script, call, "no_sync")]
-    return any(_common_depth([*pair]) is not None for pair in combinations(counted, 2))
+def earlier(script: Script, calls: tuple[ast.Call, ...]) -> list[ast.Call]:
+    """The calls in which torch DDP averages before another one does: not those of two branches of a condition, not
+    those inside ``no_sync()``, and none in a script that sets ``require_backward_grad_sync``."""
+    if any(getattr(node, "attr", "") == "require_backward_grad_sync" for node in script.nodes):
+        return []
+    counted = [call for call in calls if not _is_inside(script, call, "no_sync")]
+    in_sequence = [
+        first
+        for first, second in combinations(counted, 2)
+        if _common_depth([script.path(first), script.path(second)]) is not None
+    ]
+    return [call for call in counted if call in in_sequence]
+
+
+def statements_of_one_block(script: Script, calls: tuple[ast.Call, ...], last: ast.stmt) -> list[ast.stmt]:
+    """The statements ``loss.backward()`` of all calls, if they stand in the block of ``last``, which is the last of
+    them; else none."""
+    found = [script.parent(call) for call in calls]
+    statements = [node for node in found if isinstance(node, ast.Expr)]
+    blocks = [script.path(statement)[-1][0] for statement in statements]
+    is_one = len(statements) == len(calls) and statements[-1] is last and all(block is blocks[0] for block in blocks)
+    are_plain = all(called_name(call) == "backward" and not is_local(call) and not call.keywords for call in calls)
+    return [*statements] if is_one and are_plain else []
 
 
 def _is_inside(script: Script, node: ast.AST, context: str) -> bool:

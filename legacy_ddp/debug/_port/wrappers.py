@@ -10,7 +10,7 @@ from legacy_ddp.debug._port.steps import Step, optimizer_of
 
 # Methods that return the wrapper itself: `DistributedDataParallel(model).to(device)`.
 _CHAINED = ("bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "requires_grad_", "to", "train")
-_LOOPS = ast.For | ast.AsyncFor | ast.While
+LOOPS = ast.For | ast.AsyncFor | ast.While
 _MAX_STEPS = 3  # assignments from a module to its optimizer
 
 
@@ -137,7 +137,7 @@ class Wrappers:
     def _is_of_a_loop(self, wrapper: Wrapper, step: Step) -> bool:
         """Whether a variable holds another wrapper at each turn of a loop, and the step stands outside of it."""
         around = [*self.script.ancestors(step.backwards[0])]
-        loops = [node for call in wrapper.made for node in self.script.ancestors(call) if isinstance(node, _LOOPS)]
+        loops = [node for call in wrapper.made for node in self.script.ancestors(call) if isinstance(node, LOOPS)]
         return any(loop not in around for loop in loops)
 
     def is_conditional(self, wrapper: Wrapper, statement: ast.stmt) -> bool:

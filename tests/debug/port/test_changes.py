@@ -22,6 +22,10 @@ def _pages(found: Port, *, is_open: bool = True) -> list[str]:
     return [finding.page for finding in found.findings if finding.text and finding.is_open is is_open]
 
 
+def _texts(found: Port) -> list[str]:
+    return [finding.text for finding in found.findings if finding.text]
+
+
 # The body of a script, and the body after the port.
 BODIES = {
     "a plain step": (
@@ -86,6 +90,20 @@ BODIES = {
     "carriage returns": (
         "loss.backward()\r\noptimizer.step()\r\n",
         "loss.backward()\r\nmodel.all_reduce()\r\noptimizer.step()\r\n",
+    ),
+    "several backward passes": (
+        "a.backward()\nfake = net(b)\nscaler.scale(fake).backward()\noptimizer.step()\n",
+        "a.backward()\nmodel.all_reduce()\nfake = net(b)\nscaler.scale(fake).backward()\nmodel.all_reduce()\n"
+        "optimizer.step()\n",
+    ),
+    "several backward passes, one with a condition": (
+        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    optimizer.step()\n",
+        "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    model.all_reduce()\n"
+        "    optimizer.step()\n",
+    ),
+    "several backward passes and a setting of torch DDP": (
+        "model.require_backward_grad_sync = False\na.backward()\nb.backward()\noptimizer.step()\n",
+        "pass\na.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
     ),
     "a profiler": (
         "loss.backward()\nscheduler.step()\nprofiler.step()\noptimizer.step()\n",
@@ -202,6 +220,7 @@ def test_each_optimizer_gets_the_call_of_its_wrapper(tmp_path: Path) -> None:
 
     assert found.after.splitlines()[6:] == [
         "d_loss(real).backward()",
+        "d.all_reduce()",
         "d_loss(fake).backward()",
         "d.all_reduce()",
         "d_optim.step()",
@@ -209,7 +228,7 @@ def test_each_optimizer_gets_the_call_of_its_wrapper(tmp_path: Path) -> None:
         "g.all_reduce()",
         "g_optim.step()",
     ]
-    assert _pages(found) == ["wrappers", "backwards"]
+    assert (_pages(found), _pages(found, is_open=False)) == ([], ["wrappers", "backwards"])
 
 
 STEP = "loss.backward()\noptimizer.step()\n"
@@ -219,7 +238,8 @@ DECISIONS = {
     "evaluation": ("model.eval()\n", ["evaluation"]),
     "evaluation of another module": ("ema.eval()\n", []),
     "a second order": ("a.backward(create_graph=True)\noptimizer.step()\n", ["autograd"]),
-    "two backward passes": ("a.backward()\n", ["backwards"]),
+    "a backward pass under a condition": ("if x:\n    a.backward()\n", ["backwards"]),
+    "a graph that is kept": ("a.backward(retain_graph=True)\n", ["backwards"]),
     "an evaluation by the function of a step": (
         "def back(x):\n    model(x).backward()\nback(x)\noptimizer.step()\nwith torch.no_grad():\n    back(x)\n",
         [],
@@ -234,6 +254,8 @@ DECISIONS = {
     "the class as a text": ("name == 'DistributedDataParallel'\n", ["class"]),
     "a wrapper without a variable": ("f(DDP(n))\n", ["call"]),
     "devices": ("model = DDP(n, device_ids=[0])\n", ["arguments"]),
+    "devices, and another module that moves": ("model = DDP(n, device_ids=[0])\nema.to(device)\n", ["arguments"]),
+    "devices, and new tensors": ("model = DDP(n, [0])\nfor x in y:\n    torch.zeros(1).cuda()\n", ["arguments"]),
     "no devices": ("model = DDP(n, device_ids=None)\n", []),
     "arguments not seen": ("model = DDP(n, **k)\n", ["arguments"]),
     "an argument in parentheses": ("model = DDP(n, ([0]))\n", ["arguments"]),
@@ -339,9 +361,7 @@ def test_where_the_name_of_the_class_has_another_meaning_nothing_is_changed(othe
 def test_a_file_that_only_tests_the_class_says_that_the_wrapper_is_made_elsewhere(tmp_path: Path) -> None:
     found = _port(CLASSES["a test of the class"][0], tmp_path)
 
-    assert [finding.text for finding in found.findings if finding.text] == [
-        "no wrapper is made in this file; port the file that makes it, too"
-    ]
+    assert _texts(found) == ["no wrapper is made in this file; port the file that makes it, too"]
 
 
 @pytest.mark.parametrize(
@@ -350,9 +370,39 @@ def test_a_file_that_only_tests_the_class_says_that_the_wrapper_is_made_elsewher
         ("model.register_comm_hook(None, h)\n", "hooks"),
         ("with model.no_sync():\n    pass\n", "accumulation"),
         ("thread.join()\n", None),
+        ("a.backward()\n", "backwards"),
+        ("model = DDP(net, device_ids=[0])\nfor x in xs:\n    x = x.to(device)\n", "arguments"),
+        ("model = DDP(net, [0])\ndef get():\n    return x.pin_memory().cuda()\n", "arguments"),
+        ("import torch\ntorch.nn.BatchNorm2d(1)\ntorch.nn.BatchNorm1d(2)\n", "evaluation"),
+        ("import torch\ntorch.nn.SyncBatchNorm.convert_sync_batchnorm(n)\n", "autograd"),
+        ("scaler.scale(x).backward()\nclip_grad_norm_(p, 1)\nscaler.step(optimizer)\n", "call"),
+        ("scaler.scale(x).backward()\nscaler.unscale_(opt)\nclip_grad_norm_(p, 1)\nscaler.step(optimizer)\n", None),
     ],
 )
 def test_what_works_as_before_is_a_note(body: str, page: str | None, tmp_path: Path) -> None:
     found = _port(HEAD + body + STEP, tmp_path)
 
     assert (_pages(found), _pages(found, is_open=False)) == ([], [page] if page else [])
+
+
+def test_several_backward_passes_with_one_call_say_where_torch_ddp_averages_too(tmp_path: Path) -> None:
+    found = _port(f"{HEAD}if x:\n    a.backward()\nelse:\n    b.backward()\n{STEP}", tmp_path)
+
+    assert _texts(found) == [
+        "one all_reduce() for several backward(); torch DDP averages in each, which rounds differently; for its bits "
+        "add model.all_reduce() after line 5 and line 7, too"
+    ]
+
+
+def test_removed_broadcasts_of_buffers_say_what_the_script_does_instead(tmp_path: Path) -> None:
+    off, on = (
+        _texts(_port(f"{HEAD}model = DDP(net, broadcast_buffers={value})\n{STEP}", tmp_path)) for value in (False, True)
+    )
+
+    assert off == [
+        "broadcast_buffers is removed: forward sends no buffers here, so that False needs nothing in its place"
+    ]
+    assert on == [
+        "broadcast_buffers is removed: forward sends no buffers; broadcast_buffers() does, before an evaluation and "
+        "before a checkpoint"
+    ]

@@ -26,6 +26,7 @@ from tests.helpers.scripts import assert_same_bits
 
 OURS = "from legacy_ddp import LegacyDistributedDataParallel"
 THEIRS = "from torch.nn.parallel import DistributedDataParallel"
+ON_SITE = "On the site of the documentation, docs/NAME.md is the page NAME.html."
 HEAD = f"{THEIRS} as DDP\nmodel = DDP(net)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
@@ -80,7 +81,7 @@ def test_the_exit_status_says_complete_or_not(tmp_path: Path, capsys: pytest.Cap
     ]
     assert " ".join(incomplete.err.split()) == (
         f"{open_script}:4: decide: with BatchNorm, an evaluation on all ranks needs model.broadcast_buffers() on every "
-        "rank before it (also line 7) docs/migration.md#batchnorm-and-evaluation"
+        f"rank before it (also line 7) docs/migration.md#batchnorm-and-evaluation {ON_SITE}"
     )
 
 
@@ -96,7 +97,7 @@ def test_a_file_with_the_step_alone_has_questions_and_no_diff(
     assert captured.out == ""
     assert " ".join(captured.err.split()) == (
         f"{script}:2: decide: which wrapper this backward() is for is not seen here; all_reduce() of the wrapper goes "
-        "between backward() and the step docs/migration.md#the-place-of-the-call"
+        f"between backward() and the step docs/migration.md#the-place-of-the-call {ON_SITE}"
     )
 
 
@@ -131,6 +132,19 @@ def test_what_cannot_be_ported_is_one_line_of_error(
     assert words in captured.err
 
 
+def test_a_script_without_ddp_names_the_files_that_it_imports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("trainer.py", "data/__init__.py", "data/text.py", "other.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    script = tmp_path / "main.py"
+    script.write_text("import torch, data.text as text\nfrom trainer import Trainer\nfrom .data import load\n")
+
+    assert main(["port", str(script)]) == 2
+    assert capsys.readouterr().err.endswith("port that file: data/text.py, data/__init__.py, trainer.py\n")
+
+
 def test_a_notebook_is_refused_with_the_command_that_makes_a_script_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +170,16 @@ def test_the_diff_applies(command: list[str], end: str, tmp_path: Path, monkeypa
     subprocess.run(command, cwd=tmp_path, input=found.diff().encode(), check=True)
 
     assert script.read_bytes() == found.after.encode() != before
+
+
+def test_the_diff_of_a_script_in_another_folder_applies_as_the_help_says(tmp_path: Path) -> None:
+    if shutil.which("patch") is None:
+        pytest.skip("needs the program patch")
+    found = _port(f"{HEAD}loss.backward()\noptimizer.step()\n", tmp_path)
+
+    subprocess.run(["patch", "-p1", "-d", "/"], input=found.diff().encode(), check=True)
+
+    assert (tmp_path / "train.py").read_text() == found.after
 
 
 def test_the_diff_has_the_bytes_of_the_script_in_every_terminal(
@@ -210,6 +234,13 @@ for pair in zip(batches[::2], batches[1::2]):
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 """,
+    "several backward passes": """
+for first, second in zip(batches[::2], batches[1::2]):
+    optimizer.zero_grad()
+    model(first).sum().backward()
+    model(second).sum().backward()
+    optimizer.step()
+""",
     "a rare step": """
 from contextlib import nullcontext
 for i, x in enumerate(batches):
@@ -237,7 +268,7 @@ def _run(rank: int, programs: list[str]) -> list[dict[str, torch.Tensor]]:
 def test_a_ported_script_ends_in_the_bits_of_torch_ddp(tmp_path: Path) -> None:
     theirs = [PROGRAM + program for program in PROGRAMS.values()]
     ours = [_port(program, tmp_path).after for program in theirs]
-    assert [program.count("all_reduce()") for program in ours] == [1] * len(ours)
+    assert [program.count("all_reduce()") for program in ours] == [1, 1, 2, 1]
 
     for states in run_ranks(partial(_run, programs=[*theirs, *ours]), 2):
         for name, before, after in zip(PROGRAMS, states, states[len(ours) :], strict=False):
