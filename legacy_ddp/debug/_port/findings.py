@@ -268,7 +268,8 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
         else:
             lines.append(f"{name}.all_reduce()")
     before_others = earlier(script, step.backwards)
-    each = statements_of_one_block(script, step.backwards, place.statement) if before_others and len(named) == 1 else []
+    is_one = len(named) == 1 and len(before_others) > 0
+    each = statements_of_one_block(script, step.backwards, place.statement) if is_one else []
     try:
         edits = [script.insertion(at, lines, is_before=place.is_before) for at in each or [place.statement]]
     except UnclearError as error:
@@ -276,6 +277,7 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
         return
     yield Finding(line, "call", "", False, tuple(edits))
     yield from _on_place(script, step, place, edits[0].start)
+    yield from _on_clipping(script, step)
     if each:
         text = (
             "all_reduce() stands after each backward(), because torch DDP averages in each; "
@@ -293,30 +295,34 @@ def _on_step(wrappers: Wrappers, step: Step) -> Iterator[Finding]:
 
 
 def _on_place(script: Script, step: Step, place: Place, at: int) -> Iterator[Finding]:
-    first, found = step.backwards[0], [*readers(step.scope)]
+    first = step.backwards[0]
     if place.is_before:
         text = "all_reduce() stands under the condition of the step: other micro-batches send nothing"
         yield Finding(first.lineno, "accumulation", text, False)
     if place.is_rare:
         text = "all_reduce() follows each backward(), but the step has a condition; to accumulate, move the call there"
         yield Finding(first.lineno, "accumulation", text)
-    for reader in found:
+    for reader in readers(step.scope):
         if script.end(first) < script.start(reader) < at:
             text = "this reads the gradients of this rank alone: all_reduce() comes later"
             yield Finding(reader.lineno, "call", text)
     for call in step.backwards:
         if any(word.arg == "create_graph" for word in call.keywords):
             yield Finding(call.lineno, "autograd", "with create_graph=True all_reduce() refuses the gradients")
+
+
+def _on_clipping(script: Script, step: Step) -> Iterator[Finding]:
+    """Clipping of gradients that a GradScaler has scaled."""
+    calls = [node for node in readers(step.scope) if isinstance(node, ast.Call)]
     is_scaled = any(".scale(" in ast.unparse(call) for call in step.backwards)
-    clips = [node for node in found if isinstance(node, ast.Call)]
-    if is_scaled and "unscale_" not in [*map(called_name, clips)]:
-        for clip in clips:
-            if script.end(first) < script.start(clip) < script.start(step.steps[0]):
+    if is_scaled and "unscale_" not in [*map(called_name, calls)]:
+        for call in calls:
+            if script.end(step.backwards[0]) < script.start(call) < script.start(step.steps[0]):
                 text = (
                     "the script clips scaled gradients, which is probably a mistake; this stays, for equal bits; the "
                     "right order is all_reduce(), unscale_(optimizer), clipping, step(optimizer)"
                 )
-                yield Finding(clip.lineno, "call", text, False)
+                yield Finding(call.lineno, "call", text, False)
 
 
 def _indent(script: Script) -> str:

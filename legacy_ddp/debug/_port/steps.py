@@ -188,7 +188,7 @@ def statements_of_one_block(script: Script, calls: tuple[ast.Call, ...], last: a
     statements = [node for node in found if isinstance(node, ast.Expr)]
     blocks = [script.path(statement)[-1][0] for statement in statements]
     is_one = len(statements) == len(calls) and statements[-1] is last and all(block is blocks[0] for block in blocks)
-    are_plain = all(called_name(call) == "backward" and not is_local(call) and not call.keywords for call in calls)
+    are_plain = all(not is_local(call) and not call.keywords for call in calls)
     return [*statements] if is_one and are_plain else []
 
 

@@ -101,6 +101,14 @@ BODIES = {
         "for x in xs:\n    if x:\n        a.backward()\n    b.backward()\n    model.all_reduce()\n"
         "    optimizer.step()\n",
     ),
+    "several backward passes of each micro-batch": (
+        "for x in xs:\n    a.backward()\n    b.backward()\noptimizer.step()\n",
+        "for x in xs:\n    a.backward()\n    b.backward()\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
+    "several backward passes in a function": (
+        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\noptimizer.step()\n",
+        "def back(x):\n    x.backward()\n\nback(a)\nback(b)\nmodel.all_reduce()\noptimizer.step()\n",
+    ),
     "several backward passes and a setting of torch DDP": (
         "model.require_backward_grad_sync = False\na.backward()\nb.backward()\noptimizer.step()\n",
         "pass\na.backward()\nb.backward()\nmodel.all_reduce()\noptimizer.step()\n",
@@ -255,6 +263,10 @@ DECISIONS = {
     "a wrapper without a variable": ("f(DDP(n))\n", ["call"]),
     "devices": ("model = DDP(n, device_ids=[0])\n", ["arguments"]),
     "devices, and another module that moves": ("model = DDP(n, device_ids=[0])\nema.to(device)\n", ["arguments"]),
+    "devices, and a function that moves the module": (
+        "model = DDP(net, [0])\ndef move():\n    net.to(device)\n",
+        ["arguments"],
+    ),
     "devices, and new tensors": ("model = DDP(n, [0])\nfor x in y:\n    torch.zeros(1).cuda()\n", ["arguments"]),
     "no devices": ("model = DDP(n, device_ids=None)\n", []),
     "arguments not seen": ("model = DDP(n, **k)\n", ["arguments"]),
