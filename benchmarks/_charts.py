@@ -1,6 +1,6 @@
 """Drawing of charts as SVG for light or dark pages: bars of ratios with the interval of the median, and growth.
 
-A chart of growth has both axes in powers of ten or two, points for what was measured, and lines for a model.
+A chart of growth has axes in powers of two and ten, points for runs, and lines for models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from _results import Timed
 WIDTH, RIGHT, TOP = 440, 330, 62  # in pixels, as everything below; RIGHT: the end of the longest bar
 LETTER = 6.2  # of the small text, about
 HEIGHT_OF_LABEL, HEIGHT_OF_BAR, SPACE = 20, 17, 7
-BOTTOM = 300  # of a chart of growth
+LEFT, END, BOTTOM = 56, 416, 300  # of the axes of a chart of growth
 LONGEST = 2.5  # a longer bar is cut there: one slow variant would make all others short
 
 
@@ -43,11 +43,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Curve:
-    """``values``: milliseconds by number of ranks, measured or modelled. ``kind``: one of KINDS."""
+    """``values``: milliseconds by number of ranks. ``kind``: one of KINDS. ``style``: one of STYLES."""
 
     kind: str
     values: Mapping[int, float]
-    is_model: bool
+    style: str
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class Mode:
     kinds: Sequence[str]
 
 
+STYLES = MappingProxyType({"points": "", "line": "", "dashes": ' stroke-dasharray="6 4"'})
 KINDS = ("legacy_ddp", "torch DDP", "other", "gloo all_gather")
 # Okabe and Ito (2008): readers who see no red or no green tell blue and orange apart.
 MODES = MappingProxyType(
@@ -88,30 +89,28 @@ def draw_growth(heading: str, curves: Sequence[Curve], mode: Mode) -> str:
     last = log2(max(ranks for curve in curves for ranks in curve.values))
 
     def across(ranks: int) -> float:
-        return round(48 + (WIDTH - 72) * (log2(ranks) - 1) / (last - 1), 1)
+        return round(LEFT + (END - LEFT) * (log2(ranks) - 1) / (last - 1), 1)
 
     def down(value: float) -> float:
         return round(BOTTOM - (BOTTOM - TOP) * (log10(value) - least) / (most - least), 1)
 
     used = [kind for kind in KINDS if any(curve.kind == kind for curve in curves)]
-    parts = _legend(used, "points: measured, lines: model", mode)
+    parts = _legend(used, "points: runs, lines: models", mode)
     for power in range(least, most + 1):
         height = down(10.0**power)
-        parts.append(
-            f'<path d="M48 {height} H{WIDTH - 24}" stroke="{mode.line}" stroke-dasharray="2 3" opacity="0.6"/>'
-        )
-        parts.append(_text(42, height + 4, f"{10.0**power:g} ms", anchor="end", size=11))
+        parts.append(f'<path d="M{LEFT} {height} H{END}" stroke="{mode.line}" stroke-dasharray="2 3" opacity="0.6"/>')
+        parts.append(_text(LEFT - 6, height + 4, f"{10.0**power:g} ms", anchor="end", size=11))
     for power in range(1, int(last) + 1, 2):
         parts.append(_text(across(2**power), BOTTOM + 16, f"{2**power:,}", anchor="middle", size=11))
-    parts.append(_text(WIDTH - 24, BOTTOM + 32, "ranks", anchor="end", size=11))
+    parts.append(_text(END, BOTTOM + 32, "ranks", anchor="end", size=11))
     for curve in curves:
         colour = mode.kinds[KINDS.index(curve.kind)]
         places = [(across(ranks), down(value)) for ranks, value in curve.values.items()]
-        if curve.is_model:
-            line = " L".join(f"{left} {top}" for left, top in places)
-            parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        else:
+        if curve.style == "points":
             parts += [f'<circle cx="{left}" cy="{top}" r="3.5" fill="{colour}"/>' for left, top in places]
+            continue
+        line = " L".join(f"{left} {top}" for left, top in places)
+        parts.append(f'<path d="M{line}" fill="none" stroke="{colour}" stroke-width="1.5"{STYLES[curve.style]}/>')
     return _page(heading, BOTTOM + 42, parts, mode)
 
 

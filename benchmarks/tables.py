@@ -196,13 +196,13 @@ def header_curves(path: Path = RESULTS / HEADERS) -> list[Curve]:
     """
     curves = []
     for kind, way in (("gloo all_gather", "all_gather"), ("legacy_ddp", "tree")):
-        for model in ("0", "1"):
+        for style, model in (("dashes", "0"), ("line", "1")):
             place = ("results", "modelled", model, "ways", way, "exchange_ms")
             modelled = _value(_read(path), place, path, "model")
-            curves.append(Curve(kind, {int(size): value for size, value in modelled.items()}, is_model=True))
+            curves.append(Curve(kind, {int(size): value for size, value in modelled.items()}, style))
         run = _value(_read(path), ("results", "run"), path, "run")
         measured = {int(size): _number(run, (size, way, "median_ms"), path) for size in run}
-        curves.append(Curve(kind, measured, is_model=False))
+        curves.append(Curve(kind, measured, "points"))
     return curves
 
 
