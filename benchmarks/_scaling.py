@@ -1,14 +1,14 @@
 """Model of the time of the header exchange by number of ranks. Pure.
 
-    seconds = hops x alpha + messages x message + bytes x beta
+    seconds = hops x alpha + messages x message + bytes x beta + turns x turn
 
 all_gather   of gloo, a ring (gloo/allgather.cc): every row makes ranks - 1 hops, in two halves, each a message
 tree         of legacy_ddp/_transport/star.py, where hosts have equal numbers of ranks. Rows go up to the root, a
              message of each rank or part; the rows of all ranks come down. A hub handles the messages of the ranks
              below it one after the other
 
-Hops, messages and bytes are those of the longest way, one after the other. Ranks that share cores take turns: the
-messages of all ranks, divided by the cores, may take longer than those of the longest way.
+Hops, messages and bytes are those of the longest way, one after the other. Ranks that share cores take turns, for the
+messages of all ranks, divided by the cores: a turn is the work of a rank that is woken up by a message.
 """
 
 import bisect
@@ -40,26 +40,22 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Network:
-    """Seconds per hop, message and byte. ``cores``: shared by all ranks."""
+    """Seconds per hop, message, byte and turn. ``cores``: shared by all ranks."""
 
     alpha_seconds: float
     message_seconds: float
     beta_seconds: float
+    turn_seconds: float = 0.0
     cores: float = math.inf
 
     def seconds(self, exchange: Exchange) -> float:
         """Time until every rank has every row, without reading the rows."""
-        messages = messages_in_turn(exchange, self.cores)
         return (
             exchange.hops * self.alpha_seconds
-            + messages * self.message_seconds
+            + exchange.messages * self.message_seconds
             + exchange.size_bytes * self.beta_seconds
+            + exchange.all_messages / self.cores * self.turn_seconds
         )
-
-
-def messages_in_turn(exchange: Exchange, cores: float) -> float:
-    """The messages that are handled one after the other."""
-    return max(exchange.messages, exchange.all_messages / cores)
 
 
 def ring(size: int) -> Exchange:
@@ -88,14 +84,20 @@ def hubs_below(hosts: int) -> list[int]:
 
 
 def fit_network(
-    exchange: Callable[[int], Exchange], seconds: Mapping[int, float], beta_seconds: float, cores: float
+    exchange: Callable[[int], Exchange],
+    seconds: Mapping[int, float],
+    *,
+    message_seconds: float,
+    beta_seconds: float,
+    cores: int,
 ) -> Network:
-    """The network with the least relative error for times by number of ranks."""
+    """The network with the least relative error for times by number of ranks: hops and turns are fitted."""
+    known = Network(0.0, message_seconds, beta_seconds)
     counts = {size: exchange(size) for size in seconds}
-    terms = [(count.hops, messages_in_turn(count, cores)) for count in counts.values()]
-    left = [time - counts[size].size_bytes * beta_seconds for size, time in seconds.items()]
-    alpha, message = fit_costs(terms, left, scales=list(seconds.values()))
-    return Network(alpha, message, beta_seconds, cores)
+    terms = [(count.hops, count.all_messages / cores) for count in counts.values()]
+    left = [time - known.seconds(counts[size]) for size, time in seconds.items()]
+    alpha, turn = fit_costs(terms, left, scales=list(seconds.values()))
+    return Network(alpha, message_seconds, beta_seconds, turn, cores)
 
 
 def seconds_per_row(reading: Mapping[int, float], *, least_size: int = 64) -> float:

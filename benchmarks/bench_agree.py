@@ -220,7 +220,7 @@ def _answer_header(arguments: argparse.Namespace) -> dict[str, Any]:
     _print_exchanges(summaries)
     row_seconds, message_seconds = seconds_per_row(reading), seconds_per_message(hub)
     print(f"\nalone, on one rank: reading a row {1e9 * row_seconds:.0f} ns, a message {1e6 * message_seconds:.1f} us")
-    modelled = _given(message_seconds, arguments), _fitted(summaries, arguments)
+    modelled = _given(message_seconds, arguments), _fitted(summaries, message_seconds, arguments)
     for result in modelled:
         _print_model(result)
     limit = HEADER_AIM * arguments.step_ms / 1e3
@@ -369,19 +369,21 @@ def _given(message_seconds: float, arguments: argparse.Namespace) -> dict[str, A
     return {"network": f"given, {costs}, {arguments.ranks_per_host} ranks a host", "ways": ways}
 
 
-def _fitted(summaries: dict[int, dict[str, Any]], arguments: argparse.Namespace) -> dict[str, Any]:
+def _fitted(
+    summaries: dict[int, dict[str, Any]], message_seconds: float, arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The model of this machine, fitted to the runs."""
     cores, beta, ways = os.cpu_count() or 1, 1e-9 / arguments.gigabytes_per_second, {}
-    for way, exchange in {
-        "all_gather": ring,
-        "tree": lambda size: tree(size, -(-size // arguments.hosts)),
-    }.items():
+    for way, exchange, message in (
+        ("all_gather", ring, 0.0),
+        ("tree", lambda size: tree(size, -(-size // arguments.hosts)), message_seconds),
+    ):
         measured = _median_seconds(summaries, way)
-        network = fit_network(exchange, measured, beta, cores)
+        network = fit_network(exchange, measured, message_seconds=message, beta_seconds=beta, cores=cores)
         modelled = {size: network.seconds(exchange(size)) for size in measured}
         ways[way] = {
             "alpha_us": 1e6 * network.alpha_seconds,
-            "message_us": 1e6 * network.message_seconds,
+            "turn_us": 1e6 * network.turn_seconds,
             "exchange_ms": {str(size): 1e3 * seconds for size, seconds in modelled.items()},
             "residuals": {str(size): modelled[size] / seconds - 1 for size, seconds in measured.items()},
         }
@@ -416,7 +418,7 @@ def _print_model(result: dict[str, Any]) -> None:
         print(f"{way:16}" + "".join(f"{row['exchange_ms'][size]:8.2f}" for size in sizes))
         if missed := row.get("residuals"):
             typical, worst = typical_and_worst(missed)
-            costs = f"{row['alpha_us']:.0f} us a hop, {row['message_us']:.1f} us a message"
+            costs = f"{row['alpha_us']:.0f} us a hop, {row['turn_us']:.0f} us a turn"
             print(f"  {costs}; off by {typical:.0%} (median), at most by {missed[worst]:+.0%} ({worst} ranks)")
 
 

@@ -292,18 +292,18 @@ def test_the_hubs_of_the_longest_way_send_to_the_ranks_below_one_after_the_other
     assert found.size_bytes == (size - 1) * row + down * size * row
 
 
-def test_ranks_that_share_cores_handle_the_messages_of_all_ranks() -> None:
+def test_ranks_that_share_cores_take_turns_for_the_messages_of_all_ranks() -> None:
     exchange = _scaling.Exchange(hops=4, messages=10, size_bytes=100, all_messages=60)
 
-    assert _scaling.Network(2.0, 0.5, 0.25).seconds(exchange) == 4 * 2 + 10 * 0.5 + 100 * 0.25
-    assert _scaling.Network(2.0, 0.5, 0.25, cores=2).seconds(exchange) == 4 * 2 + 30 * 0.5 + 100 * 0.25
+    assert _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0).seconds(exchange) == 8 + 5 + 25
+    assert _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0, cores=2).seconds(exchange) == 8 + 5 + 25 + 30 * 3
 
 
 def test_the_fitted_network_is_the_one_that_made_the_times() -> None:
-    network = _scaling.Network(3e-5, 2e-5, 1e-9, cores=2)
+    network = _scaling.Network(3e-5, 4e-6, 1e-9, turn_seconds=2e-4, cores=2)
     times = {size: network.seconds(_scaling.ring(size)) for size in (2, 4, 16, 64)}
 
-    found = _scaling.fit_network(_scaling.ring, times, beta_seconds=1e-9, cores=2)
+    found = _scaling.fit_network(_scaling.ring, times, message_seconds=4e-6, beta_seconds=1e-9, cores=2)
 
     assert vars(found) == pytest.approx(vars(network))
 
