@@ -7,8 +7,8 @@ tree         of legacy_ddp/_transport/star.py, where hosts have equal numbers of
              message of each rank or part; the rows of all ranks come down. A hub handles the messages of the ranks
              below it one after the other
 
-Hops, messages and bytes are those of the longest way, one after the other. Ranks that share cores take turns, for the
-messages of all ranks, divided by the cores: a turn is the work of a rank that is woken up by a message.
+Hops, messages and bytes are those of the longest way, one after the other. Turns: where ranks share cores, a rank waits
+for a turn of every other rank on its core before each of its messages.
 """
 
 import bisect
@@ -30,12 +30,13 @@ MOST_RANKS = 2**20  # where the search for a limit ends
 
 @dataclass(frozen=True)
 class Exchange:
-    """Counts of an exchange on its longest way, and ``all_messages`` of all ranks."""
+    """Counts of an exchange of ``size`` ranks on its longest way. ``messages_of_each``: of a rank, in the mean."""
 
+    size: int
     hops: int
     messages: int
     size_bytes: int
-    all_messages: int
+    messages_of_each: float
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,19 @@ class Network:
             exchange.hops * self.alpha_seconds
             + exchange.messages * self.message_seconds
             + exchange.size_bytes * self.beta_seconds
-            + exchange.all_messages / self.cores * self.turn_seconds
+            + turns(exchange, self.cores) * self.turn_seconds
         )
+
+
+def turns(exchange: Exchange, cores: float) -> float:
+    """The turns of other ranks that a rank waits for."""
+    return max(0.0, exchange.size / cores - 1) * exchange.messages_of_each
 
 
 def ring(size: int) -> Exchange:
     """The exchange in gloo's all_gather."""
     others = size - 1
-    return Exchange(others, 2 * others, others * ROW_BYTES, 2 * size * others)
+    return Exchange(size, others, 2 * others, others * ROW_BYTES, 2 * others)
 
 
 def tree(size: int, per_host: int) -> Exchange:
@@ -71,7 +77,7 @@ def tree(size: int, per_host: int) -> Exchange:
     # Up, the ranks of a host have long sent their rows when the hubs below have theirs. Down, a hub may come last.
     up, down = on_host + sum(below), on_host * (len(below) + 1) + sum(below)
     hops = 2 * ((on_host > 0) + len(below))
-    return Exchange(hops, up + down, (size - 1 + down * size) * TREE_ROW_BYTES, 2 * (size - 1))
+    return Exchange(size, hops, up + down, (size - 1 + down * size) * TREE_ROW_BYTES, 2 * (size - 1) / size)
 
 
 def hubs_below(hosts: int) -> list[int]:
@@ -94,7 +100,7 @@ def fit_network(
     """The network with the least relative error for times by number of ranks: hops and turns are fitted."""
     known = Network(0.0, message_seconds, beta_seconds)
     counts = {size: exchange(size) for size in seconds}
-    terms = [(count.hops, count.all_messages / cores) for count in counts.values()]
+    terms = [(count.hops, turns(count, cores)) for count in counts.values()]
     left = [time - known.seconds(counts[size]) for size, time in seconds.items()]
     alpha, turn = fit_costs(terms, left, scales=list(seconds.values()))
     return Network(alpha, message_seconds, beta_seconds, turn, cores)

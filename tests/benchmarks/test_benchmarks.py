@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -267,7 +268,7 @@ def test_a_benchmark_started_as_a_script_finds_its_neighbours_and_its_own_packag
 
 
 def test_a_ring_takes_a_hop_and_two_messages_per_other_rank() -> None:
-    assert _scaling.ring(5) == _scaling.Exchange(hops=4, messages=8, size_bytes=4 * 128, all_messages=40)
+    assert _scaling.ring(5) == _scaling.Exchange(size=5, hops=4, messages=8, size_bytes=4 * 128, messages_of_each=8)
 
 
 @pytest.mark.parametrize(
@@ -288,15 +289,16 @@ def test_the_hubs_of_the_longest_way_send_to_the_ranks_below_one_after_the_other
 
     found = _scaling.tree(size, per_host)
 
-    assert (found.hops, found.messages, found.all_messages) == (hops, messages, 2 * (size - 1))
+    assert (found.hops, found.messages, found.messages_of_each * size) == (hops, messages, 2 * (size - 1))
     assert found.size_bytes == (size - 1) * row + down * size * row
 
 
-def test_ranks_that_share_cores_take_turns_for_the_messages_of_all_ranks() -> None:
-    exchange = _scaling.Exchange(hops=4, messages=10, size_bytes=100, all_messages=60)
+def test_a_rank_waits_for_a_turn_of_the_others_on_its_core_at_each_message() -> None:
+    exchange = _scaling.Exchange(size=6, hops=4, messages=10, size_bytes=100, messages_of_each=5)
 
-    assert _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0).seconds(exchange) == 8 + 5 + 25
-    assert _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0, cores=2).seconds(exchange) == 8 + 5 + 25 + 30 * 3
+    for cores, turns in ((math.inf, 0), (8, 0), (6, 0), (2, 2 * 5)):
+        network = _scaling.Network(2.0, 0.5, 0.25, turn_seconds=3.0, cores=cores)
+        assert network.seconds(exchange) == 4 * 2 + 10 * 0.5 + 100 * 0.25 + turns * 3
 
 
 def test_the_fitted_network_is_the_one_that_made_the_times() -> None:
