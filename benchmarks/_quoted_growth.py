@@ -84,7 +84,7 @@ def _exchange() -> Table:
         file=HEADERS,
         heading="8 claimed hosts on 2 cores, median in ms",
         columns=[
-            Column(f"{size} ranks", (("run", str(size), "{way}", "median_ms"),), "{:.2g}")
+            Column(f"{size} ranks", (("run", str(size), "{way}", "median_ms"),), "{:.3g}")
             for size in (2, 4, 8, 16, 32, 64)
         ],
         rows={label: {"way": way} for label, way in ways.items()},
