@@ -8,7 +8,7 @@ tree         of legacy_ddp/_transport/star.py, where hosts have equal numbers of
              below it one after the other
 
 Hops, messages and bytes are those of the longest way, one after the other. Turns: where ranks share cores, a rank waits
-for a turn of every other rank on its core before each of its messages.
+for a turn of every other rank on its core before each of its messages. Bytes on a host count like those between hosts.
 """
 
 import bisect

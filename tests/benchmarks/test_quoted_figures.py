@@ -34,6 +34,7 @@ NO_MEASUREMENT = {
         "poll the maker every 0.05 s + 0.5 ms",
         "without the token within 0.7 s is closed",
     ],
+    "docs/logging.md": ["the wait is less than 5% of the step"],
     "docs/multi-host.md": ["a network with a hop of 50 µs and 1 GB/s"],
     "docs/restart.md": ["is repeated 20 times"],
 }
